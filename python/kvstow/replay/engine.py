@@ -1,0 +1,457 @@
+"""A continuous-batching engine in virtual time, over the real ledger, scheduler and mover.
+
+One iteration:
+
+    land      jobs whose virtual time has come: stores become visible, loaded requests run
+    arrive    requests of the trace join the waiting queue
+    schedule  running requests, first come first, in one ledger call; out of blocks, the last goes
+    admit     waiting requests, if all the running ones fitted: device hit, host hit, then the rest
+    compute   write the bytes of the granted tokens; virtual time goes on
+    store     blocks that became full; requests that are done leave
+
+A request, and who holds its blocks:
+
+    coming -> waiting ---- admitted, all on the device -----> running -> finished
+                 ^   \---- admitted, some on the host --> loading --^  |
+                 \------ preempted (all blocks freed) or load failed --/
+
+The clock of the machine is read only to say what the accounting cost.
+"""
+
+import time
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import (
+    BlockLedger,
+    ConfigError,
+    FullAttention,
+    OffloadScheduler,
+    PrefixHit,
+    StepAllocation,
+    TransferError,
+)
+from kvstow.replay.batch import Batch, Request, Seats
+from kvstow.replay.config import ReplayConfig
+from kvstow.replay.content import DeviceMemory
+from kvstow.replay.figures import Figures, Stopwatch
+from kvstow.replay.link import Flight, Links
+from kvstow.replay.trace import Trace, TraceRequest
+from kvstow.replay.verify import Verifier
+from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, Mover
+
+__all__ = ["Observer", "ReplayEngine"]
+
+Tokens = npt.NDArray[np.int64]
+
+
+class Observer:
+    """Told what the engine does, as it does it; this base class ignores it all."""
+
+    def granted(self, engine: "ReplayEngine", seats: Seats, tokens: Tokens) -> None:
+        """These seats have slots for so many tokens, and full blocks among them are published."""
+
+    def looked_up(
+        self, engine: "ReplayEngine", request: Request, device_tokens: int, host_tokens: int
+    ) -> None:
+        """A waiting request found this much of its prefix, and may be admitted with it."""
+
+    def landed(self, engine: "ReplayEngine", flight: Flight) -> None:
+        """A job landed, and ledger and scheduler know."""
+
+    def stepped(self, engine: "ReplayEngine") -> None:
+        """A step was computed, and what it made due was handed to the mover."""
+
+
+class ReplayEngine:
+    """Replays one trace. `run` it once, then `close` it.
+
+    Raises:
+        ConfigError: sizes that cannot be right, or a request that the device pool can never hold.
+    """
+
+    def __init__(
+        self, trace: Trace, config: ReplayConfig, *, observer: Observer | None = None
+    ) -> None:
+        max_blocks = _longest_table(trace, config)
+        geometry = config.geometry(trace.block_size)
+        groups = [FullAttention(trace.block_size)]
+        self.trace = trace
+        self.config = config
+        self.observer = observer or Observer()
+        self.figures = Figures()
+        self.ledger = BlockLedger(config.device_blocks, groups)
+        self.scheduler = OffloadScheduler(
+            config.host_blocks, groups, mode=config.mode, policy=config.policy
+        )
+        self.memory = DeviceMemory(config.device_blocks, geometry)
+        layout = BlockLayout.from_arrays(self.memory.regions)
+        self.arena = HostArena(config.host_blocks, layout.slot_bytes)
+        self.mover: Mover = HostMover(layout, self.arena)
+        self.verifier = Verifier(self.memory, self.arena, config.verify)
+        self.links = Links(config.link_bytes_per_s, geometry.block_bytes)
+        self.batch = Batch(min(config.max_requests, len(trace.requests)), max_blocks)
+        self.waiting: deque[Request] = deque()
+        self.now_s = trace.requests[0].arrival_s
+        self._coming: deque[TraceRequest] = deque(trace.requests)
+        self._block_size = trace.block_size
+        self._num_landed_loads = 0
+        self._accounting = Stopwatch()
+
+    def close(self) -> None:
+        """Stop the mover."""
+        self.mover.close()
+
+    def run(self) -> None:
+        """Replay to the end, all jobs landed. Interrupted, it leaves what it has in `figures`."""
+        begin_s = time.perf_counter()
+        try:
+            while self._coming or self.waiting or self.batch.running or len(self.links):
+                self._iterate()
+        finally:
+            self.figures.seconds = time.perf_counter() - begin_s
+            self.figures.virtual_seconds = self.now_s - self.trace.requests[0].arrival_s
+
+    def _iterate(self) -> None:
+        while flight := self.links.due(self.now_s):
+            self._land(flight)
+        self._arrive()
+        seats, tokens, all_fitted = self._schedule()
+        if all_fitted:
+            admitted = self._admit(self.config.max_step_tokens - int(tokens.sum()))
+            seats = np.append(seats, [seat for seat, _ in admitted]).astype(np.int64)
+            tokens = np.append(tokens, [chunk for _, chunk in admitted]).astype(np.int64)
+        if not len(seats):
+            self._skip_ahead()
+            return
+        full = self._compute(seats, tokens)
+        self._store(full)
+        self._finish(seats)
+        self.figures.accounting_us.append(self._accounting.take_us())
+        self.observer.stepped(self)
+
+    def _skip_ahead(self) -> None:
+        """Nothing can run now: go on to the next landing or arrival."""
+        moments = [self.links.next_landing_s()]
+        if self._coming:
+            moments.append(self._coming[0].arrival_s)
+        known = [moment for moment in moments if moment is not None]
+        stuck = self.batch.running or self.waiting
+        assert known or not stuck, f"nothing can run, land or arrive at {self.now_s} s"
+        self.now_s = max(self.now_s, min(known, default=self.now_s))
+
+    # -- land ----------------------------------------------------------------------------------
+
+    def _land(self, flight: Flight) -> None:
+        copied = _copied(flight)
+        with self._accounting:
+            end = self.scheduler.complete(flight.job_id, ok=copied)
+            self.ledger.pool.unpin(end.block_ids)
+        if flight.direction == "store":
+            self.figures.stored += len(flight.job) if end.ok else 0
+            self.figures.failed_stores += not end.ok
+        else:
+            self._num_landed_loads += 1
+            if end.ok:
+                self._loaded(flight)
+            else:
+                self._load_failed(flight.seat)
+        self.observer.landed(self, flight)
+
+    def _loaded(self, flight: Flight) -> None:
+        """The blocks are there: check them, publish them, and let the request run."""
+        batch, seat, num_loaded = self.batch, flight.seat, len(flight.job)
+        request, num_tokens = batch.request(seat), int(batch.computed[seat])
+        num_blocks = num_tokens // self._block_size
+        first = num_blocks - num_loaded
+        keys = batch.keys[seat, first:num_blocks]
+        self.verifier.check_loaded(request, first, keys, flight.job)
+        with self._accounting:
+            self.ledger.cache(request.name, num_tokens)
+        self.figures.loaded += num_loaded
+        self.figures.published += num_loaded
+        self._count_hits(request, first, num_loaded)
+        batch.running.append(seat)
+
+    def _load_failed(self, seat: int) -> None:
+        """The request starts again, without the host tier this time."""
+        self.figures.failed_loads += 1
+        request = self._give_up_seat(seat)
+        request.load_failed = True
+        self.waiting.appendleft(request)
+
+    # -- arrive --------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        while self._coming and self._coming[0].arrival_s <= self.now_s:
+            self.waiting.append(Request.arrived(self._coming.popleft(), self._block_size))
+
+    # -- schedule ------------------------------------------------------------------------------
+
+    def _schedule(self) -> tuple[Seats, Tokens, bool]:
+        """Grant slots to running requests.
+
+        Out of blocks, the last running request is preempted until the refused one fits: it may be
+        that one itself, but never one that was served in this step, as those come before it. The
+        first one is never preempted: with nobody behind it, it keeps its blocks and waits for the
+        jobs that hold the others. So some request always gets further.
+
+        Returns:
+            The seats served, how many tokens each, and whether nobody was refused.
+        """
+        batch = self.batch
+        seats = np.array(batch.running, dtype=np.int64)
+        self._extend(seats)
+        wanted = batch.known[seats] - batch.computed[seats]
+        left = self.config.max_step_tokens - (np.cumsum(wanted) - wanted)
+        tokens = np.minimum(wanted, np.maximum(left, 0))
+        num_reached = int(np.count_nonzero(tokens))
+        names = batch.names(batch.running[:num_reached])
+        num_served, all_fitted = 0, True
+        while num_served < num_reached:
+            part = slice(num_served, num_reached)
+            with self._accounting:
+                step = self.ledger.allocate_step(names[part], tokens[part])
+            self._append_blocks(seats[part], step)
+            num_served += step.num_granted
+            if num_served < num_reached:
+                all_fitted = False
+                if len(batch.running) == 1:
+                    break
+                self._preempt(batch.running.pop())
+                num_reached = min(num_reached, len(batch.running))
+        seats, tokens = seats[:num_served], tokens[:num_served]
+        self._granted(seats, batch.computed[seats], tokens)
+        return seats, tokens, all_fitted
+
+    def _extend(self, seats: Seats) -> None:
+        """Tell the digests of generated blocks whose last token is known, before it is computed."""
+        batch = self.batch
+        num_known = batch.known[seats] // self._block_size
+        for seat in seats[num_known > batch.num_hashed[seats]].tolist():
+            request, begin = batch.request(seat), batch.num_hashed[seat]
+            end = batch.known[seat] // self._block_size
+            with self._accounting:
+                self.ledger.extend(request.name, request.digests[begin:end])
+                self.scheduler.extend(request.name, request.digests[begin:end])
+            batch.num_hashed[seat] = end
+
+    def _append_blocks(self, seats: Seats, step: StepAllocation) -> None:
+        ids, offsets = step.ids, step.offsets
+        for index in np.flatnonzero(offsets[1:] > offsets[:-1]).tolist():
+            taken = ids[offsets[index] : offsets[index + 1]]
+            self.batch.append_blocks(int(seats[index]), taken)
+
+    def _preempt(self, seat: int) -> None:
+        self.figures.preemptions += 1
+        self.waiting.appendleft(self._give_up_seat(seat))
+
+    def _give_up_seat(self, seat: int) -> Request:
+        request = self.batch.leave(seat)
+        with self._accounting:
+            self.scheduler.finish(request.name)
+            self.ledger.free(request.name)
+        return request
+
+    # -- admit ---------------------------------------------------------------------------------
+
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Admit waiting requests, head first, until one is refused.
+
+        A request whose blocks are just being loaded for another keeps its place and is passed over.
+
+        Returns:
+            (seat, tokens) of those that compute in this step; others are loading.
+        """
+        admitted: list[tuple[int, int]] = []
+        passed_over: list[Request] = []
+        while self.waiting and budget > 0 and self.batch.has_seat:
+            request = self.waiting.popleft()
+            found = self._look_up(request)
+            if found is None:
+                passed_over.append(request)
+                continue
+            hit, num_external = found
+            if num_external:
+                fitted = self._admit_load(request, hit, num_external)
+            else:
+                chunk = min(request.known_tokens - hit.num_tokens, budget)
+                seat = self._admit_now(request, hit, chunk)
+                fitted = seat is not None
+                if seat is not None:
+                    admitted.append((seat, chunk))
+                    budget -= chunk
+            if not fitted:
+                self.waiting.appendleft(request)
+                break
+        self.waiting.extendleft(reversed(passed_over))
+        return admitted
+
+    def _look_up(self, request: Request) -> tuple[PrefixHit, int] | None:
+        """The hit on the device and the tokens after it on the host; None: ask again later."""
+        if request.pending_since == self._num_landed_loads:
+            return None
+        max_tokens = request.known_tokens - 1  # one is left to compute
+        with self._accounting:
+            if not request.added:
+                digests = request.known_digests(self._block_size)
+                self.ledger.add(request.name, digests)
+                self.scheduler.add(request.name, digests)
+                request.added = True
+            hit = self.ledger.lookup(request.name, max_tokens)
+            num_external: int | None = 0
+            if not request.load_failed:
+                num_external = self.scheduler.lookup(request.name, hit.num_tokens, max_tokens)
+        if num_external is None:
+            request.pending_since = self._num_landed_loads
+            return None
+        self.observer.looked_up(self, request, hit.num_tokens, num_external)
+        return hit, num_external
+
+    def _admit_now(self, request: Request, hit: PrefixHit, chunk: int) -> int | None:
+        """Let the request run with what the device holds; its seat, or None if it does not fit."""
+        with self._accounting:
+            taken = self.ledger.allocate(request.name, chunk, hit=hit)
+        if taken is None:
+            return None
+        seat = self._sit(request, hit, taken[0], hit.num_tokens)
+        self._count_hits(request, hit.num_tokens // self._block_size, 0)
+        self.batch.running.append(seat)
+        self._granted(np.array([seat]), np.array([hit.num_tokens]), np.array([chunk]))
+        return seat
+
+    def _admit_load(self, request: Request, hit: PrefixHit, num_external: int) -> bool:
+        """Load what the host holds; the request runs when that has landed. False: no room."""
+        with self._accounting:
+            taken = self.ledger.allocate(
+                request.name, 0, hit=hit, num_external_tokens=num_external, delay_caching=True
+            )
+            if taken is None:
+                return False
+            job = self.scheduler.load(request.name, num_external, taken)
+            self.ledger.pool.pin(job.block_ids)
+        seat = self._sit(request, hit, taken[0], hit.num_tokens + num_external)
+        ticket = self.mover.load(job.host_slots, job.block_ids, after=READY)
+        self.links.submit("load", job, ticket, self.now_s, seat=seat)
+        return True
+
+    def _sit(
+        self, request: Request, hit: PrefixHit, taken: npt.NDArray[np.int32], computed: int
+    ) -> int:
+        seat = self.batch.sit(request, self._block_size)
+        self.batch.append_blocks(seat, hit.blocks[0])
+        self.batch.append_blocks(seat, taken)
+        self.batch.computed[seat] = computed
+        request.load_failed = False
+        return seat
+
+    def _count_hits(self, request: Request, num_device: int, num_host: int) -> None:
+        if request.admitted:
+            self.figures.resumed_hits += num_device + num_host
+            return
+        request.admitted = True
+        self.figures.device_hits += num_device
+        self.figures.host_hits += num_host
+        self.figures.recomputed += len(request.trace.trace_ids) - num_device - num_host
+
+    def _granted(self, seats: Seats, computed: Tokens, tokens: Tokens) -> None:
+        """The ledger published the full blocks among these."""
+        granted = computed + tokens
+        size = self._block_size
+        self.figures.published += int((granted // size - computed // size).sum())
+        self.observer.granted(self, seats, granted)
+
+    # -- compute -------------------------------------------------------------------------------
+
+    def _compute(self, seats: Seats, tokens: Tokens) -> Seats:
+        """Write what was granted and let time go on; who has a block to store, or is done."""
+        batch, config, size = self.batch, self.config, self._block_size
+        start, known = batch.computed[seats], batch.known[seats]
+        stop = start + tokens
+        self._write(seats, start, stop)
+        batch.computed[seats] = stop
+        batch.known[seats] = np.minimum(np.maximum(known, stop + 1), batch.total[seats])
+        num_decodes = int(np.count_nonzero((known - start == 1) & (start >= batch.prompt[seats])))
+        num_prefill = int(tokens.sum()) - num_decodes
+        self.figures.steps += 1
+        self.figures.decode_tokens += num_decodes
+        self.figures.prefill_tokens += num_prefill
+        step_ms = (
+            config.step_ms
+            + config.prefill_token_ms * num_prefill
+            + config.decode_request_ms * num_decodes
+        )
+        self.now_s += step_ms / 1000
+        return seats[(stop // size > start // size) | (stop == batch.total[seats])]
+
+    def _write(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
+        batch = self.batch
+        single = stop - start == 1
+        one, at = seats[single], start[single]
+        blocks = at // self._block_size
+        self.memory.write_tokens(
+            batch.tables[one, blocks], batch.keys[one, blocks], at % self._block_size
+        )
+        for index in np.flatnonzero(~single).tolist():
+            seat = seats[index]
+            self.memory.write_range(
+                batch.tables[seat], batch.keys[seat], int(start[index]), int(stop[index])
+            )
+
+    # -- store ---------------------------------------------------------------------------------
+
+    def _store(self, seats: Seats) -> None:
+        """Store what these seats have newly computed, all in one job."""
+        if not len(seats):
+            return
+        batch = self.batch
+        untold = [batch.untold_blocks(seat) for seat in seats.tolist()]
+        offsets = np.cumsum([0, *map(len, untold)], dtype=np.int32)
+        with self._accounting:
+            job = self.scheduler.store(
+                batch.names(seats), batch.computed[seats], np.concatenate(untold), offsets
+            )
+            if job is not None:
+                self.ledger.pool.pin(job.block_ids)
+        if job is not None:
+            ticket = self.mover.store(job.block_ids, job.host_slots, after=READY)
+            self.links.submit("store", job, ticket, self.now_s)
+
+    def _finish(self, seats: Seats) -> None:
+        """Requests that have computed everything are checked, and leave."""
+        batch = self.batch
+        for seat in seats[batch.computed[seats] == batch.total[seats]].tolist():
+            request, num_tokens = batch.request(seat), int(batch.computed[seat])
+            with self._accounting:
+                table = self.ledger.block_table(request.name)
+            self.verifier.check_table(request, table, batch.keys[seat], num_tokens)
+            self._give_up_seat(seat)
+            batch.running.remove(seat)
+            self.figures.finished += 1
+
+
+def _copied(flight: Flight) -> bool:
+    """Wait for the copy; whether it went well."""
+    try:
+        flight.ticket.wait()
+    except TransferError:
+        return False
+    return True
+
+
+def _longest_table(trace: Trace, config: ReplayConfig) -> int:
+    """Blocks of the longest block table; `ConfigError` for one that the pool can never hold."""
+    num_usable = config.device_blocks - 1
+    longest = 0
+    for request in trace.requests:
+        num_needed = -(-request.total_tokens // trace.block_size)
+        if num_needed > num_usable:
+            raise ConfigError(
+                f"{trace.path}:{request.line}: the request needs {num_needed} blocks for its "
+                f"{request.total_tokens} tokens; of {config.device_blocks} device blocks "
+                f"{num_usable} are usable. Take --device-blocks {num_needed + 1} or more"
+            )
+        longest = max(longest, num_needed)
+    return longest

@@ -1,0 +1,68 @@
+"""What a replay counts."""
+
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["Figures", "Stopwatch"]
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counters of one replay; blocks unless the name says otherwise.
+
+    Attributes:
+        device_hits: found in the device pool at first admissions.
+        host_hits: loaded from the host tier at first admissions.
+        resumed_hits: found in either when requests were admitted again after a preemption.
+        recomputed: blocks of prompts that first admissions did not find, partial tails included.
+        published: made findable on the device.
+        stored: landed in the host tier.
+        loaded: landed on the device.
+        finished: requests.
+        preemptions: of running requests, when the device pool ran out.
+        failed_stores: jobs whose copy failed.
+        failed_loads: jobs whose copy failed; their requests recompute.
+        steps: scheduler iterations that computed something.
+        prefill_tokens: computed in chunks of prompts, after a preemption of outputs too.
+        decode_tokens: computed one a request and step.
+        seconds: of wall time.
+        virtual_seconds: from the first arrival to the last landing.
+        accounting_us: wall time in ledger and scheduler calls, one entry a step.
+    """
+
+    device_hits: int = 0
+    host_hits: int = 0
+    resumed_hits: int = 0
+    recomputed: int = 0
+    published: int = 0
+    stored: int = 0
+    loaded: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    failed_stores: int = 0
+    failed_loads: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    seconds: float = 0.0
+    virtual_seconds: float = 0.0
+    accounting_us: list[float] = field(default_factory=list)
+
+
+class Stopwatch:
+    """Adds up the wall time of what runs in it: `with stopwatch: ledger.lookup(...)`."""
+
+    def __init__(self) -> None:
+        self._since_ns = 0
+        self._total_ns = 0
+
+    def __enter__(self) -> None:
+        self._since_ns = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._total_ns += time.perf_counter_ns() - self._since_ns
+
+    def take_us(self) -> float:
+        """What has added up since the last call."""
+        total_ns, self._total_ns = self._total_ns, 0
+        return total_ns / 1000

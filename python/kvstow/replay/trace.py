@@ -1,0 +1,254 @@
+"""Readers of request traces: one class per form, and every error names file and line.
+
+A form fixes how ids relate to tokens; nothing of it is guessed from the data:
+
+    form      an id names                     last id           prompt tokens
+    chained   a block and all before it       a partial block   `input_length`
+    content   a passage, under any prefix     a whole block     `len(hash_ids) * 512`, nominal
+"""
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Never
+
+from kvstow._core import ConfigError
+
+__all__ = ["ChainedReader", "ContentReader", "Trace", "TraceReader", "TraceRequest", "read_trace"]
+
+MAX_TRACE_ID = 2**63 - 1
+GZIP_MAGIC = b"\x1f\x8b"
+# What gzip raises for a damaged or cut stream; `BadGzipFile` is an OSError.
+_GZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        line: its line in the file, from 1.
+        arrival_s: virtual seconds; never less than that of the request before.
+        prompt_tokens: tokens the request comes with.
+        output_tokens: tokens it generates.
+        trace_ids: one id per block of the prompt, a partial last block included.
+    """
+
+    line: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    trace_ids: tuple[int, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and output: the tokens whose KV exists when the request ends."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in file order, and the block size (tokens) that the form fixes."""
+
+    path: str
+    block_size: int
+    requests: list[TraceRequest]
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks the prompts ask for, partial tails included."""
+        return sum(len(request.trace_ids) for request in self.requests)
+
+
+def read_trace(path: str | Path, *, chain: bool = False, limit: int | None = None) -> Trace:
+    """Read a trace of the chained form, or with `chain` of the content form.
+
+    Args:
+        path: JSON lines, gzipped or not (told by the first bytes, not by the name).
+        chain: ids are content ids, to be chained by path.
+        limit: read only this many requests; what follows is not looked at.
+
+    Raises:
+        ConfigError: a missing, empty, truncated or malformed file, or ids that do not fit the
+            form. The message names file and line.
+    """
+    reader = ContentReader(path) if chain else ChainedReader(path)
+    return reader.read(limit)
+
+
+class TraceReader:
+    """What the forms share: lines out of a file, checked fields out of a line.
+
+    Timestamps that go backwards are taken for late log lines: file order stays, and a request
+    arrives no earlier than the one before it.
+    """
+
+    block_size: ClassVar[int] = 512
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def read(self, limit: int | None = None) -> Trace:
+        """Read and check the whole trace, or its first `limit` requests."""
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit is {limit}; it must be at least 1 request")
+        requests: list[TraceRequest] = []
+        latest_s = 0.0
+        for line, row in self._rows():
+            arrival_s = self._timestamp(row, line) / 1000
+            latest_s = max(latest_s, arrival_s)
+            requests.append(self._request(row, line, latest_s))
+            if len(requests) == limit:
+                break
+        self._checked_all()
+        if not requests:
+            raise ConfigError(f"{self.path}:1: the trace is empty; expected one JSON object a line")
+        return Trace(str(self.path), self.block_size, requests)
+
+    def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
+        raise NotImplementedError
+
+    def _checked_all(self) -> None:
+        """Raise what a form found out and kept back until every line was read."""
+
+    def _fail(self, line: int, problem: str) -> Never:
+        raise ConfigError(f"{self.path}:{line}: {problem}")
+
+    # -- lines ---------------------------------------------------------------------------------
+
+    def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
+        for line, text in self._lines():
+            if text.strip():
+                yield line, self._parse(text, line)
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        line = 0
+        try:
+            with self.path.open("rb") as raw:
+                zipped = raw.read(2) == GZIP_MAGIC
+                raw.seek(0)
+                with gzip.open(raw) if zipped else raw as file:
+                    for line, text in enumerate(file, start=1):  # noqa: B007 - named in errors
+                        yield line, text
+        except _GZIP_ERRORS as error:
+            self._fail(line + 1, f"the gzip stream is cut off or damaged ({error}); copy it again")
+        except OSError as error:
+            self._fail(line + 1, f"cannot be read: {error.strerror or error}")
+
+    def _parse(self, text: bytes, line: int) -> dict[str, object]:
+        try:
+            row = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            cut = "" if text.endswith(b"\n") else "; the file may be cut off here"
+            self._fail(line, f"not a JSON object: {error}{cut}")
+        if not isinstance(row, dict):
+            self._fail(line, f"not a JSON object but {_kind(row)}")
+        return row
+
+    # -- fields --------------------------------------------------------------------------------
+
+    def _field(self, row: dict[str, object], line: int, key: str) -> object:
+        if key not in row:
+            self._fail(line, f"no {key!r}; a request has timestamp, input_length, output_length "
+                             "and hash_ids")
+        return row[key]
+
+    def _count(self, row: dict[str, object], line: int, key: str, *, at_least: int) -> int:
+        value = self._field(row, line, key)
+        if not isinstance(value, int) or isinstance(value, bool):
+            self._fail(line, f"{key} is {_kind(value)}; expected a number of tokens")
+        if not at_least <= value < 2**31:
+            self._fail(line, f"{key} is {value}; expected {at_least} to {2**31 - 1} tokens")
+        return value
+
+    def _timestamp(self, row: dict[str, object], line: int) -> float:
+        value = self._field(row, line, "timestamp")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self._fail(line, f"timestamp is {_kind(value)}; expected milliseconds")
+        if not (0 <= value < 2**53 and math.isfinite(value)):
+            self._fail(line, f"timestamp is {value}; expected 0 to 2**53 ms")
+        return float(value)
+
+    def _ids(self, row: dict[str, object], line: int) -> tuple[int, ...]:
+        ids = self._field(row, line, "hash_ids")
+        if not isinstance(ids, list):
+            self._fail(line, f"hash_ids is {_kind(ids)}; expected a list of ids")
+        for position, value in enumerate(ids):
+            if type(value) is not int:
+                self._fail(line, f"hash_ids[{position}] is {_kind(value)}; expected an integer")
+            if not 0 <= value <= MAX_TRACE_ID:
+                self._fail(line, f"hash_ids[{position}] is {value}; expected 0 to 2**63 - 1")
+        if not ids:
+            self._fail(line, "hash_ids is empty; a request has at least one block")
+        return tuple(ids)
+
+
+class ChainedReader(TraceReader):
+    """The Mooncake form: ids are chained, and the last may name a partial block."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._predecessor: dict[int, int | None] = {}
+        self._first_miscount: str | None = None
+
+    def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
+        prompt = self._count(row, line, "input_length", at_least=1)
+        output = self._count(row, line, "output_length", at_least=0)
+        ids = self._ids(row, line)
+        self._check_chained(ids, line)
+        num_expected = -(-prompt // self.block_size)
+        # Kept back: where ids turn out not to be chained, the count was never meant to follow.
+        if len(ids) != num_expected and self._first_miscount is None:
+            self._first_miscount = (
+                f"{self.path}:{line}: {len(ids)} hash_ids for an input_length of {prompt}; this "
+                f"form has one id per {self.block_size} tokens, the last block partial: "
+                f"{num_expected}. If the ids name passages, pass --chain"
+            )
+        return TraceRequest(line, arrival_s, prompt, output, ids)
+
+    def _check_chained(self, ids: tuple[int, ...], line: int) -> None:
+        before: int | None = None
+        for trace_id in ids:
+            known = self._predecessor.setdefault(trace_id, before)
+            if known != before:
+                self._fail(
+                    line,
+                    f"the ids are not chained: id {trace_id} comes {_after(before)} here and "
+                    f"{_after(known)} before. If ids name content, pass --chain to chain them",
+                )
+            before = trace_id
+
+    def _checked_all(self) -> None:
+        if self._first_miscount is not None:
+            raise ConfigError(self._first_miscount)
+
+
+class ContentReader(TraceReader):
+    """The RAGPulse form: ids name passages wherever they stand, and keys chain them by path.
+
+    How many tokens a passage has is not recorded (`input_length` does not follow from the ids), so
+    each id counts as one whole block: a prompt has `len(hash_ids) * block_size` tokens.
+    """
+
+    def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
+        self._count(row, line, "input_length", at_least=1)
+        output = self._count(row, line, "output_length", at_least=0)
+        ids = self._ids(row, line)
+        return TraceRequest(line, arrival_s, len(ids) * self.block_size, output, ids)
+
+
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is not a finite number")
+
+
+def _after(trace_id: int | None) -> str:
+    return "first" if trace_id is None else f"after id {trace_id}"
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), f"{value!r}")

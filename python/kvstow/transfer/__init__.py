@@ -1,0 +1,19 @@
+"""Movement of bytes between a device's blocks and the host arena."""
+
+from kvstow.transfer.arena import HostArena
+from kvstow.transfer.host_mover import HostMover
+from kvstow.transfer.layout import BlockLayout, Region
+from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
+
+__all__ = [
+    "READY",
+    "BlockLayout",
+    "Event",
+    "HostArena",
+    "HostEvent",
+    "HostMover",
+    "Mover",
+    "Region",
+    "Ticket",
+    "TransferTimeout",
+]

@@ -1,0 +1,165 @@
+"""The host arena: block-major memory in which one slot holds one block of all regions.
+
+```
+base (4 KiB aligned)
+|slot 0: slot_bytes|pad to 4 KiB|slot 1: slot_bytes|pad to 4 KiB| ...
+```
+
+One address per block, one copy per run of slots, one I/O per block for the tiers below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError, StateError
+from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS, checked_int
+
+SLOT_ALIGNMENT_BYTES = 4096
+_MAX_PREFAULT_THREADS = 1024
+_PREFAULT_CHUNK_BYTES = 64 << 20
+
+
+class HostArena:
+    """Anonymous memory for `num_slots` blocks; a page costs nothing until it is first written.
+
+    Slots are 0 to `num_slots - 1`, all usable. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, *, num_prefault_threads: int = 0) -> None:
+        """Map the memory.
+
+        Args:
+            num_slots: blocks the arena holds.
+            slot_bytes: bytes of one block over all regions: `BlockLayout.slot_bytes`.
+            num_prefault_threads: have this many threads touch every page now, so that no copy
+                meets a page fault; 0 leaves it to the first writes.
+
+        Raises:
+            ConfigError: a number outside its bounds, or more memory than the system gives.
+        """
+        self._num_slots = checked_int(
+            "num_slots", num_slots, 1, MAX_BLOCKS, "pass the host blocks wanted"
+        )
+        self._slot_bytes = checked_int(
+            "slot_bytes", slot_bytes, 1, MAX_ADDRESS, "pass BlockLayout.slot_bytes"
+        )
+        num_threads = checked_int(
+            "num_prefault_threads",
+            num_prefault_threads,
+            0,
+            _MAX_PREFAULT_THREADS,
+            "pass about the number of cores, or 0 for no prefault",
+        )
+        num_units = -(-self._slot_bytes // SLOT_ALIGNMENT_BYTES)
+        self._slot_stride_bytes = num_units * SLOT_ALIGNMENT_BYTES
+        self._map = self._map_memory()
+        memory = np.frombuffer(self._map, dtype=np.uint8)
+        self._base_address = memory.ctypes.data
+        rows = memory.reshape(self._num_slots, self._slot_stride_bytes)
+        self._slots: npt.NDArray[np.uint8] | None = rows[:, : self._slot_bytes]
+        if num_threads:
+            _touch_pages(memory, num_threads)
+
+    def _map_memory(self) -> mmap.mmap:
+        """Ask the system for all slots at once."""
+        num_bytes = self._num_slots * self._slot_stride_bytes
+        try:
+            # Shared, as mmap's default is: a forked child must not turn the parent's writes into
+            # copies of pages, which would double the memory and move what a device has pinned.
+            return mmap.mmap(-1, num_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"the system refused {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) for "
+                f"{self._num_slots} slots of {self._slot_stride_bytes} bytes ({error}); lower "
+                "num_slots or slot_bytes, or raise the memory limit"
+            ) from error
+
+    @property
+    def slots(self) -> npt.NDArray[np.uint8]:
+        """A view of shape [num_slots, slot_bytes], strided where slots are padded to 4 KiB.
+
+        Raises:
+            StateError: the arena is closed.
+        """
+        if self._slots is None:
+            raise StateError("this HostArena is closed; build a new one")
+        return self._slots
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks the arena holds."""
+        return self._num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot that a block uses."""
+        return self._slot_bytes
+
+    @property
+    def slot_stride_bytes(self) -> int:
+        """From the start of one slot to the next: `slot_bytes` rounded up to 4 KiB."""
+        return self._slot_stride_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole mapping, padding included."""
+        return self._num_slots * self._slot_stride_bytes
+
+    @property
+    def base_address(self) -> int:
+        """Where slot 0 begins; a multiple of 4 KiB.
+
+        Raises:
+            StateError: the arena is closed.
+        """
+        _ = self.slots
+        return self._base_address
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._slots is None
+
+    def close(self) -> None:
+        """Give the memory back; calling it again does nothing.
+
+        Views that others still hold (a mover's, say) stay valid: the memory goes with the last.
+        """
+        self._slots = None
+        # Refused while a view is alive, because unmapping under it would crash whoever uses it; the
+        # mapping goes when its last view does.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def __enter__(self) -> Self:
+        """Return the arena itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int) -> None:
+    """Write a byte to each page, chunk by chunk; numpy's fill does so without the lock."""
+    starts = range(0, len(memory), _PREFAULT_CHUNK_BYTES)
+
+    def touch(start: int) -> None:
+        memory[start : start + _PREFAULT_CHUNK_BYTES : SLOT_ALIGNMENT_BYTES].fill(0)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="kvstow-prefault") as pool:
+        for _ in pool.map(touch, starts):
+            pass

@@ -1,0 +1,295 @@
+"""What every mover promises: submit a store or a load with the event it waits for, then poll.
+
+A mover copies between the blocks of one `BlockLayout` (the device side) and the slots of one
+`HostArena`. Jobs of one direction run in the order they were submitted, like copies on one stream;
+between the two directions there is no order, and blocks and slots under way are the caller's to
+keep pinned.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError, InvalidBlock, KvstowError, StateError, TransferError
+from kvstow.transfer.arena import HostArena
+from kvstow.transfer.layout import BlockLayout
+
+Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+Index: TypeAlias = npt.NDArray[np.int64]
+
+
+class TransferTimeout(KvstowError, TimeoutError):
+    """`Ticket.wait` gave up: the transfer is still queued or under way.
+
+    Not a `TransferError`: a transfer that failed touches nothing any more, while one that is late
+    may still write, so its blocks and slots must stay pinned.
+    """
+
+
+@runtime_checkable
+class Event(Protocol):
+    """What a transfer waits for: the compute that fills, or still reads, its blocks."""
+
+    def wait(self) -> None:
+        """Return once it has happened; raise if it failed and never will."""
+
+    def add_done_callback(self, callback: Callable[[], None], /) -> None:
+        """Call `callback` once, from any thread, as soon as `wait` would not block.
+
+        At once if that is so already. This is how a mover learns of it without a thread that
+        blocks in `wait`, which could not be interrupted by `close`.
+        """
+
+
+class HostEvent:
+    """An `Event` that host code sets, once."""
+
+    def __init__(self) -> None:
+        """Begin unset."""
+        self._lock = threading.Lock()
+        self._happened = threading.Event()
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def set(self, error: BaseException | None = None) -> None:
+        """Let the waiters go on, or fail them with `error`.
+
+        Raises:
+            StateError: it is set already. One event stands for one moment: used again for a later
+                step it would not hold back that step's transfers.
+        """
+        with self._lock:
+            if self._happened.is_set():
+                raise StateError("this HostEvent is set already; make a new one for each step")
+            self._error = error
+            self._happened.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def wait(self) -> None:
+        """Block until `set`; raise `TransferError` from the error it was set with, if any."""
+        self._happened.wait()
+        if self._error is not None:
+            raise TransferError(
+                f"the event a transfer waited for failed: {self._error!r}"
+            ) from self._error
+
+    def add_done_callback(self, callback: Callable[[], None], /) -> None:
+        """Call `callback` from `set`, or at once if it is set."""
+        with self._lock:
+            if not self._happened.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+def _set_event() -> HostEvent:
+    event = HostEvent()
+    event.set()
+    return event
+
+
+READY: Final[Event] = _set_event()
+"""The event that has happened: for transfers with nothing to wait for."""
+
+
+class Ticket(ABC):
+    """One submitted store or load.
+
+    Done means that every byte has arrived, and so also that the source is no longer read. A mover
+    that reads the device earlier than it is done may report that on a ticket of its own.
+    """
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Whether the transfer has ended, well or not. Never blocks, never raises."""
+
+    @property
+    @abstractmethod
+    def error(self) -> TransferError | None:
+        """Why it failed; None while under way and after success."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the transfer has ended, at most `timeout_s` seconds.
+
+        Raises:
+            TransferError: it failed. Nothing touches its blocks or slots any more; what the
+                destination holds is undefined.
+            TransferTimeout: it has not ended in time.
+            ConfigError: a timeout that is not a number.
+        """
+
+
+class Mover(ABC):
+    """Copies blocks between a layout and an arena, without holding up the caller.
+
+    What does not depend on the device is here: the checks, all of them made before anything is
+    queued, so that a call that raises has changed nothing.
+    """
+
+    def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
+        """Tie a layout to an arena.
+
+        Raises:
+            ConfigError: a slot of the arena is not exactly one block of the layout.
+            StateError: the arena is closed.
+        """
+        if arena.closed:
+            raise StateError("this HostArena is closed; build a mover on an open one")
+        if arena.slot_bytes != layout.slot_bytes:
+            raise ConfigError(
+                f"the arena's slot_bytes is {arena.slot_bytes}, a block of the layout has "
+                f"{layout.slot_bytes} bytes; build HostArena(num_slots, layout.slot_bytes)"
+            )
+        self._layout = layout
+        self._arena = arena
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The device side."""
+        return self._layout
+
+    @property
+    def arena(self) -> HostArena:
+        """The host side."""
+        return self._arena
+
+    def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
+        """Copy device block `block_ids[i]` to host slot `host_slots[i]`, for every i.
+
+        Args:
+            block_ids: shape [n], 1 to `num_blocks - 1`; copied, the array may be reused.
+            host_slots: shape [n], 0 to `num_slots - 1`, none twice; copied.
+            after: the compute that fills the blocks. Nothing is read before it.
+
+        Raises:
+            InvalidBlock: an id or slot out of range, the null block, or a host slot given twice.
+            ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
+            StateError: the mover or its arena is closed.
+        """
+        self._check_open()
+        ids, slots = self._checked_pairs(block_ids, host_slots, after)
+        _refuse_repeated("host_slots", slots)
+        return self._submit_store(ids, slots, after)
+
+    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
+        """Copy host slot `host_slots[i]` to device block `block_ids[i]`, for every i.
+
+        Args:
+            host_slots: shape [n], 0 to `num_slots - 1`; copied, the array may be reused.
+            block_ids: shape [n], 1 to `num_blocks - 1`, none twice; copied.
+            after: the compute that may still read the blocks. Nothing is written before it.
+
+        Raises:
+            InvalidBlock: an id or slot out of range, the null block, or a block id given twice.
+            ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
+            StateError: the mover or its arena is closed.
+        """
+        self._check_open()
+        ids, slots = self._checked_pairs(block_ids, host_slots, after)
+        _refuse_repeated("block_ids", ids)
+        return self._submit_load(slots, ids, after)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every job and stop; calling it again does nothing.
+
+        Jobs whose event has happened are carried out, unless one before them in their direction
+        still waits; all others fail. When it returns, every ticket has ended and nothing touches
+        layout or arena any more.
+        """
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise `StateError` after `close`."""
+
+    @abstractmethod
+    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
+        """Queue a store of checked pairs; the arrays are the mover's to keep."""
+
+    @abstractmethod
+    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
+        """Queue a load of checked pairs; the arrays are the mover's to keep."""
+
+    def _checked_pairs(
+        self, block_ids: Ints, host_slots: Ints, after: Event
+    ) -> tuple[Index, Index]:
+        """Both arrays as int64 copies, in range, of the same length, without the null block."""
+        if not isinstance(after, Event):
+            raise ConfigError(
+                f"after must be an Event (wait, add_done_callback), got {after!r}; pass READY "
+                "where there is nothing to wait for"
+            )
+        if self._arena.closed:
+            raise StateError("the mover's HostArena is closed; build both anew")
+        ids = _checked_ids("block_ids", block_ids, self._layout.num_blocks)
+        slots = _checked_ids("host_slots", host_slots, self._arena.num_slots)
+        if len(ids) != len(slots):
+            raise ConfigError(
+                f"{len(ids)} block_ids but {len(slots)} host_slots; give one slot per block"
+            )
+        if not ids.all():
+            raise InvalidBlock(
+                f"block_ids[{int(np.argmin(ids))}] is 0, the null block, which holds nothing; "
+                "leave null blocks out"
+            )
+        return ids, slots
+
+    def __enter__(self) -> Self:
+        """Return the mover itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def _checked_ids(name: str, values: Ints, bound: int) -> Index:
+    """A copy of `values` as int64, each from 0 to `bound - 1`."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} must be 1-D integers ({error}); pass a flat array") from error
+    # An empty list has no integer type of its own.
+    is_empty_list = array.size == 0 and not isinstance(values, np.ndarray)
+    if array.ndim != 1 or not (array.dtype.kind in "iu" or is_empty_list):
+        raise ConfigError(
+            f"{name} must be 1-D integers, got {array.dtype} of shape {array.shape}; "
+            "pass a flat array of an integer type"
+        )
+    if array.size:
+        # As Python ints: an unsigned 64-bit value must not wrap on its way to int64.
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= bound:
+            wrong = low if low < 0 else high
+            position = int(np.argmin(array) if low < 0 else np.argmax(array))
+            raise InvalidBlock(
+                f"{name}[{position}] is {wrong}, outside 0 to {bound - 1}; it belongs to another "
+                "pool, or the pool is larger than its memory"
+            )
+    return array.astype(np.int64)
+
+
+def _refuse_repeated(name: str, values: Index) -> None:
+    """Raise `InvalidBlock` if a destination is named twice: which copy is last is not defined."""
+    ordered = np.sort(values)
+    repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(repeated):
+        raise InvalidBlock(
+            f"{name} names destination {int(ordered[repeated[0]])} more than once in one job; "
+            "give each destination once"
+        )

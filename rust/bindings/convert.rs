@@ -1,0 +1,161 @@
+//! Between Python's sequences and arrays and the core's lists.
+
+use kvstow_core::error::Error;
+use kvstow_core::ids::BlockId;
+use kvstow_core::key::Hashes;
+use numpy::{
+    IntoPyArray, PyArray1, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
+use pyo3::exceptions::PyOverflowError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyInt, PyList, PySequence, PyString};
+
+use crate::error::{ConfigError, to_py};
+
+/// A count from Python: 0 or more.
+#[derive(Clone, Copy)]
+pub(crate) struct Count(pub(crate) usize);
+
+impl<'py> FromPyObject<'_, 'py> for Count {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match obj.extract::<usize>() {
+            Ok(count) => Ok(Self(count)),
+            Err(error) if error.is_instance_of::<PyOverflowError>(obj.py()) => {
+                Err(ConfigError::new_err(format!(
+                    "a count of {}: it must be 0 to {}",
+                    obj.str()?,
+                    usize::MAX
+                )))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Integers from any sequence of ints or any one-dimensional integer array.
+pub(crate) fn ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    if let Ok(array) = obj.cast::<PyUntypedArray>() {
+        check_integer_array(array)?;
+        if let Ok(array) = obj.extract::<PyReadonlyArray1<'_, i64>>() {
+            return Ok(array.as_array().iter().copied().collect());
+        }
+        if let Ok(array) = obj.extract::<PyReadonlyArray1<'_, i32>>() {
+            return Ok(array.as_array().iter().map(|&item| i64::from(item)).collect());
+        }
+        // Another width, sign or byte order: numpy's own ints convert and range-check one by one.
+        return sequence_of_ints(&obj.call_method0("tolist")?);
+    }
+    sequence_of_ints(obj)
+}
+
+fn sequence_of_ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    let items = sequence(obj, "integers")?;
+    let mut numbers = Vec::with_capacity(items.len().unwrap_or(0));
+    for item in items.try_iter()? {
+        let item = item?;
+        let number = item.extract::<i64>().map_err(|_| {
+            let kind =
+                if item.is_instance_of::<PyInt>() { "is too large" } else { "is no integer" };
+            ConfigError::new_err(format!(
+                "{} {kind}",
+                item.repr().map_or_else(|_| "an item".to_owned(), |text| text.to_string())
+            ))
+        })?;
+        numbers.push(number);
+    }
+    Ok(numbers)
+}
+
+/// Refuses arrays that are not one-dimensional or hold no integers.
+pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
+    let kind = array.dtype().kind();
+    if array.ndim() != 1 || !matches!(kind, b'i' | b'u') {
+        return Err(ConfigError::new_err(format!(
+            "an array of {} dimensions and dtype {}: give a one-dimensional integer array",
+            array.ndim(),
+            array.dtype()
+        )));
+    }
+    Ok(())
+}
+
+fn sequence<'a, 'py>(
+    obj: &'a Bound<'py, PyAny>,
+    what: &str,
+) -> PyResult<&'a Bound<'py, PySequence>> {
+    let is_text = obj.is_instance_of::<PyString>() || obj.is_instance_of::<PyBytes>();
+    obj.cast::<PySequence>().ok().filter(|_| !is_text).ok_or_else(|| {
+        let kind = obj.get_type();
+        ConfigError::new_err(format!("expected a sequence of {what}, not {kind}"))
+    })
+}
+
+/// Block ids of a pool of `num_blocks`.
+pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<BlockId>> {
+    let no_such_block = |id| to_py(Error::NoSuchBlock { id, num_blocks });
+    let int32 = obj.extract::<PyReadonlyArray1<'_, i32>>();
+    if let Ok(array) = &int32 {
+        let to_id =
+            |&id: &i32| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id.into()));
+        return array.as_array().iter().map(to_id).collect();
+    }
+    let to_id = |id: i64| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id));
+    ints(obj)?.into_iter().map(to_id).collect()
+}
+
+/// Counts, one per request: 0 or more.
+pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let to_count = |count: i64| {
+        usize::try_from(count)
+            .map_err(|_| ConfigError::new_err(format!("a count of {count}: it must be 0 or more")))
+    };
+    ints(obj)?.into_iter().map(to_count).collect()
+}
+
+/// Block hashes, one width each list.
+pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
+    let mut hashes = Hashes::with_capacity(obj.len().unwrap_or(0));
+    let mut push = |item: &Bound<'_, PyAny>| {
+        let digest = item.cast::<PyBytes>().map_err(|_| {
+            ConfigError::new_err(format!("a block hash is bytes, not {}", item.get_type()))
+        })?;
+        hashes.push(digest.as_bytes()).map_err(to_py)
+    };
+    if let Ok(list) = obj.cast_exact::<PyList>() {
+        list.iter().try_for_each(|item| push(&item))?;
+    } else {
+        sequence(obj, "block hashes")?.try_iter()?.try_for_each(|item| push(&item?))?;
+    }
+    Ok(hashes)
+}
+
+/// Request ids; borrow them with [`as_strs`].
+pub(crate) fn request_ids<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>>> {
+    let to_id = |item: Bound<'py, PyAny>| {
+        item.cast_into::<PyString>().map_err(|error| {
+            let kind = error.into_inner().get_type();
+            ConfigError::new_err(format!("a request id is a str, not {kind}"))
+        })
+    };
+    if let Ok(list) = obj.cast_exact::<PyList>() {
+        return list.iter().map(to_id).collect();
+    }
+    sequence(obj, "request ids")?.try_iter()?.map(|item| to_id(item?)).collect()
+}
+
+/// The text of request ids.
+pub(crate) fn as_strs<'a>(request_ids: &'a [Bound<'_, PyString>]) -> PyResult<Vec<&'a str>> {
+    request_ids.iter().map(|id| id.to_str()).collect()
+}
+
+/// Ids as an `int32` array.
+pub(crate) fn to_array(
+    py: Python<'_>,
+    ids: impl IntoIterator<Item = BlockId>,
+) -> Bound<'_, PyArray1<i32>> {
+    // Ids are below 2^31: a pool has no more blocks.
+    ids.into_iter().map(|id| id.0.cast_signed()).collect::<Vec<_>>().into_pyarray(py)
+}

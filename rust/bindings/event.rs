@@ -1,0 +1,170 @@
+//! Events as frozen Python objects, in vLLM's vocabulary.
+
+use kvstow_core::event::{self, Event, Medium};
+use kvstow_core::key::{BlockHash, HashWidth};
+use kvstow_core::pool::BlockPool;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::hash::extra_keys_to_py;
+
+fn medium_name(medium: Medium) -> &'static str {
+    match medium {
+        Medium::Device => "GPU",
+        Medium::Host => "CPU",
+    }
+}
+
+fn digests<'py>(
+    py: Python<'py>,
+    hashes: &[BlockHash],
+    width: HashWidth,
+) -> PyResult<Bound<'py, PyList>> {
+    PyList::new(py, hashes.iter().map(|hash| PyBytes::new(py, width.digest(hash))))
+}
+
+/// Blocks that became findable in one pool: consecutive in their prefix, one group.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct BlockStored {
+    stored: event::BlockStored,
+    width: HashWidth,
+    medium: Medium,
+}
+
+#[pymethods]
+impl BlockStored {
+    #[getter]
+    fn block_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        digests(py, &self.stored.hashes, self.width)
+    }
+
+    #[getter]
+    fn parent_block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        let parent = self.stored.origin.parent.as_ref()?;
+        Some(PyBytes::new(py, self.width.digest(parent)))
+    }
+
+    #[getter]
+    fn token_ids(&self) -> Option<&[u64]> {
+        self.stored.origin.tokens.as_deref()
+    }
+
+    #[getter]
+    fn extra_keys<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let keys = self.stored.origin.extra_keys.as_deref();
+        keys.map(|keys| extra_keys_to_py(py, keys)).transpose()
+    }
+
+    #[getter]
+    fn block_size(&self) -> Option<usize> {
+        self.stored.origin.block_size
+    }
+
+    #[getter]
+    fn group(&self) -> u32 {
+        self.stored.group.0
+    }
+
+    #[getter]
+    fn medium(&self) -> &'static str {
+        medium_name(self.medium)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "BlockStored({} blocks, group={}, medium={:?})",
+            self.stored.hashes.len(),
+            self.group(),
+            self.medium()
+        )
+    }
+}
+
+/// Keys that nothing in one pool holds any more.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct BlockRemoved {
+    hashes: Vec<BlockHash>,
+    width: HashWidth,
+    #[pyo3(get)]
+    group: u32,
+    medium: Medium,
+}
+
+#[pymethods]
+impl BlockRemoved {
+    #[getter]
+    fn block_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        digests(py, &self.hashes, self.width)
+    }
+
+    #[getter]
+    fn medium(&self) -> &'static str {
+        medium_name(self.medium)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "BlockRemoved({} blocks, group={}, medium={:?})",
+            self.hashes.len(),
+            self.group,
+            self.medium()
+        )
+    }
+}
+
+/// A pool dropped all its keys at once.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct AllBlocksCleared {
+    medium: Medium,
+}
+
+#[pymethods]
+impl AllBlocksCleared {
+    #[getter]
+    fn medium(&self) -> &'static str {
+        medium_name(self.medium)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("AllBlocksCleared(medium={:?})", self.medium())
+    }
+}
+
+/// A pool's events, with what is needed to show them.
+pub(crate) struct Batch {
+    events: Vec<Event>,
+    medium: Medium,
+    width: HashWidth,
+}
+
+impl Batch {
+    /// Takes the events of a device's pool.
+    pub(crate) fn of_pool(pool: &mut BlockPool) -> Self {
+        let (medium, width) = (pool.medium().unwrap_or(Medium::Device), pool.hash_width());
+        Self { events: pool.take_events(), medium, width }
+    }
+
+    /// Events of the host tier.
+    pub(crate) fn of_host(events: Vec<Event>, width: HashWidth) -> Self {
+        Self { events, medium: Medium::Host, width }
+    }
+
+    /// The events as a list of Python objects.
+    pub(crate) fn into_list(self, py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
+        let Self { events, medium, width } = self;
+        let to_object = |event| -> PyResult<Bound<'_, PyAny>> {
+            Ok(match event {
+                Event::Stored(stored) => {
+                    Bound::new(py, BlockStored { stored, width, medium })?.into_any()
+                }
+                Event::Removed { hashes, group } => {
+                    Bound::new(py, BlockRemoved { hashes, width, group: group.0, medium })?
+                        .into_any()
+                }
+                Event::Cleared => Bound::new(py, AllBlocksCleared { medium })?.into_any(),
+            })
+        };
+        let objects = events.into_iter().map(to_object).collect::<PyResult<Vec<_>>>()?;
+        PyList::new(py, objects)
+    }
+}

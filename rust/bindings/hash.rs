@@ -1,0 +1,209 @@
+//! `hash_tokens`, and the way of tokens and extra keys into Python and out of it.
+
+use kvstow_core::error::Error;
+use kvstow_core::hash::{
+    self, Algorithm, BlockExtraKeys, ExtraKey, HashOptions, MAX_EXTRA_KEY_DEPTH,
+    extra_keys_too_deep, token_out_of_bounds,
+};
+use numpy::{
+    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
+};
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
+
+use crate::error::to_py;
+
+/// Hash the full blocks of `tokens`, each digest chained over its whole prefix.
+#[pyfunction]
+#[pyo3(signature = (
+    tokens, block_size, *, algorithm="sha256_cbor", parent=None, extra_keys=None, seed=None
+))]
+pub(crate) fn hash_tokens<'py>(
+    tokens: &Bound<'py, PyAny>,
+    block_size: &Bound<'py, PyAny>,
+    algorithm: &str,
+    parent: Option<&[u8]>,
+    extra_keys: Option<&Bound<'py, PyAny>>,
+    seed: Option<&str>,
+) -> PyResult<Bound<'py, PyList>> {
+    let py = tokens.py();
+    let algorithm: Algorithm = algorithm.parse().map_err(to_py)?;
+    let block_size = block_size_from_py(block_size)?;
+    let tokens = tokens_from_py(tokens)?;
+    let extra_keys = extra_keys.map(extra_keys_from_py).transpose()?;
+    let options = HashOptions { algorithm, parent, extra_keys: extra_keys.as_deref(), seed };
+    let hashes = py.detach(|| hash::hash_tokens(&tokens, block_size, options)).map_err(to_py)?;
+    let digests = hashes.as_slice().iter().map(|hash| hashes.width().digest(hash));
+    PyList::new(py, digests.map(|digest| PyBytes::new(py, digest)))
+}
+
+fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
+    block_size.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(block_size.py()) {
+            let given = int_text(block_size);
+            return config(format!("block_size is {given}: a block has 1 to 2**64 - 1 tokens"));
+        }
+        error
+    })
+}
+
+/// Token ids from a sequence of ints or a one-dimensional integer array.
+pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    if let Ok(array) = tokens.cast::<PyUntypedArray>() {
+        return tokens_from_array(array);
+    }
+    if tokens.cast::<PySequence>().is_err() {
+        let kind = type_name(tokens);
+        return Err(config(format!(
+            "tokens is of type {kind}: pass a sequence of ints or an integer array"
+        )));
+    }
+    let mut ids = Vec::new(); // not as long as `__len__` says: a sequence may lie
+    for (position, token) in tokens.try_iter()?.enumerate() {
+        let token = token?;
+        ids.push(token.extract().map_err(|error| bad_token(position, &token, error))?);
+    }
+    Ok(ids)
+}
+
+fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {
+    let dtype = array.dtype();
+    match (array.ndim(), dtype.kind()) {
+        (1, b'u') => native_copy::<u64>(array),
+        (1, b'i') => {
+            let mut ids = Vec::with_capacity(array.len());
+            for (position, token) in native_copy::<i64>(array)?.into_iter().enumerate() {
+                let id = u64::try_from(token);
+                ids.push(id.map_err(|_| to_py(token_out_of_bounds(position, &token)))?);
+            }
+            Ok(ids)
+        }
+        _ => Err(config(format!(
+            "tokens is an array of {dtype} and shape {:?}: pass integers in one dimension",
+            array.shape()
+        ))),
+    }
+}
+
+/// The array's numbers as `T`, whatever its stride, alignment, width and byte order: numpy's own
+/// conversion always copies, and what it returns is as plain as an array can be.
+fn native_copy<T: Element + Copy>(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<T>> {
+    let plain = array.call_method1("astype", (numpy::dtype::<T>(array.py()),))?;
+    Ok(plain.cast_into::<PyArray1<T>>()?.to_vec()?)
+}
+
+fn bad_token(position: usize, token: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let py = token.py();
+    if error.is_instance_of::<PyOverflowError>(py) {
+        to_py(token_out_of_bounds(position, &int_text(token)))
+    } else if error.is_instance_of::<PyTypeError>(py) {
+        let kind = type_name(token);
+        config(format!("token {position} is of type {kind}: token ids are ints from 0 to 2**63"))
+    } else {
+        error // raised by the object itself
+    }
+}
+
+/// Extra keys from a sequence with one entry per block: None, or a sequence of keys.
+pub(crate) fn extra_keys_from_py(blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockExtraKeys>> {
+    if blocks.cast::<PySequence>().is_err() {
+        let kind = type_name(blocks);
+        return Err(config(format!(
+            "extra_keys is of type {kind}: pass a sequence with one entry per full block"
+        )));
+    }
+    let mut converted = Vec::new();
+    for (block, keys) in blocks.try_iter()?.enumerate() {
+        let keys = keys?;
+        converted.push(if keys.is_none() { None } else { Some(block_keys(block, &keys)?) });
+    }
+    Ok(converted)
+}
+
+fn block_keys(block: usize, keys: &Bound<'_, PyAny>) -> PyResult<Vec<ExtraKey>> {
+    let one_key = keys.is_instance_of::<PyString>()
+        || keys.is_instance_of::<PyBytes>()
+        || keys.is_instance_of::<PyByteArray>();
+    if one_key || keys.cast::<PySequence>().is_err() {
+        let kind = type_name(keys);
+        return Err(config(format!(
+            "the extra keys of block {block} are of type {kind}: pass None or a tuple of keys"
+        )));
+    }
+    keys.try_iter()?.map(|key| key_from_py(block, &key?, MAX_EXTRA_KEY_DEPTH)).collect()
+}
+
+fn key_from_py(block: usize, key: &Bound<'_, PyAny>, levels: usize) -> PyResult<ExtraKey> {
+    if key.is_none() {
+        Ok(ExtraKey::Null)
+    } else if let Ok(value) = key.cast::<PyBool>() {
+        Ok(ExtraKey::Bool(value.is_true())) // asked before int, which a bool is too
+    } else if key.is_instance_of::<PyInt>() {
+        let value = key.extract().map_err(|_| {
+            config(format!("an extra key of block {block} is an int wider than 128 bits"))
+        });
+        Ok(ExtraKey::Int(value?))
+    } else if let Ok(value) = key.cast::<PyBytes>() {
+        Ok(ExtraKey::Bytes(value.as_bytes().to_vec()))
+    } else if let Ok(value) = key.cast::<PyString>() {
+        let text = value.to_str().map_err(|_| {
+            config(format!("an extra key of block {block} is a str with a lone surrogate"))
+        });
+        Ok(ExtraKey::Text(text?.to_owned()))
+    } else if key.is_instance_of::<PyTuple>() || key.is_instance_of::<PyList>() {
+        let levels = levels.checked_sub(1).ok_or_else(|| to_py(extra_keys_too_deep(block)))?;
+        let keys = key.try_iter()?.map(|key| key_from_py(block, &key?, levels));
+        Ok(ExtraKey::Sequence(keys.collect::<PyResult<_>>()?))
+    } else {
+        let kind = type_name(key);
+        Err(config(format!(
+            "an extra key of block {block} is of type {kind}: keys are None, bools, ints, strings, \
+             bytes, and tuples or lists of them"
+        )))
+    }
+}
+
+/// Extra keys as an event reports them: a list of tuples and None.
+pub(crate) fn extra_keys_to_py<'py>(
+    py: Python<'py>,
+    blocks: &[BlockExtraKeys],
+) -> PyResult<Bound<'py, PyAny>> {
+    let list = PyList::empty(py);
+    for keys in blocks {
+        list.append(keys.as_deref().map(|keys| keys_to_py(py, keys)).transpose()?)?;
+    }
+    Ok(list.into_any())
+}
+
+fn keys_to_py<'py>(py: Python<'py>, keys: &[ExtraKey]) -> PyResult<Bound<'py, PyTuple>> {
+    let keys = keys.iter().map(|key| key_to_py(py, key));
+    PyTuple::new(py, keys.collect::<PyResult<Vec<_>>>()?)
+}
+
+fn key_to_py<'py>(py: Python<'py>, key: &ExtraKey) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match key {
+        ExtraKey::Null => py.None().into_bound(py),
+        ExtraKey::Bool(value) => PyBool::new(py, *value).to_owned().into_any(),
+        ExtraKey::Int(value) => value.into_pyobject(py)?.into_any(),
+        ExtraKey::Bytes(value) => PyBytes::new(py, value).into_any(),
+        ExtraKey::Text(value) => PyString::new(py, value).into_any(),
+        ExtraKey::Sequence(keys) => keys_to_py(py, keys)?.into_any(),
+    })
+}
+
+fn config(message: String) -> PyErr {
+    to_py(Error::Config(message))
+}
+
+fn type_name(value: &Bound<'_, PyAny>) -> String {
+    value.get_type().qualname().map_or_else(|_| "unknown".to_owned(), |name| name.to_string())
+}
+
+/// An int in a message. Python refuses to print one of thousands of digits.
+fn int_text(value: &Bound<'_, PyAny>) -> String {
+    match value.str() {
+        Ok(text) if text.len().is_ok_and(|num_chars| num_chars <= 80) => text.to_string(),
+        _ => "an int of more than 80 digits".to_owned(),
+    }
+}

@@ -1,0 +1,302 @@
+//! `BlockLedger`, its view of its pool, and what its methods return.
+
+use std::sync::{Arc, Mutex};
+
+use kvstow_core::ledger::{self, AllocateArgs, Context, Taken};
+use kvstow_core::pool;
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::convert::{Count, as_strs, counts, hashes, request_ids, to_array};
+use crate::error::{ConfigError, to_py};
+use crate::group::{FullAttention, groups};
+use crate::hash::{extra_keys_from_py, tokens_from_py};
+use crate::lock;
+use crate::pool::SharedPool;
+
+type Shared = Arc<Mutex<ledger::BlockLedger>>;
+
+/// What `BlockLedger.lookup` found. Using it in `allocate` is what takes references.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct PrefixHit(ledger::PrefixHit);
+
+#[pymethods]
+impl PrefixHit {
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.0.num_tokens
+    }
+
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.blocks.iter().map(|ids| to_array(py, ids.iter().copied())))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("PrefixHit(num_tokens={})", self.0.num_tokens)
+    }
+}
+
+/// What `BlockLedger.allocate_step` took.
+#[pyclass(module = "kvstow", frozen, get_all)]
+pub(crate) struct StepAllocation {
+    num_granted: usize,
+    ids: Py<PyArray1<i32>>,
+    offsets: Py<PyArray1<i32>>,
+}
+
+/// A view of a ledger's pool: what a caller may do besides what the ledger does.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct LedgerPool(Shared);
+
+impl SharedPool for LedgerPool {
+    fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
+        call(lock(&self.0).pool_mut())
+    }
+}
+
+#[pymethods]
+impl LedgerPool {
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.with(|pool| pool.num_blocks())
+    }
+
+    #[getter]
+    fn num_free(&self) -> usize {
+        self.with(|pool| pool.num_free())
+    }
+
+    #[getter]
+    fn num_cached(&self) -> usize {
+        self.with(|pool| pool.num_cached())
+    }
+
+    /// As `BlockPool.pin`.
+    fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::pin)
+    }
+
+    /// As `BlockPool.unpin`.
+    fn unpin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::unpin)
+    }
+
+    /// As `BlockPool.evict`.
+    fn evict(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::evict)
+    }
+
+    /// As `BlockPool.reset`.
+    fn reset(&self) -> bool {
+        self.with(pool::BlockPool::reset)
+    }
+
+    /// As `BlockPool.ref_counts`.
+    fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        self.ref_counts_of(ids)
+    }
+
+    /// As `BlockPool.free_order`.
+    fn free_order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.free_order_in(py)
+    }
+
+    /// As `BlockPool.take_events`.
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.events_in(py)
+    }
+}
+
+/// A device's accounting: requests, their block tables, and the prefixes they share.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct BlockLedger(Shared);
+
+#[pymethods]
+impl BlockLedger {
+    #[new]
+    #[pyo3(signature = (num_blocks, groups, *, events = false))]
+    fn new(
+        num_blocks: Count,
+        groups: Vec<PyRef<'_, FullAttention>>,
+        events: bool,
+    ) -> PyResult<Self> {
+        let ledger = ledger::BlockLedger::new(num_blocks.0, self::groups(&groups), events);
+        Ok(Self(Arc::new(Mutex::new(ledger.map_err(to_py)?))))
+    }
+
+    #[getter]
+    fn pool(&self) -> LedgerPool {
+        LedgerPool(Arc::clone(&self.0))
+    }
+
+    #[getter]
+    fn num_groups(&self) -> usize {
+        lock(&self.0).num_groups()
+    }
+
+    #[getter]
+    fn num_requests(&self) -> usize {
+        lock(&self.0).num_requests()
+    }
+
+    /// Make a request known, with the hashes of its blocks known so far.
+    #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
+    fn add(
+        &self,
+        request_id: &str,
+        hashes: &Bound<'_, PyAny>,
+        tokens: Option<&Bound<'_, PyAny>>,
+        extra_keys: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (hashes, context) = (self::hashes(hashes)?, context(tokens, extra_keys)?);
+        lock(&self.0).add(request_id, &hashes, context).map_err(to_py)
+    }
+
+    /// Append hashes as generated tokens fill blocks.
+    #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
+    fn extend(
+        &self,
+        request_id: &str,
+        hashes: &Bound<'_, PyAny>,
+        tokens: Option<&Bound<'_, PyAny>>,
+        extra_keys: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (hashes, context) = (self::hashes(hashes)?, context(tokens, extra_keys)?);
+        lock(&self.0).extend(request_id, &hashes, context).map_err(to_py)
+    }
+
+    /// The longest cached prefix of at most `max_tokens` tokens; changes nothing.
+    fn lookup(&self, request_id: &str, max_tokens: Count) -> PyResult<PrefixHit> {
+        lock(&self.0).lookup(request_id, max_tokens.0).map(PrefixHit).map_err(to_py)
+    }
+
+    /// Grant slots for a hit, external tokens and new tokens, for every group or for none.
+    #[pyo3(signature = (
+        request_id, num_new_tokens, *, hit = None, num_external_tokens = Count(0),
+        num_lookahead_tokens = Count(0), delay_caching = false, reserve = Count(0),
+        num_in_flight_tokens = Count(0), must_fit_tokens = None,
+    ), text_signature = "(request_id, num_new_tokens, *, hit=None, num_external_tokens=0, \
+        num_lookahead_tokens=0, delay_caching=False, reserve=0, num_in_flight_tokens=0, \
+        must_fit_tokens=None)")]
+    #[expect(clippy::too_many_arguments, reason = "the signature that the public names fix")]
+    fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+        num_new_tokens: Count,
+        hit: Option<&Bound<'py, PrefixHit>>,
+        num_external_tokens: Count,
+        num_lookahead_tokens: Count,
+        delay_caching: bool,
+        reserve: Count,
+        num_in_flight_tokens: Count,
+        must_fit_tokens: Option<Count>,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let args = AllocateArgs {
+            num_new_tokens: num_new_tokens.0,
+            hit: hit.map(|hit| &hit.get().0),
+            num_external_tokens: num_external_tokens.0,
+            num_lookahead_tokens: num_lookahead_tokens.0,
+            delay_caching,
+            reserve: reserve.0,
+            num_in_flight_tokens: num_in_flight_tokens.0,
+            must_fit_tokens: must_fit_tokens.map(|count| count.0),
+        };
+        let taken = lock(&self.0).allocate(request_id, &args).map_err(to_py)?;
+        taken.map(|taken| per_group(py, &taken)).transpose()
+    }
+
+    /// As if `allocate` were called for each in turn; stops at the first that does not fit.
+    #[pyo3(signature = (
+        request_ids, num_new_tokens, *, num_lookahead_tokens = Count(0),
+        num_in_flight_tokens = Count(0),
+    ), text_signature = "(request_ids, num_new_tokens, *, num_lookahead_tokens=0, \
+        num_in_flight_tokens=0)")]
+    fn allocate_step(
+        &self,
+        request_ids: &Bound<'_, PyAny>,
+        num_new_tokens: &Bound<'_, PyAny>,
+        num_lookahead_tokens: Count,
+        num_in_flight_tokens: Count,
+    ) -> PyResult<StepAllocation> {
+        let py = request_ids.py();
+        let request_ids = self::request_ids(request_ids)?;
+        let (names, tokens) = (as_strs(&request_ids)?, counts(num_new_tokens)?);
+        if names.len() != tokens.len() {
+            return Err(ConfigError::new_err(format!(
+                "{} requests and {} numbers of new tokens: give one number per request",
+                names.len(),
+                tokens.len()
+            )));
+        }
+        let wants = names.into_iter().zip(tokens);
+        let taken = lock(&self.0)
+            .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
+            .map_err(to_py)?;
+        // Offsets count blocks of one pool: below 2^31 unless requests hold blocks in common.
+        let offsets: Vec<i32> = taken
+            .offsets
+            .iter()
+            .map(|&offset| i32::try_from(offset))
+            .collect::<Result<_, _>>()
+            .map_err(|_| ConfigError::new_err("more than 2**31 - 1 blocks in one step"))?;
+        Ok(StepAllocation {
+            num_granted: taken.num_granted,
+            ids: to_array(py, taken.ids).unbind(),
+            offsets: offsets.into_pyarray(py).unbind(),
+        })
+    }
+
+    /// Publish this request's blocks up to `num_tokens` granted tokens; ends a delay.
+    fn cache(&self, request_id: &str, num_tokens: Count) -> PyResult<()> {
+        lock(&self.0).cache(request_id, num_tokens.0).map_err(to_py)
+    }
+
+    /// Take granted tokens back to this many (rejected drafts); frees nothing.
+    fn rewind(&self, request_id: &str, num_tokens: Count) -> PyResult<()> {
+        lock(&self.0).rewind(request_id, num_tokens.0).map_err(to_py)
+    }
+
+    #[pyo3(signature = (request_id, group = Count(0)), text_signature = "(request_id, group=0)")]
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+        group: Count,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let table = lock(&self.0).block_table(request_id, group.0).map(<[_]>::to_vec);
+        Ok(to_array(py, table.map_err(to_py)?))
+    }
+
+    fn num_granted_tokens(&self, request_id: &str) -> PyResult<usize> {
+        lock(&self.0).num_granted_tokens(request_id).map_err(to_py)
+    }
+
+    /// Drop the request: its references, each group's tail first, then the request itself.
+    fn free(&self, request_id: &str) -> PyResult<()> {
+        lock(&self.0).free(request_id).map_err(to_py)
+    }
+
+    /// Verify every invariant of ledger and pool.
+    fn check(&self) -> PyResult<()> {
+        lock(&self.0).check().map_err(to_py)
+    }
+}
+
+fn context(
+    tokens: Option<&Bound<'_, PyAny>>,
+    extra_keys: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Context> {
+    Ok(Context {
+        tokens: tokens.map(tokens_from_py).transpose()?,
+        extra_keys: extra_keys.map(extra_keys_from_py).transpose()?,
+    })
+}
+
+/// One request's newly taken ids, an array per group.
+fn per_group<'py>(py: Python<'py>, taken: &Taken) -> PyResult<Bound<'py, PyTuple>> {
+    let ranges = taken.offsets.windows(2).map(|ends| &taken.ids[ends[0]..ends[1]]);
+    PyTuple::new(py, ranges.map(|ids| to_array(py, ids.iter().copied())).collect::<Vec<_>>())
+}

@@ -1,0 +1,56 @@
+//! `kvstow._core`: the accounting core as a Python extension module.
+//!
+//! The classes are thin and frozen. Each method converts its arguments, locks, calls the core,
+//! and converts what comes back; no Python object is touched while the lock is held.
+
+#![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
+#![expect(clippy::trivially_copy_pass_by_ref, reason = "Python methods take &self")]
+
+mod convert;
+mod error;
+mod event;
+mod group;
+mod hash;
+mod ledger;
+mod offload;
+mod pool;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a core object. A poisoned lock is taken all the same: the core does not panic, and if it
+/// ever did, `check` says whether its state is sound.
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The accounting core of kvstow. Import its names from `kvstow`.
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::error::{
+        ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, SnapshotError,
+        StateError, TransferError, UnknownRequest,
+    };
+    #[pymodule_export]
+    use super::event::{AllBlocksCleared, BlockRemoved, BlockStored};
+    #[pymodule_export]
+    use super::group::FullAttention;
+    #[pymodule_export]
+    use super::hash::hash_tokens;
+    #[pymodule_export]
+    use super::ledger::{BlockLedger, LedgerPool, PrefixHit, StepAllocation};
+    #[pymodule_export]
+    use super::offload::{Job, JobEnd, OffloadScheduler};
+    #[pymodule_export]
+    use super::pool::BlockPool;
+
+    /// The version of the package.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    /// Whether the binary was built without optimisation.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "a Python name")]
+    const debug_build: bool = cfg!(debug_assertions);
+}

@@ -1,0 +1,236 @@
+//! `OffloadScheduler` and its jobs.
+
+use std::sync::Mutex;
+
+use kvstow_core::ids::{BlockId, JobId};
+use kvstow_core::offload::{self, Progress};
+use kvstow_core::pool::MAX_BLOCKS;
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::convert::{Count, as_strs, counts, hashes, ids, request_ids, to_array};
+use crate::error::{ConfigError, to_py};
+use crate::event::Batch;
+use crate::group::{FullAttention, groups};
+use crate::lock;
+
+/// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
+#[pyclass(module = "kvstow", frozen, get_all)]
+#[expect(clippy::struct_field_names, reason = "the public names")]
+pub(crate) struct Job {
+    job_id: u64,
+    block_ids: Py<PyArray1<i32>>,
+    host_slots: Py<PyArray1<i32>>,
+}
+
+#[pymethods]
+impl Job {
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.block_ids.bind(py).as_any().len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("Job(job_id={}, {} blocks)", self.job_id, self.__len__(py)?))
+    }
+}
+
+/// How a job ended.
+#[pyclass(module = "kvstow", frozen, get_all)]
+pub(crate) struct JobEnd {
+    block_ids: Py<PyArray1<i32>>,
+    ok: bool,
+}
+
+/// The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct OffloadScheduler(Mutex<offload::OffloadScheduler>);
+
+#[pymethods]
+impl OffloadScheduler {
+    #[new]
+    #[pyo3(signature = (num_host_blocks, groups, *, mode = "eager", policy = "lru", events = false))]
+    fn new(
+        num_host_blocks: Count,
+        groups: Vec<PyRef<'_, FullAttention>>,
+        mode: &str,
+        policy: &str,
+        events: bool,
+    ) -> PyResult<Self> {
+        check_choice("mode", mode, "eager")?;
+        check_choice("policy", policy, "lru")?;
+        let groups = self::groups(&groups);
+        let scheduler = offload::OffloadScheduler::new(num_host_blocks.0, &groups, events);
+        Ok(Self(Mutex::new(scheduler.map_err(to_py)?)))
+    }
+
+    #[getter]
+    fn num_host_blocks(&self) -> usize {
+        lock(&self.0).num_host_blocks()
+    }
+
+    #[getter]
+    fn num_resident(&self) -> usize {
+        lock(&self.0).num_resident()
+    }
+
+    /// Make a request known, with the hashes of its blocks known so far.
+    fn add(&self, request_id: &str, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
+        let hashes = self::hashes(hashes)?;
+        lock(&self.0).add(request_id, &hashes).map_err(to_py)
+    }
+
+    /// Append hashes as generated tokens fill blocks.
+    fn extend(&self, request_id: &str, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
+        let hashes = self::hashes(hashes)?;
+        lock(&self.0).extend(request_id, &hashes).map_err(to_py)
+    }
+
+    /// How many tokens right after the local hit the host can serve; None means pending.
+    fn lookup(
+        &self,
+        request_id: &str,
+        num_local_tokens: Count,
+        max_tokens: Count,
+    ) -> PyResult<Option<usize>> {
+        lock(&self.0).lookup(request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
+    }
+
+    /// Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
+    fn load(
+        &self,
+        py: Python<'_>,
+        request_id: &str,
+        num_tokens: Count,
+        block_ids: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<Job> {
+        let [block_ids] = block_ids.as_slice() else {
+            return Err(ConfigError::new_err(format!(
+                "block ids for {} groups: there is 1",
+                block_ids.len()
+            )));
+        };
+        let block_ids = ids(block_ids, MAX_BLOCKS)?;
+        let job = lock(&self.0).load(request_id, num_tokens.0, &block_ids).map_err(to_py)?;
+        Ok(to_job(py, job))
+    }
+
+    /// Give back what a request's lookup holds, when none of it is loaded.
+    fn release(&self, request_id: &str) -> PyResult<()> {
+        lock(&self.0).release(request_id).map_err(to_py)
+    }
+
+    /// Plan the stores that a finished step has made due, all in one job.
+    fn store(
+        &self,
+        request_ids: &Bound<'_, PyAny>,
+        num_computed_tokens: &Bound<'_, PyAny>,
+        block_ids: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Job>> {
+        let py = request_ids.py();
+        let request_ids = self::request_ids(request_ids)?;
+        let (names, computed) = (as_strs(&request_ids)?, counts(num_computed_tokens)?);
+        let (block_ids, offsets) = (ids(block_ids, MAX_BLOCKS)?, counts(offsets)?);
+        if names.len() != computed.len() || names.len() + 1 != offsets.len() {
+            return Err(ConfigError::new_err(format!(
+                "{} requests, {} numbers of computed tokens and {} offsets: give one number per \
+                 request and one offset more",
+                names.len(),
+                computed.len(),
+                offsets.len()
+            )));
+        }
+        let parts = parts(&block_ids, &offsets)?;
+        let progress = names.into_iter().zip(computed).zip(parts).map(
+            |((request_id, num_computed_tokens), new_blocks)| Progress {
+                request_id,
+                num_computed_tokens,
+                new_blocks,
+            },
+        );
+        let job = lock(&self.0).store(progress).map_err(to_py)?;
+        Ok(job.map(|job| to_job(py, job)))
+    }
+
+    /// End a job. Returns the device ids to unpin, and whether its copies count.
+    #[pyo3(signature = (job_id, *, ok = true))]
+    fn complete(&self, py: Python<'_>, job_id: u64, ok: bool) -> PyResult<JobEnd> {
+        let end = lock(&self.0).complete(JobId(job_id), ok).map_err(to_py)?;
+        Ok(JobEnd { block_ids: to_array(py, end.block_ids).unbind(), ok: end.is_ok })
+    }
+
+    /// Forget a request that finished, was preempted or aborted; its jobs go on.
+    fn finish(&self, request_id: &str) -> PyResult<()> {
+        lock(&self.0).finish(request_id).map_err(to_py)
+    }
+
+    /// Empty the tier, at any moment; jobs in flight still end, their result is dropped.
+    fn reset(&self) -> PyResult<()> {
+        lock(&self.0).reset().map_err(to_py)
+    }
+
+    /// Counters since construction, and gauges of the moment.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = lock(&self.0).stats();
+        let entries = [
+            ("stored_blocks", stats.stored_blocks),
+            ("loaded_blocks", stats.loaded_blocks),
+            ("dropped_blocks", stats.dropped_blocks),
+            ("evicted_blocks", stats.evicted_blocks),
+            ("failed_stores", stats.failed_stores),
+            ("failed_loads", stats.failed_loads),
+            ("resident_blocks", stats.resident_blocks),
+            ("storing_blocks", stats.storing_blocks),
+            ("jobs_in_flight", stats.jobs_in_flight),
+        ];
+        let dict = PyDict::new(py);
+        entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;
+        Ok(dict)
+    }
+
+    /// The events since the last call, oldest first.
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let batch = {
+            let mut scheduler = lock(&self.0);
+            Batch::of_host(scheduler.take_events(), scheduler.hash_width())
+        };
+        batch.into_list(py)
+    }
+
+    /// Verify every invariant.
+    fn check(&self) -> PyResult<()> {
+        lock(&self.0).check().map_err(to_py)
+    }
+}
+
+fn to_job(py: Python<'_>, job: offload::Job) -> Job {
+    // Slots are below 2^31: the tier has no more.
+    let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
+    Job {
+        job_id: job.job_id.0,
+        block_ids: to_array(py, job.block_ids).unbind(),
+        host_slots: host_slots.into_pyarray(py).unbind(),
+    }
+}
+
+/// Cuts `block_ids` at `offsets`, which must cover all of it in order.
+fn parts<'a>(block_ids: &'a [BlockId], offsets: &[usize]) -> PyResult<Vec<&'a [BlockId]>> {
+    let covers = offsets.first() == Some(&0)
+        && offsets.last() == Some(&block_ids.len())
+        && offsets.is_sorted();
+    if !covers {
+        return Err(ConfigError::new_err(format!(
+            "offsets must rise from 0 to the {} block ids",
+            block_ids.len()
+        )));
+    }
+    Ok(offsets.windows(2).map(|ends| &block_ids[ends[0]..ends[1]]).collect())
+}
+
+fn check_choice(what: &str, given: &str, known: &str) -> PyResult<()> {
+    if given != known {
+        return Err(ConfigError::new_err(format!("{what} {given:?}: the one known is {known:?}")));
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+//! `BlockPool`, and what it shares with a ledger's view of its pool.
+
+use std::sync::Mutex;
+
+use kvstow_core::error::Result;
+use kvstow_core::event::Medium;
+use kvstow_core::ids::GroupId;
+use kvstow_core::pool;
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use crate::convert::{Count, hashes, ids, to_array};
+use crate::error::to_py;
+use crate::event::Batch;
+use crate::lock;
+
+/// A pool behind a lock, its own or a ledger's.
+pub(crate) trait SharedPool {
+    /// Locks, and calls.
+    fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R;
+
+    /// Converts ids, locks, and calls.
+    fn with_ids<R>(
+        &self,
+        given: &Bound<'_, PyAny>,
+        call: impl FnOnce(&mut pool::BlockPool, &[kvstow_core::ids::BlockId]) -> Result<R>,
+    ) -> PyResult<R> {
+        let ids = ids(given, self.with(|pool| pool.num_blocks()))?;
+        self.with(|pool| call(pool, &ids)).map_err(to_py)
+    }
+
+    /// References held on each.
+    fn ref_counts_of<'py>(&self, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let counts = self.with_ids(given, |pool, ids| {
+            pool.check_ids(ids)?;
+            Ok(ids.iter().map(|&id| pool.num_refs(id).cast_signed()).collect::<Vec<_>>())
+        })?;
+        Ok(counts.into_pyarray(given.py()))
+    }
+
+    /// The free queue.
+    fn free_order_in<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        let order: Vec<_> = self.with(|pool| pool.free_order().collect());
+        to_array(py, order)
+    }
+
+    /// The events since the last call.
+    fn events_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.with(Batch::of_pool).into_list(py)
+    }
+}
+
+/// All blocks of one memory: reference counts, eviction order, and which prefixes they hold.
+///
+/// Id 0 is the null block, a placeholder that is never handed out: `num_blocks - 1` are usable.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct BlockPool(Mutex<pool::BlockPool>);
+
+impl SharedPool for BlockPool {
+    fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
+        call(&mut lock(&self.0))
+    }
+}
+
+#[pymethods]
+impl BlockPool {
+    #[new]
+    #[pyo3(signature = (num_blocks, *, events = false))]
+    fn new(num_blocks: Count, events: bool) -> PyResult<Self> {
+        let medium = events.then_some(Medium::Device);
+        Ok(Self(Mutex::new(pool::BlockPool::new(num_blocks.0, medium).map_err(to_py)?)))
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.with(|pool| pool.num_blocks())
+    }
+
+    #[getter]
+    fn num_free(&self) -> usize {
+        self.with(|pool| pool.num_free())
+    }
+
+    #[getter]
+    fn num_cached(&self) -> usize {
+        self.with(|pool| pool.num_cached())
+    }
+
+    /// Bytes of memory the accounting itself takes.
+    #[getter]
+    fn memory_bytes(&self) -> usize {
+        self.with(|pool| pool.memory_bytes())
+    }
+
+    /// Take n blocks from the head of the free queue; cached ones among them are evicted.
+    fn allocate<'py>(&self, py: Python<'py>, n: Count) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let mut taken = Vec::new();
+        self.with(|pool| pool.allocate(n.0, &mut taken)).map_err(to_py)?;
+        Ok(to_array(py, taken))
+    }
+
+    /// Take one reference on each; a free block leaves the free queue.
+    fn touch(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::touch)
+    }
+
+    /// Drop one reference on each, ids given in eviction order.
+    fn free(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::free)
+    }
+
+    /// Hold each for a copy under way: it keeps its place, and `allocate` passes over it.
+    fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::pin)
+    }
+
+    /// Drop one pin on each.
+    fn unpin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::unpin)
+    }
+
+    /// Publish full blocks: ids[i] holds the KV that hashes[i] names.
+    #[pyo3(signature = (ids, hashes, *, group = 0))]
+    fn cache(&self, ids: &Bound<'_, PyAny>, hashes: &Bound<'_, PyAny>, group: u32) -> PyResult<()> {
+        let hashes = crate::convert::hashes(hashes)?;
+        self.with_ids(ids, |pool, ids| pool.cache(ids, &hashes, GroupId(group)))
+    }
+
+    /// The longest cached prefix of `hashes`. Of several blocks with one key, the oldest.
+    #[pyo3(name = "lookup", signature = (hashes, *, group = 0))]
+    fn look_up<'py>(
+        &self,
+        hashes: &Bound<'py, PyAny>,
+        group: u32,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let (py, hashes) = (hashes.py(), self::hashes(hashes)?);
+        let found = self.with(|pool| pool.lookup(&hashes, GroupId(group))).map_err(to_py)?;
+        Ok(to_array(py, found))
+    }
+
+    /// Drop the keys of these blocks, referenced or not; a free one keeps its place.
+    fn evict(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with_ids(ids, pool::BlockPool::evict)
+    }
+
+    /// Drop every key. False, and nothing changed, while a block is referenced or pinned.
+    fn reset(&self) -> bool {
+        self.with(pool::BlockPool::reset)
+    }
+
+    /// References held on each.
+    fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        self.ref_counts_of(ids)
+    }
+
+    /// The free queue, next to be taken first; pinned blocks in it included.
+    fn free_order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.free_order_in(py)
+    }
+
+    /// Verify every invariant, in time linear in the number of blocks.
+    fn check(&self) -> PyResult<()> {
+        self.with(|pool| pool.check()).map_err(to_py)
+    }
+
+    /// The events since the last call, oldest first.
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.events_in(py)
+    }
+}

@@ -1,0 +1,278 @@
+//! Tokens to chained block hashes, bit-identical to vLLM's.
+//!
+//! The reference is `hash_block_tokens` of vLLM 0.32 (`vllm/v1/core/kv_cache_utils.py`) with the hash
+//! functions `sha256_cbor` and `xxhash_cbor` (`vllm/utils/hashing.py`). A block's digest is
+//! `H(cbor((previous, tokens, extra)))`, where H is SHA-256, or XXH3-128 with its digest big-endian.
+//! The CBOR is RFC 8949's deterministic form, heads as short as they can be, lengths definite:
+//!
+//! ```text
+//! 83                    an array of three:
+//!   58 20 <32 bytes>      the previous block's digest, a byte string (50 <16 bytes> for XXH3-128)
+//!   90 <16 integers>      the tokens, an array (98 20 for 32 of them, 99 01 00 for 256)
+//!   f6                    no extra keys; or an array of them, 80 if it is empty
+//! ```
+//!
+//! The first block has no previous one; `H(cbor(seed))`, the seed a text string, stands in for it.
+//! Keys from elsewhere match only if the seed does: vLLM's is `PYTHONHASHSEED` where that is set,
+//! else [`DEFAULT_SEED`] for `sha256_cbor` and a random string per process for `xxhash_cbor`, which
+//! is not collision resistant.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::str::FromStr;
+
+use minicbor::encode::{Encode, Encoder, Error as EncodeError, Write};
+use sha2::{Digest, Sha256};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::error::{Error, Result};
+use crate::key::{BlockHash, Hashes, MAX_HASH_BYTES};
+
+/// The seed vLLM takes for `sha256_cbor` when `PYTHONHASHSEED` is not set.
+pub const DEFAULT_SEED: &str = "vllm-none-hash";
+
+/// The largest token id that is hashed.
+pub const MAX_TOKEN: u64 = 1 << 63;
+
+/// How deep extra keys may nest; vLLM's own are two deep. Encoding them recurses, so a bound keeps
+/// the stack safe.
+pub const MAX_EXTRA_KEY_DEPTH: usize = 32;
+
+/// The function that turns an encoded block into a digest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Algorithm {
+    /// SHA-256, 32 bytes.
+    #[default]
+    Sha256Cbor,
+    /// XXH3-128, 16 bytes: quick, but an adversary can make two prompts collide.
+    XxhashCbor,
+}
+
+impl Algorithm {
+    /// Its name in vLLM's `--prefix-caching-hash-algo`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sha256Cbor => "sha256_cbor",
+            Self::XxhashCbor => "xxhash_cbor",
+        }
+    }
+
+    /// The width of its digests.
+    pub const fn digest_bytes(self) -> usize {
+        match self {
+            Self::Sha256Cbor => 32,
+            Self::XxhashCbor => 16,
+        }
+    }
+
+    /// The digest of `message`, padded with zeros.
+    fn digest(self, message: &[u8]) -> BlockHash {
+        match self {
+            Self::Sha256Cbor => Sha256::digest(message).into(),
+            Self::XxhashCbor => {
+                let mut padded = [0; MAX_HASH_BYTES];
+                padded[..16].copy_from_slice(&xxh3_128(message).to_be_bytes());
+                padded
+            }
+        }
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "sha256_cbor" => Ok(Self::Sha256Cbor),
+            "xxhash_cbor" => Ok(Self::XxhashCbor),
+            _ => Err(Error::Config(format!(
+                "hash algorithm {name:?} is not known: use \"sha256_cbor\" or \"xxhash_cbor\", and \
+                 start vLLM with --prefix-caching-hash-algo set to the same"
+            ))),
+        }
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a block's KV depends on besides its tokens: an adapter, an image, a cache salt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExtraKey {
+    /// Python's `None`.
+    Null,
+    /// A truth value.
+    Bool(bool),
+    /// An integer. Outside -2^64 to 2^64 - 1 it is encoded as CBOR's big number.
+    Int(i128),
+    /// A byte string.
+    Bytes(Vec<u8>),
+    /// A text string.
+    Text(String),
+    /// A tuple or list, at most [`MAX_EXTRA_KEY_DEPTH`] deep.
+    Sequence(Vec<ExtraKey>),
+}
+
+/// The extra keys of one block. None and an empty list differ, as they do in vLLM.
+pub type BlockExtraKeys = Option<Vec<ExtraKey>>;
+
+impl ExtraKey {
+    /// Whether it nests at most `levels` sequences.
+    fn fits(&self, levels: usize) -> bool {
+        match self {
+            Self::Sequence(keys) => levels > 0 && keys.iter().all(|key| key.fits(levels - 1)),
+            _ => true,
+        }
+    }
+}
+
+impl<C> Encode<C> for ExtraKey {
+    fn encode<W: Write>(
+        &self,
+        encoder: &mut Encoder<W>,
+        context: &mut C,
+    ) -> Result<(), EncodeError<W::Error>> {
+        match self {
+            Self::Null => encoder.null()?,
+            Self::Bool(value) => encoder.bool(*value)?,
+            Self::Int(value) => encoder.i128(*value)?,
+            Self::Bytes(value) => encoder.bytes(value)?,
+            Self::Text(value) => encoder.str(value)?,
+            Self::Sequence(keys) => encoder.encode_with(keys, context)?,
+        };
+        Ok(())
+    }
+}
+
+/// What digests depend on besides tokens. The default is a prompt's start under `sha256_cbor`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HashOptions<'a> {
+    /// The hash function.
+    pub algorithm: Algorithm,
+    /// The digest of the block before the first; None or empty at the start of a prompt.
+    pub parent: Option<&'a [u8]>,
+    /// One entry per full block.
+    pub extra_keys: Option<&'a [BlockExtraKeys]>,
+    /// What the first block's previous digest is made from; [`DEFAULT_SEED`] if None.
+    pub seed: Option<&'a str>,
+}
+
+/// Hashes the full blocks of `tokens`; a partial last block is left out.
+///
+/// ```
+/// use kvstow_core::hash::{HashOptions, hash_tokens};
+///
+/// let tokens: Vec<u64> = (0..40).collect();
+/// let whole = hash_tokens(&tokens, 16, HashOptions::default())?;
+/// assert_eq!(whole.len(), 2);
+///
+/// // The chain goes on from any digest.
+/// let first = whole.width().digest(&whole.as_slice()[0]);
+/// assert_eq!(first[..4], [0xdc, 0x91, 0x8a, 0x88]);
+/// let rest = hash_tokens(&tokens[16..], 16, HashOptions { parent: Some(first), ..Default::default() })?;
+/// assert_eq!(rest.as_slice(), &whole.as_slice()[1..]);
+/// # Ok::<(), kvstow_core::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Config`] for a block size of 0, a token above 2^63, a parent of another width than the
+/// algorithm's digests, extra keys for another number of blocks than there are full ones, or extra
+/// keys nested too deep.
+pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<Hashes> {
+    let num_blocks = check(tokens, block_size, options)?;
+    let HashOptions { algorithm, parent, extra_keys, seed } = options;
+
+    let width = algorithm.digest_bytes();
+    let mut encoder = Encoder::new(Vec::new()); // one buffer, emptied for each block
+    let mut previous = [0; MAX_HASH_BYTES];
+    if let Some(digest) = parent.filter(|digest| !digest.is_empty()) {
+        previous[..width].copy_from_slice(digest);
+    } else {
+        encoder.str(seed.unwrap_or(DEFAULT_SEED)).map_err(unencodable)?;
+        previous = algorithm.digest(encoder.writer());
+    }
+
+    let mut hashes = Hashes::with_capacity(num_blocks);
+    for (block, block_tokens) in tokens.chunks_exact(block_size).enumerate() {
+        let extra = extra_keys
+            .and_then(|blocks| blocks.get(block)?.as_deref())
+            .filter(|keys| !keys.is_empty());
+        encoder.writer_mut().clear();
+        encode_block(&mut encoder, &previous[..width], block_tokens, extra).map_err(unencodable)?;
+        previous = algorithm.digest(encoder.writer());
+        hashes.push(&previous[..width])?;
+    }
+    Ok(hashes)
+}
+
+/// How many full blocks there are, once nothing is left that could be refused.
+fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<usize> {
+    let HashOptions { algorithm, parent, extra_keys, .. } = options;
+    if block_size == 0 {
+        return Err(Error::Config("block_size is 0: a block has at least 1 token".to_owned()));
+    }
+    if let Some(position) = tokens.iter().position(|token| *token > MAX_TOKEN) {
+        let token = tokens[position];
+        return Err(token_out_of_bounds(position, &token));
+    }
+    let parent_bytes = parent.map_or(0, <[u8]>::len);
+    if parent_bytes != 0 && parent_bytes != algorithm.digest_bytes() {
+        return Err(Error::Config(format!(
+            "parent has {parent_bytes} bytes and {algorithm} digests have {}: pass a digest of the \
+             same algorithm, or None at the start of a prompt",
+            algorithm.digest_bytes()
+        )));
+    }
+    let num_blocks = tokens.len() / block_size;
+    let Some(extra_keys) = extra_keys else {
+        return Ok(num_blocks);
+    };
+    if extra_keys.len() != num_blocks {
+        return Err(Error::Config(format!(
+            "extra_keys has {} entries and the tokens fill {num_blocks} blocks of {block_size}: \
+             pass one entry per full block, None where a block has none",
+            extra_keys.len()
+        )));
+    }
+    let too_deep =
+        |keys: &BlockExtraKeys| keys.iter().flatten().any(|key| !key.fits(MAX_EXTRA_KEY_DEPTH));
+    match extra_keys.iter().position(too_deep) {
+        Some(block) => Err(extra_keys_too_deep(block)),
+        None => Ok(num_blocks),
+    }
+}
+
+/// The one message for a token that cannot be hashed, whatever form it came in.
+pub fn token_out_of_bounds(position: usize, token: &impl fmt::Display) -> Error {
+    Error::Config(format!("token {position} is {token}: token ids go from 0 to 2**63"))
+}
+
+/// The one message for extra keys nested deeper than [`MAX_EXTRA_KEY_DEPTH`].
+pub fn extra_keys_too_deep(block: usize) -> Error {
+    Error::Config(format!(
+        "the extra keys of block {block} nest deeper than {MAX_EXTRA_KEY_DEPTH} levels: flatten them"
+    ))
+}
+
+#[inline]
+fn encode_block(
+    encoder: &mut Encoder<Vec<u8>>,
+    previous: &[u8],
+    tokens: &[u64],
+    extra: Option<&[ExtraKey]>,
+) -> Result<(), EncodeError<Infallible>> {
+    encoder.array(3)?.bytes(previous)?.array(tokens.len() as u64)?;
+    for token in tokens {
+        encoder.u64(*token)?;
+    }
+    encoder.encode(extra)?.ok()
+}
+
+/// Writing to memory does not fail, but the encoder's signature says it can.
+#[expect(clippy::needless_pass_by_value, reason = "the signature that map_err calls")]
+fn unencodable(error: EncodeError<Infallible>) -> Error {
+    Error::Broken(format!("a block's CBOR form could not be written: {error}"))
+}

@@ -1,0 +1,39 @@
+//! Newtypes over `u32`, so that a block id is never taken for a count or a group.
+
+use std::fmt;
+
+/// A block's index in its pool. Id 0 is the null block: a placeholder that is never allocated,
+/// freed, hashed or moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockId(pub u32);
+
+impl BlockId {
+    /// The placeholder block, id 0.
+    pub const NULL: Self = Self(0);
+
+    /// Whether this is the placeholder.
+    #[inline]
+    pub const fn is_null(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The id as an index into per-block arrays.
+    #[inline]
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A group's position in the ledger's list of groups: layers that share a block table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupId(pub u32);
+
+/// A store or a load in flight. Ids count up from 1 and are never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct JobId(pub u64);

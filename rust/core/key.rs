@@ -1,0 +1,117 @@
+//! Block hashes and keys.
+//!
+//! A hash is 1 to 32 bytes, one width per object; inside, every hash is padded with zeros to 32
+//! bytes so that keys lie in flat arrays.
+
+use crate::error::{Error, Result};
+use crate::ids::GroupId;
+
+/// The widest digest a block hash may have, in bytes.
+pub const MAX_HASH_BYTES: usize = 32;
+
+/// A digest chained over the whole prefix, padded with zeros to 32 bytes.
+pub type BlockHash = [u8; MAX_HASH_BYTES];
+
+/// What a cached block is found by: its hash and the group whose KV it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockKey {
+    /// The digest over the block's tokens and everything before them.
+    pub hash: BlockHash,
+    /// The group of layers.
+    pub group: GroupId,
+}
+
+/// The hashes of consecutive blocks, all of one width.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hashes {
+    width: HashWidth,
+    hashes: Vec<BlockHash>,
+}
+
+impl Hashes {
+    /// An empty list with room for `capacity` hashes.
+    pub fn with_capacity(capacity: usize) -> Self {
+        Self { width: HashWidth::default(), hashes: Vec::with_capacity(capacity) }
+    }
+
+    /// Appends one digest.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`] if it is empty, longer than 32 bytes, or not as wide as the others.
+    #[inline]
+    pub fn push(&mut self, digest: &[u8]) -> Result<()> {
+        self.width.agree(HashWidth::of(digest.len())?)?;
+        let mut hash = [0; MAX_HASH_BYTES];
+        hash[..digest.len()].copy_from_slice(digest);
+        self.hashes.push(hash);
+        Ok(())
+    }
+
+    /// The hashes, padded.
+    pub fn as_slice(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
+    /// Their common width; unknown while the list is empty.
+    pub fn width(&self) -> HashWidth {
+        self.width
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.hashes.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.hashes.is_empty()
+    }
+}
+
+/// The width of an object's hashes in bytes, unknown until the first one is seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HashWidth(u8);
+
+impl HashWidth {
+    /// A known width.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`] unless it is 1 to 32.
+    #[inline]
+    pub fn of(num_bytes: usize) -> Result<Self> {
+        match u8::try_from(num_bytes) {
+            Ok(width @ 1..=32) => Ok(Self(width)),
+            _ => Err(Error::HashWidth { expected: None, got: num_bytes }),
+        }
+    }
+
+    /// Whether `other` may stand beside hashes of this width; changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`] if both are known and differ.
+    #[inline]
+    pub fn check(self, other: Self) -> Result<()> {
+        if self.0 == other.0 || self.0 == 0 || other.0 == 0 {
+            return Ok(());
+        }
+        Err(Error::HashWidth { expected: Some(self.0), got: usize::from(other.0) })
+    }
+
+    /// Takes on `other`'s width if this one is unknown.
+    ///
+    /// # Errors
+    /// As [`HashWidth::check`].
+    #[inline]
+    pub fn agree(&mut self, other: Self) -> Result<()> {
+        self.check(other)?;
+        if self.0 == 0 {
+            *self = other;
+        }
+        Ok(())
+    }
+
+    /// The first `width` bytes of a padded hash: the digest as it was given.
+    pub fn digest(self, hash: &BlockHash) -> &[u8] {
+        &hash[..usize::from(self.0)]
+    }
+}

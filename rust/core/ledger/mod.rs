@@ -1,0 +1,240 @@
+//! A device's accounting: requests, their block tables, and the prefixes they share.
+
+mod allocate;
+mod request;
+
+pub use allocate::{AllocateArgs, Taken};
+pub use request::Context;
+
+use crate::error::{Error, Result};
+use crate::event::Medium;
+use crate::group::{Group, common_block_size};
+use crate::ids::{BlockId, GroupId};
+use crate::key::Hashes;
+use crate::pool::BlockPool;
+use crate::requests::Requests;
+
+use request::Request;
+
+/// Block tables over one [`BlockPool`], for any number of groups.
+#[derive(Clone, Debug)]
+pub struct BlockLedger {
+    pool: BlockPool,
+    groups: Vec<Group>,
+    block_size: usize,
+    requests: Requests<Request>,
+    /// How many requests were ever added: tells a request from a later one of the same name.
+    num_added: u64,
+}
+
+/// What [`BlockLedger::lookup`] found. It holds no reference: [`BlockLedger::allocate`] takes
+/// them, and refuses a hit whose blocks have lost their keys in between.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixHit {
+    /// Tokens found, a multiple of the block size.
+    pub num_tokens: usize,
+    /// Per group, the blocks that hold them; null where the group needs none.
+    pub blocks: Vec<Vec<BlockId>>,
+    request_serial: u64,
+}
+
+impl BlockLedger {
+    /// A ledger over a new pool of `num_blocks`, the null block included.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a pool that [`BlockPool::new`] refuses, no groups, or groups that
+    /// differ in block size.
+    pub fn new(num_blocks: usize, groups: Vec<Group>, events: bool) -> Result<Self> {
+        let block_size = common_block_size(&groups)?;
+        let pool = BlockPool::new(num_blocks, events.then_some(Medium::Device))?;
+        Ok(Self { pool, groups, block_size, requests: Requests::default(), num_added: 0 })
+    }
+
+    /// The pool: inspection, pins, eviction of keys, reset, events.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// The pool, for pins, eviction of keys, reset and events. References are the ledger's own:
+    /// [`BlockLedger::check`] fails after `allocate`, `touch` or `free` on it.
+    pub fn pool_mut(&mut self) -> &mut BlockPool {
+        &mut self.pool
+    }
+
+    /// How many groups there are.
+    pub fn num_groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// How many requests are known.
+    pub fn num_requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Makes a request known. `context` is kept for events.
+    ///
+    /// # Errors
+    /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width,
+    /// [`Error::Config`] for a context without events or one that does not cover the hashes.
+    pub fn add(&mut self, request_id: &str, hashes: &Hashes, context: Context) -> Result<()> {
+        self.requests.check_new(request_id)?;
+        self.check_context(&context)?;
+        let mut request = Request::new(self.num_added, self.groups.len(), context.tokens.is_some());
+        request.check_extension(hashes, &context, self.block_size)?;
+        self.pool.agree_width(hashes.width())?;
+        request.extend(hashes, context);
+        self.requests.insert(request_id, request);
+        self.num_added += 1;
+        Ok(())
+    }
+
+    /// Appends hashes as generated tokens fill blocks.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`], and as [`BlockLedger::add`].
+    pub fn extend(&mut self, request_id: &str, hashes: &Hashes, context: Context) -> Result<()> {
+        self.check_context(&context)?;
+        let request = self.requests.get_mut(request_id)?;
+        request.check_extension(hashes, &context, self.block_size)?;
+        self.pool.agree_width(hashes.width())?;
+        request.extend(hashes, context);
+        Ok(())
+    }
+
+    /// The longest cached prefix of at most `max_tokens` tokens that every group can serve.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn lookup(&self, request_id: &str, max_tokens: usize) -> Result<PrefixHit> {
+        let request = self.requests.get(request_id)?;
+        let mut num_blocks = request.hashes.len().min(max_tokens / self.block_size);
+        let mut blocks = Vec::with_capacity(self.groups.len());
+        for (group, id) in self.groups.iter().zip((0..).map(GroupId)) {
+            let found = group.find_hit(&self.pool, &request.hashes[..num_blocks], id);
+            num_blocks = found.len();
+            blocks.push(found);
+        }
+        for found in &mut blocks {
+            found.truncate(num_blocks);
+        }
+        Ok(PrefixHit {
+            num_tokens: num_blocks * self.block_size,
+            blocks,
+            request_serial: request.serial,
+        })
+    }
+
+    /// Publishes a request's blocks up to `num_tokens` granted tokens, and ends the delay that
+    /// [`AllocateArgs::delay_caching`] began.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`]; [`Error::Config`] beyond the granted tokens.
+    pub fn cache(&mut self, request_id: &str, num_tokens: usize) -> Result<()> {
+        let request = self.requests.get_mut(request_id)?;
+        request.check_granted(request_id, num_tokens, "publish")?;
+        request.is_delayed = false;
+        request.publish(&mut self.pool, num_tokens, self.block_size);
+        Ok(())
+    }
+
+    /// Takes granted tokens back to `num_tokens`: rejected drafts. Frees nothing.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`]; [`Error::Config`] beyond the granted tokens; [`Error::State`]
+    /// below what is published: others may be using it.
+    pub fn rewind(&mut self, request_id: &str, num_tokens: usize) -> Result<()> {
+        let request = self.requests.get_mut(request_id)?;
+        request.check_granted(request_id, num_tokens, "rewind to")?;
+        let num_published = request.num_published * self.block_size;
+        if num_tokens < num_published {
+            return Err(Error::State(format!(
+                "cannot rewind request {request_id:?} to {num_tokens} tokens: {num_published} are \
+                 published"
+            )));
+        }
+        request.num_granted_tokens = num_tokens;
+        Ok(())
+    }
+
+    /// A request's block ids in one group.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`]; [`Error::Config`] for a group that does not exist.
+    pub fn block_table(&self, request_id: &str, group: usize) -> Result<&[BlockId]> {
+        let tables = &self.requests.get(request_id)?.tables;
+        tables.get(group).map(Vec::as_slice).ok_or_else(|| {
+            Error::Config(format!("group {group} of {}: groups count from 0", tables.len()))
+        })
+    }
+
+    /// Tokens that have slots: hit, external and new ones, less what was rewound.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn num_granted_tokens(&self, request_id: &str) -> Result<usize> {
+        Ok(self.requests.get(request_id)?.num_granted_tokens)
+    }
+
+    /// Drops a request and its references, group by group, each group's tail first: a prefix
+    /// outlives its extensions.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn free(&mut self, request_id: &str) -> Result<()> {
+        let request = self.requests.remove(request_id)?;
+        for mut table in request.tables {
+            table.reverse();
+            self.pool.free(&table)?;
+        }
+        Ok(())
+    }
+
+    /// Verifies every invariant of requests and pool.
+    ///
+    /// # Errors
+    /// [`Error::Broken`] names the first that does not hold.
+    pub fn check(&self) -> Result<()> {
+        self.pool.check()?;
+        let broken = |what: String| Err(Error::Broken(format!("ledger: {what}")));
+        let mut num_refs = vec![0; self.pool.num_blocks()];
+        for request in self.requests.values() {
+            let num_full = request.num_granted_tokens / self.block_size;
+            if request.num_published > num_full.min(request.hashes.len()) {
+                return broken(format!("{} blocks published of {num_full}", request.num_published));
+            }
+            for (group, table) in self.groups.iter().zip(&request.tables) {
+                if table.len() < group.num_blocks(request.num_granted_tokens) {
+                    return broken(format!(
+                        "{} blocks for {} granted tokens",
+                        table.len(),
+                        request.num_granted_tokens
+                    ));
+                }
+                for id in table.iter().filter(|id| !id.is_null()) {
+                    num_refs[id.index()] += 1;
+                }
+            }
+        }
+        for (id, num_refs) in (0..).map(BlockId).zip(num_refs) {
+            if self.pool.num_refs(id) != num_refs {
+                return broken(format!(
+                    "block {id} stands {num_refs} times in tables and has {} references",
+                    self.pool.num_refs(id)
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_context(&self, context: &Context) -> Result<()> {
+        let is_given = context.tokens.is_some() || context.extra_keys.is_some();
+        if is_given && self.pool.medium().is_none() {
+            return Err(Error::Config(
+                "tokens and extra keys are for events: make the ledger with events, or leave them \
+                 out"
+                .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+}

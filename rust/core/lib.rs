@@ -1,0 +1,32 @@
+//! Block accounting for an LLM server's KV cache.
+//!
+//! A [`BlockPool`](pool::BlockPool) knows who references each block of one memory and what it
+//! holds. A [`BlockLedger`](ledger::BlockLedger) keeps a device's requests, their block tables and
+//! the prefixes they share. An [`OffloadScheduler`](offload::OffloadScheduler) decides what the
+//! host tier stores, loads and evicts. None of them knows the time, draws a random number, starts
+//! a thread or moves a byte; every operation is all or nothing.
+//!
+//! Each module uses only those above it in this list:
+//!
+//! | floor | modules |
+//! |---|---|
+//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`] |
+//! | 1 | [`free_queue`], [`index`] |
+//! | 2 | [`pool`] |
+//! | 3 | [`group`] |
+//! | 4 | [`ledger`] |
+//! | 5 | [`offload`] |
+
+pub mod error;
+pub mod event;
+pub mod free_queue;
+pub mod group;
+pub mod hash;
+pub mod ids;
+pub mod index;
+pub mod key;
+pub mod ledger;
+pub mod offload;
+pub mod pool;
+
+mod requests;

@@ -1,0 +1,343 @@
+//! The host tier: which slot holds what, and which slot goes when room is needed.
+//!
+//! ```text
+//!             reserve                 publish
+//!   [ empty ] -------> [ in flight ] ---------> [ resident ] --+
+//!       ^                   | abandon              | evict     | pin: held by a lookup
+//!       +-------------------+----------------------+           v or by a load
+//! ```
+//!
+//! Slots lie in a [`BlockPool`]: empty ones are its free blocks; a slot in flight or resident has
+//! one reference, the tier's own, and only a resident one has its key in the index. Each slot
+//! knows its parent's slot, and how many children it has in flight or resident: a slot that has
+//! any does not go, so nothing that is kept loses its prefix.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, DefaultHasher};
+
+use crate::error::{Error, Result};
+use crate::event::{Event, Medium};
+use crate::ids::{BlockId, GroupId};
+use crate::key::{BlockHash, HashWidth};
+use crate::pool::BlockPool;
+
+use super::lru::Lru;
+
+/// The one group whose blocks are offloaded.
+const GROUP: GroupId = GroupId(0);
+
+/// At most 102 bytes a slot, taken at construction.
+#[derive(Clone, Debug)]
+pub(super) struct HostTier {
+    pool: BlockPool,
+    /// The slot of the block before; null for a root.
+    parents: Vec<u32>,
+    /// Children in flight or resident.
+    num_children: Vec<u32>,
+    /// Loads that read the slot.
+    num_loads: Vec<u32>,
+    in_flight: HashMap<BlockHash, BlockId, BuildHasherDefault<DefaultHasher>>,
+    lru: Lru,
+    /// Slots that were evicted for room.
+    pub(super) num_evicted: usize,
+}
+
+impl HostTier {
+    /// A tier of `num_slots` empty slots.
+    pub(super) fn new(num_slots: usize, events: bool) -> Result<Self> {
+        let num_blocks = num_slots.saturating_add(1);
+        let lru_size = u32::try_from(num_blocks).map_err(|_| {
+            Error::Config(format!("{num_slots} host blocks: at most {} fit", u32::MAX / 2))
+        })?;
+        if num_slots == 0 {
+            return Err(Error::Config("0 host blocks: at least one is needed".to_owned()));
+        }
+        Ok(Self {
+            pool: BlockPool::new(num_blocks, events.then_some(Medium::Host))?,
+            parents: vec![0; num_blocks],
+            num_children: vec![0; num_blocks],
+            num_loads: vec![0; num_blocks],
+            in_flight: HashMap::default(),
+            lru: Lru::new(lru_size),
+            num_evicted: 0,
+        })
+    }
+
+    pub(super) fn num_slots(&self) -> usize {
+        self.pool.num_usable()
+    }
+
+    pub(super) fn num_resident(&self) -> usize {
+        self.lru.len()
+    }
+
+    pub(super) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
+        self.pool.agree_width(width)
+    }
+
+    pub(super) fn hash_width(&self) -> HashWidth {
+        self.pool.hash_width()
+    }
+
+    pub(super) fn take_events(&mut self) -> Vec<Event> {
+        self.pool.take_events()
+    }
+
+    /// The slot that holds a block and can be loaded from.
+    pub(super) fn resident(&self, hash: &BlockHash) -> Option<BlockId> {
+        self.pool.get(hash, GROUP)
+    }
+
+    /// The slot that holds a block or is being filled with it.
+    pub(super) fn resident_or_in_flight(&self, hash: &BlockHash) -> Option<BlockId> {
+        self.resident(hash).or_else(|| self.in_flight.get(hash).copied())
+    }
+
+    /// Holds slots in place: they keep their content until they are unpinned.
+    pub(super) fn pin(&mut self, slots: &[BlockId]) -> Result<()> {
+        self.pool.pin(slots)
+    }
+
+    pub(super) fn unpin(&mut self, slots: &[BlockId]) -> Result<()> {
+        self.pool.unpin(slots)
+    }
+
+    /// Whether a load reads the slot.
+    pub(super) fn is_loading(&self, slot: BlockId) -> bool {
+        self.num_loads[slot.index()] > 0
+    }
+
+    pub(super) fn begin_loads(&mut self, slots: &[BlockId]) {
+        for slot in slots {
+            self.num_loads[slot.index()] += 1;
+        }
+    }
+
+    pub(super) fn end_loads(&mut self, slots: &[BlockId]) {
+        for slot in slots {
+            self.num_loads[slot.index()] -= 1;
+        }
+    }
+
+    /// Slots for those of `hashes`, a chain below `parent` (null: a root), that the tier does not
+    /// have: in flight from now on. Evicts leaves, least recent first, never of this chain. With
+    /// slots short the chain's head gets them. Returns each slot with its hash's position, and
+    /// how many hashes, from the first, the tier now has.
+    pub(super) fn reserve(
+        &mut self,
+        hashes: &[BlockHash],
+        parent: BlockId,
+    ) -> Result<(Vec<(usize, BlockId)>, usize)> {
+        let is_missing = |hash: &&BlockHash| self.resident_or_in_flight(hash).is_none();
+        let num_missing = hashes.iter().filter(is_missing).count();
+        let mut above = parent;
+        for hash in hashes {
+            let Some(slot) = self.resident_or_in_flight(hash) else { break };
+            above = slot;
+        }
+        self.pool.pin(&[above])?;
+        self.make_room(num_missing)?;
+        self.pool.unpin(&[above])?;
+        let mut empty = Vec::new();
+        self.pool.allocate(num_missing.min(self.pool.num_free()), &mut empty)?;
+        let mut rest = empty.as_slice();
+        let mut placed = Vec::with_capacity(rest.len());
+        let mut num_kept = 0;
+        above = parent;
+        for (at, hash) in hashes.iter().enumerate() {
+            // Asked again for each: the same hash may stand twice in a list that is no true chain.
+            if let Some(slot) = self.resident_or_in_flight(hash) {
+                above = slot;
+            } else {
+                let Some((&slot, others)) = rest.split_first() else { break };
+                rest = others;
+                self.parents[slot.index()] = above.0;
+                self.num_children[above.index()] += 1;
+                self.in_flight.insert(*hash, slot);
+                placed.push((at, slot));
+                above = slot;
+            }
+            num_kept = at + 1;
+        }
+        self.pool.free(rest)?;
+        Ok((placed, num_kept))
+    }
+
+    /// Makes the slots of a finished store resident; those that were abandoned or fenced in the
+    /// meantime are emptied. Returns how many became resident.
+    pub(super) fn publish(&mut self, slots: &[BlockId], hashes: &[BlockHash]) -> Result<usize> {
+        let mut num_published = 0;
+        let mut dropped = Vec::new();
+        for (&slot, hash) in slots.iter().zip(hashes) {
+            if self.in_flight.get(hash) == Some(&slot) {
+                self.in_flight.remove(hash);
+                self.pool.publish(&[slot], &[*hash], GROUP, |_| crate::event::Origin::default());
+                self.lru.stored(slot);
+                num_published += 1;
+            } else {
+                dropped.push(slot);
+            }
+        }
+        self.pool.free(&dropped)?;
+        Ok(num_published)
+    }
+
+    /// Empties the slots of a failed store, and drops whatever hangs below them: without its
+    /// prefix it could not be evicted in order.
+    pub(super) fn abandon(&mut self, slots: &[BlockId], hashes: &[BlockHash]) -> Result<()> {
+        let is_current =
+            |(slot, hash): &(&BlockId, &BlockHash)| self.in_flight.get(*hash) == Some(*slot);
+        let lost: Vec<BlockId> =
+            slots.iter().zip(hashes).filter(is_current).map(|(slot, _)| *slot).collect();
+        if !lost.is_empty() {
+            self.drop_below(&lost)?;
+        }
+        self.pool.free(slots)
+    }
+
+    /// Ranks a whole chain, from `tail` up to its root.
+    pub(super) fn rank(&mut self, tail: BlockId) {
+        let mut at = tail;
+        while !at.is_null() {
+            self.lru.ranked(at);
+            at = BlockId(self.parents[at.index()]);
+        }
+    }
+
+    /// Drops everything. Slots in flight are emptied when their jobs end; pinned ones when they
+    /// are unpinned.
+    pub(super) fn reset(&mut self) -> Result<()> {
+        let residents: Vec<BlockId> =
+            self.slots().filter(|&slot| self.lru.contains(slot)).collect();
+        self.pool.evict(&residents)?;
+        self.pool.free(&residents)?;
+        self.lru.clear();
+        self.in_flight.clear();
+        self.parents.fill(0);
+        self.num_children.fill(0);
+        Ok(())
+    }
+
+    /// Evicts until `num_slots` are empty, or nothing more may go.
+    fn make_room(&mut self, num_slots: usize) -> Result<()> {
+        let num_missing = num_slots.saturating_sub(self.pool.num_free());
+        let mut victims = Vec::new();
+        let mut at = self.lru.after(BlockId::NULL);
+        while victims.len() < num_missing && !at.is_null() {
+            let next = self.lru.after(at);
+            if self.num_children[at.index()] == 0 && self.pool.num_pins(at) == 0 {
+                self.forget(at);
+                victims.push(at);
+            }
+            at = next;
+        }
+        // Slots are given out in the order they are emptied in: ascending, so that runs are long.
+        victims.sort_unstable();
+        self.pool.evict(&victims)?;
+        self.pool.free(&victims)?;
+        self.num_evicted += victims.len();
+        Ok(())
+    }
+
+    /// Takes a slot out of the chain it stands in.
+    fn forget(&mut self, slot: BlockId) {
+        let parent = std::mem::take(&mut self.parents[slot.index()]);
+        self.num_children[parent as usize] -= 1;
+        self.lru.removed(slot);
+    }
+
+    /// Takes `lost`, and all slots below them, out of the tier. Those of jobs in flight stay
+    /// referenced until their jobs end.
+    fn drop_below(&mut self, lost: &[BlockId]) -> Result<()> {
+        let is_lost = self.below(lost);
+        let doomed = |slot: &BlockId| is_lost[slot.index()];
+        self.in_flight.retain(|_, slot| !doomed(slot));
+        let all: Vec<BlockId> = self.slots().filter(doomed).collect();
+        let residents: Vec<BlockId> =
+            all.iter().copied().filter(|&slot| self.lru.contains(slot)).collect();
+        for slot in all {
+            self.forget(slot);
+        }
+        self.pool.evict(&residents)?;
+        self.pool.free(&residents)
+    }
+
+    /// Marks `lost` and everything below them, by walking each slot up to one that is known.
+    fn below(&self, lost: &[BlockId]) -> Vec<bool> {
+        let mut is_lost = vec![None; self.parents.len()];
+        is_lost[0] = Some(false);
+        for slot in lost {
+            is_lost[slot.index()] = Some(true);
+        }
+        let mut path = Vec::new();
+        for slot in 1..self.parents.len() {
+            let mut at = slot;
+            let known = loop {
+                match is_lost[at] {
+                    Some(known) => break known,
+                    None => path.push(at),
+                }
+                at = self.parents[at] as usize;
+            };
+            for at in path.drain(..) {
+                is_lost[at] = Some(known);
+            }
+        }
+        is_lost.into_iter().map(|known| known == Some(true)).collect()
+    }
+
+    /// Slots that stores are filling.
+    pub(super) fn num_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    fn slots(&self) -> impl Iterator<Item = BlockId> + use<> {
+        (1..=u32::try_from(self.num_slots()).unwrap_or(0)).map(BlockId)
+    }
+
+    /// Verifies every invariant of the tier.
+    pub(super) fn check(&self) -> Result<()> {
+        self.pool.check()?;
+        let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
+        let mut is_filling = vec![false; self.pool.num_blocks()];
+        for slot in self.in_flight.values() {
+            is_filling[slot.index()] = true;
+        }
+        let mut num_children = vec![0; self.pool.num_blocks()];
+        for slot in self.slots() {
+            let is_resident = self.lru.contains(slot);
+            if self.pool.key(slot).is_some() != is_resident {
+                return broken(format!("slot {slot} is ranked and not cached, or cached and not"));
+            }
+            if is_filling[slot.index()] && is_resident {
+                return broken(format!("slot {slot} is resident while a store fills it"));
+            }
+            let is_kept = is_resident || is_filling[slot.index()];
+            if is_kept && self.pool.num_refs(slot) != 1 {
+                return broken(format!("slot {slot} has {} references", self.pool.num_refs(slot)));
+            }
+            let parent = BlockId(self.parents[slot.index()]);
+            if !is_kept && !parent.is_null() {
+                return broken(format!("slot {slot} is empty and has the parent {parent}"));
+            }
+            if is_kept {
+                if !parent.is_null() && !self.lru.contains(parent) && !is_filling[parent.index()] {
+                    return broken(format!("slot {slot} has lost its parent {parent}"));
+                }
+                num_children[parent.index()] += 1;
+            }
+            if self.num_loads[slot.index()] > self.pool.num_pins(slot) {
+                return broken(format!("slot {slot} is read by a load that does not pin it"));
+            }
+        }
+        if num_children != self.num_children {
+            return broken("children are miscounted".to_owned());
+        }
+        Ok(())
+    }
+
+    /// How many pins are held on all slots.
+    pub(super) fn num_pins(&self) -> usize {
+        self.slots().map(|slot| self.pool.num_pins(slot) as usize).sum()
+    }
+}

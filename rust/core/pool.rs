@@ -1,0 +1,468 @@
+//! One memory's blocks: who references them, in which order they go, what they hold.
+//!
+//! ```text
+//!                 allocate (evicts the key)
+//!        +------------------------------------------+
+//!        |                                          v
+//!   [ free: in the queue ] <-- free --- [ referenced, no key ]
+//!     no key: at the head                        | cache
+//!        ^                                       v
+//!        +---- evict ---- [ free ] <-- free --- [ referenced, cached ] -- evict --> no key
+//!                      cached: at the tail --- touch --^
+//! ```
+//!
+//! A pin is a second count, for copies under way: the block keeps its place in the queue, but
+//! [`BlockPool::allocate`] passes over it.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::event::{Event, EventLog, Medium, Origin};
+use crate::free_queue::FreeQueue;
+use crate::ids::{BlockId, GroupId};
+use crate::index::Index;
+use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
+
+/// The most blocks a pool may have: ids cross the boundary as `int32`.
+pub const MAX_BLOCKS: usize = i32::MAX as usize;
+
+/// Counts stay below this, and no call names as many blocks: so they cannot wrap.
+const MAX_COUNT: u32 = u32::MAX / 2;
+
+/// All blocks of one memory. At most 82 bytes a block, taken at construction.
+#[derive(Clone, Debug)]
+pub struct BlockPool {
+    refs: Vec<u32>,
+    pins: Vec<u32>,
+    queue: FreeQueue,
+    index: Index,
+    /// Members of the queue that are not pinned.
+    num_free: usize,
+    width: HashWidth,
+    log: Option<EventLog>,
+}
+
+impl BlockPool {
+    /// A pool of `num_blocks` blocks, the null block included, all free and without keys. With a
+    /// medium it keeps events until [`BlockPool::take_events`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] unless `num_blocks` is 2 to [`MAX_BLOCKS`].
+    pub fn new(num_blocks: usize, events: Option<Medium>) -> Result<Self> {
+        let count =
+            u32::try_from(num_blocks).ok().filter(|_| (2..=MAX_BLOCKS).contains(&num_blocks));
+        let Some(count) = count else {
+            return Err(Error::Config(format!(
+                "a pool of {num_blocks} blocks: the null block and at least one more are needed, \
+                 and at most {MAX_BLOCKS}"
+            )));
+        };
+        Ok(Self {
+            refs: vec![0; num_blocks],
+            pins: vec![0; num_blocks],
+            queue: FreeQueue::full(count),
+            index: Index::new(count),
+            num_free: num_blocks - 1,
+            width: HashWidth::default(),
+            log: events.map(EventLog::new),
+        })
+    }
+
+    /// All blocks, the null block included.
+    pub fn num_blocks(&self) -> usize {
+        self.refs.len()
+    }
+
+    /// Blocks that can be allocated: neither referenced nor pinned.
+    pub fn num_free(&self) -> usize {
+        self.num_free
+    }
+
+    /// Blocks that hold a key.
+    pub fn num_cached(&self) -> usize {
+        self.index.num_cached()
+    }
+
+    /// Blocks that can never be all taken at once: all but the null block.
+    pub fn num_usable(&self) -> usize {
+        self.num_blocks() - 1
+    }
+
+    /// References held on `id`.
+    pub fn num_refs(&self, id: BlockId) -> u32 {
+        self.refs[id.index()]
+    }
+
+    /// Pins held on `id`.
+    pub fn num_pins(&self, id: BlockId) -> u32 {
+        self.pins[id.index()]
+    }
+
+    /// The key `id` holds.
+    pub fn key(&self, id: BlockId) -> Option<BlockKey> {
+        self.index.key(id)
+    }
+
+    /// The width of this pool's hashes.
+    pub fn hash_width(&self) -> HashWidth {
+        self.width
+    }
+
+    /// The free queue, next to be taken first, pinned blocks included.
+    pub fn free_order(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.queue.iter()
+    }
+
+    /// Bytes of heap it holds.
+    pub fn memory_bytes(&self) -> usize {
+        (self.refs.capacity() + self.pins.capacity()) * size_of::<u32>()
+            + self.queue.memory_bytes()
+            + self.index.memory_bytes()
+    }
+
+    /// Takes `n` blocks from the head of the queue, each with one reference, and appends them to
+    /// `taken`. Cached ones among them lose their key.
+    ///
+    /// O(n + pinned blocks ahead of them).
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`] with fewer than `n` free.
+    pub fn allocate(&mut self, n: usize, taken: &mut Vec<BlockId>) -> Result<()> {
+        if n > self.num_free {
+            return Err(Error::OutOfBlocks { needed: n, free: self.num_free });
+        }
+        taken.reserve(n);
+        let mut at = self.queue.next(BlockId::NULL);
+        for _ in 0..n {
+            while self.pins[at.index()] > 0 {
+                at = self.queue.next(at);
+            }
+            let id = at;
+            at = self.queue.next(id);
+            self.queue.remove(id);
+            self.drop_key(id);
+            self.refs[id.index()] = 1;
+            taken.push(id);
+        }
+        self.num_free -= n;
+        Ok(())
+    }
+
+    /// Takes one reference on each; a free block leaves the queue. The null block is ignored.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the pool.
+    pub fn touch(&mut self, ids: &[BlockId]) -> Result<()> {
+        self.check_ids(ids)?;
+        check_room(&self.refs, ids)?;
+        for &id in ids {
+            if id.is_null() {
+                continue;
+            }
+            if self.refs[id.index()] == 0 {
+                self.queue.remove(id);
+                self.num_free -= usize::from(self.pins[id.index()] == 0);
+            }
+            self.refs[id.index()] += 1;
+        }
+        Ok(())
+    }
+
+    /// Drops one reference on each, ids given in eviction order. Those that reach 0 go, in that
+    /// order, to the tail of the queue if they hold a key, and to its head if they do not: they
+    /// can serve nobody. The null block is ignored.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the pool, [`Error::InvalidBlock`] for a block
+    /// that has fewer references than it is named times.
+    pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
+        self.check_ids(ids)?;
+        decrement(&mut self.refs, ids, "is free already: free each reference once", |_| ())?;
+        let mut behind = BlockId::NULL;
+        for &id in ids {
+            if id.is_null() || self.refs[id.index()] > 0 || self.queue.contains(id) {
+                continue;
+            }
+            if self.index.key(id).is_some() {
+                self.queue.push_back(id);
+            } else {
+                self.queue.insert_after(behind, id);
+                behind = id;
+            }
+            self.num_free += usize::from(self.pins[id.index()] == 0);
+        }
+        Ok(())
+    }
+
+    /// Holds each for a copy under way. The null block is ignored.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the pool.
+    pub fn pin(&mut self, ids: &[BlockId]) -> Result<()> {
+        self.check_ids(ids)?;
+        check_room(&self.pins, ids)?;
+        for &id in ids.iter().filter(|id| !id.is_null()) {
+            let is_first = self.pins[id.index()] == 0;
+            self.num_free -= usize::from(is_first && self.queue.contains(id));
+            self.pins[id.index()] += 1;
+        }
+        Ok(())
+    }
+
+    /// Drops one pin on each. The null block is ignored.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the pool, [`Error::InvalidBlock`] for a block
+    /// that has fewer pins than it is named times.
+    pub fn unpin(&mut self, ids: &[BlockId]) -> Result<()> {
+        self.check_ids(ids)?;
+        let (queue, mut num_released) = (&self.queue, 0);
+        decrement(&mut self.pins, ids, "is not pinned: unpin each pin once", |id| {
+            num_released += usize::from(queue.contains(id));
+        })?;
+        self.num_free += num_released;
+        Ok(())
+    }
+
+    /// Publishes full blocks: `ids[i]` holds the KV that `hashes[i]` names. The key that a block
+    /// already holds changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for lists of different lengths, [`Error::HashWidth`] for hashes of
+    /// another width than this pool's, [`Error::NoSuchBlock`] for an id outside the pool, and
+    /// [`Error::InvalidBlock`] for the null block, a free block or one that holds another key.
+    pub fn cache(&mut self, ids: &[BlockId], hashes: &Hashes, group: GroupId) -> Result<()> {
+        if ids.len() != hashes.len() {
+            return Err(Error::Config(format!(
+                "{} blocks and {} hashes: give one hash per block",
+                ids.len(),
+                hashes.len()
+            )));
+        }
+        self.check_ids(ids)?;
+        self.width.check(hashes.width())?;
+        let refuse = |id, why| Err(Error::InvalidBlock { id, why });
+        for (&id, hash) in ids.iter().zip(hashes.as_slice()) {
+            if id.is_null() {
+                return refuse(id, "is the null block, which holds nothing to publish");
+            }
+            if self.refs[id.index()] == 0 {
+                return refuse(id, "is free: take a reference before you publish it");
+            }
+            if self.index.key(id).is_some() && !self.index.holds(id, hash, group) {
+                return refuse(id, "holds another key: evict it first");
+            }
+        }
+        // What is left to go wrong is one block under two keys in this very call.
+        let mut published = Vec::with_capacity(ids.len());
+        let mut is_new = vec![false; if self.log.is_some() { ids.len() } else { 0 }];
+        for (at, (&id, hash)) in ids.iter().zip(hashes.as_slice()).enumerate() {
+            if self.index.holds(id, hash, group) {
+                continue;
+            }
+            if self.index.key(id).is_some() {
+                for id in published {
+                    self.index.remove(id);
+                }
+                return refuse(id, "is named twice, under two keys");
+            }
+            let is_first = self.index.insert(id, hash, group);
+            if let Some(flag) = is_new.get_mut(at) {
+                *flag = is_first;
+            }
+            published.push(id);
+        }
+        self.width.agree(hashes.width())?;
+        self.log_stored(hashes.as_slice(), group, &is_new, |run| Origin {
+            parent: run.start.checked_sub(1).map(|before| hashes.as_slice()[before]),
+            ..Origin::default()
+        });
+        Ok(())
+    }
+
+    /// Publishes blocks that the caller holds and knows to be without a key, null ones skipped.
+    /// `origin` tells where a run of them stands; it is asked only while events are kept.
+    pub(crate) fn publish(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+        origin: impl Fn(Range<usize>) -> Origin,
+    ) {
+        if self.log.is_none() {
+            for (&id, hash) in ids.iter().zip(hashes).filter(|(id, _)| !id.is_null()) {
+                self.index.insert(id, hash, group);
+            }
+            return;
+        }
+        let is_new: Vec<bool> = ids
+            .iter()
+            .zip(hashes)
+            .map(|(&id, hash)| !id.is_null() && self.index.insert(id, hash, group))
+            .collect();
+        self.log_stored(hashes, group, &is_new, origin);
+    }
+
+    /// Takes on the width of `hashes`' digests, or refuses another than is known.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`].
+    pub(crate) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
+        self.width.agree(width)
+    }
+
+    /// The block that holds a key; of several, the one published first.
+    #[inline]
+    pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+        self.index.get(hash, group)
+    }
+
+    /// Whether `id` holds exactly this key.
+    #[inline]
+    pub fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
+        self.index.holds(id, hash, group)
+    }
+
+    /// The blocks of the longest cached prefix of `hashes`.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`] for hashes of another width than this pool's.
+    pub fn lookup(&self, hashes: &Hashes, group: GroupId) -> Result<Vec<BlockId>> {
+        self.width.check(hashes.width())?;
+        Ok(hashes.as_slice().iter().map_while(|hash| self.get(hash, group)).collect())
+    }
+
+    /// Drops the keys of these blocks, referenced or not; a free one keeps its place.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the pool.
+    pub fn evict(&mut self, ids: &[BlockId]) -> Result<()> {
+        self.check_ids(ids)?;
+        for &id in ids {
+            self.drop_key(id);
+        }
+        Ok(())
+    }
+
+    /// Drops every key. False, and nothing changed, while a block is referenced or pinned.
+    pub fn reset(&mut self) -> bool {
+        let is_idle = self.num_free == self.num_usable();
+        if is_idle {
+            self.index.clear();
+            if let Some(log) = &mut self.log {
+                log.cleared();
+            }
+        }
+        is_idle
+    }
+
+    /// The memory the events speak of; none where no events are kept.
+    pub fn medium(&self) -> Option<Medium> {
+        self.log.as_ref().map(|log| log.medium)
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.log.as_mut().map(EventLog::take).unwrap_or_default()
+    }
+
+    /// Refuses ids outside the pool.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`].
+    pub fn check_ids(&self, ids: &[BlockId]) -> Result<()> {
+        let num_blocks = self.num_blocks();
+        match ids.iter().find(|id| id.index() >= num_blocks) {
+            Some(id) => Err(Error::NoSuchBlock { id: i64::from(id.0), num_blocks }),
+            None => Ok(()),
+        }
+    }
+
+    /// Verifies every invariant in O(`num_blocks`).
+    ///
+    /// # Errors
+    /// [`Error::Broken`] names the first that does not hold.
+    pub fn check(&self) -> Result<()> {
+        self.queue.check()?;
+        self.index.check()?;
+        let broken = |what: String| Err(Error::Broken(format!("pool: {what}")));
+        let null = BlockId::NULL.index();
+        if self.refs[null] != 0 || self.pins[null] != 0 || self.key(BlockId::NULL).is_some() {
+            return broken("the null block is referenced, pinned or cached".to_owned());
+        }
+        let mut num_free = 0;
+        for (id, (&refs, &pins)) in (0..).map(BlockId).zip(self.refs.iter().zip(&self.pins)).skip(1)
+        {
+            if self.queue.contains(id) != (refs == 0) {
+                return broken(format!("block {id} has {refs} references and a wrong place"));
+            }
+            num_free += usize::from(refs == 0 && pins == 0);
+        }
+        if num_free != self.num_free {
+            return broken(format!("{num_free} blocks are free, {} counted", self.num_free));
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn drop_key(&mut self, id: BlockId) {
+        if let Some((key, is_last)) = self.index.remove(id)
+            && is_last
+            && let Some(log) = &mut self.log
+        {
+            log.removed(&key);
+        }
+    }
+
+    /// One event per run of neighbours that became findable.
+    fn log_stored(
+        &mut self,
+        hashes: &[BlockHash],
+        group: GroupId,
+        is_new: &[bool],
+        origin: impl Fn(Range<usize>) -> Origin,
+    ) {
+        let Some(log) = &mut self.log else { return };
+        let mut start = 0;
+        for run in is_new.chunk_by(|a, b| a == b) {
+            let range = start..start + run.len();
+            start = range.end;
+            if run[0] {
+                log.stored(hashes, group, range.clone(), origin(range));
+            }
+        }
+    }
+}
+
+/// Refuses to count further where a count could wrap.
+fn check_room(counts: &[u32], ids: &[BlockId]) -> Result<()> {
+    match ids.iter().find(|id| counts[id.index()] >= MAX_COUNT) {
+        Some(&id) => Err(Error::InvalidBlock { id, why: "is held two thousand million times" }),
+        None => Ok(()),
+    }
+}
+
+/// Takes one from each count, ids in range, null ignored, or changes nothing if one would fall
+/// below 0. Tells `on_zero` of each count that came to 0, also where it ends in an error.
+#[inline]
+fn decrement(
+    counts: &mut [u32],
+    ids: &[BlockId],
+    why: &'static str,
+    mut on_zero: impl FnMut(BlockId),
+) -> Result<()> {
+    for (at, &id) in ids.iter().enumerate().filter(|(_, id)| !id.is_null()) {
+        let count = &mut counts[id.index()];
+        if *count == 0 {
+            for &id in ids[..at].iter().filter(|id| !id.is_null()) {
+                counts[id.index()] += 1;
+            }
+            return Err(Error::InvalidBlock { id, why });
+        }
+        *count -= 1;
+        if *count == 0 {
+            on_zero(id);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,372 @@
+//! Ledger and offload scheduler together, over a memory that holds names instead of bytes.
+//!
+//! Copies happen when a job ends, as late as they may: a block or slot that was given to somebody
+//! else in the meantime shows as a wrong name. Jobs end in any order, some fail, the tier is reset
+//! with jobs in flight, requests go while their stores and loads are under way.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvstow_core::group::Group;
+use kvstow_core::ids::BlockId;
+use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context};
+use kvstow_core::offload::{Job, OffloadScheduler, Progress};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::{NUM_CASES, hashes, ids};
+
+const BLOCK_SIZE: usize = 2;
+const NUM_CHAINS: usize = 4;
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// Who, which chain, how many blocks of it, how many tokens of the found to accept.
+    Admit(usize, usize, usize, usize),
+    /// Who, how many tokens.
+    Run(usize, usize),
+    Leave(usize),
+    /// Which of the jobs in flight, and whether it succeeds.
+    End(usize, bool),
+    Reset,
+    EvictDevice(Vec<u32>),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let who = 0..4_usize;
+    prop_oneof![
+        6 => (who.clone(), 0..NUM_CHAINS, 1..8_usize, 0..4_usize)
+            .prop_map(|(who, chain, len, keep)| Op::Admit(who, chain, len, keep)),
+        8 => (who.clone(), 1..7_usize).prop_map(|(who, tokens)| Op::Run(who, tokens)),
+        3 => who.prop_map(Op::Leave),
+        6 => (0..8_usize, prop::bool::weighted(0.85)).prop_map(|(job, ok)| Op::End(job, ok)),
+        1 => vec(1..10_u32, 0..3).prop_map(Op::EvictDevice),
+        1 => Just(Op::Reset),
+    ]
+}
+
+/// Chains branch: 0 and 1 share two blocks, 2 shares one with them, 3 none.
+fn chain(chain: usize, len: usize) -> Vec<u16> {
+    let shared = [2, 2, 1, 0][chain];
+    let name = |at: usize| if at < shared { 1 + at } else { 100 * (chain + 1) + at };
+    (0..len).map(|at| u16::try_from(name(at)).unwrap()).collect()
+}
+
+struct Request {
+    names: Vec<u16>,
+    computed: usize,
+    is_loading: bool,
+    /// Blocks that the scheduler was not yet told of.
+    untold: Vec<BlockId>,
+}
+
+/// A job in flight, and what its source holds while it is.
+struct Copy {
+    job: Job,
+    names: Vec<u16>,
+    loads_for: Option<(usize, usize)>,
+}
+
+struct World {
+    ledger: BlockLedger,
+    scheduler: OffloadScheduler,
+    device: Vec<u16>,
+    host: Vec<u16>,
+    requests: BTreeMap<usize, Request>,
+    copies: Vec<Copy>,
+    /// Names that a store may still bring, or has brought, since the last reset.
+    storable: BTreeSet<u16>,
+}
+
+impl World {
+    fn new(num_device_blocks: usize, num_host_blocks: usize) -> Self {
+        let groups = vec![Group::full_attention(BLOCK_SIZE).unwrap()];
+        Self {
+            scheduler: OffloadScheduler::new(num_host_blocks, &groups, true).unwrap(),
+            ledger: BlockLedger::new(num_device_blocks, groups, false).unwrap(),
+            device: vec![0; num_device_blocks],
+            host: vec![0; num_host_blocks],
+            requests: BTreeMap::new(),
+            copies: Vec::new(),
+            storable: BTreeSet::new(),
+        }
+    }
+
+    fn admit(&mut self, who: usize, which: usize, len: usize, num_kept: usize) {
+        let id = who.to_string();
+        if self.requests.contains_key(&who) {
+            assert!(self.scheduler.add(&id, &hashes(&[])).is_err());
+            return;
+        }
+        let names = chain(which, len);
+        self.ledger.add(&id, &hashes(&names), Context::default()).unwrap();
+        self.scheduler.add(&id, &hashes(&names)).unwrap();
+        let hit = self.ledger.lookup(&id, len * BLOCK_SIZE - 1).unwrap();
+        for (&block, &name) in hit.blocks[0].iter().zip(&names) {
+            assert_eq!(self.device[block.index()], name, "a local hit holds something else");
+        }
+        let found = self.scheduler.lookup(&id, hit.num_tokens, len * BLOCK_SIZE - 1).unwrap();
+        let Some(found) = found else { return self.refuse(&id) };
+        let external = found.min(num_kept * BLOCK_SIZE);
+        let args = AllocateArgs {
+            num_new_tokens: usize::from(external == 0),
+            hit: Some(&hit),
+            num_external_tokens: external,
+            delay_caching: external > 0,
+            ..AllocateArgs::default()
+        };
+        let Some(taken) = self.ledger.allocate(&id, &args).unwrap() else {
+            return self.refuse(&id);
+        };
+        let num_hits = hit.blocks[0].len();
+        if external > 0 {
+            let job = self.scheduler.load(&id, external, &taken.ids).unwrap();
+            let want = names[num_hits..num_hits + external / BLOCK_SIZE].to_vec();
+            let got: Vec<u16> = job.host_slots.iter().map(|&at| self.host[at as usize]).collect();
+            assert_eq!(got, want, "the host serves something else");
+            let end = hit.num_tokens + external;
+            self.begin(Copy { job, names: want, loads_for: Some((who, end)) });
+        } else {
+            self.scheduler.release(&id).unwrap();
+        }
+        let untold = hit.blocks[0].iter().chain(&taken.ids).copied().collect();
+        let computed = hit.num_tokens;
+        let is_loading = external > 0;
+        self.requests.insert(who, Request { names, computed, is_loading, untold });
+        if !is_loading {
+            self.compute(who, 1);
+        }
+    }
+
+    fn refuse(&mut self, id: &str) {
+        self.ledger.free(id).unwrap();
+        self.scheduler.finish(id).unwrap();
+    }
+
+    fn run(&mut self, who: usize, tokens: usize) {
+        let id = who.to_string();
+        let Some(request) = self.requests.get_mut(&who).filter(|request| !request.is_loading)
+        else {
+            return;
+        };
+        let args = AllocateArgs { num_new_tokens: tokens, ..AllocateArgs::default() };
+        if let Some(taken) = self.ledger.allocate(&id, &args).unwrap() {
+            request.untold.extend(taken.ids);
+            self.compute(who, tokens);
+        }
+    }
+
+    /// A step is over: the full blocks it completed hold their names, and may be stored.
+    fn compute(&mut self, who: usize, tokens: usize) {
+        let id = who.to_string();
+        let request = self.requests.get_mut(&who).unwrap();
+        let before = request.computed / BLOCK_SIZE;
+        request.computed += tokens;
+        let num_full = (request.computed / BLOCK_SIZE).min(request.names.len());
+        let table = self.ledger.block_table(&id, 0).unwrap();
+        let blocks = table.iter().zip(&request.names).take(num_full).skip(before);
+        for (block, &name) in blocks {
+            self.device[block.index()] = name;
+        }
+        self.storable.extend(&request.names[..num_full]);
+        let untold = std::mem::take(&mut request.untold);
+        let progress = Progress {
+            request_id: &id,
+            num_computed_tokens: request.computed,
+            new_blocks: &untold,
+        };
+        if let Some(job) = self.scheduler.store(std::iter::once(progress)).unwrap() {
+            let names = job.block_ids.iter().map(|id| self.device[id.index()]).collect();
+            self.begin(Copy { job, names, loads_for: None });
+        }
+    }
+
+    fn begin(&mut self, copy: Copy) {
+        self.ledger.pool_mut().pin(&copy.job.block_ids).unwrap();
+        let busy = self.copies.iter().flat_map(|other| &other.job.host_slots);
+        if copy.loads_for.is_none() {
+            let busy: BTreeSet<u32> = busy.copied().collect();
+            let is_free = |slot: &u32| !busy.contains(slot);
+            assert!(copy.job.host_slots.iter().all(is_free), "a slot in two jobs");
+            let names: BTreeSet<u16> = copy.names.iter().copied().collect();
+            assert_eq!(names.len(), copy.names.len(), "a key twice in one job");
+        }
+        self.copies.push(copy);
+    }
+
+    fn end(&mut self, which: usize, is_ok: bool) {
+        if self.copies.is_empty() {
+            return;
+        }
+        let Copy { job, names, loads_for } = self.copies.remove(which % self.copies.len());
+        for ((block, &slot), &name) in job.block_ids.iter().zip(&job.host_slots).zip(&names) {
+            let (source, target) = (&mut self.device[block.index()], &mut self.host[slot as usize]);
+            let (source, target) =
+                if loads_for.is_some() { (target, source) } else { (source, target) };
+            assert_eq!(*source, name, "the source of a copy was overwritten under way");
+            *target = if is_ok { name } else { u16::MAX };
+        }
+        let end = self.scheduler.complete(job.job_id, is_ok).unwrap();
+        assert!(self.scheduler.complete(job.job_id, is_ok).is_err(), "a job ends once");
+        assert_eq!(end.block_ids, job.block_ids);
+        self.ledger.pool_mut().unpin(&end.block_ids).unwrap();
+        let Some((who, tokens)) = loads_for else { return };
+        // The request may have gone, and a namesake come, while the load was under way.
+        let id = who.to_string();
+        let is_its = self.requests.get(&who).is_some_and(|request| {
+            let table = self.ledger.block_table(&id, 0).unwrap();
+            request.is_loading && table.ends_with(&job.block_ids)
+        });
+        if !is_its {
+            return;
+        }
+        if end.is_ok {
+            self.ledger.cache(&id, tokens).unwrap();
+            let request = self.requests.get_mut(&who).unwrap();
+            (request.computed, request.is_loading) = (tokens, false);
+        } else {
+            self.leave(who);
+        }
+    }
+
+    fn leave(&mut self, who: usize) {
+        if self.requests.remove(&who).is_some() {
+            let id = who.to_string();
+            self.scheduler.finish(&id).unwrap();
+            self.ledger.free(&id).unwrap();
+        }
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Admit(who, chain, len, kept) => self.admit(*who, *chain, *len, *kept),
+            Op::Run(who, tokens) => self.run(*who, *tokens),
+            Op::Leave(who) => self.leave(*who),
+            Op::End(which, is_ok) => self.end(*which, *is_ok),
+            Op::Reset => {
+                self.scheduler.reset().unwrap();
+                self.storable.clear();
+                assert_eq!(self.scheduler.num_resident(), 0);
+            }
+            Op::EvictDevice(some) => {
+                let known = self.device.len();
+                let some: Vec<u32> =
+                    some.iter().copied().filter(|&id| (id as usize) < known).collect();
+                self.ledger.pool_mut().evict(&ids(&some)).unwrap();
+            }
+        }
+    }
+
+    fn check(&self) {
+        self.ledger.check().unwrap();
+        self.scheduler.check().unwrap();
+        let pool = self.ledger.pool();
+        let all = (0..u32::try_from(self.device.len()).unwrap()).map(BlockId);
+        let num_pins: usize = all.map(|id| pool.num_pins(id) as usize).sum();
+        let num_copied: usize = self.copies.iter().map(|copy| copy.job.block_ids.len()).sum();
+        assert_eq!(num_pins, num_copied, "device pins are those of the jobs in flight");
+        assert_eq!(self.scheduler.stats().jobs_in_flight, self.copies.len());
+        assert!(self.scheduler.num_resident() <= self.storable.len(), "nothing stale is kept");
+    }
+
+    /// How many blocks of a chain the host can serve from its start.
+    fn num_served(&mut self, which: usize) -> usize {
+        let names = chain(which, 8);
+        self.scheduler.add("probe", &hashes(&names)).unwrap();
+        let found = self.scheduler.lookup("probe", 0, usize::MAX).unwrap().unwrap();
+        self.scheduler.finish("probe").unwrap();
+        found / BLOCK_SIZE
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(NUM_CASES))]
+
+    /// Nothing stale is served, no pin is lost, no slot or block has two users.
+    #[test]
+    fn nothing_is_lost_or_mixed_up(
+        num_device in 4..16_usize, num_host in 1..12_usize, ops in vec(op(), 1..60),
+    ) {
+        let mut world = World::new(num_device, num_host);
+        for op in &ops {
+            world.apply(op);
+            world.check();
+        }
+        while !world.copies.is_empty() {
+            world.end(0, true);
+            world.check();
+        }
+        (0..4).for_each(|who| world.leave(who));
+        world.check();
+        prop_assert_eq!(world.scheduler.stats().storing_blocks, 0);
+        prop_assert_eq!(world.ledger.pool().num_free(), num_device - 1);
+    }
+
+    /// With room, every computed full block of every chain is on the host once the jobs landed.
+    #[test]
+    fn with_room_everything_computed_is_kept(ops in vec(op(), 1..40)) {
+        let mut world = World::new(24, 64);
+        for op in &ops {
+            let op = match op {
+                Op::Reset => continue,
+                Op::End(which, _) => &Op::End(*which, true),
+                other => other,
+            };
+            world.apply(op);
+        }
+        while !world.copies.is_empty() {
+            world.end(0, true);
+        }
+        for which in 0..NUM_CHAINS {
+            let computed = chain(which, 8);
+            let expected = computed.iter().take_while(|name| world.storable.contains(name)).count();
+            prop_assert_eq!(world.num_served(which), expected);
+        }
+        prop_assert_eq!(world.scheduler.stats().evicted_blocks, 0);
+        prop_assert_eq!(world.scheduler.stats().stored_blocks, world.storable.len());
+    }
+}
+
+/// Runs one request through `len` blocks of a chain and lets its jobs land.
+fn serve(world: &mut World, which: usize, len: usize) {
+    world.admit(0, which, len, usize::MAX);
+    while !world.copies.is_empty() {
+        world.end(0, true);
+    }
+    let computed = world.requests[&0].computed;
+    world.run(0, len * BLOCK_SIZE - computed);
+    while !world.copies.is_empty() {
+        world.end(0, true);
+    }
+    world.leave(0);
+    world.check();
+}
+
+#[test]
+fn the_least_recent_chain_goes_first_and_tail_first() {
+    let mut world = World::new(32, 6);
+    serve(&mut world, 0, 4);
+    serve(&mut world, 3, 2);
+    // Two more blocks: chain 0 loses its two last ones.
+    serve(&mut world, 3, 4);
+    assert_eq!((world.num_served(0), world.num_served(3)), (2, 4));
+    assert_eq!(world.scheduler.stats().evicted_blocks, 2);
+}
+
+#[test]
+fn a_chain_that_was_used_again_stays() {
+    let mut world = World::new(32, 6);
+    serve(&mut world, 0, 3);
+    serve(&mut world, 3, 3);
+    serve(&mut world, 0, 3);
+    serve(&mut world, 2, 2);
+    // Chain 2 shares its root with chain 0 and needs one slot: the tail of chain 3 goes.
+    assert_eq!((world.num_served(0), world.num_served(3), world.num_served(2)), (3, 2, 2));
+}
+
+#[test]
+fn what_finds_no_room_is_counted_and_a_prefix_is_kept() {
+    let mut world = World::new(32, 3);
+    serve(&mut world, 0, 5);
+    assert_eq!(world.num_served(0), 3);
+    assert_eq!(world.scheduler.stats().dropped_blocks, 2);
+}

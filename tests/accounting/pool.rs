@@ -1,0 +1,174 @@
+//! `BlockPool` against the naive pool.
+
+use std::collections::BTreeSet;
+
+use kvstow_core::event::{Event, Medium};
+use kvstow_core::ids::{BlockId, GroupId};
+use kvstow_core::pool::BlockPool;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::model::ModelPool;
+use super::{NUM_CASES, hashes, ids, raw};
+
+#[derive(Clone, Debug)]
+enum Op {
+    Allocate(usize),
+    Touch(Vec<u32>),
+    Free(Vec<u32>),
+    Pin(Vec<u32>),
+    Unpin(Vec<u32>),
+    Cache(Vec<u32>, Vec<u16>, u32),
+    Evict(Vec<u32>),
+    Reset,
+}
+
+/// Ids of a pool of up to 12 blocks, some beyond it, some twice.
+fn some_ids() -> impl Strategy<Value = Vec<u32>> {
+    vec(0..13_u32, 0..5)
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let pairs = vec((0..13_u32, 0..6_u16), 0..4);
+    prop_oneof![
+        4 => (0..6_usize).prop_map(Op::Allocate),
+        2 => some_ids().prop_map(Op::Touch),
+        4 => some_ids().prop_map(Op::Free),
+        2 => some_ids().prop_map(Op::Pin),
+        2 => some_ids().prop_map(Op::Unpin),
+        5 => (pairs, 0..2_u32).prop_map(|(pairs, group)| {
+            let (ids, names) = pairs.into_iter().unzip();
+            Op::Cache(ids, names, group)
+        }),
+        1 => (some_ids(), vec(0..6_u16, 0..4)).prop_map(|(ids, names)| Op::Cache(ids, names, 0)),
+        1 => some_ids().prop_map(Op::Evict),
+        1 => Just(Op::Reset),
+    ]
+}
+
+/// Applies one op to both and compares what it returned.
+fn apply(op: &Op, pool: &mut BlockPool, model: &mut ModelPool) {
+    match op {
+        Op::Allocate(n) => {
+            let mut taken = Vec::new();
+            let done = pool.allocate(*n, &mut taken).map(|()| raw(taken));
+            assert_eq!(done.ok(), model.allocate(*n));
+        }
+        Op::Touch(some) => assert_eq!(pool.touch(&ids(some)).is_ok(), model.touch(some)),
+        Op::Free(some) => assert_eq!(pool.free(&ids(some)).is_ok(), model.free(some)),
+        Op::Pin(some) => assert_eq!(pool.pin(&ids(some)).is_ok(), model.pin(some)),
+        Op::Unpin(some) => assert_eq!(pool.unpin(&ids(some)).is_ok(), model.unpin(some)),
+        Op::Cache(some, names, group) => assert_eq!(
+            pool.cache(&ids(some), &hashes(names), GroupId(*group)).is_ok(),
+            model.cache(some, names, *group)
+        ),
+        Op::Evict(some) => assert_eq!(pool.evict(&ids(some)).is_ok(), model.evict(some)),
+        Op::Reset => assert_eq!(pool.reset(), model.reset()),
+    }
+}
+
+/// Compares everything that can be observed.
+fn compare(pool: &BlockPool, model: &ModelPool) {
+    assert_eq!(pool.num_free(), model.num_free());
+    assert_eq!(pool.num_cached(), model.num_cached());
+    assert_eq!(raw(pool.free_order()), model.queue);
+    for (id, (&refs, &pins)) in (0..).zip(model.refs.iter().zip(&model.pins)) {
+        assert_eq!((pool.num_refs(BlockId(id)), pool.num_pins(BlockId(id))), (refs, pins));
+    }
+    for (name, group) in (0..6).flat_map(|name| [(name, 0), (name, 1)]) {
+        let found = pool.lookup(&hashes(&[name]), GroupId(group)).unwrap();
+        assert_eq!(raw(found), model.lookup(&[name], group), "key {name} of group {group}");
+    }
+    pool.check().unwrap();
+}
+
+/// What the events say can be found.
+fn follow(events: Vec<Event>, findable: &mut BTreeSet<([u8; 32], u32)>) {
+    for event in events {
+        match event {
+            Event::Stored(stored) => {
+                for hash in stored.hashes {
+                    assert!(findable.insert((hash, stored.group.0)), "stored twice");
+                }
+            }
+            Event::Removed { hashes, group } => {
+                for hash in hashes {
+                    assert!(findable.remove(&(hash, group.0)), "removed, but never stored");
+                }
+            }
+            Event::Cleared => findable.clear(),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(NUM_CASES))]
+
+    #[test]
+    fn pool_equals_model(num_blocks in 2..12_u32, ops in vec(op(), 1..40)) {
+        let mut pool = BlockPool::new(num_blocks as usize, Some(Medium::Device)).unwrap();
+        let mut model = ModelPool::new(num_blocks);
+        let mut findable = BTreeSet::new();
+        for op in &ops {
+            apply(op, &mut pool, &mut model);
+            compare(&pool, &model);
+            follow(pool.take_events(), &mut findable);
+            let held: BTreeSet<_> = (0..num_blocks)
+                .filter_map(|id| pool.key(BlockId(id)))
+                .map(|key| (key.hash, key.group.0))
+                .collect();
+            prop_assert_eq!(&findable, &held);
+        }
+    }
+
+    /// Many more keys than slots of a small table, so that probes collide and wrap.
+    #[test]
+    fn lookup_survives_churn(names in vec(any::<u16>(), 1..200)) {
+        let mut pool = BlockPool::new(9, None).unwrap();
+        let mut held: Vec<u16> = Vec::new();
+        for name in names {
+            let mut taken = Vec::new();
+            pool.allocate(1, &mut taken).unwrap();
+            pool.cache(&taken, &hashes(&[name]), GroupId(0)).unwrap();
+            pool.free(&taken).unwrap();
+            held.push(name);
+            for name in &held[held.len().saturating_sub(8)..] {
+                prop_assert_eq!(pool.lookup(&hashes(&[*name]), GroupId(0)).unwrap().len(), 1);
+            }
+            pool.check().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_block_costs_at_most_100_bytes() {
+    // The table's size is a power of two: just above one is the worst case.
+    for num_blocks in [1 << 20, (1 << 20) * 3 / 4 + 2, 1_000_000] {
+        let pool = BlockPool::new(num_blocks, None).unwrap();
+        let memory_bytes = pool.memory_bytes();
+        assert!(memory_bytes <= 82 * num_blocks, "{memory_bytes} bytes for {num_blocks} blocks");
+    }
+}
+
+#[test]
+fn sizes_beyond_bounds_are_refused() {
+    for num_blocks in [0, 1, usize::try_from(i32::MAX).unwrap() + 1, usize::MAX] {
+        assert!(BlockPool::new(num_blocks, None).is_err());
+    }
+}
+
+#[test]
+fn hashes_keep_one_width() {
+    let mut pool = BlockPool::new(4, None).unwrap();
+    let mut taken = Vec::new();
+    pool.allocate(2, &mut taken).unwrap();
+    pool.cache(&taken[..1], &hashes(&[1]), GroupId(0)).unwrap();
+    let mut wide = kvstow_core::key::Hashes::default();
+    wide.push(&[7; 32]).unwrap();
+    assert!(wide.push(&[7; 31]).is_err());
+    assert!(wide.push(&[]).is_err());
+    assert!(wide.push(&[7; 33]).is_err());
+    assert!(pool.cache(&taken[1..], &wide, GroupId(0)).is_err());
+    assert!(pool.lookup(&wide, GroupId(0)).is_err());
+    assert_eq!(pool.num_cached(), 1);
+}

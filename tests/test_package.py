@@ -1,0 +1,102 @@
+"""What `import kvstow` costs and promises, each measured in an interpreter of its own."""
+
+import importlib.metadata
+import subprocess
+import sys
+import textwrap
+import zlib
+from pathlib import Path
+
+import kvstow
+from kvstow import _core
+
+PACKAGE = Path(kvstow.__file__).parent
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter, warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def printed(code: str) -> str:
+    completed = python(code)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def test_import_needs_only_numpy() -> None:
+    # torch and vLLM are installed where the tests run: an optional import of them would show here.
+    loaded = printed(
+        """
+        import sys
+        before = set(sys.modules)
+        import kvstow
+        roots = {name.partition(".")[0] for name in set(sys.modules) - before}
+        print(*sorted(roots - sys.stdlib_module_names))
+        """
+    )
+    assert set(loaded.split()) <= {"kvstow", "numpy"}
+
+
+def test_import_adds_under_20_ms_to_numpys_own() -> None:
+    timed = """
+        import time
+        import numpy
+        start = time.perf_counter()
+        import kvstow
+        print(1e3 * (time.perf_counter() - start))
+        """
+    assert min(float(printed(timed)) for _ in range(5)) < 20
+
+
+def test_import_of_a_debug_build_warns() -> None:
+    # The binary under test is a release build (else nothing here could be imported, warnings being
+    # errors), so the loader makes it say otherwise.
+    completed = python(
+        """
+        import sys
+        from importlib.machinery import PathFinder
+
+        class DebugBuild:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                spec = PathFinder.find_spec(name, path, target)
+                if name == "kvstow._core":
+                    exec_module = spec.loader.exec_module
+
+                    def exec_and_flag(module):
+                        exec_module(module)
+                        module.debug_build = True
+
+                    spec.loader.exec_module = exec_and_flag
+                return spec
+
+        sys.meta_path.insert(0, DebugBuild)
+        import kvstow
+        """
+    )
+    assert completed.returncode == 1
+    raised = completed.stderr.splitlines()[-1]
+    assert raised.startswith("RuntimeWarning: kvstow was built without optimisation")
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert kvstow.__version__ == importlib.metadata.version("kvstow")
+
+
+def test_core_names_are_public() -> None:
+    assert set(_core.__all__) - {"debug_build"} <= set(kvstow.__all__)
+    assert all(hasattr(kvstow, name) for name in kvstow.__all__)
+
+
+def test_type_checkers_find_the_types() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    assert (PACKAGE / "_core.pyi").exists()
+
+
+def test_wheel_stays_under_2_mb() -> None:
+    # A wheel is these files, each deflated; its own records add about 20 kB.
+    files = [f for f in PACKAGE.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    assert any(f.suffix == ".so" for f in files)
+    assert sum(len(zlib.compress(f.read_bytes())) for f in files) < 1_980_000

@@ -1,0 +1,104 @@
+"""The host arena: shape, alignment, laziness, its end, and sizes that no machine has."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from kvstow._core import ConfigError, StateError
+from kvstow.transfer import HostArena
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "stride"), [(1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (70_000, 73_728)]
+)
+def test_slots_are_aligned_rows(slot_bytes: int, stride: int) -> None:
+    with HostArena(5, slot_bytes) as arena:
+        assert arena.slots.shape == (5, slot_bytes)
+        assert arena.slots.dtype == np.uint8
+        assert arena.slots.strides == (stride, 1)
+        assert (arena.num_slots, arena.slot_bytes, arena.slot_stride_bytes) == (5, slot_bytes, stride)
+        assert arena.num_bytes == 5 * stride
+        assert arena.base_address % 4096 == 0
+        assert arena.slots.ctypes.data == arena.base_address
+        assert not arena.slots.any()
+        arena.slots[:] = np.arange(1, 6, dtype=np.uint8)[:, None]
+        assert (arena.slots == np.arange(1, 6)[:, None]).all()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statm")
+def test_untouched_memory_costs_nothing_and_prefault_touches_all() -> None:
+    num_slots, slot_bytes = 64, 1 << 20
+    before = resident_bytes()
+    with HostArena(num_slots, slot_bytes) as arena:
+        assert resident_bytes() - before < arena.num_bytes // 8
+    before = resident_bytes()
+    with HostArena(num_slots, slot_bytes, num_prefault_threads=2) as arena:
+        assert resident_bytes() - before > arena.num_bytes * 7 // 8
+        assert not arena.slots.any()
+        held = resident_bytes()
+    assert held - resident_bytes() > num_slots * slot_bytes * 7 // 8
+
+
+def test_prefault_reaches_past_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.transfer.arena._PREFAULT_CHUNK_BYTES", 3 * 4096)
+    before = resident_bytes()
+    with HostArena(4096, 4096, num_prefault_threads=3):
+        assert resident_bytes() - before > 4096 * 4096 * 7 // 8
+
+
+def test_closed_arena_is_refused() -> None:
+    arena = HostArena(2, 100)
+    assert not arena.closed
+    arena.close()
+    arena.close()
+    assert arena.closed
+    with pytest.raises(StateError, match="closed"):
+        _ = arena.slots
+    with pytest.raises(StateError, match="closed"):
+        _ = arena.base_address
+
+
+def test_a_view_outlives_close() -> None:
+    with HostArena(2, 100) as arena:
+        view = arena.slots
+    view[1] = 7
+    assert (view[1] == 7).all()
+    assert arena.closed
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "slot_bytes", "num_threads", "named"),
+    [
+        (0, 4096, 0, "num_slots is 0"),
+        (-1, 4096, 0, "num_slots is -1"),
+        (2**31, 4096, 0, "num_slots is 2147483648"),
+        (2.0, 4096, 0, "num_slots must be an integer, got 2.0"),
+        (2, 0, 0, "slot_bytes is 0"),
+        (2, -4096, 0, "slot_bytes is -4096"),
+        (2, "4096", 0, "slot_bytes must be an integer, got '4096'"),
+        (2, 4096, -1, "num_prefault_threads is -1"),
+        (2, 4096, 10**6, "num_prefault_threads is 1000000"),
+    ],
+)
+def test_bad_numbers_are_named(num_slots: int, slot_bytes: int, num_threads: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        HostArena(num_slots, slot_bytes, num_prefault_threads=num_threads)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "slot_bytes"), [(2**31 - 1, 1 << 30), (4, sys.maxsize // 2), (1, sys.maxsize)]
+)
+def test_more_than_the_system_gives_says_what_was_asked(num_slots: int, slot_bytes: int) -> None:
+    stride = -(-slot_bytes // 4096) * 4096
+    with pytest.raises(ConfigError, match=rf"{num_slots * stride} bytes .* lower num_slots") as raised:
+        HostArena(num_slots, slot_bytes)
+    assert f"{num_slots} slots of {stride} bytes" in str(raised.value)
