@@ -177,7 +177,7 @@ impl BlockLedger {
         request_id, num_new_tokens, *, hit = None, num_external_tokens = Count(0),
         num_lookahead_tokens = Count(0), delay_caching = false, reserve = Count(0),
         num_in_flight_tokens = Count(0), must_fit_tokens = None,
-    ), text_signature = "(request_id, num_new_tokens, *, hit=None, num_external_tokens=0, \
+    ), text_signature = "($self, request_id, num_new_tokens, *, hit=None, num_external_tokens=0, \
         num_lookahead_tokens=0, delay_caching=False, reserve=0, num_in_flight_tokens=0, \
         must_fit_tokens=None)")]
     #[expect(clippy::too_many_arguments, reason = "the signature that the public names fix")]
@@ -212,7 +212,7 @@ impl BlockLedger {
     #[pyo3(signature = (
         request_ids, num_new_tokens, *, num_lookahead_tokens = Count(0),
         num_in_flight_tokens = Count(0),
-    ), text_signature = "(request_ids, num_new_tokens, *, num_lookahead_tokens=0, \
+    ), text_signature = "($self, request_ids, num_new_tokens, *, num_lookahead_tokens=0, \
         num_in_flight_tokens=0)")]
     fn allocate_step(
         &self,
@@ -259,7 +259,7 @@ impl BlockLedger {
         lock(&self.0).rewind(request_id, num_tokens.0).map_err(to_py)
     }
 
-    #[pyo3(signature = (request_id, group = Count(0)), text_signature = "(request_id, group=0)")]
+    #[pyo3(signature = (request_id, group = Count(0)), text_signature = "($self, request_id, group=0)")]
     fn block_table<'py>(
         &self,
         py: Python<'py>,

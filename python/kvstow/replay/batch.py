@@ -1,5 +1,6 @@
 """The requests in the engine: what changes every step in arrays by seat, the rest in objects."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from kvstow.replay.trace import TraceRequest
 
 __all__ = ["Batch", "Request", "Seats"]
 
+Ids = npt.NDArray[np.int32]
 Seats = npt.NDArray[np.int64]
 
 
@@ -83,17 +85,22 @@ class Batch:
         """Whether another request can be admitted."""
         return bool(self._free)
 
-    def sit(self, request: Request, block_size: int) -> int:
-        """Give the request a seat, with an empty table and nothing computed."""
+    def sit(
+        self, request: Request, block_size: int, blocks: Sequence[Ids], num_computed: int
+    ) -> int:
+        """Give an admitted request a seat, with its first blocks and what they hold or will."""
+        request.load_failed = False
         seat = self._free.pop()
         self.requests[seat] = request
-        self.computed[seat] = 0
+        self.computed[seat] = num_computed
         self.known[seat] = request.known_tokens
         self.prompt[seat] = request.trace.prompt_tokens
         self.total[seat] = request.trace.total_tokens
         self.num_hashed[seat] = request.known_tokens // block_size
         self.num_blocks[seat] = self.num_told[seat] = 0
         self.keys[seat, : len(request.digests)] = digest_words(request.digests)
+        for ids in blocks:
+            self.append_blocks(seat, ids)
         return seat
 
     def leave(self, seat: int) -> Request:
@@ -111,22 +118,22 @@ class Batch:
         assert request is not None, f"nobody has seat {seat}"
         return request
 
-    def names(self, seats: Seats | list[int]) -> list[str]:
+    def names(self, seats: list[int]) -> list[str]:
         """The names of those who sit here."""
         return [self.request(seat).name for seat in seats]
 
-    def append_blocks(self, seat: int, ids: npt.NDArray[np.int32]) -> None:
+    def append_blocks(self, seat: int, ids: Ids) -> None:
         """Add device blocks to the end of a table."""
         begin = self.num_blocks[seat]
         end = begin + len(ids)
         self.tables[seat, begin:end] = ids
         self.num_blocks[seat] = end
 
-    def table(self, seat: int) -> npt.NDArray[np.int32]:
+    def table(self, seat: int) -> Ids:
         """The block table; a view."""
         return self.tables[seat, : self.num_blocks[seat]]
 
-    def untold_blocks(self, seat: int) -> npt.NDArray[np.int32]:
+    def untold_blocks(self, seat: int) -> Ids:
         """The blocks that the scheduler has not been told of; from now on it has."""
         untold = self.tables[seat, self.num_told[seat] : self.num_blocks[seat]]
         self.num_told[seat] = self.num_blocks[seat]

@@ -9,11 +9,11 @@ One iteration:
     compute   write the bytes of the granted tokens; virtual time goes on
     store     blocks that became full; requests that are done leave
 
-A request, and who holds its blocks:
+A request, and what makes it move:
 
-    coming -> waiting ---- admitted, all on the device -----> running -> finished
-                 ^   \---- admitted, some on the host --> loading --^  |
-                 \------ preempted (all blocks freed) or load failed --/
+    coming -> waiting ---- admitted, nothing to load --------> running -> finished
+                 ^   \---- admitted, the host has some -> loading -^ |
+                 \-------- preempted, or its load failed ----/-------/
 
 The clock of the machine is read only to say what the accounting cost.
 """
@@ -24,19 +24,12 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import (
-    BlockLedger,
-    ConfigError,
-    FullAttention,
-    OffloadScheduler,
-    PrefixHit,
-    StepAllocation,
-    TransferError,
-)
+from kvstow._core import ConfigError, PrefixHit, StepAllocation, TransferError
+from kvstow.replay.accounting import Accounting
 from kvstow.replay.batch import Batch, Request, Seats
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.content import DeviceMemory
-from kvstow.replay.figures import Figures, Stopwatch
+from kvstow.replay.figures import Figures
 from kvstow.replay.link import Flight, Links
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
@@ -77,15 +70,11 @@ class ReplayEngine:
     ) -> None:
         max_blocks = _longest_table(trace, config)
         geometry = config.geometry(trace.block_size)
-        groups = [FullAttention(trace.block_size)]
         self.trace = trace
         self.config = config
         self.observer = observer or Observer()
         self.figures = Figures()
-        self.ledger = BlockLedger(config.device_blocks, groups)
-        self.scheduler = OffloadScheduler(
-            config.host_blocks, groups, mode=config.mode, policy=config.policy
-        )
+        self.accounting = Accounting(config, trace.block_size)
         self.memory = DeviceMemory(config.device_blocks, geometry)
         layout = BlockLayout.from_arrays(self.memory.regions)
         self.arena = HostArena(config.host_blocks, layout.slot_bytes)
@@ -98,11 +87,11 @@ class ReplayEngine:
         self._coming: deque[TraceRequest] = deque(trace.requests)
         self._block_size = trace.block_size
         self._num_landed_loads = 0
-        self._accounting = Stopwatch()
 
     def close(self) -> None:
-        """Stop the mover."""
+        """Stop the mover and give the host memory back."""
         self.mover.close()
+        self.arena.close()
 
     def run(self) -> None:
         """Replay to the end, all jobs landed. Interrupted, it leaves what it has in `figures`."""
@@ -126,38 +115,31 @@ class ReplayEngine:
         if not len(seats):
             self._skip_ahead()
             return
-        full = self._compute(seats, tokens)
-        self._store(full)
+        self._store(self._compute(seats, tokens))
         self._finish(seats)
-        self.figures.accounting_us.append(self._accounting.take_us())
+        self.figures.accounting_us.append(self.accounting.take_us())
         self.observer.stepped(self)
 
     def _skip_ahead(self) -> None:
         """Nothing can run now: go on to the next landing or arrival."""
-        moments = [self.links.next_landing_s()]
+        moments = [self.links.next_landing_s()] if len(self.links) else []
         if self._coming:
             moments.append(self._coming[0].arrival_s)
-        known = [moment for moment in moments if moment is not None]
-        stuck = self.batch.running or self.waiting
-        assert known or not stuck, f"nothing can run, land or arrive at {self.now_s} s"
-        self.now_s = max(self.now_s, min(known, default=self.now_s))
+        assert moments, f"nothing can run, land or arrive at {self.now_s} s"
+        self.now_s = max(self.now_s, min(moments))
 
     # -- land ----------------------------------------------------------------------------------
 
     def _land(self, flight: Flight) -> None:
-        copied = _copied(flight)
-        with self._accounting:
-            end = self.scheduler.complete(flight.job_id, ok=copied)
-            self.ledger.pool.unpin(end.block_ids)
+        ok = self.accounting.complete(flight.job_id, ok=_copied(flight))
         if flight.direction == "store":
-            self.figures.stored += len(flight.job) if end.ok else 0
-            self.figures.failed_stores += not end.ok
+            self.figures.stored += len(flight.job) if ok else 0
+            self.figures.failed_stores += not ok
+        elif ok:
+            self._loaded(flight)
         else:
-            self._num_landed_loads += 1
-            if end.ok:
-                self._loaded(flight)
-            else:
-                self._load_failed(flight.seat)
+            self._load_failed(flight.seat)
+        self._num_landed_loads += flight.direction == "load"
         self.observer.landed(self, flight)
 
     def _loaded(self, flight: Flight) -> None:
@@ -166,10 +148,8 @@ class ReplayEngine:
         request, num_tokens = batch.request(seat), int(batch.computed[seat])
         num_blocks = num_tokens // self._block_size
         first = num_blocks - num_loaded
-        keys = batch.keys[seat, first:num_blocks]
-        self.verifier.check_loaded(request, first, keys, flight.job)
-        with self._accounting:
-            self.ledger.cache(request.name, num_tokens)
+        self.verifier.check_loaded(request, first, batch.keys[seat, first:num_blocks], flight.job)
+        self.accounting.publish(request.name, num_tokens)
         self.figures.loaded += num_loaded
         self.figures.published += num_loaded
         self._count_hits(request, first, num_loaded)
@@ -212,8 +192,7 @@ class ReplayEngine:
         num_served, all_fitted = 0, True
         while num_served < num_reached:
             part = slice(num_served, num_reached)
-            with self._accounting:
-                step = self.ledger.allocate_step(names[part], tokens[part])
+            step = self.accounting.grant(names[part], tokens[part])
             self._append_blocks(seats[part], step)
             num_served += step.num_granted
             if num_served < num_reached:
@@ -231,11 +210,9 @@ class ReplayEngine:
         batch = self.batch
         num_known = batch.known[seats] // self._block_size
         for seat in seats[num_known > batch.num_hashed[seats]].tolist():
-            request, begin = batch.request(seat), batch.num_hashed[seat]
-            end = batch.known[seat] // self._block_size
-            with self._accounting:
-                self.ledger.extend(request.name, request.digests[begin:end])
-                self.scheduler.extend(request.name, request.digests[begin:end])
+            begin, end = batch.num_hashed[seat], batch.known[seat] // self._block_size
+            request = batch.request(seat)
+            self.accounting.extend(request.name, request.digests[begin:end])
             batch.num_hashed[seat] = end
 
     def _append_blocks(self, seats: Seats, step: StepAllocation) -> None:
@@ -250,15 +227,13 @@ class ReplayEngine:
 
     def _give_up_seat(self, seat: int) -> Request:
         request = self.batch.leave(seat)
-        with self._accounting:
-            self.scheduler.finish(request.name)
-            self.ledger.free(request.name)
+        self.accounting.forget(request.name)
         return request
 
     # -- admit ---------------------------------------------------------------------------------
 
     def _admit(self, budget: int) -> list[tuple[int, int]]:
-        """Admit waiting requests, head first, until one is refused.
+        """Admit waiting requests, head first, until one does not fit.
 
         A request whose blocks are just being loaded for another keeps its place and is passed over.
 
@@ -274,18 +249,18 @@ class ReplayEngine:
                 passed_over.append(request)
                 continue
             hit, num_external = found
-            if num_external:
-                fitted = self._admit_load(request, hit, num_external)
-            else:
-                chunk = min(request.known_tokens - hit.num_tokens, budget)
-                seat = self._admit_now(request, hit, chunk)
-                fitted = seat is not None
-                if seat is not None:
-                    admitted.append((seat, chunk))
-                    budget -= chunk
-            if not fitted:
+            chunk = 0 if num_external else min(request.known_tokens - hit.num_tokens, budget)
+            seat = (
+                self._admit_load(request, hit, num_external)
+                if num_external
+                else self._admit_now(request, hit, chunk)
+            )
+            if seat is None:
                 self.waiting.appendleft(request)
                 break
+            if chunk:
+                admitted.append((seat, chunk))
+                budget -= chunk
         self.waiting.extendleft(reversed(passed_over))
         return admitted
 
@@ -293,58 +268,41 @@ class ReplayEngine:
         """The hit on the device and the tokens after it on the host; None: ask again later."""
         if request.pending_since == self._num_landed_loads:
             return None
-        max_tokens = request.known_tokens - 1  # one is left to compute
-        with self._accounting:
-            if not request.added:
-                digests = request.known_digests(self._block_size)
-                self.ledger.add(request.name, digests)
-                self.scheduler.add(request.name, digests)
-                request.added = True
-            hit = self.ledger.lookup(request.name, max_tokens)
-            num_external: int | None = 0
-            if not request.load_failed:
-                num_external = self.scheduler.lookup(request.name, hit.num_tokens, max_tokens)
-        if num_external is None:
+        if not request.added:
+            self.accounting.add(request.name, request.known_digests(self._block_size))
+            request.added = True
+        found = self.accounting.look_up(
+            request.name,
+            request.known_tokens - 1,  # one is left to compute
+            host=not request.load_failed,
+        )
+        if found is None:
             request.pending_since = self._num_landed_loads
             return None
-        self.observer.looked_up(self, request, hit.num_tokens, num_external)
-        return hit, num_external
+        self.observer.looked_up(self, request, found[0].num_tokens, found[1])
+        return found
 
     def _admit_now(self, request: Request, hit: PrefixHit, chunk: int) -> int | None:
         """Let the request run with what the device holds; its seat, or None if it does not fit."""
-        with self._accounting:
-            taken = self.ledger.allocate(request.name, chunk, hit=hit)
+        taken = self.accounting.admit(request.name, hit, chunk)
         if taken is None:
             return None
-        seat = self._sit(request, hit, taken[0], hit.num_tokens)
-        self._count_hits(request, hit.num_tokens // self._block_size, 0)
+        seat = self.batch.sit(request, self._block_size, (hit.blocks[0], taken), hit.num_tokens)
+        self._count_hits(request, len(hit.blocks[0]), 0)
         self.batch.running.append(seat)
         self._granted(np.array([seat]), np.array([hit.num_tokens]), np.array([chunk]))
         return seat
 
-    def _admit_load(self, request: Request, hit: PrefixHit, num_external: int) -> bool:
-        """Load what the host holds; the request runs when that has landed. False: no room."""
-        with self._accounting:
-            taken = self.ledger.allocate(
-                request.name, 0, hit=hit, num_external_tokens=num_external, delay_caching=True
-            )
-            if taken is None:
-                return False
-            job = self.scheduler.load(request.name, num_external, taken)
-            self.ledger.pool.pin(job.block_ids)
-        seat = self._sit(request, hit, taken[0], hit.num_tokens + num_external)
+    def _admit_load(self, request: Request, hit: PrefixHit, num_external: int) -> int | None:
+        """Load what the host holds; the request runs when that has landed."""
+        planned = self.accounting.admit_load(request.name, hit, num_external)
+        if planned is None:
+            return None
+        taken, job = planned
+        computed = hit.num_tokens + num_external
+        seat = self.batch.sit(request, self._block_size, (hit.blocks[0], taken), computed)
         ticket = self.mover.load(job.host_slots, job.block_ids, after=READY)
         self.links.submit("load", job, ticket, self.now_s, seat=seat)
-        return True
-
-    def _sit(
-        self, request: Request, hit: PrefixHit, taken: npt.NDArray[np.int32], computed: int
-    ) -> int:
-        seat = self.batch.sit(request, self._block_size)
-        self.batch.append_blocks(seat, hit.blocks[0])
-        self.batch.append_blocks(seat, taken)
-        self.batch.computed[seat] = computed
-        request.load_failed = False
         return seat
 
     def _count_hits(self, request: Request, num_device: int, num_host: int) -> None:
@@ -358,8 +316,7 @@ class ReplayEngine:
 
     def _granted(self, seats: Seats, computed: Tokens, tokens: Tokens) -> None:
         """The ledger published the full blocks among these."""
-        granted = computed + tokens
-        size = self._block_size
+        granted, size = computed + tokens, self._block_size
         self.figures.published += int((granted // size - computed // size).sum())
         self.observer.granted(self, seats, granted)
 
@@ -387,12 +344,12 @@ class ReplayEngine:
         return seats[(stop // size > start // size) | (stop == batch.total[seats])]
 
     def _write(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
-        batch = self.batch
+        """The bytes of these tokens: single ones of all requests at once, chunks one by one."""
+        batch, size = self.batch, self._block_size
         single = stop - start == 1
         one, at = seats[single], start[single]
-        blocks = at // self._block_size
         self.memory.write_tokens(
-            batch.tables[one, blocks], batch.keys[one, blocks], at % self._block_size
+            batch.tables[one, at // size], batch.keys[one, at // size], at % size
         )
         for index in np.flatnonzero(~single).tolist():
             seat = seats[index]
@@ -407,14 +364,8 @@ class ReplayEngine:
         if not len(seats):
             return
         batch = self.batch
-        untold = [batch.untold_blocks(seat) for seat in seats.tolist()]
-        offsets = np.cumsum([0, *map(len, untold)], dtype=np.int32)
-        with self._accounting:
-            job = self.scheduler.store(
-                batch.names(seats), batch.computed[seats], np.concatenate(untold), offsets
-            )
-            if job is not None:
-                self.ledger.pool.pin(job.block_ids)
+        appended = [batch.untold_blocks(seat) for seat in seats.tolist()]
+        job = self.accounting.store(batch.names(seats.tolist()), batch.computed[seats], appended)
         if job is not None:
             ticket = self.mover.store(job.block_ids, job.host_slots, after=READY)
             self.links.submit("store", job, ticket, self.now_s)
@@ -423,10 +374,9 @@ class ReplayEngine:
         """Requests that have computed everything are checked, and leave."""
         batch = self.batch
         for seat in seats[batch.computed[seats] == batch.total[seats]].tolist():
-            request, num_tokens = batch.request(seat), int(batch.computed[seat])
-            with self._accounting:
-                table = self.ledger.block_table(request.name)
-            self.verifier.check_table(request, table, batch.keys[seat], num_tokens)
+            request = batch.request(seat)
+            table = self.accounting.table(request.name)
+            self.verifier.check_table(request, table, batch.keys[seat], int(batch.total[seat]))
             self._give_up_seat(seat)
             batch.running.remove(seat)
             self.figures.finished += 1

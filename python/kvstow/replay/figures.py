@@ -1,9 +1,8 @@
 """What a replay counts."""
 
-import time
 from dataclasses import dataclass, field
 
-__all__ = ["Figures", "Stopwatch"]
+__all__ = ["Figures"]
 
 
 @dataclass(slots=True)
@@ -47,22 +46,3 @@ class Figures:
     seconds: float = 0.0
     virtual_seconds: float = 0.0
     accounting_us: list[float] = field(default_factory=list)
-
-
-class Stopwatch:
-    """Adds up the wall time of what runs in it: `with stopwatch: ledger.lookup(...)`."""
-
-    def __init__(self) -> None:
-        self._since_ns = 0
-        self._total_ns = 0
-
-    def __enter__(self) -> None:
-        self._since_ns = time.perf_counter_ns()
-
-    def __exit__(self, *_: object) -> None:
-        self._total_ns += time.perf_counter_ns() - self._since_ns
-
-    def take_us(self) -> float:
-        """What has added up since the last call."""
-        total_ns, self._total_ns = self._total_ns, 0
-        return total_ns / 1000

@@ -63,6 +63,6 @@ class Links:
             return heapq.heappop(self._flights)
         return None
 
-    def next_landing_s(self) -> float | None:
-        """When the next flight lands; None when nothing is under way."""
-        return self._flights[0].lands_s if self._flights else None
+    def next_landing_s(self) -> float:
+        """When the next flight lands; something must be under way."""
+        return self._flights[0].lands_s
