@@ -106,7 +106,7 @@ impl World {
         }
         let found = self.scheduler.lookup(&id, hit.num_tokens, len * BLOCK_SIZE - 1).unwrap();
         let Some(found) = found else { return self.refuse(&id) };
-        let external = found.min(num_kept * BLOCK_SIZE);
+        let external = found.min(num_kept.saturating_mul(BLOCK_SIZE));
         let args = AllocateArgs {
             num_new_tokens: usize::from(external == 0),
             hit: Some(&hit),

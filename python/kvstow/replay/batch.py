@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstow._core import ConfigError
 from kvstow.replay.keys import block_digests, digest_words
-from kvstow.replay.trace import TraceRequest
+from kvstow.replay.trace import Trace, TraceRequest
 
-__all__ = ["Batch", "Request", "Seats"]
+__all__ = ["Batch", "Request", "Seats", "longest_table"]
 
 Ids = npt.NDArray[np.int32]
 Seats = npt.NDArray[np.int64]
@@ -78,6 +79,7 @@ class Batch:
         self.num_told = np.zeros(num_seats, dtype=np.int64)
         self.tables = np.zeros((num_seats, max_blocks), dtype=np.int32)
         self.keys = np.zeros((num_seats, max_blocks), dtype=np.uint64)
+        self._names = [""] * num_seats
         self._free = list(range(num_seats - 1, -1, -1))
 
     @property
@@ -92,6 +94,7 @@ class Batch:
         request.load_failed = False
         seat = self._free.pop()
         self.requests[seat] = request
+        self._names[seat] = request.name
         self.computed[seat] = num_computed
         self.known[seat] = request.known_tokens
         self.prompt[seat] = request.trace.prompt_tokens
@@ -120,7 +123,7 @@ class Batch:
 
     def names(self, seats: list[int]) -> list[str]:
         """The names of those who sit here."""
-        return [self.request(seat).name for seat in seats]
+        return [self._names[seat] for seat in seats]
 
     def append_blocks(self, seat: int, ids: Ids) -> None:
         """Add device blocks to the end of a table."""
@@ -138,3 +141,19 @@ class Batch:
         untold = self.tables[seat, self.num_told[seat] : self.num_blocks[seat]]
         self.num_told[seat] = self.num_blocks[seat]
         return untold
+
+
+def longest_table(trace: Trace, device_blocks: int) -> int:
+    """Blocks of the longest block table; `ConfigError` for one that the pool can never hold."""
+    num_usable = device_blocks - 1
+    longest = 0
+    for request in trace.requests:
+        num_needed = -(-request.total_tokens // trace.block_size)
+        if num_needed > num_usable:
+            raise ConfigError(
+                f"{trace.path}:{request.line}: the request needs {num_needed} blocks for its "
+                f"{request.total_tokens} tokens; of {device_blocks} device blocks {num_usable} "
+                f"are usable. Take --device-blocks {num_needed + 1} or more"
+            )
+        longest = max(longest, num_needed)
+    return longest

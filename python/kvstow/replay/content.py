@@ -152,8 +152,9 @@ class DeviceMemory:
 
     def wrong_blocks(self, blocks: Ids, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of these whole blocks do not hold what their keys ask for."""
-        held = self._words[:, blocks]
-        return (held != self.content.blocks(keys).swapaxes(0, 1)).any(axis=(0, 2))
+        expected = self.content.blocks(keys).swapaxes(0, 1)
+        wrong: npt.NDArray[np.bool_] = (self._words[:, blocks] != expected).any(axis=(0, 2))
+        return wrong
 
     def wrong_part(self, block: int, key: np.uint64, num_tokens: int) -> bool:
         """Whether the first tokens of a block do not hold what its key asks for."""

@@ -1,4 +1,4 @@
-"""A continuous-batching engine in virtual time, over the real ledger, scheduler and mover.
+r"""A continuous-batching engine in virtual time, over the real ledger, scheduler and mover.
 
 One iteration:
 
@@ -24,38 +24,21 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, PrefixHit, StepAllocation, TransferError
+from kvstow._core import PrefixHit, StepAllocation, TransferError
 from kvstow.replay.accounting import Accounting
-from kvstow.replay.batch import Batch, Request, Seats
+from kvstow.replay.batch import Batch, Request, Seats, longest_table
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.content import DeviceMemory
 from kvstow.replay.figures import Figures
 from kvstow.replay.link import Flight, Links
+from kvstow.replay.observer import Observer
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, Mover
 
-__all__ = ["Observer", "ReplayEngine"]
+__all__ = ["ReplayEngine"]
 
 Tokens = npt.NDArray[np.int64]
-
-
-class Observer:
-    """Told what the engine does, as it does it; this base class ignores it all."""
-
-    def granted(self, engine: "ReplayEngine", seats: Seats, tokens: Tokens) -> None:
-        """These seats have slots for so many tokens, and full blocks among them are published."""
-
-    def looked_up(
-        self, engine: "ReplayEngine", request: Request, device_tokens: int, host_tokens: int
-    ) -> None:
-        """A waiting request found this much of its prefix, and may be admitted with it."""
-
-    def landed(self, engine: "ReplayEngine", flight: Flight) -> None:
-        """A job landed, and ledger and scheduler know."""
-
-    def stepped(self, engine: "ReplayEngine") -> None:
-        """A step was computed, and what it made due was handed to the mover."""
 
 
 class ReplayEngine:
@@ -68,7 +51,7 @@ class ReplayEngine:
     def __init__(
         self, trace: Trace, config: ReplayConfig, *, observer: Observer | None = None
     ) -> None:
-        max_blocks = _longest_table(trace, config)
+        max_blocks = longest_table(trace, config.device_blocks)
         geometry = config.geometry(trace.block_size)
         self.trace = trace
         self.config = config
@@ -97,11 +80,15 @@ class ReplayEngine:
         """Replay to the end, all jobs landed. Interrupted, it leaves what it has in `figures`."""
         begin_s = time.perf_counter()
         try:
-            while self._coming or self.waiting or self.batch.running or len(self.links):
+            while self._unfinished:
                 self._iterate()
         finally:
             self.figures.seconds = time.perf_counter() - begin_s
             self.figures.virtual_seconds = self.now_s - self.trace.requests[0].arrival_s
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(self._coming or self.waiting or self.batch.running or len(self.links))
 
     def _iterate(self) -> None:
         while flight := self.links.due(self.now_s):
@@ -113,7 +100,8 @@ class ReplayEngine:
             seats = np.append(seats, [seat for seat, _ in admitted]).astype(np.int64)
             tokens = np.append(tokens, [chunk for _, chunk in admitted]).astype(np.int64)
         if not len(seats):
-            self._skip_ahead()
+            if self._unfinished:
+                self._skip_ahead()
             return
         self._store(self._compute(seats, tokens))
         self._finish(seats)
@@ -341,7 +329,8 @@ class ReplayEngine:
             + config.decode_request_ms * num_decodes
         )
         self.now_s += step_ms / 1000
-        return seats[(stop // size > start // size) | (stop == batch.total[seats])]
+        due: Seats = seats[(stop // size > start // size) | (stop == batch.total[seats])]
+        return due
 
     def _write(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
         """The bytes of these tokens: single ones of all requests at once, chunks one by one."""
@@ -389,19 +378,3 @@ def _copied(flight: Flight) -> bool:
     except TransferError:
         return False
     return True
-
-
-def _longest_table(trace: Trace, config: ReplayConfig) -> int:
-    """Blocks of the longest block table; `ConfigError` for one that the pool can never hold."""
-    num_usable = config.device_blocks - 1
-    longest = 0
-    for request in trace.requests:
-        num_needed = -(-request.total_tokens // trace.block_size)
-        if num_needed > num_usable:
-            raise ConfigError(
-                f"{trace.path}:{request.line}: the request needs {num_needed} blocks for its "
-                f"{request.total_tokens} tokens; of {config.device_blocks} device blocks "
-                f"{num_usable} are usable. Take --device-blocks {num_needed + 1} or more"
-            )
-        longest = max(longest, num_needed)
-    return longest

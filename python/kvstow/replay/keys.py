@@ -9,6 +9,8 @@ makes one passage under two prefixes two keys. A block that is generated, even i
 other request's, but its own request finds it again after a preemption.
 """
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +19,7 @@ from kvstow.replay.trace import TraceRequest
 
 __all__ = ["ALGORITHM", "block_digests", "digest_words"]
 
-ALGORITHM = "xxhash_cbor"
+ALGORITHM: Final = "xxhash_cbor"
 
 
 def block_digests(request: TraceRequest, block_size: int) -> list[bytes]:

@@ -132,7 +132,7 @@ class TraceReader:
                 zipped = raw.read(2) == GZIP_MAGIC
                 raw.seek(0)
                 with gzip.open(raw) if zipped else raw as file:
-                    for line, text in enumerate(file, start=1):  # noqa: B007 - named in errors
+                    for line, text in enumerate(file, start=1):
                         yield line, text
         except _GZIP_ERRORS as error:
             self._fail(line + 1, f"the gzip stream is cut off or damaged ({error}); copy it again")
@@ -153,8 +153,10 @@ class TraceReader:
 
     def _field(self, row: dict[str, object], line: int, key: str) -> object:
         if key not in row:
-            self._fail(line, f"no {key!r}; a request has timestamp, input_length, output_length "
-                             "and hash_ids")
+            self._fail(
+                line,
+                f"no {key!r}; a request has timestamp, input_length, output_length and hash_ids",
+            )
         return row[key]
 
     def _count(self, row: dict[str, object], line: int, key: str, *, at_least: int) -> int:

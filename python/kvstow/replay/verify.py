@@ -130,6 +130,4 @@ class Verifier:
             trace_id = ids[position] if position < num_prompt else None
             in_slot = slot is not None and self._wrong_slot(slot, key)
             tier: Literal["device", "host"] = "host" if in_slot else "device"
-            self.reports.append(
-                Corruption(request.name, position, trace_id, block, slot, tier)
-            )
+            self.reports.append(Corruption(request.name, position, trace_id, block, slot, tier))

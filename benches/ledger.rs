@@ -1,0 +1,272 @@
+//! What does a request cost the ledger, and a finished step the offload scheduler?
+//!
+//! The request is a prompt of 131,072 tokens (8,192 blocks) in a device that is full of cached
+//! blocks, so whatever is taken is evicted first. The steps are those of 256 decoding requests, of
+//! which 16 enter a new block, and for the scheduler one in which nothing is due: it must not cost
+//! more than a look at each request.
+#![expect(clippy::unwrap_used, reason = "a bench that fails has nothing to measure")]
+
+mod common;
+
+use std::hint::black_box;
+
+use criterion::{Criterion, Throughput};
+use kvstow_core::group::Group;
+use kvstow_core::ids::BlockId;
+use kvstow_core::key::Hashes;
+use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context};
+use kvstow_core::offload::{Job, OffloadScheduler, Progress};
+
+use common::{BLOCK_SIZE, NUM_DEVICE_BLOCKS, NUM_PROMPT_BLOCKS, prompt, time};
+
+const NUM_PROMPT_TOKENS: usize = NUM_PROMPT_BLOCKS * BLOCK_SIZE;
+const NUM_DECODING: usize = 256;
+
+fn groups() -> Vec<Group> {
+    vec![Group::full_attention(BLOCK_SIZE).unwrap()]
+}
+
+/// One prompt more than fits the device or the host: by the time the first comes round again it
+/// has been evicted.
+fn prompts() -> Vec<Hashes> {
+    (0..5).map(|which| prompt(which, NUM_PROMPT_BLOCKS)).collect()
+}
+
+fn add(ledger: &mut BlockLedger, hashes: &Hashes) {
+    ledger.add("request", hashes, Context::default()).unwrap();
+}
+
+/// Takes and publishes a whole prompt.
+fn allocate(ledger: &mut BlockLedger) {
+    let args = AllocateArgs { num_new_tokens: NUM_PROMPT_TOKENS, ..AllocateArgs::default() };
+    black_box(ledger.allocate("request", &args).unwrap().unwrap());
+}
+
+fn free(ledger: &mut BlockLedger) {
+    ledger.free("request").unwrap();
+}
+
+fn bench_request(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("ledger");
+    group.throughput(Throughput::Elements(NUM_PROMPT_BLOCKS as u64));
+    let prompts = prompts();
+    let mut turns = prompts.iter().cycle();
+    let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), false).unwrap();
+    for hashes in &prompts {
+        add(ledger, hashes);
+        allocate(ledger);
+        free(ledger);
+    }
+    let cached = &prompts[4];
+
+    add(ledger, cached);
+    group.bench_function("add", |bencher| time(bencher, ledger, free, |it| add(it, cached)));
+    group.bench_function("lookup, all hit", |bencher| {
+        bencher.iter(|| ledger.lookup("request", black_box(NUM_PROMPT_TOKENS)).unwrap());
+    });
+    group.bench_function("allocate, all hit", |bencher| {
+        let hit = ledger.lookup("request", NUM_PROMPT_TOKENS).unwrap();
+        assert_eq!(hit.num_tokens, NUM_PROMPT_TOKENS);
+        free(ledger);
+        let look_up = |(ledger, hit): &mut (&mut BlockLedger, _)| {
+            let _ = ledger.free("request"); // unknown the first time
+            add(ledger, cached);
+            *hit = ledger.lookup("request", NUM_PROMPT_TOKENS).unwrap();
+        };
+        let take = |(ledger, hit): &mut (&mut BlockLedger, _)| {
+            let args =
+                AllocateArgs { num_new_tokens: 1, hit: Some(hit), ..AllocateArgs::default() };
+            black_box(ledger.allocate("request", &args).unwrap().unwrap());
+        };
+        time(bencher, &mut (&mut *ledger, hit), look_up, take);
+    });
+    group.bench_function("allocate and publish, evicting", |bencher| {
+        let next = |ledger: &mut BlockLedger| {
+            free(ledger);
+            add(ledger, turns.next().unwrap());
+        };
+        time(bencher, ledger, next, allocate);
+    });
+    group.bench_function("free", |bencher| {
+        let admit = |ledger: &mut BlockLedger| {
+            add(ledger, turns.next().unwrap());
+            allocate(ledger);
+        };
+        free(ledger);
+        time(bencher, ledger, admit, free);
+    });
+    group.finish();
+}
+
+fn bench_step(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("ledger");
+    group.throughput(Throughput::Elements(NUM_DECODING as u64));
+    let ids: Vec<_> = (0..NUM_DECODING).map(|id| format!("request-{id}")).collect();
+    let admit = |ledger: &mut BlockLedger| {
+        for (at, id) in ids.iter().enumerate() {
+            let _ = ledger.free(id); // unknown the first time
+            // Lengths differ, so that in each step every sixteenth request enters a new block.
+            let num_new_tokens = 256 + at % BLOCK_SIZE;
+            let args = AllocateArgs { num_new_tokens, ..AllocateArgs::default() };
+            ledger.add(id, &Hashes::default(), Context::default()).unwrap();
+            ledger.allocate(id, &args).unwrap().unwrap();
+        }
+    };
+    let step = |ledger: &mut BlockLedger| {
+        let wants = ids.iter().map(|id| (id.as_str(), 1));
+        let taken = ledger.allocate_step(wants, 0, 0).unwrap();
+        assert_eq!(taken.num_granted, NUM_DECODING);
+        black_box(taken);
+    };
+    let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), false).unwrap();
+    admit(ledger);
+    group.bench_function("allocate_step, 256 decoding", |bencher| {
+        let mut num_steps = 0;
+        let start_over_in_time = |ledger: &mut BlockLedger| {
+            num_steps += 1;
+            if num_steps % 1_024 == 0 {
+                admit(ledger); // before the device is full
+            }
+        };
+        time(bencher, ledger, start_over_in_time, step);
+    });
+    group.finish();
+}
+
+/// A scheduler, and where the request in hand is.
+struct Host {
+    scheduler: OffloadScheduler,
+    block_ids: Vec<BlockId>,
+    job: Option<Job>,
+}
+
+impl Host {
+    fn add(&mut self, hashes: &Hashes) {
+        self.scheduler.add("request", hashes).unwrap();
+    }
+
+    fn store(&mut self) {
+        let progress = Progress {
+            request_id: "request",
+            num_computed_tokens: NUM_PROMPT_TOKENS,
+            new_blocks: &self.block_ids,
+        };
+        self.job = self.scheduler.store([progress].into_iter()).unwrap();
+        assert!(self.job.as_ref().is_some_and(|job| job.block_ids.len() == NUM_PROMPT_BLOCKS));
+    }
+
+    fn complete(&mut self) {
+        if let Some(job) = self.job.take() {
+            self.scheduler.complete(job.job_id, true).unwrap();
+        }
+    }
+
+    fn finish(&mut self) {
+        self.scheduler.finish("request").unwrap();
+    }
+
+    /// Ends what is under way, and makes the next prompt known.
+    fn turn_to(&mut self, hashes: &Hashes) {
+        self.complete();
+        self.finish();
+        self.add(hashes);
+    }
+
+    fn look_up(&mut self) {
+        let found = self.scheduler.lookup("request", 0, NUM_PROMPT_TOKENS).unwrap();
+        assert_eq!(found, Some(NUM_PROMPT_TOKENS));
+    }
+
+    fn load(&mut self) {
+        let job = self.scheduler.load("request", NUM_PROMPT_TOKENS, &self.block_ids).unwrap();
+        self.job = Some(job);
+    }
+}
+
+fn bench_offload(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("offload");
+    group.throughput(Throughput::Elements(NUM_PROMPT_BLOCKS as u64));
+    let prompts = prompts();
+    let mut turns = prompts.iter().cycle();
+    let mut host = Host {
+        scheduler: OffloadScheduler::new(NUM_DEVICE_BLOCKS, &groups(), false).unwrap(),
+        block_ids: (1..).take(NUM_PROMPT_BLOCKS).map(BlockId).collect(),
+        job: None,
+    };
+    host.add(&prompts[0]);
+    host.store();
+    for hashes in &prompts[1..] {
+        host.turn_to(hashes);
+        host.store();
+    }
+    group.bench_function("store: plan, evicting", |bencher| {
+        time(bencher, &mut host, |host| host.turn_to(turns.next().unwrap()), Host::store);
+    });
+    group.bench_function("store: complete", |bencher| {
+        let plan = |host: &mut Host| {
+            host.turn_to(turns.next().unwrap());
+            host.store();
+        };
+        time(bencher, &mut host, plan, Host::complete);
+    });
+    group.bench_function("lookup, all hit", |bencher| {
+        let release = |host: &mut Host| host.scheduler.release("request").unwrap();
+        time(bencher, &mut host, release, Host::look_up);
+    });
+    group.bench_function("load: plan", |bencher| {
+        let look_up = |host: &mut Host| {
+            host.complete();
+            host.look_up();
+        };
+        time(bencher, &mut host, look_up, Host::load);
+    });
+    group.bench_function("load: complete", |bencher| {
+        let plan = |host: &mut Host| {
+            host.complete();
+            host.look_up();
+            host.load();
+        };
+        time(bencher, &mut host, plan, Host::complete);
+    });
+    group.bench_function("finish", |bencher| {
+        let cached = prompts.iter().find(|hashes| {
+            host.finish();
+            host.add(hashes);
+            host.scheduler.lookup("request", 0, NUM_PROMPT_TOKENS).unwrap()
+                == Some(NUM_PROMPT_TOKENS)
+        });
+        host.finish();
+        time(bencher, &mut host, |host| host.add(cached.unwrap()), Host::finish);
+    });
+    group.finish();
+}
+
+fn bench_idle_step(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("offload");
+    group.throughput(Throughput::Elements(NUM_DECODING as u64));
+    let mut scheduler = OffloadScheduler::new(NUM_DEVICE_BLOCKS, &groups(), false).unwrap();
+    let ids: Vec<_> = (0..NUM_DECODING).map(|id| format!("request-{id}")).collect();
+    for id in &ids {
+        scheduler.add(id, &Hashes::default()).unwrap();
+    }
+    group.bench_function("idle step, 256 decoding", |bencher| {
+        bencher.iter(|| {
+            let progress = ids.iter().map(|id| Progress {
+                request_id: id,
+                num_computed_tokens: 256,
+                new_blocks: &[],
+            });
+            assert!(scheduler.store(progress).unwrap().is_none());
+        });
+    });
+    group.finish();
+}
+
+fn main() {
+    let mut criterion = common::criterion();
+    bench_request(&mut criterion);
+    bench_step(&mut criterion);
+    bench_offload(&mut criterion);
+    bench_idle_step(&mut criterion);
+    criterion.final_summary();
+}

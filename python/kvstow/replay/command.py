@@ -1,0 +1,188 @@
+"""The command `kvstow replay`."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Literal, TypedDict, TypeVar, Unpack
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvstow._core import ConfigError
+from kvstow.replay import BUNDLED_TRACE
+from kvstow.replay.config import ReplayConfig, Verify
+from kvstow.replay.engine import ReplayEngine
+from kvstow.replay.observer import Observer
+from kvstow.replay.report import figures_json, figures_table
+from kvstow.replay.trace import read_trace
+
+__all__ = ["replay"]
+
+EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
+_REFRESH_S = 0.1
+_Command = TypeVar("_Command", bound=Callable[..., int])
+
+
+class _Options(TypedDict):
+    """The options that make a `ReplayConfig`, under its names."""
+
+    device_blocks: int
+    host_blocks: int
+    policy: Literal["lru"]
+    mode: Literal["eager"]
+    mover: Literal["auto", "host"]
+    verify: Verify
+    step_ms: float
+    prefill_token_ms: float
+    decode_request_ms: float
+    max_step_tokens: int
+    max_requests: int
+    bandwidth_bytes_per_s: float | None
+    num_layers: int
+    bytes_per_token: int
+
+
+def _choice(name: str, choices: Sequence[str], text: str) -> Callable[[_Command], _Command]:
+    return click.option(
+        name, type=click.Choice(choices), default=choices[0], show_default=True, help=text
+    )
+
+
+def _number(
+    name: str, default: float, text: str, to: str | None = None
+) -> Callable[[_Command], _Command]:
+    names = [name] if to is None else [name, to]
+    return click.option(*names, type=type(default), default=default, show_default=True, help=text)
+
+
+@click.command()
+@click.argument("trace", required=False, type=click.Path(path_type=Path))
+@_number("--device-blocks", 1024, "Blocks of the device pool, the null block included.")
+@_number("--host-blocks", 8192, "Slots of the host tier.")
+@_choice("--policy", ["lru"], "What the host tier evicts first.")
+@_choice("--mode", ["eager"], "When blocks are stored: eager, as soon as they are computed.")
+@_choice("--mover", ["auto", "host"], "What copies the bytes.")
+@click.option("--limit", type=int, help="Replay only the first requests of the trace.")
+@_choice("--verify", ["all", "sample", "off"], "Which blocks are checked: all, 1 in 16, or none.")
+@click.option(
+    "--json",
+    "json_to",
+    metavar="FILE|-",
+    help="Write the figures as JSON; with - to stdout, and no table.",
+)
+@click.option(
+    "--chain",
+    is_flag=True,
+    help="Ids name content wherever it stands (RAGPulse): chain them by path.",
+)
+@_number("--step-ms", 5.0, "Virtual time of a step, before what is computed in it.")
+@_number("--prefill-token-ms", 0.1, "And for each token of a prefill.")
+@_number("--decode-request-ms", 0.05, "And for each request that decodes.")
+@_number("--max-step-tokens", 8192, "Tokens computed in a step, at most.")
+@_number("--max-requests", 256, "Requests that run or load at a time, at most.")
+@click.option(
+    "--bandwidth",
+    "bandwidth_bytes_per_s",
+    type=float,
+    metavar="BYTES/S",
+    help="Of each direction of the link. [default: PCIe 5, slowed down as much as a token is "
+    "smaller than the 128 KiB of an 8B-class model]",
+)
+@_number("--layers", 2, "Layers of a block.", to="num_layers")
+@_number("--bytes-per-token", 8, "Bytes of KV per token, all layers.")
+def replay(
+    trace: Path | None,
+    limit: int | None,
+    json_to: str | None,
+    chain: bool,
+    **options: Unpack[_Options],
+) -> int:
+    """Replay a request trace through ledger, scheduler and mover.
+
+    TRACE is a file of JSON lines in the Mooncake form, gzipped or not; without it, the first 1,000
+    requests of a public trace that comes with kvstow. A block's bytes follow from what it stands
+    for, and every loaded block is checked, as is every block of a request when it ends.
+
+    Exits with 0 if all is well, 1 if a block is corrupt, 2 for bad usage or input, 130 on Ctrl-C,
+    after the figures so far.
+    """
+    config = ReplayConfig(**options)
+    requests = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit)
+    with ExitStack() as stack:
+        # Before the replay: a file that cannot be written is found out at once.
+        json_file = None if json_to is None else _open_json(json_to, stack)
+        progress = stack.enter_context(_ProgressBar(len(requests.requests)))
+        engine = ReplayEngine(requests, config, observer=progress)
+        stack.callback(engine.close)
+        interrupted = False
+        try:
+            engine.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        progress.close()
+        _report(engine, json_file, interrupted=interrupted)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_CORRUPT if engine.verifier.num_corrupt else EXIT_OK
+
+
+def _open_json(json_to: str, stack: ExitStack) -> IO[str]:
+    if json_to == "-":
+        return sys.stdout
+    try:
+        return stack.enter_context(Path(json_to).open("w", encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--json {json_to}: cannot be written: {error.strerror}") from error
+
+
+def _report(engine: ReplayEngine, json_file: IO[str] | None, *, interrupted: bool) -> None:
+    if json_file is not sys.stdout:
+        Console(highlight=False).print(figures_table(engine, interrupted=interrupted))
+    if json_file is not None:
+        json.dump(figures_json(engine, interrupted=interrupted), json_file, indent=2)
+        json_file.write("\n")
+    for corruption in engine.verifier.reports:
+        click.echo(f"corrupt: {corruption}", err=True)
+    num_more = engine.verifier.num_corrupt - len(engine.verifier.reports)
+    if num_more:
+        click.echo(f"corrupt: and {num_more} more", err=True)
+
+
+class _ProgressBar(Observer):
+    """Finished requests, on stderr, if that is a terminal."""
+
+    def __init__(self, num_requests: int) -> None:
+        console = Console(stderr=True)
+        self._next_s = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            auto_refresh=False,  # a thread of its own would take turns with the engine's
+            transient=True,
+        )
+        self._task = self._bar.add_task("requests", total=num_requests)
+
+    def __enter__(self) -> "_ProgressBar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        self._bar.stop()
+
+    def stepped(self, engine: ReplayEngine) -> None:
+        """Draw anew, a few times a second."""
+        if (now_s := time.monotonic()) >= self._next_s:
+            self._next_s = now_s + _REFRESH_S
+            self._bar.update(self._task, completed=engine.figures.finished, refresh=True)

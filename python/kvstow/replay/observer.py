@@ -1,0 +1,38 @@
+"""What can be seen of a replay from outside, while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvstow.replay.batch import Request
+    from kvstow.replay.engine import ReplayEngine
+    from kvstow.replay.link import Flight
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Told what the engine does, as it does it; this base class ignores it all."""
+
+    def granted(
+        self,
+        engine: ReplayEngine,
+        seats: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+    ) -> None:
+        """These seats have slots for so many tokens, and full blocks among them are published."""
+
+    def looked_up(
+        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+    ) -> None:
+        """A waiting request found this much of its prefix, and may be admitted with it."""
+
+    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+        """A job landed, and ledger and scheduler know."""
+
+    def stepped(self, engine: ReplayEngine) -> None:
+        """A step was computed, and what it made due was handed to the mover."""

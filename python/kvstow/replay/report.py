@@ -1,0 +1,122 @@
+"""The figures of a replay: as JSON for programs, as a table for people."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstow.replay.engine import ReplayEngine
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["figures_json", "figures_table"]
+
+
+def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str, object]:
+    """Everything a replay counted, or has counted so far; ready for `json.dumps`."""
+    figures, verifier = engine.figures, engine.verifier
+    block_bytes = engine.memory.geometry.block_bytes
+    p50_us, p99_us = _percentiles(figures.accounting_us)
+    stats = engine.accounting.scheduler.stats()
+    return {
+        "trace": engine.trace.path,
+        "options": asdict(engine.config),
+        "interrupted": interrupted,
+        "requests": len(engine.trace.requests),
+        "finished_requests": figures.finished,
+        "blocks": engine.trace.num_blocks,
+        "hit_blocks": {
+            "device": figures.device_hits,
+            "host": figures.host_hits,
+            "resumed": figures.resumed_hits,
+        },
+        "recomputed_blocks": figures.recomputed,
+        "stored_blocks": figures.stored,
+        "loaded_blocks": figures.loaded,
+        "evicted_blocks": {
+            "device": figures.published - engine.accounting.ledger.pool.num_cached,
+            "host": stats["evicted_blocks"],
+        },
+        "dropped_blocks": stats["dropped_blocks"],
+        "failed_stores": figures.failed_stores,
+        "failed_loads": figures.failed_loads,
+        "verified_blocks": verifier.num_verified,
+        "corrupt_blocks": verifier.num_corrupt,
+        "corruptions": [corruption.as_dict() for corruption in verifier.reports],
+        "preemptions": figures.preemptions,
+        "bytes_stored": figures.stored * block_bytes,
+        "bytes_loaded": figures.loaded * block_bytes,
+        "prefill_tokens": figures.prefill_tokens,
+        "decode_tokens": figures.decode_tokens,
+        "steps": figures.steps,
+        "seconds": figures.seconds,
+        "virtual_seconds": figures.virtual_seconds,
+        "accounting_us_per_step": {"p50": p50_us, "p99": p99_us},
+    }
+
+
+def figures_table(engine: ReplayEngine, *, interrupted: bool = False) -> "Table":
+    """The same figures for a terminal."""
+    # Here, because rich is an extra: the JSON of a replay needs none of it.
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    title = f"{engine.trace.path}{' (interrupted)' if interrupted else ''}"
+    table = Table("", "", "", title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.columns[1].justify = "right"
+    for row in _rows(engine):
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*row)
+    return table
+
+
+def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
+    """Name, number, and what it means; None between sections."""
+    figures, verifier, config = engine.figures, engine.verifier, engine.config
+    num_blocks = engine.trace.num_blocks
+    block_bytes = engine.memory.geometry.block_bytes
+    p50_us, p99_us = _percentiles(figures.accounting_us)
+    stats = engine.accounting.scheduler.stats()
+    num_evicted = figures.published - engine.accounting.ledger.pool.num_cached
+
+    def share(blocks: int) -> str:
+        return f"{blocks / num_blocks:.1%} of the blocks asked for"
+
+    yield "requests", f"{figures.finished:,}", f"of {len(engine.trace.requests):,} finished"
+    yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
+    yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"
+    yield None
+    yield "blocks asked for", f"{num_blocks:,}", f"of {engine.trace.block_size} tokens"
+    yield "hit on the device", f"{figures.device_hits:,}", share(figures.device_hits)
+    yield "hit on the host", f"{figures.host_hits:,}", share(figures.host_hits)
+    yield "recomputed", f"{figures.recomputed:,}", share(figures.recomputed)
+    yield None
+    yield "blocks stored", f"{figures.stored:,}", _mib(figures.stored * block_bytes)
+    yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded * block_bytes)
+    yield "evicted, device", f"{num_evicted:,}", f"from {config.device_blocks:,} blocks"
+    yield "evicted, host", f"{stats['evicted_blocks']:,}", f"from {config.host_blocks:,} blocks"
+    if stats["dropped_blocks"]:
+        yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
+    if figures.failed_stores or figures.failed_loads:
+        failed = f"{figures.failed_stores:,} / {figures.failed_loads:,}"
+        yield "failed", failed, "jobs that store / load"
+    yield None
+    yield "verified", f"{verifier.num_verified:,}", f"blocks, byte for byte ({config.verify})"
+    yield "corrupt", f"{verifier.num_corrupt:,}", "blocks"
+    yield "accounting", f"{p50_us:,.0f} us", f"a step at the median, {p99_us:,.0f} us at p99"
+    yield "wall time", f"{figures.seconds:,.1f} s", ""
+
+
+def _percentiles(values_us: list[float]) -> tuple[float, float]:
+    if not values_us:
+        return 0.0, 0.0
+    p50_us, p99_us = np.percentile(values_us, [50, 99])
+    return float(p50_us), float(p99_us)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
