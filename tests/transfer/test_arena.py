@@ -18,14 +18,19 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("slot_bytes", "stride"), [(1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (70_000, 73_728)]
+    ("slot_bytes", "stride"),
+    [(1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (70_000, 73_728)],
 )
 def test_slots_are_aligned_rows(slot_bytes: int, stride: int) -> None:
     with HostArena(5, slot_bytes) as arena:
         assert arena.slots.shape == (5, slot_bytes)
         assert arena.slots.dtype == np.uint8
         assert arena.slots.strides == (stride, 1)
-        assert (arena.num_slots, arena.slot_bytes, arena.slot_stride_bytes) == (5, slot_bytes, stride)
+        assert (arena.num_slots, arena.slot_bytes, arena.slot_stride_bytes) == (
+            5,
+            slot_bytes,
+            stride,
+        )
         assert arena.num_bytes == 5 * stride
         assert arena.base_address % 4096 == 0
         assert arena.slots.ctypes.data == arena.base_address
@@ -53,6 +58,19 @@ def test_prefault_reaches_past_one_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     before = resident_bytes()
     with HostArena(4096, 4096, num_prefault_threads=3):
         assert resident_bytes() - before > 4096 * 4096 * 7 // 8
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads Linux's maps")
+def test_a_fork_does_not_turn_writes_into_copies() -> None:
+    with HostArena(4, 4096) as arena, open("/proc/self/maps") as maps:
+        spans = [line.split()[:2] for line in maps]
+        for span, permissions in spans:
+            begin, end = (int(address, 16) for address in span.split("-"))
+            if begin <= arena.base_address < end:
+                assert permissions == "rw-s"
+                break
+        else:
+            pytest.fail("the arena is not mapped")
 
 
 def test_closed_arena_is_refused() -> None:
@@ -89,7 +107,9 @@ def test_a_view_outlives_close() -> None:
         (2, 4096, 10**6, "num_prefault_threads is 1000000"),
     ],
 )
-def test_bad_numbers_are_named(num_slots: int, slot_bytes: int, num_threads: int, named: str) -> None:
+def test_bad_numbers_are_named(
+    num_slots: int, slot_bytes: int, num_threads: int, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         HostArena(num_slots, slot_bytes, num_prefault_threads=num_threads)
 
@@ -99,6 +119,8 @@ def test_bad_numbers_are_named(num_slots: int, slot_bytes: int, num_threads: int
 )
 def test_more_than_the_system_gives_says_what_was_asked(num_slots: int, slot_bytes: int) -> None:
     stride = -(-slot_bytes // 4096) * 4096
-    with pytest.raises(ConfigError, match=rf"{num_slots * stride} bytes .* lower num_slots") as raised:
+    with pytest.raises(
+        ConfigError, match=rf"{num_slots * stride} bytes .* lower num_slots"
+    ) as raised:
         HostArena(num_slots, slot_bytes)
     assert f"{num_slots} slots of {stride} bytes" in str(raised.value)

@@ -26,9 +26,11 @@ from kvstow.transfer import (
     HostEvent,
     HostMover,
     Region,
+    Ticket,
     TransferTimeout,
     host_mover,
 )
+from kvstow.transfer.mover import Index
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -206,7 +208,7 @@ def test_large_jobs_arrive(order: str, block_bytes: int, num_regions: int) -> No
 
 
 def test_regions_anywhere_in_the_address_space_are_accepted() -> None:
-    # Odd, far apart and large: one array over both would have more than 2**63 bytes by numpy's count.
+    # Odd, far apart, large: numpy would count more than 2**63 bytes in one array over both.
     regions = (Region(4097, 1 << 22, 1 << 22), Region(2**46 + 4098, 1 << 22, 1 << 22))
     layout = BlockLayout(2, regions)
     with HostArena(1, layout.slot_bytes) as arena, HostMover(layout, arena) as mover:
@@ -225,8 +227,28 @@ def test_arrays_may_be_reused_after_submitting(setup: Setup) -> None:
     assert np.array_equal(setup.arena.slots[[1, 0]], want)
 
 
+def test_what_a_mover_keeps_is_its_own(setup: Setup) -> None:
+    class Keeping(HostMover):
+        def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
+            kept.extend((block_ids, host_slots))
+            return super()._submit_store(block_ids, host_slots, after)
+
+    kept: list[Index] = []
+    ids, slots = np.array([3, 5]), np.array([1, 0])
+    with Keeping(setup.layout, setup.arena) as mover:
+        mover.store(ids, slots, after=READY)
+    assert [array.tolist() for array in kept] == [[3, 5], [1, 0]]
+    assert not any(np.shares_memory(array, given) for array in kept for given in (ids, slots))
+
+
 def test_int_sequences_and_integer_arrays_are_equal(setup: Setup) -> None:
-    for ids in ([2, 4], (2, 4), range(2, 5, 2), np.array([2, 4], np.uint64), np.array([2, 4], ">i4")):
+    for ids in (
+        [2, 4],
+        (2, 4),
+        range(2, 5, 2),
+        np.array([2, 4], np.uint64),
+        np.array([2, 4], ">i4"),
+    ):
         setup.arena.slots[:] = 0
         setup.mover.store(ids, np.array([5, 1], np.int8), after=READY).wait(LONG_S)
         assert np.array_equal(setup.arena.slots[[5, 1]], [setup.block(2), setup.block(4)])
@@ -321,7 +343,7 @@ def test_nothing_can_be_submitted_without_an_event(setup: Setup) -> None:
     with pytest.raises(TypeError, match="after"):
         setup.mover.store([1], [0])  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        setup.mover.load([0], [1], READY)  # type: ignore[misc]
+        setup.mover.load([0], [1], READY)  # type: ignore[call-arg]
     for wrong in (None, threading.Event(), 0):
         with pytest.raises(ConfigError, match="after must be an Event"):
             setup.mover.store([1], [0], after=wrong)  # type: ignore[arg-type]
@@ -493,7 +515,12 @@ mover.load([0], [1], after=HostEvent())
         (np.array([1, 2**64 - 1], np.uint64), [1, 2], InvalidBlock, "18446744073709551615"),
         ([1, 2], [1], ConfigError, "2 block_ids but 1 host_slots"),
         ([], [1], ConfigError, "0 block_ids but 1 host_slots"),
-        ([[1], [2]], [1, 2], ConfigError, r"block_ids must be 1-D integers, got \w+ of shape \(2, 1"),
+        (
+            [[1], [2]],
+            [1, 2],
+            ConfigError,
+            r"block_ids must be 1-D integers, got \w+ of shape \(2, 1",
+        ),
         (1, [1], ConfigError, "block_ids must be 1-D"),
         ([1.0], [1], ConfigError, "block_ids must be 1-D integers, got float64"),
         (np.zeros(0), [], ConfigError, "block_ids must be 1-D integers, got float64"),

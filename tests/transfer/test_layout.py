@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow._core import ConfigError
@@ -17,7 +17,11 @@ ADDRESS = 1 << 20
 
 
 def test_slot_holds_the_regions_in_order_without_gaps() -> None:
-    regions = (Region(ADDRESS, 64, 48), Region(ADDRESS + 4096, 16, 16), Region(ADDRESS + 48, 64, 16))
+    regions = (
+        Region(ADDRESS, 64, 48),
+        Region(ADDRESS + 4096, 16, 16),
+        Region(ADDRESS + 48, 64, 16),
+    )
     layout = BlockLayout(8, regions)
     assert layout.slot_bytes == 48 + 16 + 16
     assert layout.offsets == (0, 48, 64)
@@ -86,6 +90,7 @@ def bytes_of(region: Region, num_blocks: int) -> set[int]:
     }
 
 
+@settings(max_examples=2000)
 @given(two_regions())
 def test_regions_are_refused_exactly_when_they_share_a_byte(
     case: tuple[Region, Region, int],
@@ -152,7 +157,10 @@ def read_only() -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         (np.zeros((4, 8), dtype=np.uint8).T, "not contiguous"),
         (np.zeros((4, 8, 2), dtype=np.uint8)[:, ::2], "not contiguous"),
         (np.zeros((4, 8), dtype=np.uint8)[::-1], "not contiguous"),
-        (np.lib.stride_tricks.as_strided(np.zeros(64, dtype=np.uint8), (4, 16), (8, 1)), "not cont"),
+        (
+            np.lib.stride_tricks.as_strided(np.zeros(64, dtype=np.uint8), (4, 16), (8, 1)),
+            "not cont",
+        ),
         (np.zeros((0, 8), dtype=np.uint8), "holds no block"),
         (np.zeros((4, 0), dtype=np.uint8), "holds no block"),
         (np.array(1, dtype=np.uint8), "holds no block"),
@@ -162,7 +170,9 @@ def read_only() -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         ([[0] * 8] * 4, "is a list"),
     ],
 )
-def test_from_arrays_refuses(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], named: str) -> None:
+def test_from_arrays_refuses(
+    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], named: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"arrays\[1\] .*{named}"):
         BlockLayout.from_arrays([np.zeros((4, 8), dtype=np.uint8), array])
 

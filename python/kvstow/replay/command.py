@@ -143,7 +143,9 @@ def _report(engine: ReplayEngine, json_file: IO[str] | None, *, interrupted: boo
     if json_file is not sys.stdout:
         Console(highlight=False).print(figures_table(engine, interrupted=interrupted))
     if json_file is not None:
-        json.dump(figures_json(engine, interrupted=interrupted), json_file, indent=2)
+        json.dump(
+            figures_json(engine, interrupted=interrupted), json_file, indent=2, allow_nan=False
+        )
         json_file.write("\n")
     for corruption in engine.verifier.reports:
         click.echo(f"corrupt: {corruption}", err=True)

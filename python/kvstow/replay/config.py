@@ -1,12 +1,14 @@
 """The options of a replay, checked before anything is built."""
 
-import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kvstow._core import ConfigError
 from kvstow.replay.content import Geometry
+from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
 
 __all__ = ["ReplayConfig", "Verify", "link_bytes_per_s"]
 
@@ -17,7 +19,13 @@ _LINK_BYTES_PER_S = 50e9
 _MODEL_BYTES_PER_TOKEN = 131_072
 # What the accounting keeps per block, at most.
 _ACCOUNTING_BYTES = 100
+# Where a container says how much memory it may use; a limit of none is a word or a huge number.
+_CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _MAX_COUNT = 2**31 - 1
+_MAX_STEP_MS = 1e6
 
 
 def link_bytes_per_s(bytes_per_token: int) -> float:
@@ -45,7 +53,8 @@ class ReplayConfig:
         decode_request_ms: and for each request that decodes.
         max_step_tokens: tokens computed in a step, at most.
         max_requests: requests that run or load at a time, at most.
-        bandwidth_bytes_per_s: of each direction of the link; None scales with `bytes_per_token`.
+        bandwidth_bytes_per_s: of each direction of the link, infinity included; None stands for
+            `link_bytes_per_s(bytes_per_token)`.
         num_layers: layers whose K and V a block holds.
         bytes_per_token: of KV, all layers.
 
@@ -84,18 +93,19 @@ class ReplayConfig:
             ("prefill-token-ms", self.prefill_token_ms),
             ("decode-request-ms", self.decode_request_ms),
         ):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} is {value}; it must be a finite time, 0 ms or more")
-        if self.bandwidth_bytes_per_s is not None and not self.bandwidth_bytes_per_s > 0:
+            if not 0 <= value <= _MAX_STEP_MS:
+                raise ConfigError(f"{name} is {value}; it must be 0 to {_MAX_STEP_MS:.0f} ms")
+        if self.bandwidth_bytes_per_s is not None and not self.bandwidth_bytes_per_s >= 1:
             raise ConfigError(
-                f"bandwidth is {self.bandwidth_bytes_per_s}; it must be more than 0 bytes/s"
+                f"bandwidth is {self.bandwidth_bytes_per_s}; it must be at least 1 byte/s"
             )
 
     def geometry(self, block_size: int) -> Geometry:
         """The geometry of a trace's blocks; `ConfigError` where both pools cannot be in memory."""
         geometry = Geometry(block_size, self.num_layers, self.bytes_per_token)
-        block_bytes = geometry.block_bytes + _ACCOUNTING_BYTES
-        needed_bytes = (self.device_blocks + self.host_blocks) * block_bytes
+        slot_bytes = -(-geometry.block_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        needed_bytes = self.device_blocks * (geometry.block_bytes + _ACCOUNTING_BYTES)
+        needed_bytes += self.host_blocks * (slot_bytes + _ACCOUNTING_BYTES)
         if needed_bytes > (memory_bytes := _memory_bytes()):
             raise ConfigError(
                 f"{self.device_blocks} device and {self.host_blocks} host blocks of "
@@ -123,4 +133,9 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """What this machine has, or its container may use."""
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in _CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):
+            num_bytes = min(num_bytes, int(limit.read_text()))
+    return num_bytes

@@ -1,5 +1,6 @@
 """The figures of a replay: as JSON for programs, as a table for people."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -20,9 +21,12 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
     block_bytes = engine.memory.geometry.block_bytes
     p50_us, p99_us = _percentiles(figures.accounting_us)
     stats = engine.accounting.scheduler.stats()
+    # The one in force; JSON has no infinity.
+    bytes_per_s = engine.config.link_bytes_per_s
+    bandwidth = bytes_per_s if math.isfinite(bytes_per_s) else None
     return {
         "trace": engine.trace.path,
-        "options": asdict(engine.config),
+        "options": asdict(engine.config) | {"bandwidth_bytes_per_s": bandwidth},
         "interrupted": interrupted,
         "requests": len(engine.trace.requests),
         "finished_requests": figures.finished,

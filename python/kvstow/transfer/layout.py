@@ -199,13 +199,14 @@ def _refuse_shared_bytes(regions: Sequence[Region], num_blocks: int) -> None:
 
 
 def _share_bytes(a: Region, b: Region, num_blocks: int) -> bool:
-    """Whether some block of `a` and some block of `b` have a byte in common."""
+    """Whether some block of `a` and some block of `b` have a byte in common.
+
+    `b` begins where `a` does or after it, and before `a` ends.
+    """
     if a.block_stride_bytes == b.block_stride_bytes:
-        # Block i of a and block i + k of b are `gap + k * stride` apart, for any i: look for the
-        # first k that puts b's block behind the start of a's, and see whether it begins in time.
-        stride, gap = a.block_stride_bytes, b.base_address - a.base_address
-        k = max((-b.block_bytes - gap) // stride + 1, 1 - num_blocks)
-        return k < num_blocks and gap + k * stride < a.block_bytes
+        # All pairs of neighbours are alike: b's block begins in a's, or reaches the next one.
+        start = (b.base_address - a.base_address) % a.block_stride_bytes
+        return start < a.block_bytes or start + b.block_bytes > a.block_stride_bytes
     starts = a.base_address + np.arange(num_blocks, dtype=np.int64) * a.block_stride_bytes
     # Of b's blocks that begin before a block of a ends, the last one reaches furthest.
     last = (starts + (a.block_bytes - 1) - b.base_address) // b.block_stride_bytes
