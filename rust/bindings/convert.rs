@@ -35,17 +35,21 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     }
 }
 
+/// Room to set aside for a caller's sequence: its `__len__` is only a hint, and may lie.
+fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
+    obj.len().unwrap_or(0).min(1 << 20)
+}
+
 /// Integers from any sequence of ints or any one-dimensional integer array.
 pub(crate) fn ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     if let Ok(array) = obj.cast::<PyUntypedArray>() {
         check_integer_array(array)?;
-        if let Ok(array) = obj.extract::<PyReadonlyArray1<'_, i64>>() {
-            return Ok(array.as_array().iter().copied().collect());
+        if let Ok(items) = obj.extract::<PyReadonlyArray1<'_, i64>>().map(|array| array.to_vec())
+            && let Ok(items) = items
+        {
+            return Ok(items);
         }
-        if let Ok(array) = obj.extract::<PyReadonlyArray1<'_, i32>>() {
-            return Ok(array.as_array().iter().map(|&item| i64::from(item)).collect());
-        }
-        // Another width, sign or byte order: numpy's own ints convert and range-check one by one.
+        // Another width, sign or byte order, or not contiguous: numpy makes ints of it.
         return sequence_of_ints(&obj.call_method0("tolist")?);
     }
     sequence_of_ints(obj)
@@ -53,16 +57,14 @@ pub(crate) fn ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
 
 fn sequence_of_ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let items = sequence(obj, "integers")?;
-    let mut numbers = Vec::with_capacity(items.len().unwrap_or(0));
+    let mut numbers = Vec::with_capacity(capacity_hint(items));
     for item in items.try_iter()? {
         let item = item?;
         let number = item.extract::<i64>().map_err(|_| {
             let kind =
                 if item.is_instance_of::<PyInt>() { "is too large" } else { "is no integer" };
-            ConfigError::new_err(format!(
-                "{} {kind}",
-                item.repr().map_or_else(|_| "an item".to_owned(), |text| text.to_string())
-            ))
+            let shown = item.repr().map_or_else(|_| "an item".to_owned(), |text| text.to_string());
+            ConfigError::new_err(format!("{shown} {kind}"))
         })?;
         numbers.push(number);
     }
@@ -96,11 +98,10 @@ fn sequence<'a, 'py>(
 /// Block ids of a pool of `num_blocks`.
 pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<BlockId>> {
     let no_such_block = |id| to_py(Error::NoSuchBlock { id, num_blocks });
-    let int32 = obj.extract::<PyReadonlyArray1<'_, i32>>();
-    if let Ok(array) = &int32 {
-        let to_id =
-            |&id: &i32| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id.into()));
-        return array.as_array().iter().map(to_id).collect();
+    let int32 = obj.extract::<PyReadonlyArray1<'_, i32>>().map(|array| array.to_vec());
+    if let Ok(Ok(items)) = int32 {
+        let to_id = |id: i32| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id.into()));
+        return items.into_iter().map(to_id).collect();
     }
     let to_id = |id: i64| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id));
     ints(obj)?.into_iter().map(to_id).collect()
@@ -117,7 +118,7 @@ pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
 
 /// Block hashes, one width each list.
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
-    let mut hashes = Hashes::with_capacity(obj.len().unwrap_or(0));
+    let mut hashes = Hashes::with_capacity(capacity_hint(obj));
     let mut push = |item: &Bound<'_, PyAny>| {
         let digest = item.cast::<PyBytes>().map_err(|_| {
             ConfigError::new_err(format!("a block hash is bytes, not {}", item.get_type()))

@@ -1,6 +1,5 @@
 //! `hash_tokens`, and the way of tokens and extra keys into Python and out of it.
 
-use kvstow_core::error::Error;
 use kvstow_core::hash::{
     self, Algorithm, BlockExtraKeys, ExtraKey, HashOptions, MAX_EXTRA_KEY_DEPTH,
     extra_keys_too_deep, token_out_of_bounds,
@@ -12,7 +11,8 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
-use crate::error::to_py;
+use crate::convert::check_integer_array;
+use crate::error::{ConfigError, to_py};
 
 /// Hash the full blocks of `tokens`, each digest chained over its whole prefix.
 #[pyfunction]
@@ -42,7 +42,9 @@ fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
     block_size.extract().map_err(|error: PyErr| {
         if error.is_instance_of::<PyOverflowError>(block_size.py()) {
             let given = int_text(block_size);
-            return config(format!("block_size is {given}: a block has 1 to 2**64 - 1 tokens"));
+            return ConfigError::new_err(format!(
+                "block_size is {given}: a block has 1 to 2**64 - 1 tokens"
+            ));
         }
         error
     })
@@ -55,7 +57,7 @@ pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     }
     if tokens.cast::<PySequence>().is_err() {
         let kind = type_name(tokens);
-        return Err(config(format!(
+        return Err(ConfigError::new_err(format!(
             "tokens is of type {kind}: pass a sequence of ints or an integer array"
         )));
     }
@@ -68,22 +70,17 @@ pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 }
 
 fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {
-    let dtype = array.dtype();
-    match (array.ndim(), dtype.kind()) {
-        (1, b'u') => native_copy::<u64>(array),
-        (1, b'i') => {
-            let mut ids = Vec::with_capacity(array.len());
-            for (position, token) in native_copy::<i64>(array)?.into_iter().enumerate() {
-                let id = u64::try_from(token);
-                ids.push(id.map_err(|_| to_py(token_out_of_bounds(position, &token)))?);
-            }
-            Ok(ids)
-        }
-        _ => Err(config(format!(
-            "tokens is an array of {dtype} and shape {:?}: pass integers in one dimension",
-            array.shape()
-        ))),
+    check_integer_array(array)?;
+    if array.dtype().kind() == b'u' {
+        return native_copy::<u64>(array);
     }
+    let tokens = native_copy::<i64>(array)?;
+    let mut ids = Vec::with_capacity(tokens.len());
+    for (position, token) in tokens.into_iter().enumerate() {
+        let id = u64::try_from(token);
+        ids.push(id.map_err(|_| to_py(token_out_of_bounds(position, &token)))?);
+    }
+    Ok(ids)
 }
 
 /// The array's numbers as `T`, whatever its stride, alignment, width and byte order: numpy's own
@@ -99,7 +96,9 @@ fn bad_token(position: usize, token: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
         to_py(token_out_of_bounds(position, &int_text(token)))
     } else if error.is_instance_of::<PyTypeError>(py) {
         let kind = type_name(token);
-        config(format!("token {position} is of type {kind}: token ids are ints from 0 to 2**63"))
+        ConfigError::new_err(format!(
+            "token {position} is of type {kind}: token ids are ints from 0 to 2**63"
+        ))
     } else {
         error // raised by the object itself
     }
@@ -109,7 +108,7 @@ fn bad_token(position: usize, token: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
 pub(crate) fn extra_keys_from_py(blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockExtraKeys>> {
     if blocks.cast::<PySequence>().is_err() {
         let kind = type_name(blocks);
-        return Err(config(format!(
+        return Err(ConfigError::new_err(format!(
             "extra_keys is of type {kind}: pass a sequence with one entry per full block"
         )));
     }
@@ -127,7 +126,7 @@ fn block_keys(block: usize, keys: &Bound<'_, PyAny>) -> PyResult<Vec<ExtraKey>> 
         || keys.is_instance_of::<PyByteArray>();
     if one_key || keys.cast::<PySequence>().is_err() {
         let kind = type_name(keys);
-        return Err(config(format!(
+        return Err(ConfigError::new_err(format!(
             "the extra keys of block {block} are of type {kind}: pass None or a tuple of keys"
         )));
     }
@@ -141,14 +140,18 @@ fn key_from_py(block: usize, key: &Bound<'_, PyAny>, levels: usize) -> PyResult<
         Ok(ExtraKey::Bool(value.is_true())) // asked before int, which a bool is too
     } else if key.is_instance_of::<PyInt>() {
         let value = key.extract().map_err(|_| {
-            config(format!("an extra key of block {block} is an int wider than 128 bits"))
+            ConfigError::new_err(format!(
+                "an extra key of block {block} is an int wider than 128 bits"
+            ))
         });
         Ok(ExtraKey::Int(value?))
     } else if let Ok(value) = key.cast::<PyBytes>() {
         Ok(ExtraKey::Bytes(value.as_bytes().to_vec()))
     } else if let Ok(value) = key.cast::<PyString>() {
         let text = value.to_str().map_err(|_| {
-            config(format!("an extra key of block {block} is a str with a lone surrogate"))
+            ConfigError::new_err(format!(
+                "an extra key of block {block} is a str with a lone surrogate"
+            ))
         });
         Ok(ExtraKey::Text(text?.to_owned()))
     } else if key.is_instance_of::<PyTuple>() || key.is_instance_of::<PyList>() {
@@ -157,7 +160,7 @@ fn key_from_py(block: usize, key: &Bound<'_, PyAny>, levels: usize) -> PyResult<
         Ok(ExtraKey::Sequence(keys.collect::<PyResult<_>>()?))
     } else {
         let kind = type_name(key);
-        Err(config(format!(
+        Err(ConfigError::new_err(format!(
             "an extra key of block {block} is of type {kind}: keys are None, bools, ints, strings, \
              bytes, and tuples or lists of them"
         )))
@@ -190,10 +193,6 @@ fn key_to_py<'py>(py: Python<'py>, key: &ExtraKey) -> PyResult<Bound<'py, PyAny>
         ExtraKey::Text(value) => PyString::new(py, value).into_any(),
         ExtraKey::Sequence(keys) => keys_to_py(py, keys)?.into_any(),
     })
-}
-
-fn config(message: String) -> PyErr {
-    to_py(Error::Config(message))
 }
 
 fn type_name(value: &Bound<'_, PyAny>) -> String {

