@@ -4,7 +4,7 @@ use kvstow_core::error::Error;
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
 use numpy::{
-    IntoPyArray, PyArray1, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray,
+    IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
 use pyo3::exceptions::PyOverflowError;

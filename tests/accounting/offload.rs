@@ -370,3 +370,89 @@ fn what_finds_no_room_is_counted_and_a_prefix_is_kept() {
     assert_eq!(world.num_served(0), 3);
     assert_eq!(world.scheduler.stats().dropped_blocks, 2);
 }
+
+/// Lets every job land.
+fn settle(world: &mut World) {
+    while !world.copies.is_empty() {
+        world.end(0, true);
+    }
+}
+
+/// Admits `who` with a whole chain that nothing serves, and computes it; it stays.
+fn prefill(world: &mut World, who: usize, which: usize, len: usize) {
+    world.admit(who, which, 8, 0);
+    let computed = world.requests[&who].computed;
+    world.run(who, len * BLOCK_SIZE - computed);
+    settle(world);
+}
+
+#[test]
+fn a_store_ranks_the_whole_chain() {
+    let mut world = World::new(32, 5);
+    prefill(&mut world, 0, 0, 2);
+    prefill(&mut world, 1, 3, 2);
+    world.run(0, BLOCK_SIZE);
+    settle(&mut world);
+    // Chain 0 has one more block, so all of it is more recent than chain 3, which goes.
+    prefill(&mut world, 2, 2, 3);
+    assert_eq!((world.num_served(0), world.num_served(3), world.num_served(2)), (3, 0, 3));
+}
+
+#[test]
+fn an_accepted_load_ranks_the_whole_chain() {
+    let mut world = World::new(32, 6);
+    serve(&mut world, 0, 3);
+    serve(&mut world, 3, 3);
+    assert!(world.ledger.pool_mut().reset());
+    world.admit(0, 0, 3, usize::MAX);
+    settle(&mut world);
+    assert_eq!(world.scheduler.stats().loaded_blocks, 2, "one token is left to compute");
+    // Chain 2 shares its root with chain 0 and needs two slots: those of the least recent tails,
+    // which are chain 0's third block, that was not loaded, and chain 3's.
+    prefill(&mut world, 1, 2, 3);
+    assert_eq!((world.num_served(0), world.num_served(3), world.num_served(2)), (2, 2, 3));
+}
+
+#[test]
+fn a_lookup_is_pending_while_another_request_loads_the_same() {
+    let mut world = World::new(32, 6);
+    serve(&mut world, 0, 4);
+    assert!(world.ledger.pool_mut().reset());
+    world.admit(0, 0, 4, 2);
+    assert_eq!(world.copies.len(), 1);
+    world.scheduler.add("other", &hashes(&chain(0, 4))).unwrap();
+    assert_eq!(world.scheduler.lookup("other", 0, usize::MAX).unwrap(), None);
+    world.check();
+    settle(&mut world);
+    assert_eq!(world.scheduler.lookup("other", 0, usize::MAX).unwrap(), Some(4 * BLOCK_SIZE));
+}
+
+#[test]
+fn a_live_chain_that_was_evicted_is_stored_again_from_its_root() {
+    let mut world = World::new(32, 4);
+    prefill(&mut world, 0, 0, 2);
+    prefill(&mut world, 1, 3, 4);
+    assert_eq!((world.num_served(0), world.num_served(3)), (0, 4));
+    world.run(0, BLOCK_SIZE);
+    settle(&mut world);
+    assert_eq!((world.num_served(0), world.num_served(3)), (3, 1));
+}
+
+#[test]
+fn after_a_reset_loads_do_not_count_and_live_requests_store_anew() {
+    let mut world = World::new(32, 8);
+    serve(&mut world, 0, 4);
+    assert!(world.ledger.pool_mut().reset());
+    prefill(&mut world, 1, 3, 2);
+    world.admit(0, 0, 4, 3);
+    let load = world.copies[0].job.clone();
+    world.apply(&Op::Reset);
+    let end = world.scheduler.complete(load.job_id, true).unwrap();
+    assert_eq!((end.is_ok, end.block_ids), (false, load.block_ids));
+    assert_eq!(world.scheduler.stats().failed_loads, 1);
+    assert_eq!(world.num_served(3), 0);
+    world.copies.clear();
+    world.run(1, 1);
+    settle(&mut world);
+    assert_eq!(world.num_served(3), 2, "stored again without a new full block");
+}

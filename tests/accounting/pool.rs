@@ -172,3 +172,19 @@ fn hashes_keep_one_width() {
     assert!(pool.lookup(&wide, GroupId(0)).is_err());
     assert_eq!(pool.num_cached(), 1);
 }
+
+#[test]
+fn removals_of_two_groups_are_two_events() {
+    let mut pool = BlockPool::new(4, Some(Medium::Device)).unwrap();
+    let mut taken = Vec::new();
+    pool.allocate(2, &mut taken).unwrap();
+    pool.cache(&taken[..1], &hashes(&[1]), GroupId(0)).unwrap();
+    pool.cache(&taken[1..], &hashes(&[1]), GroupId(1)).unwrap();
+    pool.take_events();
+    pool.evict(&taken).unwrap();
+    let groups = pool.take_events().into_iter().map(|event| match event {
+        Event::Removed { group, hashes } => (group.0, hashes.len()),
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(groups.collect::<Vec<_>>(), [(0, 1), (1, 1)]);
+}
