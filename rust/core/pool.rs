@@ -29,6 +29,25 @@ pub const MAX_BLOCKS: usize = i32::MAX as usize;
 /// Counts stay below this, and no call names as many blocks: so they cannot wrap.
 const MAX_COUNT: u32 = u32::MAX / 2;
 
+/// What a block costs at most, in bytes.
+pub(crate) const BLOCK_BYTES: usize = 82;
+
+/// Refuses a size for which the machine has no memory: failing later would end the process.
+pub(crate) fn check_memory(num_blocks: usize, block_bytes: usize) -> Result<()> {
+    let bytes = num_blocks.saturating_mul(block_bytes);
+    let mut probe: Vec<u8> = Vec::new();
+    let is_refused = probe.try_reserve_exact(bytes).is_err();
+    // The reservation must not be optimised away: that it was possible is what is asked.
+    std::hint::black_box(&probe);
+    if is_refused {
+        return Err(Error::Config(format!(
+            "{num_blocks} blocks need {bytes} bytes for their accounting, and this machine does \
+             not give them: take fewer blocks"
+        )));
+    }
+    Ok(())
+}
+
 /// All blocks of one memory. At most 82 bytes a block, taken at construction.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
@@ -57,6 +76,7 @@ impl BlockPool {
                  and at most {MAX_BLOCKS}"
             )));
         };
+        check_memory(num_blocks, BLOCK_BYTES)?;
         Ok(Self {
             refs: vec![0; num_blocks],
             pins: vec![0; num_blocks],

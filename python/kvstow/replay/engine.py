@@ -317,7 +317,7 @@ class ReplayEngine:
         stop = start + tokens
         self._write(seats, start, stop)
         batch.computed[seats] = stop
-        batch.known[seats] = np.minimum(np.maximum(known, stop + 1), batch.total[seats])
+        batch.known[seats] = np.maximum(known, stop + 1)
         num_decodes = int(np.count_nonzero((known - start == 1) & (start >= batch.prompt[seats])))
         num_prefill = int(tokens.sum()) - num_decodes
         self.figures.steps += 1

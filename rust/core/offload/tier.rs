@@ -19,14 +19,17 @@ use crate::error::{Error, Result};
 use crate::event::{Event, Medium};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, HashWidth};
-use crate::pool::BlockPool;
+use crate::pool::{BLOCK_BYTES, BlockPool, check_memory};
 
 use super::lru::Lru;
 
 /// The one group whose blocks are offloaded.
 const GROUP: GroupId = GroupId(0);
 
-/// At most 102 bytes a slot, taken at construction.
+/// What a slot costs besides its block in the pool, in bytes.
+const SLOT_BYTES: usize = 20;
+
+/// At most 102 bytes a slot, taken at construction, and 44 more while a store fills it.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
     pool: BlockPool,
@@ -52,6 +55,7 @@ impl HostTier {
         if num_slots == 0 {
             return Err(Error::Config("0 host blocks: at least one is needed".to_owned()));
         }
+        check_memory(num_blocks, BLOCK_BYTES + SLOT_BYTES)?;
         Ok(Self {
             pool: BlockPool::new(num_blocks, events.then_some(Medium::Host))?,
             parents: vec![0; num_blocks],

@@ -1,0 +1,129 @@
+"""Small traces in memory, and replays of them with every invariant checked after every step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hypothesis import strategies as st
+
+from kvstow.replay import Observer, ReplayConfig, ReplayEngine, Trace, TraceRequest
+from kvstow.replay.batch import Request
+
+BLOCK = 16  # tokens: an engine takes any size, and small blocks make short replays
+
+
+class Checked(Observer):
+    """Verifies ledger and scheduler after each step, and that the replay gets anywhere."""
+
+    max_steps = 100_000
+
+    def stepped(self, engine: ReplayEngine) -> None:
+        engine.accounting.ledger.check()
+        engine.accounting.scheduler.check()
+        assert engine.figures.steps < self.max_steps, "the replay does not end"
+
+
+def request(
+    line: int, ids: Sequence[int], *, output: int = 1, tail: int = 0, at_s: float = 0.0
+) -> TraceRequest:
+    """A request with a whole block of prompt per id, but for `tail` tokens in the last one."""
+    prompt = len(ids) * BLOCK - (BLOCK - tail if tail else 0)
+    return TraceRequest(line, at_s, prompt, output, tuple(ids))
+
+
+def trace(*requests: TraceRequest) -> Trace:
+    return Trace("scenario.jsonl", BLOCK, list(requests))
+
+
+@contextmanager
+def prepared(
+    of: Trace,
+    *,
+    device_blocks: int,
+    host_blocks: int = 1000,
+    observer: Observer | None = None,
+    bandwidth_bytes_per_s: float = float("inf"),
+    max_step_tokens: int = 8192,
+    max_requests: int = 256,
+) -> Iterator[ReplayEngine]:
+    """An engine for the trace, not yet run; instant copies unless a bandwidth is given."""
+    config = ReplayConfig(
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        max_step_tokens=max_step_tokens,
+        max_requests=max_requests,
+    )
+    engine = ReplayEngine(of, config, observer=observer or Checked())
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def assert_ended_well(engine: ReplayEngine) -> None:
+    """Everything ran, nothing is corrupt, and nothing is still held."""
+    figures, stats = engine.figures, engine.accounting.scheduler.stats()
+    assert figures.finished == len(engine.trace.requests)
+    assert engine.verifier.num_corrupt == 0
+    assert figures.device_hits + figures.host_hits + figures.recomputed == engine.trace.num_blocks
+    assert engine.accounting.ledger.num_requests == 0
+    assert engine.accounting.ledger.pool.num_free == engine.config.device_blocks - 1
+    assert stats["jobs_in_flight"] == 0
+    assert stats["stored_blocks"] == figures.stored
+    assert stats["loaded_blocks"] == figures.loaded
+    engine.accounting.ledger.check()
+    engine.accounting.scheduler.check()
+
+
+class Watched(Checked):
+    """Records, by request, the (device, host) tokens of the last lookup of each admission."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[tuple[int, int]]] = {}
+        self.order: list[str] = []
+        self.most_running = 0
+        self.most_tokens = 0
+        self._num_computed = 0
+
+    def looked_up(
+        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+    ) -> None:
+        self.found.setdefault(request.name, []).append((device_tokens, host_tokens))
+        self.order.append(request.name)
+
+    def stepped(self, engine: ReplayEngine) -> None:
+        super().stepped(engine)
+        self.most_running = max(self.most_running, len(engine.batch.running))
+        num_computed = engine.figures.prefill_tokens + engine.figures.decode_tokens
+        self.most_tokens = max(self.most_tokens, num_computed - self._num_computed)
+        self._num_computed = num_computed
+
+
+FIRST = [1, 2, 3, 4]
+
+
+def comes_back(line: int, at_s: float) -> TraceRequest:
+    """Asks for the prefix of the first request again, and one block more."""
+    return request(line, [*FIRST, 90 + line], at_s=at_s)
+
+
+def pushed_out(num_usable: int, *more: TraceRequest) -> Trace:
+    """A request, a second one 100 s later that takes all usable blocks, and what comes then."""
+    return trace(request(1, FIRST), request(2, range(11, 10 + num_usable), at_s=100), *more)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Prompts that share prefixes, burst in, and generate more or less."""
+    paths: list[Sequence[int]] = [()]
+    requests, at_s = [], 0.0
+    for line in range(1, draw(st.integers(1, 15)) + 1):
+        known = draw(st.sampled_from(paths))
+        kept = known[: draw(st.integers(0, len(known)))]
+        fresh = range(100 * line, 100 * line + draw(st.integers(1, 5)))
+        paths.append([*kept, *fresh])
+        at_s += draw(st.sampled_from([0.0, 0.0, 0.01, 0.3]))
+        output = draw(st.one_of(st.sampled_from([0, 1, BLOCK]), st.integers(0, 6 * BLOCK)))
+        tail = draw(st.one_of(st.just(0), st.integers(0, BLOCK - 1)))
+        requests.append(request(line, paths[-1], output=output, tail=tail, at_s=at_s))
+    return trace(*requests)

@@ -1,0 +1,274 @@
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstow import cli
+from kvstow.replay import BUNDLED_TRACE, Observer, ReplayEngine, command
+from kvstow.replay.link import Flight
+
+COMMAND = [sys.executable, "-c", "import sys; from kvstow.cli import main; sys.exit(main())"]
+SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
+
+API_KEYS = {
+    "requests", "blocks", "hit_blocks", "recomputed_blocks", "stored_blocks", "loaded_blocks",
+    "verified_blocks", "corrupt_blocks", "preemptions", "bytes_stored", "bytes_loaded", "steps",
+    "seconds", "accounting_us_per_step",
+}  # fmt: skip
+
+
+def replay(*arguments: str) -> int:
+    return cli.main(["replay", *arguments])
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert replay(*arguments, "--json", "-") == 0
+    loaded = json.loads(capsys.readouterr().out)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_json_to_stdout_is_json_and_nothing_else() -> None:
+    done = run("replay", *SMALL, "--json", "-")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found.keys() >= API_KEYS
+    assert found["hit_blocks"].keys() == {"device", "host", "resumed"}
+    assert found["accounting_us_per_step"].keys() == {"p50", "p99"}
+    assert found["requests"] == found["finished_requests"] == 150
+    assert found["corrupt_blocks"] == 0
+    hits = found["hit_blocks"]
+    assert hits["device"] + hits["host"] + found["recomputed_blocks"] == found["blocks"]
+    assert found["bytes_stored"] == 4096 * found["stored_blocks"]
+    assert found["bytes_loaded"] == 4096 * found["loaded_blocks"]
+    assert found["trace"] == str(BUNDLED_TRACE)
+    assert not found["interrupted"]
+
+
+def test_the_defaults_show_everything_the_command_is_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = figures(capsys)
+
+    assert found["corrupt_blocks"] == 0
+    assert found["verified_blocks"] > 10_000  # type: ignore[operator]
+    for key in ("stored_blocks", "loaded_blocks", "preemptions"):
+        assert found[key] > 0, key  # type: ignore[operator]
+    for key in ("hit_blocks", "evicted_blocks"):
+        assert all(found[key].values()), key  # type: ignore[attr-defined]
+
+
+def test_two_runs_agree_in_all_but_wall_time(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = figures(capsys, *SMALL), figures(capsys, *SMALL)
+    for found in (first, second):
+        assert found.pop("seconds") is not None
+        assert found.pop("accounting_us_per_step") is not None
+
+    assert first == second
+    assert first["preemptions"]
+    assert first["loaded_blocks"]
+
+
+def test_the_table_goes_to_stdout_and_json_to_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    done = run("replay", *SMALL, "--json", str(path))
+
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(path.read_text())
+    for text in ("hit on the device", "preemptions", f"{found['verified_blocks']:,}"):
+        assert text in done.stdout
+
+
+def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(
+        capsys, "--limit", "3", "--device-blocks", "400", "--host-blocks", "77", "--verify", "off",
+        "--step-ms", "1", "--prefill-token-ms", "2", "--decode-request-ms", "3",
+        "--max-step-tokens", "1000", "--max-requests", "5", "--bandwidth", "inf", "--layers", "1",
+        "--bytes-per-token", "16",
+    )  # fmt: skip
+
+    assert found["options"] == {
+        "device_blocks": 400, "host_blocks": 77, "policy": "lru", "mode": "eager", "mover": "auto",
+        "verify": "off", "step_ms": 1.0, "prefill_token_ms": 2.0, "decode_request_ms": 3.0,
+        "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "num_layers": 1,
+        "bytes_per_token": 16,
+    }  # fmt: skip
+    assert found["bytes_stored"] == 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
+    assert found["verified_blocks"] == 0
+
+
+# -- bad usage and input: status 2, a message, no traceback -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl:1: cannot be read"),
+        (["--device-blocks", "0"], "device-blocks is 0"),
+        (["--device-blocks", "many"], "'many' is not a valid integer"),
+        (["--host-blocks", "-1"], "host-blocks is -1"),
+        (["--host-blocks", "2000000000"], "GiB"),
+        (["--device-blocks", "20"], "of 20 device blocks 19 are usable. Take --device-blocks"),
+        (["--limit", "0"], "limit is 0"),
+        (["--policy", "arc"], "'arc' is not 'lru'"),
+        (["--bandwidth", "nan"], "bandwidth is nan"),
+        (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),
+        (["--json", "/nowhere/figures.json"], "/nowhere/figures.json: cannot be written"),
+        (["--no-such-option"], "No such option"),
+        (["one.jsonl", "two.jsonl"], "unexpected extra argument"),
+    ],
+)
+def test_bad_usage_is_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    assert replay(*arguments) == 2
+    captured = capsys.readouterr()
+    assert problem in captured.err
+    assert captured.out == ""
+
+
+def test_a_bad_trace_is_status_2_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 0}\n')
+    done = run("replay", str(path))
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvstow: {path}:1: no 'input_length'")
+    assert "Traceback" not in done.stderr
+
+
+def test_content_ids_need_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "content.jsonl"
+    rows = [[1, 2], [2, 1], [2, 1]]
+    path.write_text(
+        "".join(
+            f'{{"timestamp": {ms}, "input_length": 99, "output_length": 2, "hash_ids": {ids}}}\n'
+            for ms, ids in enumerate(rows)
+        )
+    )
+
+    assert replay(str(path)) == 2
+    assert f"{path}:2: the ids are not chained" in capsys.readouterr().err
+    found = figures(capsys, str(path), "--chain", "--max-requests", "1")
+    assert (found["blocks"], found["stored_blocks"]) == (6, 4)
+    # Only the third repeats a path, and all but the last block of it can be hit.
+    assert found["hit_blocks"] == {"device": 1, "host": 0, "resumed": 0}
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay("--help") == 0
+    assert "--device-blocks" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert cli.main(["no-such-command"]) == 2
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_the_extra_the_command_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; " + COMMAND[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "replay"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2
+    assert done.stderr == f"kvstow: the command line needs {missing}: pip install 'kvstow[cli]'\n"
+
+
+# -- corruption: status 1 ----------------------------------------------------------------------
+
+
+class SpoilHost(Observer):
+    """Spoils the slots of every store of several blocks, once it has landed."""
+
+    def __init__(self, fault: Callable[[ReplayEngine, Flight], None]) -> None:
+        self._fault = fault
+
+    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+        if flight.direction == "store" and len(flight.job) > 1:
+            self._fault(engine, flight)
+
+
+def flip_one_byte(engine: ReplayEngine, flight: Flight) -> None:
+    engine.arena.slots[flight.job.host_slots[0], 1234] ^= 0x04
+
+
+def swap_two_slots(engine: ReplayEngine, flight: Flight) -> None:
+    pair = flight.job.host_slots[:2]
+    engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
+
+
+@pytest.mark.parametrize("fault", [flip_one_byte, swap_two_slots])
+def test_a_corrupt_block_is_status_1(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[ReplayEngine, Flight], None],
+) -> None:
+    class Faulty(ReplayEngine):
+        def run(self) -> None:
+            self.observer = SpoilHost(fault)
+            super().run()
+
+    monkeypatch.setattr(command, "ReplayEngine", Faulty)
+
+    assert replay(*SMALL, "--json", "-") == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["corrupt_blocks"] > 0
+    first = found["corruptions"][0]
+    assert first["tier"] == "host"
+    assert captured.err.startswith(
+        f"corrupt: request {first['request']}: block {first['position']} (id {first['trace_id']}) "
+        f"is corrupt in the host tier: device block {first['device_block']}, "
+        f"loaded from host slot {first['host_slot']}\n"
+    )
+
+
+# -- Ctrl-C: status 130, after what there is ---------------------------------------------------
+
+
+def test_ctrl_c_reports_what_there_is_and_is_status_130(tmp_path: Path) -> None:
+    """The bar on the terminal tells when the replay is under way."""
+    path = tmp_path / "long.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 512, "output_length": output, "hash_ids": [line]}
+        for line, output in enumerate([1, 2_000_000])
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "replay", str(path), "--device-blocks", "5000", "--json", "-"],
+        stdout=subprocess.PIPE,
+        stderr=other_end,
+        text=True,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    try:
+        os.close(other_end)
+        seen = b""
+        while b"1/2" not in seen:
+            seen += os.read(terminal, 1000)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+    assert process.returncode == 130
+    found = json.loads(output)
+    assert found["interrupted"]
+    assert (found["requests"], found["finished_requests"]) == (2, 1)
+    assert found["steps"] > 0
+    assert found["seconds"] > 0

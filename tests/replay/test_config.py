@@ -1,0 +1,60 @@
+import math
+
+import pytest
+
+from kvstow import ConfigError
+from kvstow.replay.config import ReplayConfig, link_bytes_per_s
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("device_blocks", 1, "device-blocks is 1; it must be 2 to 2147483647"),
+        ("device_blocks", 2**31, "device-blocks is 2147483648"),
+        ("host_blocks", 0, "host-blocks is 0; it must be 1 to"),
+        ("host_blocks", -5, "host-blocks is -5"),
+        ("max_step_tokens", 0, "max-step-tokens is 0"),
+        ("max_requests", -1, "max-requests is -1"),
+        ("max_requests", 10**30, "max-requests is 10000"),
+        ("num_layers", 0, "layers is 0; it must be 1 to 10000"),
+        ("num_layers", 10_001, "layers is 10001"),
+        ("bytes_per_token", 0, "bytes-per-token is 0"),
+        ("step_ms", -0.1, "step-ms is -0.1; it must be 0 to 1000000 ms"),
+        ("step_ms", NAN, "step-ms is nan"),
+        ("prefill_token_ms", math.inf, "prefill-token-ms is inf"),
+        ("decode_request_ms", 1e7, "decode-request-ms is 10000000.0"),
+        ("bandwidth_bytes_per_s", 0.0, "bandwidth is 0.0; it must be at least 1 byte/s"),
+        ("bandwidth_bytes_per_s", NAN, "bandwidth is nan"),
+        ("policy", "arc", "policy is 'arc'; it must be one of lru"),
+        ("mode", "lazy", "mode is 'lazy'; it must be one of eager"),
+        ("mover", "cuda", "mover is 'cuda'; it must be one of auto, host"),
+        ("verify", "some", "verify is 'some'; it must be one of all, sample, off"),
+    ],
+)
+def test_an_option_out_of_bounds_is_named(option: str, value: object, problem: str) -> None:
+    options: dict[str, object] = {"device_blocks": 8, "host_blocks": 8, option: value}
+
+    with pytest.raises(ConfigError) as caught:
+        ReplayConfig(**options)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(problem)
+
+
+def test_pools_that_no_memory_can_hold_are_refused_before_they_are_built() -> None:
+    config = ReplayConfig(device_blocks=8, host_blocks=2**31 - 1)
+
+    with pytest.raises(
+        ConfigError, match=r"2147483647 host blocks of 4096 bytes need 8\d+\.\d GiB"
+    ):
+        config.geometry(512)
+    assert ReplayConfig(device_blocks=8, host_blocks=8).geometry(512).block_bytes == 4096
+
+
+def test_the_link_slows_down_with_the_size_of_a_token() -> None:
+    """A block of an 8B-class model takes 512 * 128 KiB / 50 GB/s; so does one of any size here."""
+    block_s = 512 * 131_072 / 50e9
+
+    assert 512 * 8 / link_bytes_per_s(8) == pytest.approx(block_s)
+    config = ReplayConfig(device_blocks=8, host_blocks=8, bytes_per_token=64)
+    assert 512 * 64 / config.link_bytes_per_s == pytest.approx(block_s)

@@ -1,0 +1,307 @@
+import numpy as np
+import pytest
+from tests.replay.scenario import (
+    BLOCK,
+    Checked,
+    Watched,
+    assert_ended_well,
+    comes_back,
+    prepared,
+    pushed_out,
+    request,
+    trace,
+)
+
+from kvstow import ConfigError
+from kvstow.replay import ReplayConfig, ReplayEngine
+from kvstow.replay.link import Flight
+
+# -- time and counting -------------------------------------------------------------------------
+
+
+def test_a_request_alone_takes_the_steps_and_the_time_it_must() -> None:
+    """33 tokens of prompt in chunks of 16, 16 and 1, then one step for each of 10 output tokens."""
+    config = ReplayConfig(
+        device_blocks=8,
+        host_blocks=8,
+        step_ms=3.0,
+        prefill_token_ms=0.5,
+        decode_request_ms=0.25,
+        max_step_tokens=16,
+    )
+    engine = ReplayEngine(trace(request(1, [1, 2, 3], tail=1, output=10, at_s=7.0)), config)
+    engine.run()
+    engine.close()
+    figures = engine.figures
+
+    assert_ended_well(engine)
+    assert figures.steps == 3 + 10
+    assert (figures.prefill_tokens, figures.decode_tokens) == (33, 10)
+    assert (figures.published, figures.stored, figures.recomputed) == (2, 2, 3)
+    assert engine.verifier.num_verified == 3  # of 43 tokens, the last block partial
+    assert figures.virtual_seconds == pytest.approx((13 * 3 + 33 * 0.5 + 10 * 0.25) / 1000)
+
+
+def test_jobs_land_one_after_the_other() -> None:
+    """Blocks of 128 bytes take 0.128 s each, and the link is busy when the second is submitted."""
+    landings: list[float] = []
+
+    class Landings(Checked):
+        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+            landings.append(engine.now_s)
+
+    of = trace(request(1, [1, 2, 3], output=0, at_s=7.0))
+    with prepared(
+        of,
+        device_blocks=8,
+        max_step_tokens=16,
+        bandwidth_bytes_per_s=1000.0,
+        observer=Landings(),
+    ) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        # The first begins after the first chunk: 5 ms, and 0.1 ms for each of 16 tokens.
+        first_s = 7.0 + 0.0066 + 0.128
+        assert landings == pytest.approx([first_s, first_s + 0.128, first_s + 0.256])
+
+
+def test_the_last_landing_is_waited_for_but_a_fast_link_adds_nothing() -> None:
+    with prepared(trace(request(1, [1, 2], output=3)), device_blocks=8) as engine:
+        engine.run()
+
+        assert engine.figures.virtual_seconds == pytest.approx((5 + 3.2 + 3 * 5.05) / 1000)
+
+
+def test_one_token_is_left_to_compute() -> None:
+    """An equal prompt of whole blocks hits all but its last block."""
+    of = trace(
+        request(1, [1, 2, 3]), request(2, [1, 2, 3], at_s=1), request(3, [1, 2, 3, 4], at_s=2)
+    )
+    with prepared(of, device_blocks=16) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.device_hits == 2 + 3
+        assert engine.figures.recomputed == 3 + 1 + 1
+        assert engine.figures.prefill_tokens == (3 + 1 + 1) * BLOCK
+
+
+def test_a_partial_tail_is_never_hit() -> None:
+    of = trace(request(1, [1, 2], tail=5), request(2, [1, 2], tail=5, at_s=1))
+    with prepared(of, device_blocks=16) as engine:
+        engine.run()
+
+        assert (engine.figures.device_hits, engine.figures.recomputed) == (1, 3)
+
+
+def test_budget_and_seats_bound_a_step() -> None:
+    of = trace(*(request(line, [10 * line, 10 * line + 1], output=4) for line in range(1, 9)))
+    watched = Watched()
+    with prepared(
+        of, device_blocks=100, max_step_tokens=24, max_requests=3, observer=watched
+    ) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert watched.most_running == 3
+        assert engine.figures.prefill_tokens == 8 * 2 * BLOCK
+        assert watched.most_tokens == 24
+
+
+def test_requests_run_first_come_first_served() -> None:
+    of = trace(*(request(line, [line], output=2) for line in (1, 2, 3)))
+    watched = Watched()
+    with prepared(of, device_blocks=16, max_requests=1, observer=watched) as engine:
+        engine.run()
+
+        assert list(watched.found) == ["1", "2", "3"]
+        assert engine.figures.steps == 3 * (1 + 2)
+
+
+# -- the host tier -----------------------------------------------------------------------------
+
+
+def test_a_prefix_comes_back_from_the_host() -> None:
+    watched = Watched()
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9, observer=watched) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert watched.found["3"] == [(0, 4 * BLOCK)]
+        assert (engine.figures.device_hits, engine.figures.host_hits) == (0, 4)
+        assert (engine.figures.loaded, engine.figures.stored) == (4, 4 + 7 + 1)
+        assert engine.figures.published == 4 + 7 + 5
+        assert engine.verifier.num_verified == 4 + (5 + 8 + 6)  # loaded, and the three tables
+
+
+def test_others_run_while_a_request_loads() -> None:
+    """A load of 4 blocks of 128 bytes takes 5 s here; a short request is done long before."""
+    finished: list[str] = []
+
+    class Order(Checked):
+        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+            if flight.direction == "load":
+                finished.append(f"{engine.figures.finished} before the load has landed")
+
+    of = pushed_out(12, comes_back(3, at_s=200), request(4, [31], at_s=200, output=2))
+    with prepared(of, device_blocks=13, bandwidth_bytes_per_s=100, observer=Order()) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.host_hits == 4
+        assert finished == ["3 before the load has landed"]
+
+
+def test_a_request_waits_for_blocks_that_another_one_loads() -> None:
+    """They come once over the link; for the second request they are a hit on the device."""
+    of = pushed_out(
+        16,
+        comes_back(3, at_s=200),
+        comes_back(4, at_s=200),
+        request(5, [41], at_s=200, output=2),
+    )
+    watched = Watched()
+    with prepared(of, device_blocks=17, bandwidth_bytes_per_s=100, observer=watched) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert watched.found["3"] == [(0, 4 * BLOCK)]
+        assert watched.found["4"] == [(4 * BLOCK, 0)]
+        assert engine.figures.loaded == 4
+        assert (engine.figures.device_hits, engine.figures.host_hits) == (4, 4)
+        assert list(watched.found) == ["1", "2", "3", "5", "4"], "the wait held up the next one"
+
+
+def test_requests_that_wait_for_a_load_keep_their_places() -> None:
+    """4 and 5 are passed over; 6 takes the last seat meanwhile, and 7 must wait for them."""
+    of = pushed_out(
+        23,
+        *(comes_back(line, at_s=200) for line in (3, 4, 5)),
+        request(6, [61], at_s=200, output=8 * BLOCK),
+        request(7, [71], at_s=200),
+    )
+    watched = Watched()
+    with prepared(
+        of, device_blocks=24, bandwidth_bytes_per_s=1000, max_requests=2, observer=watched
+    ) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert watched.order == ["1", "2", "3", "6", "4", "5", "7"]
+
+
+# -- preemption --------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_resumes_where_it_was() -> None:
+    """Two requests that need 8 blocks each grow in a pool of 11."""
+    of = trace(request(1, [1, 2], output=6 * BLOCK), request(2, [11, 12], output=6 * BLOCK))
+    watched = Watched()
+    with prepared(of, device_blocks=12, observer=watched) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.preemptions >= 1
+        assert len(watched.found["1"]) == 1, "the first request is never the one to go"
+        # Everything but the block that was being filled was found again, generated blocks too.
+        device_tokens, host_tokens = watched.found["2"][-1]
+        assert device_tokens + host_tokens > 2 * BLOCK
+        assert engine.figures.resumed_hits == (device_tokens + host_tokens) // BLOCK
+        assert engine.figures.recomputed == 4
+        stored_when_preempted = engine.figures.stored
+
+    with prepared(of, device_blocks=100) as engine:
+        engine.run()
+
+        assert engine.figures.preemptions == 0
+        assert engine.figures.stored == stored_when_preempted == 2 * 8
+
+
+def test_a_preempted_request_comes_before_those_that_wait() -> None:
+    of = trace(
+        *(request(line, [10 * line], output=6 * BLOCK) for line in (1, 2)),
+        request(3, [30], output=1),
+    )
+    watched = Watched()
+    with prepared(of, device_blocks=10, max_requests=2, observer=watched) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.preemptions == 1
+        assert set(watched.order[:-1]) == {"1", "2"}
+        assert watched.order[-1] == "3"
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    class Watching(Checked):
+        num_before = 0
+
+        def looked_up(self, engine: ReplayEngine, *_: object) -> None:
+            assert engine.figures.preemptions == self.num_before
+
+        def stepped(self, engine: ReplayEngine) -> None:
+            super().stepped(engine)
+            self.num_before = engine.figures.preemptions
+
+    of = trace(*(request(line, [10 * line], output=6 * BLOCK) for line in (1, 2)))
+    with prepared(of, device_blocks=10, observer=Watching()) as engine:
+        engine.run()
+
+        assert engine.figures.preemptions == 1
+
+
+def test_a_prefill_is_preempted_between_its_chunks() -> None:
+    """The first request decodes into the blocks that the second one's chunks have taken."""
+    of = trace(request(1, [1], output=5 * BLOCK), request(2, list(range(11, 18)), output=1))
+    with prepared(of, device_blocks=10, max_step_tokens=3) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.preemptions >= 1
+        assert engine.figures.stored == 1 + 5 + 7
+
+
+def test_the_first_request_waits_when_only_jobs_hold_the_other_blocks() -> None:
+    """A slow store pins the blocks of a request that is gone; to preempt itself gains nothing."""
+    of = trace(request(1, [11, 12, 13]), request(2, [1], output=4 * BLOCK, at_s=0.1))
+    with prepared(of, device_blocks=6, bandwidth_bytes_per_s=50.0) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.preemptions == 0
+        assert engine.figures.virtual_seconds > 3 * 128 / 50, "it never had to wait"
+        assert engine.figures.stored == 3 + 5
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    of = trace(request(1, [1]), request(2, [2, 3], output=BLOCK + 1))
+    problem = (
+        r"scenario\.jsonl:2: the request needs 4 blocks for its 49 tokens; of 4 device blocks 3"
+    )
+
+    with pytest.raises(ConfigError, match=problem), prepared(of, device_blocks=4):
+        pass
+    with prepared(of, device_blocks=5) as engine:
+        engine.run()
+        assert_ended_well(engine)
+
+
+def test_block_ids_follow_the_ledger() -> None:
+    """The table that bytes are written through is the ledger's own."""
+    compared = 0
+
+    class Compared(Checked):
+        def stepped(self, engine: ReplayEngine) -> None:
+            nonlocal compared
+            for seat in engine.batch.running:
+                name = engine.batch.request(seat).name
+                table = engine.accounting.ledger.block_table(name)
+                assert np.array_equal(table, engine.batch.table(seat))
+                compared += 1
+
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9, observer=Compared()) as engine:
+        engine.run()
+    assert compared

@@ -1,0 +1,102 @@
+"""Copies that fail: what was not loaded is recomputed, what was not stored is no hit."""
+
+from tests.replay.scenario import (
+    BLOCK,
+    FIRST,
+    Watched,
+    assert_ended_well,
+    comes_back,
+    prepared,
+    pushed_out,
+    request,
+)
+
+from kvstow.replay import ReplayEngine
+from kvstow.transfer import Event, HostEvent, HostMover, Ticket
+from kvstow.transfer.mover import Ints
+
+
+class FailingMover(HostMover):
+    """The real mover, but chosen transfers wait for an event that fails."""
+
+    def __init__(self, engine: ReplayEngine, *, loads: int = 0, stores: int = 0) -> None:
+        super().__init__(engine.mover.layout, engine.arena)
+        engine.mover.close()
+        self._bad_loads, self._bad_stores = loads, stores
+
+    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
+        self._bad_loads -= 1
+        return super().load(
+            host_slots, block_ids, after=_failed() if self._bad_loads >= 0 else after
+        )
+
+    def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
+        self._bad_stores -= 1
+        return super().store(
+            block_ids, host_slots, after=_failed() if self._bad_stores >= 0 else after
+        )
+
+
+def _failed() -> Event:
+    event = HostEvent()
+    event.set(RuntimeError("the link is down"))
+    return event
+
+
+def test_a_failed_load_is_recomputed() -> None:
+    watched = Watched()
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9, observer=watched) as engine:
+        engine.mover = FailingMover(engine, loads=1)
+        engine.run()
+
+        assert_ended_well(engine)
+        assert watched.found["3"] == [(0, 4 * BLOCK), (0, 0)]
+        assert engine.figures.failed_loads == 1
+        assert (engine.figures.host_hits, engine.figures.loaded) == (0, 0)
+        assert engine.figures.recomputed == 4 + 7 + 5
+
+
+def test_a_load_that_fails_for_one_is_tried_by_the_next() -> None:
+    of = pushed_out(
+        8, comes_back(3, at_s=200), request(4, range(51, 58), at_s=300), comes_back(5, at_s=400)
+    )
+    watched = Watched()
+    with prepared(of, device_blocks=9, observer=watched) as engine:
+        engine.mover = FailingMover(engine, loads=1)
+        engine.run()
+
+        assert_ended_well(engine)
+        assert watched.found["3"] == [(0, 4 * BLOCK), (0, 0)]
+        assert watched.found["5"] == [(0, 4 * BLOCK)]
+        assert (engine.figures.failed_loads, engine.figures.host_hits) == (1, 4)
+
+
+def test_after_a_failed_load_the_host_is_asked_again_on_resumption() -> None:
+    of = pushed_out(
+        12,
+        request(3, [31], output=8 * BLOCK, at_s=200),
+        request(4, [*FIRST, 94], output=7 * BLOCK, at_s=200),
+    )
+    watched = Watched()
+    with prepared(of, device_blocks=13, observer=watched) as engine:
+        engine.mover = FailingMover(engine, loads=1)
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.preemptions == 1
+        assert watched.found["4"][:2] == [(0, 4 * BLOCK), (0, 0)]
+        device_tokens, host_tokens = watched.found["4"][-1]
+        assert host_tokens > 0
+        assert device_tokens + host_tokens >= 5 * BLOCK
+
+
+def test_a_failed_store_is_no_hit() -> None:
+    with prepared(pushed_out(8, comes_back(3, at_s=200)), device_blocks=9) as engine:
+        engine.mover = FailingMover(engine, stores=1)
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.failed_stores == 1
+        assert engine.figures.host_hits == 0
+        assert engine.figures.stored == 7 + 5

@@ -1,0 +1,182 @@
+"""A replay must notice bytes that are not what they must be, and say where."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.replay.scenario import BLOCK, Checked, comes_back, prepared, pushed_out, request, trace
+
+from kvstow.replay import ReplayEngine
+from kvstow.replay.batch import Request
+from kvstow.replay.config import Verify
+from kvstow.replay.link import Flight
+from kvstow.replay.verify import MAX_REPORTS, Verifier
+from kvstow.transfer import Event, HostMover, Ticket
+from kvstow.transfer.mover import Ints
+
+Slots = npt.NDArray[np.int32]
+
+
+class AfterFirstStore(Checked):
+    """Does something to the engine once the first store has landed."""
+
+    def __init__(self, fault: Callable[[ReplayEngine, Slots], None]) -> None:
+        self._fault = fault
+        self._done = False
+
+    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+        if flight.direction == "store" and not self._done:
+            self._done = True
+            self._fault(engine, flight.job.host_slots)
+
+
+def replayed_with(fault: Callable[[ReplayEngine, Slots], None]) -> Verifier:
+    """The first request's 4 blocks are stored, spoilt, pushed out, and loaded by the third."""
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9, observer=AfterFirstStore(fault)) as engine:
+        engine.run()
+
+        assert engine.figures.finished == 3, "a corrupt block does not end the replay"
+        assert engine.figures.host_hits == 4
+        return engine.verifier
+
+
+def flip_one_byte(engine: ReplayEngine, slots: Slots) -> None:
+    engine.arena.slots[slots[2], 77] ^= 0x01
+
+
+def test_nothing_is_reported_without_a_fault() -> None:
+    verifier = replayed_with(lambda engine, slots: None)
+
+    assert (verifier.num_corrupt, verifier.reports) == (0, [])
+
+
+def test_one_flipped_byte_names_block_request_and_tier() -> None:
+    verifier = replayed_with(flip_one_byte)
+
+    assert verifier.num_corrupt == 1, "one corrupt copy counts once, though its table is checked"
+    [found] = verifier.reports
+    assert (found.request, found.position, found.trace_id, found.tier) == ("3", 2, 3, "host")
+    assert str(found).startswith("request 3: block 2 (id 3) is corrupt in the host tier: ")
+    assert f"host slot {found.host_slot}" in str(found)
+
+
+def test_two_swapped_slots_are_both_reported() -> None:
+    def swap(engine: ReplayEngine, slots: Slots) -> None:
+        engine.arena.slots[slots[[0, 3]]] = engine.arena.slots[slots[[3, 0]]]
+
+    verifier = replayed_with(swap)
+
+    assert verifier.num_corrupt == 2
+    assert [(found.position, found.tier) for found in verifier.reports] == [
+        (0, "host"),
+        (3, "host"),
+    ]
+
+
+def test_a_block_torn_between_two_is_reported() -> None:
+    def tear(engine: ReplayEngine, slots: Slots) -> None:
+        engine.arena.slots[slots[1], 64:] = engine.arena.slots[slots[2], 64:]
+
+    assert [found.position for found in replayed_with(tear).reports] == [1]
+
+
+def test_two_layers_of_one_block_exchanged_are_reported() -> None:
+    def shift(engine: ReplayEngine, slots: Slots) -> None:
+        slot = engine.arena.slots[slots[1]]
+        slot[:] = np.roll(slot, engine.memory.geometry.region_bytes)
+
+    assert [found.position for found in replayed_with(shift).reports] == [1]
+
+
+def test_a_block_spoilt_on_the_device_is_found_at_the_end_of_its_request() -> None:
+    class Spoil(Checked):
+        def stepped(self, engine: ReplayEngine) -> None:
+            if engine.figures.steps == 1:
+                engine.memory.regions[3][engine.batch.table(engine.batch.running[0])[1], 5] ^= 0x80
+
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9, observer=Spoil()) as engine:
+        engine.run()
+
+        first = engine.verifier.reports[0]
+        assert (first.request, first.position, first.tier) == ("1", 1, "device")
+        assert first.host_slot is None
+
+
+def test_a_partial_tail_is_checked_too() -> None:
+    class Spoil(Checked):
+        def stepped(self, engine: ReplayEngine) -> None:
+            if engine.figures.steps == 1:
+                engine.memory.regions[0][engine.batch.table(engine.batch.running[0])[4], :] = 0
+
+    of = trace(request(1, [1, 2, 3, 4, 5], tail=7, output=2))
+    with prepared(of, device_blocks=9, observer=Spoil()) as engine:
+        engine.run()
+
+        [found] = engine.verifier.reports
+        assert (found.position, found.trace_id) == (4, None)
+
+
+class HalfLoads(HostMover):
+    """A mover that reports loads as done that it has not carried out."""
+
+    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
+        return super().load(host_slots[:-1], block_ids[:-1], after=after)
+
+
+def test_a_block_that_was_not_loaded_is_the_devices_fault() -> None:
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9) as engine:
+        engine.mover.close()
+        engine.mover = HalfLoads(engine.mover.layout, engine.arena)
+        engine.run()
+
+        [found] = engine.verifier.reports
+        assert found.tier == "device"
+        assert found.host_slot is not None
+
+
+class WrongOrder(HostMover):
+    """A mover that loads each block into its neighbour's place."""
+
+    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
+        return super().load(host_slots, block_ids[::-1], after=after)
+
+
+def test_blocks_loaded_into_each_others_place_are_reported() -> None:
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, device_blocks=9) as engine:
+        engine.mover.close()
+        engine.mover = WrongOrder(engine.mover.layout, engine.arena)
+        engine.run()
+
+        assert engine.verifier.num_corrupt == 4
+        assert {found.tier for found in engine.verifier.reports} == {"device"}
+
+
+@pytest.mark.parametrize(("verify", "num_checked"), [("all", 64), ("sample", 4), ("off", 0)])
+def test_what_is_looked_at(verify: Verify, num_checked: int) -> None:
+    """Of device memory that holds nothing but garbage; a sample goes by the digest's high bits."""
+    with prepared(trace(request(1, range(64))), device_blocks=66) as engine:
+        verifier = Verifier(engine.memory, engine.arena, verify)
+        keys = np.array([high << 60 | low for high in range(16) for low in range(4)], np.uint64)
+        someone = Request.arrived(engine.trace.requests[0], BLOCK)
+        verifier.check_table(someone, np.arange(1, 65), keys, 64 * BLOCK)
+
+    assert (verifier.num_verified, verifier.num_corrupt) == (num_checked, num_checked)
+
+
+def test_reports_are_limited_and_the_count_is_not() -> None:
+    many = range(1, 31)
+
+    def wipe(engine: ReplayEngine, slots: Slots) -> None:
+        engine.arena.slots[slots] = 0
+
+    of = trace(request(1, many), request(2, range(51, 82), at_s=1), request(3, [*many, 99], at_s=2))
+    with prepared(of, device_blocks=33, observer=AfterFirstStore(wipe)) as engine:
+        engine.run()
+
+        assert engine.verifier.num_corrupt == engine.figures.host_hits > 2 * MAX_REPORTS
+        assert [found.position for found in engine.verifier.reports] == list(range(MAX_REPORTS))

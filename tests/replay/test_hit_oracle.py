@@ -1,0 +1,88 @@
+"""Hits against an oracle that only knows what was published, in plain sets.
+
+With a host tier that never fills and copies that take no time, whatever was ever published can be
+found: on the device, or else on the host. So the first admission of a request must hit exactly the
+longest prefix of published keys.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from tests.replay.scenario import BLOCK, Checked, assert_ended_well, prepared, traces
+
+from kvstow.replay import BUNDLED_TRACE, ReplayEngine, Trace, read_trace
+from kvstow.replay.batch import Request
+
+
+class SetOracle(Checked):
+    """Keeps every published key, and walks a request's digests whenever it looks them up."""
+
+    max_steps = 10**9
+
+    def __init__(self) -> None:
+        self.published: set[bytes] = set()
+        self.first_hits: dict[str, int] = {}
+        self.num_resumed = 0
+
+    def granted(
+        self, engine: ReplayEngine, seats: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> None:
+        for seat, num_tokens in zip(seats.tolist(), tokens.tolist(), strict=True):
+            digests = engine.batch.request(seat).digests[: num_tokens // engine.trace.block_size]
+            for digest in reversed(digests):
+                if digest in self.published:  # published with all before it
+                    break
+                self.published.add(digest)
+
+    def looked_up(
+        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+    ) -> None:
+        block_size = engine.trace.block_size
+        longest = (request.known_tokens - 1) // block_size
+        expected = 0
+        while expected < longest and request.digests[expected] in self.published:
+            expected += 1
+        assert device_tokens + host_tokens == expected * block_size
+        if request.admitted:
+            self.num_resumed += 1
+        else:
+            self.first_hits[request.name] = expected
+
+    def stepped(self, engine: ReplayEngine) -> None:
+        if engine.trace.block_size == BLOCK:  # on long traces it would take all the time
+            super().stepped(engine)
+
+
+def replay_against_oracle(of: Trace, *, device_blocks: int, host_blocks: int) -> SetOracle:
+    oracle = SetOracle()
+    with prepared(
+        of, device_blocks=device_blocks, host_blocks=host_blocks, observer=oracle
+    ) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        figures = engine.figures
+        assert figures.device_hits + figures.host_hits == sum(oracle.first_hits.values())
+        assert len(oracle.first_hits) == len(of.requests)
+        stats = engine.accounting.scheduler.stats()
+        assert (stats["evicted_blocks"], stats["dropped_blocks"]) == (0, 0)
+    return oracle
+
+
+@settings(max_examples=100)
+@given(of=traces())
+def test_any_trace_hits_all_that_was_published(of: Trace) -> None:
+    needed = max(-(-request.total_tokens // BLOCK) for request in of.requests)
+    replay_against_oracle(of, device_blocks=needed + 1, host_blocks=2000)
+
+
+@pytest.mark.parametrize("device_blocks", [400, 4096])
+def test_the_bundled_slice_hits_all_that_was_published(device_blocks: int) -> None:
+    of = read_trace(BUNDLED_TRACE)
+    oracle = replay_against_oracle(of, device_blocks=device_blocks, host_blocks=50_000)
+
+    prompts = [request.trace_ids[: request.prompt_tokens // 512] for request in of.requests]
+    num_repeated = sum(map(len, prompts)) - len(set().union(*prompts))
+    assert sum(oracle.first_hits.values()) == pytest.approx(num_repeated, rel=0.01)
+    assert oracle.num_resumed > 100 or device_blocks == 4096

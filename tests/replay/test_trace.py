@@ -1,0 +1,224 @@
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstow import ConfigError
+from kvstow.replay import BUNDLED_TRACE, read_trace
+
+GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
+
+
+def row(**changes: object) -> str:
+    return json.dumps(GOOD | changes)
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """Read lines, expect a refusal, and return what follows the file's name in the message."""
+
+    def refuse(*lines: str, chain: bool = False) -> str:
+        path = written(tmp_path / "trace.jsonl", *lines)
+        with pytest.raises(ConfigError) as caught:
+            read_trace(path, chain=chain)
+        message = str(caught.value)
+        assert message.startswith(f"{path}:")
+        return message.removeprefix(f"{path}:")
+
+    return refuse
+
+
+def test_reads_what_a_line_says(tmp_path: Path) -> None:
+    second = row(timestamp=2500.5, input_length=1537, output_length=0, hash_ids=[0, 1, 2, 3])
+    trace = read_trace(written(tmp_path / "t.jsonl", row(), "", second))
+
+    assert trace.block_size == 512
+    assert trace.num_blocks == 6
+    first, last = trace.requests
+    assert (first.line, first.arrival_s, first.prompt_tokens, first.output_tokens) == (
+        1,
+        0,
+        1000,
+        5,
+    )
+    assert first.trace_ids == (0, 1)
+    assert (last.line, last.arrival_s, last.total_tokens) == (3, 2.5005, 1537)
+
+
+def test_gzip_is_told_by_its_bytes(tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain.jsonl.gz", row())
+    zipped = tmp_path / "zipped.jsonl"
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+
+    assert read_trace(zipped).requests == read_trace(plain).requests
+
+
+def test_a_late_timestamp_keeps_its_place(tmp_path: Path) -> None:
+    lines = [row(timestamp=ms) for ms in (1000, 400, 2000)]
+    trace = read_trace(written(tmp_path / "t.jsonl", *lines))
+
+    assert [request.arrival_s for request in trace.requests] == [1.0, 1.0, 2.0]
+
+
+def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", row(), row(), "not looked at")
+
+    assert len(read_trace(path, limit=2).requests) == 2
+    with pytest.raises(ConfigError, match="limit is 0"):
+        read_trace(path, limit=0)
+
+
+def test_the_bundled_slice() -> None:
+    trace = read_trace(BUNDLED_TRACE)
+
+    assert len(trace.requests) == 1000
+    assert trace.requests[0].prompt_tokens == 6758
+    assert trace.num_blocks == sum(-(-request.prompt_tokens // 512) for request in trace.requests)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl:1: cannot be read: No such file"):
+        read_trace(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("lines", [[], ["", "  "]])
+def test_an_empty_file_is_refused(refused: Callable[..., str], lines: list[str]) -> None:
+    assert refused(*lines).startswith("1: the trace is empty")
+
+
+@pytest.mark.parametrize("keep", [1, 12, -1])
+def test_a_gzip_that_is_cut_off_names_the_line(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "cut.jsonl.gz"
+    whole = gzip.compress("".join(f"{row(timestamp=ms)}\n" for ms in range(5000)).encode())
+    path.write_bytes(whole[: len(whole) * 3 // 4] if keep < 0 else whole[:keep])
+
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    place, _, problem = str(caught.value).removeprefix(f"{path}:").partition(": ")
+    if keep == 1:  # too short to be told from a text file
+        assert (place, problem[:17]) == ("1", "not a JSON object")
+    else:
+        assert problem.startswith("the gzip stream is cut off or damaged")
+        assert (int(place) > 1000) == (keep < 0)
+
+
+def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    damaged = bytearray(gzip.compress(row().encode()))
+    damaged[20] ^= 0xFF
+    path = tmp_path / "damaged.jsonl.gz"
+    path.write_bytes(damaged)
+
+    with pytest.raises(ConfigError, match=r"damaged\.jsonl\.gz:1: the gzip stream is cut off or"):
+        read_trace(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.jsonl"
+    path.write_bytes(row().encode() + b"\n\x80\x81\n")
+
+    with pytest.raises(
+        ConfigError, match=r"binary\.jsonl:2: not a JSON object.*invalid start byte"
+    ):
+        read_trace(path)
+
+
+def test_a_last_line_cut_short_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_text(f"{row()}\n{row()[:40]}")
+
+    with pytest.raises(ConfigError, match=r"cut\.jsonl:2: not a JSON object.*may be cut off here"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not a JSON object: Expecting"),
+        ("[1, 2]", "not a JSON object but a list"),
+        ("7", "not a JSON object but 7"),
+        ("null", "not a JSON object but null"),
+        ("[" * 100_000, "not a JSON object: maximum recursion"),
+        (row().replace("1000", "1" * 5000), "not a JSON object: Exceeds the limit"),
+        (row().replace("1000", "NaN"), "not a JSON object: NaN is not a finite number"),
+        (row(timestamp=float("inf")), "not a JSON object: Infinity is not a finite"),
+        (row().replace('"timestamp": 0', '"timestamp": 1e999'), "timestamp is inf; expected 0 to"),
+        (row(timestamp=-1), "timestamp is -1; expected 0 to"),
+        (row(timestamp=True), "timestamp is a boolean; expected milliseconds"),
+        (row(timestamp="0"), "timestamp is a string; expected milliseconds"),
+        (row(input_length=0), "input_length is 0; expected 1 to"),
+        (row(input_length=-3), "input_length is -3; expected 1 to"),
+        (row(input_length=2**31), "input_length is 2147483648; expected 1 to"),
+        (row(input_length=7.0), "input_length is 7.0; expected a number of tokens"),
+        (row(input_length=True), "input_length is a boolean"),
+        (row(output_length=-1), "output_length is -1; expected 0 to"),
+        (row(output_length=None), "output_length is null"),
+        (row(hash_ids=7), "hash_ids is 7; expected a list of ids"),
+        (row(hash_ids=[]), "hash_ids is empty"),
+        (row(hash_ids=[0, "1"]), "hash_ids[1] is a string; expected an integer"),
+        (row(hash_ids=[0, True]), "hash_ids[1] is a boolean; expected an integer"),
+        (row(hash_ids=[0, -1]), "hash_ids[1] is -1; expected 0 to 2**63 - 1"),
+        (row(hash_ids=[2**63, 1]), f"hash_ids[0] is {2**63}; expected 0 to 2**63 - 1"),
+        (row(hash_ids=[0]), "1 hash_ids for an input_length of 1000"),
+        (row(hash_ids=[0, 1, 2]), "3 hash_ids for an input_length of 1000"),
+    ],
+)
+def test_a_malformed_line_is_named(refused: Callable[..., str], line: str, problem: str) -> None:
+    assert refused(row(), line, row()).startswith(f"2: {problem}")
+
+
+@pytest.mark.parametrize("key", sorted(GOOD))
+def test_a_missing_key_is_named(refused: Callable[..., str], key: str) -> None:
+    line = json.dumps({name: value for name, value in GOOD.items() if name != key})
+
+    assert refused(row(), line).startswith(f"2: no {key!r}")
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ([5, 1], "id 1 comes after id 5 here and after id 0 before"),
+        ([1, 0], "id 1 comes first here and after id 0 before"),
+        ([2, 2], "id 2 comes after id 2 here and first before"),
+    ],
+)
+def test_ids_that_are_not_chained_are_refused(
+    refused: Callable[..., str], ids: list[int], problem: str
+) -> None:
+    message = refused(row(), row(hash_ids=ids))
+
+    assert message.startswith(f"2: the ids are not chained: {problem}")
+    assert "pass --chain" in message
+
+
+def test_unchained_ids_are_told_before_a_count_that_does_not_fit(
+    refused: Callable[..., str],
+) -> None:
+    """Where ids name passages, the count was never meant to follow from the length."""
+    message = refused(row(input_length=99), row(), row(hash_ids=[1, 0]))
+
+    assert message.startswith("3: the ids are not chained: id 1")
+    assert refused(row(input_length=99), row()).startswith("1: 2 hash_ids for an input_length")
+    assert refused(row(), row(input_length=99), row(input_length=98)).startswith("2: 2 hash_ids")
+
+
+def test_content_ids_stand_anywhere_and_are_whole_blocks(tmp_path: Path) -> None:
+    lines = [row(), row(hash_ids=[1, 0, 7, 7]), row(input_length=3)]
+    trace = read_trace(written(tmp_path / "t.jsonl", *lines), chain=True)
+
+    assert [request.prompt_tokens for request in trace.requests] == [1024, 2048, 1024]
+    assert [request.output_tokens for request in trace.requests] == [5, 5, 5]
+    assert trace.num_blocks == 8
+
+
+def test_content_ids_are_checked_too(refused: Callable[..., str]) -> None:
+    assert refused(row(), row(hash_ids=[]), chain=True).startswith("2: hash_ids is empty")
+    assert refused(row(input_length=0), chain=True).startswith("1: input_length is 0")
