@@ -14,7 +14,7 @@ use criterion::{Criterion, Throughput};
 use kvstow_core::group::Group;
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
-use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context};
+use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, PrefixHit};
 use kvstow_core::offload::{Job, OffloadScheduler, Progress};
 
 use common::{BLOCK_SIZE, NUM_DEVICE_BLOCKS, NUM_PROMPT_BLOCKS, prompt, time};
@@ -42,6 +42,12 @@ fn allocate(ledger: &mut BlockLedger) {
     black_box(ledger.allocate("request", &args).unwrap().unwrap());
 }
 
+fn look_up(ledger: &BlockLedger) -> PrefixHit {
+    let hit = ledger.lookup("request", NUM_PROMPT_TOKENS).unwrap();
+    assert_eq!(hit.num_tokens, NUM_PROMPT_TOKENS);
+    hit
+}
+
 fn free(ledger: &mut BlockLedger) {
     ledger.free("request").unwrap();
 }
@@ -62,23 +68,21 @@ fn bench_request(criterion: &mut Criterion) {
     add(ledger, cached);
     group.bench_function("add", |bencher| time(bencher, ledger, free, |it| add(it, cached)));
     group.bench_function("lookup, all hit", |bencher| {
-        bencher.iter(|| ledger.lookup("request", black_box(NUM_PROMPT_TOKENS)).unwrap());
+        bencher.iter(|| look_up(black_box(ledger)));
     });
     group.bench_function("allocate, all hit", |bencher| {
-        let hit = ledger.lookup("request", NUM_PROMPT_TOKENS).unwrap();
-        assert_eq!(hit.num_tokens, NUM_PROMPT_TOKENS);
-        free(ledger);
-        let look_up = |(ledger, hit): &mut (&mut BlockLedger, _)| {
-            let _ = ledger.free("request"); // unknown the first time
+        let admit = |(ledger, hit): &mut (&mut BlockLedger, PrefixHit)| {
+            free(ledger);
             add(ledger, cached);
-            *hit = ledger.lookup("request", NUM_PROMPT_TOKENS).unwrap();
+            *hit = look_up(ledger);
         };
-        let take = |(ledger, hit): &mut (&mut BlockLedger, _)| {
+        let take = |(ledger, hit): &mut (&mut BlockLedger, PrefixHit)| {
             let args =
                 AllocateArgs { num_new_tokens: 1, hit: Some(hit), ..AllocateArgs::default() };
             black_box(ledger.allocate("request", &args).unwrap().unwrap());
         };
-        time(bencher, &mut (&mut *ledger, hit), look_up, take);
+        let hit = look_up(ledger);
+        time(bencher, &mut (&mut *ledger, hit), admit, take);
     });
     group.bench_function("allocate and publish, evicting", |bencher| {
         let next = |ledger: &mut BlockLedger| {
@@ -88,12 +92,13 @@ fn bench_request(criterion: &mut Criterion) {
         time(bencher, ledger, next, allocate);
     });
     group.bench_function("free", |bencher| {
-        let admit = |ledger: &mut BlockLedger| {
+        let mut admit = |ledger: &mut BlockLedger| {
             add(ledger, turns.next().unwrap());
             allocate(ledger);
         };
         free(ledger);
-        time(bencher, ledger, admit, free);
+        time(bencher, ledger, &mut admit, free);
+        admit(ledger);
     });
     group.finish();
 }
@@ -120,8 +125,8 @@ fn bench_step(criterion: &mut Criterion) {
     };
     let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), false).unwrap();
     admit(ledger);
+    let mut num_steps = 0;
     group.bench_function("allocate_step, 256 decoding", |bencher| {
-        let mut num_steps = 0;
         let start_over_in_time = |ledger: &mut BlockLedger| {
             num_steps += 1;
             if num_steps % 1_024 == 0 {
@@ -209,6 +214,11 @@ fn bench_offload(criterion: &mut Criterion) {
         };
         time(bencher, &mut host, plan, Host::complete);
     });
+    // One that the host holds from here on.
+    let cached = turns.next().unwrap();
+    host.turn_to(cached);
+    host.store();
+    host.complete();
     group.bench_function("lookup, all hit", |bencher| {
         let release = |host: &mut Host| host.scheduler.release("request").unwrap();
         time(bencher, &mut host, release, Host::look_up);
@@ -228,15 +238,11 @@ fn bench_offload(criterion: &mut Criterion) {
         };
         time(bencher, &mut host, plan, Host::complete);
     });
+    host.complete();
     group.bench_function("finish", |bencher| {
-        let cached = prompts.iter().find(|hashes| {
-            host.finish();
-            host.add(hashes);
-            host.scheduler.lookup("request", 0, NUM_PROMPT_TOKENS).unwrap()
-                == Some(NUM_PROMPT_TOKENS)
-        });
         host.finish();
-        time(bencher, &mut host, |host| host.add(cached.unwrap()), Host::finish);
+        time(bencher, &mut host, |host| host.add(cached), Host::finish);
+        host.add(cached);
     });
     group.finish();
 }

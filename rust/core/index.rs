@@ -19,7 +19,9 @@ use crate::key::{BlockHash, BlockKey, MAX_HASH_BYTES};
 /// Key by block, and block by key. 44 bytes a block, and 8 to 22 for the table.
 #[derive(Clone, Debug)]
 pub struct Index {
-    hashes: Vec<BlockHash>,
+    /// One [`BlockHash`] after the other. Flat, because only then does a vector of zeros come from
+    /// the system as it is.
+    hashes: Vec<u8>,
     /// The key's group + 1; 0 for a block without a key.
     groups: Vec<u32>,
     /// Neighbours in the circle of blocks with the same key, in order of publication.
@@ -40,7 +42,7 @@ impl Index {
         // a large pool is built without touching its pages.
         let capacity = (n + n / 3 + 1).next_power_of_two();
         Self {
-            hashes: vec![[0; MAX_HASH_BYTES]; n],
+            hashes: vec![0; n * MAX_HASH_BYTES],
             groups: vec![0; n],
             same: vec![[0; 2]; n],
             table: vec![0; capacity],
@@ -57,13 +59,13 @@ impl Index {
     #[inline]
     pub fn key(&self, id: BlockId) -> Option<BlockKey> {
         let group = GroupId(self.groups[id.index()].checked_sub(1)?);
-        Some(BlockKey { hash: self.hashes[id.index()], group })
+        Some(BlockKey { hash: *self.hash(id), group })
     }
 
     /// Whether `id` holds exactly this key.
     #[inline]
     pub fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
-        self.groups[id.index()] == group.0 + 1 && self.hashes[id.index()] == *hash
+        self.groups[id.index()] == group.0 + 1 && self.hash(id) == hash
     }
 
     /// The block that was published first among those that hold the key.
@@ -90,7 +92,7 @@ impl Index {
             self.same[newest as usize][NEWER] = id.0;
             self.same[oldest.index()][OLDER] = id.0;
         }
-        self.hashes[id.index()] = *hash;
+        self.hashes.as_chunks_mut().0[id.index()] = *hash;
         self.groups[id.index()] = group.0 + 1;
         self.num_cached += 1;
         is_first
@@ -128,10 +130,15 @@ impl Index {
 
     /// Bytes of heap it holds.
     pub fn memory_bytes(&self) -> usize {
-        self.hashes.capacity() * size_of::<BlockHash>()
+        self.hashes.capacity()
             + self.groups.capacity() * size_of::<u32>()
             + self.same.capacity() * size_of::<[u32; 2]>()
             + self.table.capacity() * size_of::<u64>()
+    }
+
+    #[inline]
+    fn hash(&self, id: BlockId) -> &BlockHash {
+        &self.hashes.as_chunks().0[id.index()]
     }
 
     /// Where the key's entry is, or the empty slot where it would go.

@@ -10,21 +10,26 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
     RuleBasedStateMachine,
     initialize,
     invariant,
-    multiple,
+    precondition,
     rule,
 )
 from tests.accounting.model import ModelPool, Refused, flat
 
-from kvstow import BlockLedger, FullAttention, KvstowError, PrefixHit, UnknownRequest
+from kvstow import (
+    AllBlocksCleared,
+    BlockLedger,
+    BlockStored,
+    FullAttention,
+    KvstowError,
+    PrefixHit,
+    StateError,
+)
 
 BLOCK_SIZE = 4
-MAX_BLOCKS = 20
-MAX_TOKENS = 30
+MAX_BLOCKS = 28
 
 
 @dataclass
@@ -76,7 +81,6 @@ class ModelLedger:
         self,
         who: str,
         new: int,
-        *,
         hit: ModelHit | None = None,
         external: int = 0,
         lookahead: int = 0,
@@ -131,7 +135,8 @@ class ModelLedger:
         starts = [len(table) for table in tables]
         for tokens in goals:
             for table in tables:
-                table += pool.allocate(max(0, -(-tokens // self.block_size) - len(table)))
+                num_missing = -(-tokens // self.block_size) - len(table)
+                table.extend(pool.allocate(max(0, num_missing)))
         return [table[start:] for table, start in zip(tables, starts, strict=True)]
 
     def _publish(self, request: ModelRequest, num_tokens: int) -> None:
@@ -187,23 +192,22 @@ def plain(value: object) -> object:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-ids_of_requests = st.sampled_from(["a", "b", "c", "d"])
+whos = st.integers(0, 3)
 whiches = st.integers(1, 3)
 few = st.integers(0, 3)
-some_tokens = st.integers(0, MAX_TOKENS)
+with_requests = precondition(lambda self: bool(self.model.requests))
 pool_ids = st.lists(st.integers(-1, MAX_BLOCKS), max_size=3)
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """One op drives both; then everything that can be observed is compared."""
 
-    hits: Bundle[tuple[PrefixHit, ModelHit]] = Bundle("hits")
-
-    @initialize(num_blocks=st.integers(4, MAX_BLOCKS), num_groups=st.integers(1, 2))
+    @initialize(num_blocks=st.integers(8, MAX_BLOCKS), num_groups=st.integers(1, 2))
     def build(self, num_blocks: int, num_groups: int) -> None:
         attention = [FullAttention(BLOCK_SIZE)] * num_groups
         self.real = BlockLedger(num_blocks, attention, events=True)
         self.model = ModelLedger(ModelPool(num_blocks), num_groups, BLOCK_SIZE)
+        self.hits: list[tuple[PrefixHit, ModelHit]] = []
 
     def both(self, real: Callable[[], object], model: Callable[[], object]) -> None:
         try:
@@ -214,59 +218,42 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert plain(real()) == expected
 
-    @rule(who=ids_of_requests, which=whiches, num_blocks=st.integers(0, 6))
-    def add(self, who: str, which: int, num_blocks: int) -> None:
+    def known(self, who: int) -> str:
+        return list(self.model.requests)[who % len(self.model.requests)]
+
+    @rule(who=whos, which=whiches, num_blocks=st.integers(0, 7))
+    def add(self, who: int, which: int, num_blocks: int) -> None:
         names, tokens = chain(which, 0, num_blocks)
         self.both(
-            lambda: self.real.add(who, names, tokens=tokens),
-            lambda: self.model.add(who, names[:], tokens[:]),
+            lambda: self.real.add(f"request {who}", names, tokens=tokens),
+            lambda: self.model.add(f"request {who}", names[:], tokens[:]),
         )
 
-    @rule(who=ids_of_requests, which=whiches, num_blocks=few)
-    def extend(self, who: str, which: int, num_blocks: int) -> None:
-        known = self.model.requests.get(who)
-        names, tokens = chain(which, len(known.names) if known else 0, num_blocks)
+    @with_requests
+    @rule(who=whos, which=whiches, num_blocks=few)
+    def extend(self, who: int, which: int, num_blocks: int) -> None:
+        id = self.known(who)
+        names, tokens = chain(which, len(self.model.requests[id].names), num_blocks)
         self.both(
-            lambda: self.real.extend(who, names, tokens=tokens),
-            lambda: self.model.extend(who, names, tokens),
+            lambda: self.real.extend(id, names, tokens=tokens),
+            lambda: self.model.extend(id, names, tokens),
         )
 
-    @rule(target=hits, who=ids_of_requests, max_tokens=some_tokens | st.just(2**40))
-    def look(self, who: str, max_tokens: int) -> MultipleResults[tuple[PrefixHit, ModelHit]]:
-        if who not in self.model.requests:
-            with pytest.raises(UnknownRequest):
-                self.real.lookup(who, max_tokens)
-            return multiple()
-        real, model = self.real.lookup(who, max_tokens), self.model.lookup(who, max_tokens)
-        assert real.num_tokens == len(model.names) * BLOCK_SIZE
-        assert plain(real.blocks) == model.blocks
-        return multiple((real, model))
-
-    @rule(
-        who=ids_of_requests,
-        hit=hits | st.none(),
-        new=st.integers(0, 12),
-        external=few.map(lambda num: num * BLOCK_SIZE) | few,
-        lookahead=few,
-        delay=st.booleans(),
-        reserve=few,
-        must_fit=some_tokens | st.none(),
-    )
     def allocate(
         self,
-        who: str,
-        hit: tuple[PrefixHit, ModelHit] | None,
+        id: str,
         new: int,
-        external: int,
-        lookahead: int,
-        delay: bool,
-        reserve: int,
-        must_fit: int | None,
+        hit: tuple[PrefixHit, ModelHit] | None = None,
+        external: int = 0,
+        lookahead: int = 0,
+        delay: bool = False,
+        reserve: int = 0,
+        must_fit: int | None = None,
     ) -> None:
         real, model = hit or (None, None)
         self.both(
             lambda: self.real.allocate(
-                who,
+                id,
                 new,
                 hit=real,
                 num_external_tokens=external,
@@ -276,52 +263,91 @@ class LedgerMachine(RuleBasedStateMachine):
                 must_fit_tokens=must_fit,
             ),
             lambda: self.model.allocate(
-                who,
-                new,
-                hit=model,
-                external=external,
-                lookahead=lookahead,
-                delay=delay,
-                reserve=reserve,
-                must_fit=must_fit,
+                id, new, model, external, lookahead, delay, reserve, must_fit
             ),
         )
 
-    @rule(who=ids_of_requests, which=whiches, new=st.integers(1, 12), external=few)
-    def admit(self, who: str, which: int, new: int, external: int) -> None:
-        """What an engine does with a new request, so that hits are common."""
-        self.add(who, which, 6)
-        if self.model.requests[who].running:
-            return
-        real, model = self.real.lookup(who, MAX_TOKENS), self.model.lookup(who, MAX_TOKENS)
-        num_loaded = min(external, len(self.model.requests[who].names) - len(model.names))
-        self.allocate(who, (real, model), new, num_loaded * BLOCK_SIZE, 0, False, 0, None)
-
     @rule(
-        who=st.lists(ids_of_requests, max_size=4), new=st.integers(0, 6) | st.just(1), lookahead=few
+        who=whos,
+        which=whiches,
+        num_blocks=st.integers(1, 7),
+        new=st.integers(0, 12),
+        external=few,
+        delay=st.booleans(),
+        reserve=few,
+        must_fit=st.none() | st.integers(0, 40),
+        lost=few,
+        old=st.sampled_from([0, 0, 0, 0, 1, 2]),
     )
-    def step(self, who: list[str], new: int, lookahead: int) -> None:
-        asked = [(name, new + at % 2) for at, name in enumerate(who)]
+    def admit(
+        self,
+        who: int,
+        which: int,
+        num_blocks: int,
+        new: int,
+        external: int,
+        delay: bool,
+        reserve: int,
+        must_fit: int | None,
+        lost: int,
+        old: int,
+    ) -> None:
+        """What an engine does with a new or preempted request; sometimes with a hit gone bad."""
+        id = f"request {who}"
+        if new and id in self.model.requests and self.model.requests[id].running:
+            self.free(id)
+        if id not in self.model.requests:
+            self.add(who, which, num_blocks)
+        max_tokens = num_blocks * BLOCK_SIZE + new
+        hit = real, model = self.real.lookup(id, max_tokens), self.model.lookup(id, max_tokens)
+        assert real.num_tokens == len(model.names) * BLOCK_SIZE
+        assert plain(real.blocks) == model.blocks
+        self.hits.append(hit)
+        if len(model.names) > lost > 0:
+            self.in_pool("evict", [model.blocks[-1][lost]])
+        elif len(self.hits) > old > 0:
+            hit = self.hits[-1 - old]
+        num_loaded = min(external, len(self.model.requests[id].names) - len(model.names))
+        self.allocate(id, new, hit, num_loaded * BLOCK_SIZE, 0, delay, reserve, must_fit)
+
+    @with_requests
+    @rule(who=whos, new=st.integers(0, 9), external=st.integers(0, 40), lookahead=few)
+    def grow(self, who: int, new: int, external: int, lookahead: int) -> None:
+        external = max(0, external - 30)
+        self.allocate(self.known(who), new, external=external, lookahead=lookahead)
+
+    @with_requests
+    @rule(who=st.lists(whos, max_size=4), new=st.integers(0, 5), lookahead=few)
+    def step(self, who: list[int], new: int, lookahead: int) -> None:
+        asked = [(self.known(each), new + at % 2) for at, each in enumerate(who)]
 
         def real() -> object:
-            counts = [num for _, num in asked]
-            taken = self.real.allocate_step(who, counts, num_lookahead_tokens=lookahead)
+            ids, counts = [id for id, _ in asked], [num for _, num in asked]
+            taken = self.real.allocate_step(ids, counts, num_lookahead_tokens=lookahead)
             assert len(taken.offsets) == taken.num_granted * self.model.num_groups + 1
             assert (taken.offsets[0], taken.offsets[-1]) == (0, len(taken.ids))
-            return tuple(np.split(taken.ids, taken.offsets[1:-1]) if taken.num_granted else ())
+            parts = np.split(taken.ids, taken.offsets[1:-1]) if taken.num_granted else []
+            return [part.tolist() for part in parts]
 
         self.both(real, lambda: self.model.step(asked, lookahead))
 
-    @rule(name=st.sampled_from(["cache", "rewind"]), who=ids_of_requests, num_tokens=some_tokens)
-    def up_to(self, name: str, who: str, num_tokens: int) -> None:
+    @with_requests
+    @rule(name=st.sampled_from(["cache", "rewind"]), who=whos, back=st.integers(-1, 8))
+    def up_to(self, name: str, who: int, back: int) -> None:
+        id = self.known(who)
+        num_tokens = max(0, self.model.requests[id].granted - back)
         self.both(
-            lambda: getattr(self.real, name)(who, num_tokens),
-            lambda: getattr(self.model, name)(who, num_tokens),
+            lambda: getattr(self.real, name)(id, num_tokens),
+            lambda: getattr(self.model, name)(id, num_tokens),
         )
 
-    @rule(who=ids_of_requests)
-    def free(self, who: str) -> None:
-        self.both(lambda: self.real.free(who), lambda: self.model.free(who))
+    @with_requests
+    @rule(who=whos)
+    def free_any(self, who: int) -> None:
+        self.free(self.known(who))
+
+    def free(self, id: str) -> None:
+        self.both(lambda: self.real.free(id), lambda: self.model.free(id))
 
     @rule(name=st.sampled_from(["pin", "unpin", "evict"]), ids=pool_ids)
     def in_pool(self, name: str, ids: list[int]) -> None:
@@ -352,4 +378,219 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=200, stateful_step_count=30)
+TestLedger.settings = settings(max_examples=250, stateful_step_count=50)
+
+
+def ledger_of(num_blocks: int, num_groups: int = 1, *, events: bool = False) -> BlockLedger:
+    return BlockLedger(num_blocks, [FullAttention(BLOCK_SIZE)] * num_groups, events=events)
+
+
+def publish(ledger: BlockLedger, id: str, num_blocks: int) -> list[bytes]:
+    """A request that has computed all its blocks."""
+    names, _ = chain(1, 0, num_blocks)
+    ledger.add(id, names)
+    assert ledger.allocate(id, num_blocks * BLOCK_SIZE) is not None
+    return names
+
+
+def num_found(ledger: BlockLedger, names: list[bytes]) -> int:
+    """Blocks that a new request with these hashes would hit."""
+    ledger.add("probe", names)
+    num_tokens = ledger.lookup("probe", 2**40).num_tokens
+    ledger.free("probe")
+    return num_tokens // BLOCK_SIZE
+
+
+def test_max_tokens_of_a_lookup_is_inclusive() -> None:
+    ledger = ledger_of(8)
+    names = publish(ledger, "a", 3)
+    ledger.add("b", names)
+    for num_tokens in range(4 * BLOCK_SIZE):
+        hit = ledger.lookup("b", num_tokens)
+        assert hit.num_tokens == min(num_tokens // BLOCK_SIZE, 3) * BLOCK_SIZE
+        assert [len(ids) * BLOCK_SIZE for ids in hit.blocks] == [hit.num_tokens]
+
+
+def test_requests_are_freed_group_by_group_tail_first() -> None:
+    ledger = ledger_of(8, num_groups=2)
+    publish(ledger, "a", 3)
+    tables = [ledger.block_table("a", group).tolist() for group in range(2)]
+    rest = ledger.pool.free_order().tolist()
+    ledger.free("a")
+    assert ledger.pool.free_order().tolist() == rest + tables[0][::-1] + tables[1][::-1]
+
+
+def test_a_prefix_outlives_its_extensions() -> None:
+    num_blocks = 4
+    ledger = ledger_of(1 + num_blocks)
+    names = publish(ledger, "a", num_blocks)
+    ledger.free("a")
+    ledger.add("b", [])
+    for num_taken in range(1, num_blocks + 1):
+        assert ledger.allocate("b", BLOCK_SIZE) is not None
+        assert num_found(ledger, names) == num_blocks - num_taken
+
+
+def test_no_group_takes_another_groups_hit() -> None:
+    num_groups, num_blocks = 2, 2
+    ledger = ledger_of(1 + 2 * num_groups * num_blocks, num_groups)
+    names = publish(ledger, "a", num_blocks)
+    ledger.free("a")
+    ledger.add("filler", chain(2, 2, num_blocks)[0])
+    assert ledger.allocate("filler", num_blocks * BLOCK_SIZE) is not None
+    ledger.free("filler")
+    # What the next block would be taken from is now just what is hit.
+    ledger.add("b", [*names, b"external"])
+    hit = ledger.lookup("b", 2**40)
+    hits = np.concatenate(hit.blocks).tolist()
+    head = ledger.pool.free_order()[: len(hits)].tolist()
+    assert sorted(head) == sorted(hits)
+    got = ledger.allocate("b", BLOCK_SIZE, hit=hit, num_external_tokens=BLOCK_SIZE)
+    assert got is not None
+    assert [len(ids) for ids in got] == [2] * num_groups
+    for group, (found, taken) in enumerate(zip(hit.blocks, got, strict=True)):
+        assert ledger.block_table("b", group).tolist() == found.tolist() + taken.tolist()
+    held = np.concatenate([*hit.blocks, *got])
+    assert len(set(held.tolist())) == len(held)
+    assert ledger.pool.ref_counts(held).tolist() == [1] * len(held)
+
+
+def test_external_blocks_are_published_once_their_load_has_landed() -> None:
+    ledger = ledger_of(8)
+    names, _ = chain(1, 0, 3)
+    ledger.add("a", names)
+    assert ledger.allocate("a", 0, num_external_tokens=2 * BLOCK_SIZE, delay_caching=True)
+    assert ledger.num_granted_tokens("a") == 2 * BLOCK_SIZE
+    assert num_found(ledger, names) == 0
+    with pytest.raises(StateError, match="waits for a load"):
+        ledger.allocate("a", 1)
+    ledger.cache("a", 2 * BLOCK_SIZE)
+    assert num_found(ledger, names) == 2
+    assert ledger.allocate("a", BLOCK_SIZE) is not None
+    assert num_found(ledger, names) == 3
+
+
+def test_a_load_that_failed_leaves_nothing_behind() -> None:
+    ledger = ledger_of(8)
+    order = ledger.pool.free_order().tolist()
+    names, _ = chain(1, 0, 3)
+    ledger.add("a", names)
+    assert ledger.allocate("a", 0, num_external_tokens=2 * BLOCK_SIZE, delay_caching=True)
+    ledger.free("a")
+    assert num_found(ledger, names) == 0
+    assert sorted(ledger.pool.free_order().tolist()) == order
+    ledger.add("a", names)
+    assert ledger.allocate("a", 3 * BLOCK_SIZE) is not None
+    assert num_found(ledger, names) == 3
+
+
+def test_rejected_drafts_are_taken_back_and_never_published() -> None:
+    ledger = ledger_of(8)
+    names, _ = chain(1, 0, 2)
+    ledger.add("a", names[:1])
+    num_drafts = 3
+    assert ledger.allocate("a", BLOCK_SIZE + 1 + num_drafts) is not None
+    # The second block is full, but of drafts: its hash is not known.
+    assert num_found(ledger, names) == 1
+    ledger.rewind("a", BLOCK_SIZE + 1)
+    table = ledger.block_table("a").tolist()
+    ledger.extend("a", names[1:])
+    got = ledger.allocate("a", BLOCK_SIZE - 2)
+    assert got is not None
+    assert (got[0].tolist(), ledger.block_table("a").tolist()) == ([], table)
+    assert num_found(ledger, names) == 1
+    assert ledger.allocate("a", 1) is not None
+    assert num_found(ledger, names) == 2
+
+
+def test_lookahead_has_slots_and_no_more() -> None:
+    ledger = ledger_of(8)
+    names, _ = chain(1, 0, 2)
+    ledger.add("a", names)
+    assert ledger.allocate("a", BLOCK_SIZE, num_lookahead_tokens=BLOCK_SIZE) is not None
+    assert len(ledger.block_table("a")) == 2
+    assert ledger.num_granted_tokens("a") == BLOCK_SIZE
+    assert num_found(ledger, names) == 1
+
+
+@pytest.mark.parametrize("num_hit", [0, 2])
+def test_reserve_and_must_fit_refuse_at_their_bound(num_hit: int) -> None:
+    num_free, num_asked = 7, 4
+
+    def served(reserve: int, must_fit_tokens: int | None) -> bool:
+        ledger = ledger_of(1 + num_free)
+        if num_hit:
+            publish(ledger, "before", num_hit)
+            ledger.free("before")
+        ledger.add("a", chain(1, 0, num_asked)[0])
+        got = ledger.allocate(
+            "a",
+            (num_asked - num_hit) * BLOCK_SIZE,
+            hit=ledger.lookup("a", 2**40),
+            reserve=reserve,
+            must_fit_tokens=must_fit_tokens,
+        )
+        if got is None:
+            assert ledger.pool.num_free == num_free
+            assert (ledger.block_table("a").tolist(), ledger.num_granted_tokens("a")) == ([], 0)
+        return got is not None
+
+    # A hit that lies free leaves the queue as a taken block does: both count.
+    assert served(num_free - num_asked, None)
+    assert not served(num_free - num_asked + 1, None)
+    assert served(0, num_free * BLOCK_SIZE)
+    assert not served(0, num_free * BLOCK_SIZE + 1)
+    # The two are not added up.
+    assert served(num_free - num_asked, num_free * BLOCK_SIZE)
+
+
+def test_a_step_is_as_if_each_were_asked_in_turn() -> None:
+    ids, counts = ["a", "b", "c", "d"], [3 * BLOCK_SIZE, 1, 4 * BLOCK_SIZE, 1]
+    at_once, in_turn = ledger_of(8, 2), ledger_of(8, 2)
+    for ledger in (at_once, in_turn):
+        for id in ids:
+            ledger.add(id, [])
+    # "a" takes 6 of 7, "b" would need 2: "c" and "d" are not asked.
+    taken = at_once.allocate_step(ids, np.array(counts, ">u2"))
+    got = [in_turn.allocate(id, count) for id, count in zip(ids[:1], counts[:1], strict=True)]
+    assert in_turn.allocate("b", 1) is None
+    assert (taken.num_granted, taken.offsets.tolist()) == (1, [0, 3, 6])
+    assert got[0] is not None
+    assert taken.ids.tolist() == np.concatenate(got[0]).tolist()
+    assert {array.dtype for array in (taken.ids, taken.offsets)} == {np.dtype(np.int32)}
+
+
+def test_what_comes_out_is_the_callers_own() -> None:
+    ledger = ledger_of(8)
+    names = publish(ledger, "a", 3)
+    ledger.add("b", names)
+    hit = ledger.lookup("b", 2**40)
+    for array in [*hit.blocks, ledger.block_table("a"), ledger.pool.free_order()]:
+        array[:] = 0
+    assert ledger.allocate("b", 1, hit=hit) is not None
+    assert ledger.block_table("b")[:3].tolist() == ledger.block_table("a").tolist() == [1, 2, 3]
+    ledger.check()
+
+
+def test_events_tell_parents_tokens_extra_keys_and_sizes() -> None:
+    ledger = ledger_of(8, events=True)
+    names, tokens = chain(1, 0, 3)
+    keys = [("salt", 7, b"x", ("nested", None)), None]
+    ledger.add("a", names[:2], tokens=tokens[: 2 * BLOCK_SIZE + 1], extra_keys=keys)
+    ledger.extend("a", names[2:], tokens=tokens[2 * BLOCK_SIZE + 1 :])
+    assert ledger.allocate("a", BLOCK_SIZE) is not None
+    assert ledger.allocate("a", 2 * BLOCK_SIZE) is not None
+    first, second = ledger.pool.take_events()
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert (first.block_hashes, second.block_hashes) == (names[:1], names[1:])
+    assert (first.parent_block_hash, second.parent_block_hash) == (None, names[0])
+    assert (first.token_ids, second.token_ids) == (tokens[:BLOCK_SIZE], tokens[BLOCK_SIZE:])
+    assert (first.extra_keys, second.extra_keys) == ([keys[0]], [None, None])
+    assert {first.block_size, second.block_size} == {BLOCK_SIZE}
+    assert {first.medium, second.medium} == {"GPU"}
+    ledger.free("a")
+    assert ledger.pool.reset()
+    (cleared,) = ledger.pool.take_events()
+    assert isinstance(cleared, AllBlocksCleared)
+    assert cleared.medium == "GPU"
