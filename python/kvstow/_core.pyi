@@ -44,7 +44,7 @@ debug_build: bool
 
 _Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 _Ids: TypeAlias = npt.NDArray[np.int32]
-_ExtraKey: TypeAlias = int | str | bytes | bool | None | tuple["_ExtraKey", ...] | list["_ExtraKey"]
+_ExtraKey: TypeAlias = int | str | bytes | bool | tuple["_ExtraKey", ...] | list["_ExtraKey"] | None
 _ExtraKeys: TypeAlias = Sequence[Sequence[_ExtraKey] | None]
 _Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -422,18 +422,17 @@ class OffloadScheduler:
     def extend(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Append hashes as generated tokens fill blocks."""
     def lookup(self, request_id: str, num_local_tokens: int, max_tokens: int) -> int | None:
-        """How many tokens right after the local hit the host can serve, at most up to
-        `max_tokens` of the whole request; what it found is pinned until `load`, `release`,
-        `finish` or the next `lookup` of this request.
+        """How many tokens right after the local hit the host can serve, and pin them.
+
+        At most up to `max_tokens` of the whole request. What is found stays pinned until `load`,
+        `release`, `finish` or the next `lookup` of this request.
 
         None means pending: some of it is just being loaded for another request and will be a
         local hit when that job has ended; nothing is pinned, ask again then.
 
         Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size.
         """
-    def load(
-        self, request_id: str, num_tokens: int, block_ids: Sequence[_Ints]
-    ) -> Job:
+    def load(self, request_id: str, num_tokens: int, block_ids: Sequence[_Ints]) -> Job:
         """Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
 
         `block_ids`: per group, the device blocks to fill, in order. Raises `StateError` without
