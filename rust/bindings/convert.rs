@@ -1,7 +1,7 @@
 //! Between Python's sequences and arrays and the core's lists.
 
 use kvstow_core::error::Error;
-use kvstow_core::ids::BlockId;
+use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::Hashes;
 use numpy::{
     IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
@@ -114,6 +114,13 @@ pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
             .map_err(|_| ConfigError::new_err(format!("a count of {count}: it must be 0 or more")))
     };
     ints(obj)?.into_iter().map(to_count).collect()
+}
+
+/// The position of a group in a model's list of groups.
+pub(crate) fn group_id(group: Count) -> PyResult<GroupId> {
+    u16::try_from(group.0).map(GroupId).map_err(|_| {
+        ConfigError::new_err(format!("group {}: groups count from 0 to {}", group.0, u16::MAX))
+    })
 }
 
 /// Block hashes, one width each list.

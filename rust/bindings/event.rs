@@ -61,7 +61,7 @@ impl BlockStored {
     }
 
     #[getter]
-    fn group(&self) -> u32 {
+    fn group(&self) -> u16 {
         self.stored.group.0
     }
 
@@ -86,7 +86,7 @@ pub(crate) struct BlockRemoved {
     hashes: Vec<BlockHash>,
     width: HashWidth,
     #[pyo3(get)]
-    group: u32,
+    group: u16,
     medium: Medium,
 }
 

@@ -4,13 +4,13 @@ use std::sync::Mutex;
 
 use kvstow_core::error::Result;
 use kvstow_core::event::Medium;
-use kvstow_core::ids::GroupId;
+use kvstow_core::ids::BlockId;
 use kvstow_core::pool;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::convert::{Count, hashes, ids, to_array};
+use crate::convert::{Count, group_id, hashes, ids, to_array};
 use crate::error::to_py;
 use crate::event::Batch;
 use crate::lock;
@@ -24,7 +24,7 @@ pub(crate) trait SharedPool {
     fn with_ids<R>(
         &self,
         given: &Bound<'_, PyAny>,
-        call: impl FnOnce(&mut pool::BlockPool, &[kvstow_core::ids::BlockId]) -> Result<R>,
+        call: impl FnOnce(&mut pool::BlockPool, &[BlockId]) -> Result<R>,
     ) -> PyResult<R> {
         let ids = ids(given, self.with(|pool| pool.num_blocks()))?;
         self.with(|pool| call(pool, &ids)).map_err(to_py)
@@ -121,21 +121,33 @@ impl BlockPool {
     }
 
     /// Publish full blocks: ids[i] holds the KV that hashes[i] names.
-    #[pyo3(signature = (ids, hashes, *, group = 0))]
-    fn cache(&self, ids: &Bound<'_, PyAny>, hashes: &Bound<'_, PyAny>, group: u32) -> PyResult<()> {
-        let hashes = crate::convert::hashes(hashes)?;
-        self.with_ids(ids, |pool, ids| pool.cache(ids, &hashes, GroupId(group)))
+    #[pyo3(
+        signature = (ids, hashes, *, group = Count(0)),
+        text_signature = "($self, ids, hashes, *, group=0)"
+    )]
+    fn cache(
+        &self,
+        ids: &Bound<'_, PyAny>,
+        hashes: &Bound<'_, PyAny>,
+        group: Count,
+    ) -> PyResult<()> {
+        let (hashes, group) = (self::hashes(hashes)?, group_id(group)?);
+        self.with_ids(ids, |pool, ids| pool.cache(ids, &hashes, group))
     }
 
     /// The longest cached prefix of `hashes`. Of several blocks with one key, the oldest.
-    #[pyo3(name = "lookup", signature = (hashes, *, group = 0))]
+    #[pyo3(
+        name = "lookup",
+        signature = (hashes, *, group = Count(0)),
+        text_signature = "($self, hashes, *, group=0)"
+    )]
     fn look_up<'py>(
         &self,
         hashes: &Bound<'py, PyAny>,
-        group: u32,
+        group: Count,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let (py, hashes) = (hashes.py(), self::hashes(hashes)?);
-        let found = self.with(|pool| pool.lookup(&hashes, GroupId(group))).map_err(to_py)?;
+        let (py, hashes, group) = (hashes.py(), self::hashes(hashes)?, group_id(group)?);
+        let found = self.with(|pool| pool.lookup(&hashes, group)).map_err(to_py)?;
         Ok(to_array(py, found))
     }
 

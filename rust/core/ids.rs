@@ -1,4 +1,4 @@
-//! Newtypes over `u32`, so that a block id is never taken for a count or a group.
+//! Newtypes over integers, so that a block id is never taken for a count or a group.
 
 use std::fmt;
 
@@ -32,7 +32,7 @@ impl fmt::Display for BlockId {
 
 /// A group's position in the ledger's list of groups: layers that share a block table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GroupId(pub u32);
+pub struct GroupId(pub u16);
 
 /// A store or a load in flight. Ids count up from 1 and are never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -58,14 +58,14 @@ impl Index {
     /// The key that `id` holds.
     #[inline]
     pub fn key(&self, id: BlockId) -> Option<BlockKey> {
-        let group = GroupId(self.groups[id.index()].checked_sub(1)?);
+        let group = GroupId(u16::try_from(self.groups[id.index()].checked_sub(1)?).ok()?);
         Some(BlockKey { hash: *self.hash(id), group })
     }
 
     /// Whether `id` holds exactly this key.
     #[inline]
     pub fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
-        self.groups[id.index()] == group.0 + 1 && self.hash(id) == hash
+        self.groups[id.index()] == u32::from(group.0) + 1 && self.hash(id) == hash
     }
 
     /// The block that was published first among those that hold the key.
@@ -93,7 +93,7 @@ impl Index {
             self.same[oldest.index()][OLDER] = id.0;
         }
         self.hashes.as_chunks_mut().0[id.index()] = *hash;
-        self.groups[id.index()] = group.0 + 1;
+        self.groups[id.index()] = u32::from(group.0) + 1;
         self.num_cached += 1;
         is_first
     }

@@ -103,7 +103,7 @@ impl ModelLedger {
     fn lookup(&self, who: usize, max_tokens: usize) -> Vec<Vec<u32>> {
         let names = &self.requests[&who].names;
         let names = &names[..names.len().min(max_tokens / BLOCK_SIZE)];
-        let groups = 0..u32::try_from(self.num_groups).unwrap();
+        let groups = 0..u16::try_from(self.num_groups).unwrap();
         let mut found: Vec<_> = groups.map(|group| self.pool.lookup(names, group)).collect();
         let shortest = found.iter().map(Vec::len).min().unwrap();
         for blocks in &mut found {

@@ -1,7 +1,7 @@
 //! A pool as plainly as it can be said: a list for the queue, a scan for every lookup.
 
 /// What a block holds: a hash's name, a group, and when it was published.
-pub(crate) type Held = Option<(u16, u32, u64)>;
+pub(crate) type Held = Option<(u16, u16, u64)>;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ModelPool {
@@ -98,7 +98,7 @@ impl ModelPool {
         true
     }
 
-    pub(crate) fn cache(&mut self, ids: &[u32], names: &[u16], group: u32) -> bool {
+    pub(crate) fn cache(&mut self, ids: &[u32], names: &[u16], group: u16) -> bool {
         let mut after = self.clone();
         if ids.len() != names.len() {
             return false;
@@ -121,7 +121,7 @@ impl ModelPool {
     }
 
     /// The oldest holder of a key.
-    pub(crate) fn get(&self, name: u16, group: u32) -> Option<u32> {
+    pub(crate) fn get(&self, name: u16, group: u16) -> Option<u32> {
         let holders = (0..).zip(&self.held).filter_map(|(id, held)| match held {
             Some((held, of, since)) if (*held, *of) == (name, group) => Some((*since, id)),
             _ => None,
@@ -129,7 +129,7 @@ impl ModelPool {
         holders.min().map(|(_, id)| id)
     }
 
-    pub(crate) fn lookup(&self, names: &[u16], group: u32) -> Vec<u32> {
+    pub(crate) fn lookup(&self, names: &[u16], group: u16) -> Vec<u32> {
         names.iter().map_while(|&name| self.get(name, group)).collect()
     }
 

@@ -18,7 +18,7 @@ enum Op {
     Free(Vec<u32>),
     Pin(Vec<u32>),
     Unpin(Vec<u32>),
-    Cache(Vec<u32>, Vec<u16>, u32),
+    Cache(Vec<u32>, Vec<u16>, u16),
     Evict(Vec<u32>),
     Reset,
 }
@@ -36,7 +36,7 @@ fn op() -> impl Strategy<Value = Op> {
         4 => some_ids().prop_map(Op::Free),
         2 => some_ids().prop_map(Op::Pin),
         2 => some_ids().prop_map(Op::Unpin),
-        5 => (pairs, 0..2_u32).prop_map(|(pairs, group)| {
+        5 => (pairs, 0..2_u16).prop_map(|(pairs, group)| {
             let (ids, names) = pairs.into_iter().unzip();
             Op::Cache(ids, names, group)
         }),
@@ -83,7 +83,7 @@ fn compare(pool: &BlockPool, model: &ModelPool) {
 }
 
 /// What the events say can be found.
-fn follow(events: Vec<Event>, findable: &mut BTreeSet<([u8; 32], u32)>) {
+fn follow(events: Vec<Event>, findable: &mut BTreeSet<([u8; 32], u16)>) {
     for event in events {
         match event {
             Event::Stored(stored) => {
