@@ -1,17 +1,19 @@
 //! Between Python's sequences and arrays and the core's lists.
 
 use kvstow_core::error::Error;
-use kvstow_core::ids::{BlockId, GroupId};
+use kvstow_core::ids::{BlockId, GroupId, JobId};
 use kvstow_core::key::Hashes;
+use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{
     IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyInt, PyList, PySequence, PyString};
 
-use crate::error::{ConfigError, to_py};
+use crate::error::{ConfigError, StateError, to_py};
 
 /// A count from Python: 0 or more.
 #[derive(Clone, Copy)]
@@ -35,13 +37,20 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     }
 }
 
+/// The most items a call takes: ids and counts name blocks and requests, of which there are fewer.
+const MAX_ITEMS: usize = MAX_BLOCKS;
+
 /// Room to set aside for a caller's sequence: its `__len__` is only a hint, and may lie.
 fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
     obj.len().unwrap_or(0).min(1 << 20)
 }
 
-/// Integers from any sequence of ints or any one-dimensional integer array.
-pub(crate) fn ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+/// Integers from any sequence of ints or any one-dimensional integer array; `too_large` says what
+/// is wrong with one beyond 64 bits.
+fn ints(
+    obj: &Bound<'_, PyAny>,
+    too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
+) -> PyResult<Vec<i64>> {
     if let Ok(array) = obj.cast::<PyUntypedArray>() {
         check_integer_array(array)?;
         if let Ok(items) = obj.extract::<PyReadonlyArray1<'_, i64>>().map(|array| array.to_vec())
@@ -50,25 +59,38 @@ pub(crate) fn ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
             return Ok(items);
         }
         // Another width, sign or byte order, or not contiguous: numpy makes ints of it.
-        return sequence_of_ints(&obj.call_method0("tolist")?);
+        return sequence_of_ints(&obj.call_method0("tolist")?, too_large);
     }
-    sequence_of_ints(obj)
+    sequence_of_ints(obj, too_large)
 }
 
-fn sequence_of_ints(obj: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+fn sequence_of_ints(
+    obj: &Bound<'_, PyAny>,
+    too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
+) -> PyResult<Vec<i64>> {
     let items = sequence(obj, "integers")?;
+    let num_items = items.len().unwrap_or(usize::MAX);
+    if num_items > MAX_ITEMS {
+        return Err(ConfigError::new_err(format!(
+            "{num_items} integers in one call: at most {MAX_ITEMS} are taken"
+        )));
+    }
     let mut numbers = Vec::with_capacity(capacity_hint(items));
     for item in items.try_iter()? {
         let item = item?;
-        let number = item.extract::<i64>().map_err(|_| {
-            let kind =
-                if item.is_instance_of::<PyInt>() { "is too large" } else { "is no integer" };
-            let shown = item.repr().map_or_else(|_| "an item".to_owned(), |text| text.to_string());
-            ConfigError::new_err(format!("{shown} {kind}"))
-        })?;
-        numbers.push(number);
+        numbers.push(item.extract::<i64>().map_err(|_| {
+            if item.is_instance_of::<PyInt>() {
+                return too_large(&item);
+            }
+            ConfigError::new_err(format!("{} is no integer", shown(&item)))
+        })?);
     }
     Ok(numbers)
+}
+
+/// How Python shows an object; its type where it cannot.
+fn shown(obj: &Bound<'_, PyAny>) -> String {
+    obj.repr().map_or_else(|_| obj.get_type().to_string(), |text| text.to_string())
 }
 
 /// Refuses arrays that are not one-dimensional or hold no integers.
@@ -98,22 +120,59 @@ fn sequence<'a, 'py>(
 /// Block ids of a pool of `num_blocks`.
 pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<BlockId>> {
     let no_such_block = |id| to_py(Error::NoSuchBlock { id, num_blocks });
+    let to_id = |id: i64| match u32::try_from(id) {
+        Ok(small) if (small as usize) < num_blocks => Ok(BlockId(small)),
+        _ => Err(no_such_block(id.to_string())),
+    };
     let int32 = obj.extract::<PyReadonlyArray1<'_, i32>>().map(|array| array.to_vec());
     if let Ok(Ok(items)) = int32 {
-        let to_id = |id: i32| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id.into()));
-        return items.into_iter().map(to_id).collect();
+        return items.into_iter().map(|id| to_id(id.into())).collect();
     }
-    let to_id = |id: i64| u32::try_from(id).map(BlockId).map_err(|_| no_such_block(id));
-    ints(obj)?.into_iter().map(to_id).collect()
+    ints(obj, |item| no_such_block(shown(item)))?.into_iter().map(to_id).collect()
 }
 
 /// Counts, one per request: 0 or more.
 pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    let to_count = |count: i64| {
-        usize::try_from(count)
-            .map_err(|_| ConfigError::new_err(format!("a count of {count}: it must be 0 or more")))
+    let refused = |count: String| {
+        ConfigError::new_err(format!("a count of {count}: it must be 0 to {}", i64::MAX))
     };
-    ints(obj)?.into_iter().map(to_count).collect()
+    let to_count = |count: i64| usize::try_from(count).map_err(|_| refused(count.to_string()));
+    ints(obj, |item| refused(shown(item)))?.into_iter().map(to_count).collect()
+}
+
+/// The id of a job: one that no job can have is that of none in flight.
+pub(crate) fn job_id(obj: &Bound<'_, PyInt>) -> PyResult<JobId> {
+    obj.extract().map(JobId).map_err(|_| {
+        StateError::new_err(format!("job {} is not in flight: every job ends once", shown(obj)))
+    })
+}
+
+/// One request id.
+pub(crate) struct RequestId(PyBackedStr);
+
+impl std::ops::Deref for RequestId {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for RequestId {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let text = obj.cast::<PyString>()?;
+        PyBackedStr::try_from(text.to_owned()).map(Self).map_err(|_| not_unicode(&obj))
+    }
+}
+
+fn not_text(obj: &Bound<'_, PyAny>) -> PyErr {
+    ConfigError::new_err(format!("a request id is a str, not {}", obj.get_type()))
+}
+
+fn not_unicode(obj: &Bound<'_, PyAny>) -> PyErr {
+    ConfigError::new_err(format!("request id {} holds a lone surrogate, which is no text", shown(obj)))
 }
 
 /// The position of a group in a model's list of groups.
@@ -143,10 +202,7 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
 /// Request ids; borrow them with [`as_strs`].
 pub(crate) fn request_ids<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>>> {
     let to_id = |item: Bound<'py, PyAny>| {
-        item.cast_into::<PyString>().map_err(|error| {
-            let kind = error.into_inner().get_type();
-            ConfigError::new_err(format!("a request id is a str, not {kind}"))
-        })
+        item.cast_into::<PyString>().map_err(|error| not_text(&error.into_inner()))
     };
     if let Ok(list) = obj.cast_exact::<PyList>() {
         return list.iter().map(to_id).collect();
@@ -156,7 +212,7 @@ pub(crate) fn request_ids<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'p
 
 /// The text of request ids.
 pub(crate) fn as_strs<'a>(request_ids: &'a [Bound<'_, PyString>]) -> PyResult<Vec<&'a str>> {
-    request_ids.iter().map(|id| id.to_str()).collect()
+    request_ids.iter().map(|id| id.to_str().map_err(|_| not_unicode(id))).collect()
 }
 
 /// Ids as an `int32` array.

@@ -8,7 +8,7 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::convert::{Count, as_strs, counts, hashes, request_ids, to_array};
+use crate::convert::{Count, RequestId, as_strs, counts, hashes, request_ids, to_array};
 use crate::error::{ConfigError, to_py};
 use crate::group::{FullAttention, groups};
 use crate::hash::{extra_keys_from_py, tokens_from_py};
@@ -145,31 +145,31 @@ impl BlockLedger {
     #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
     fn add(
         &self,
-        request_id: &str,
+        request_id: RequestId,
         hashes: &Bound<'_, PyAny>,
         tokens: Option<&Bound<'_, PyAny>>,
         extra_keys: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (hashes, context) = (self::hashes(hashes)?, context(tokens, extra_keys)?);
-        lock(&self.0).add(request_id, &hashes, context).map_err(to_py)
+        lock(&self.0).add(&request_id, &hashes, context).map_err(to_py)
     }
 
     /// Append hashes as generated tokens fill blocks.
     #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
     fn extend(
         &self,
-        request_id: &str,
+        request_id: RequestId,
         hashes: &Bound<'_, PyAny>,
         tokens: Option<&Bound<'_, PyAny>>,
         extra_keys: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (hashes, context) = (self::hashes(hashes)?, context(tokens, extra_keys)?);
-        lock(&self.0).extend(request_id, &hashes, context).map_err(to_py)
+        lock(&self.0).extend(&request_id, &hashes, context).map_err(to_py)
     }
 
     /// The longest cached prefix of at most `max_tokens` tokens; changes nothing.
-    fn lookup(&self, request_id: &str, max_tokens: Count) -> PyResult<PrefixHit> {
-        lock(&self.0).lookup(request_id, max_tokens.0).map(PrefixHit).map_err(to_py)
+    fn lookup(&self, request_id: RequestId, max_tokens: Count) -> PyResult<PrefixHit> {
+        lock(&self.0).lookup(&request_id, max_tokens.0).map(PrefixHit).map_err(to_py)
     }
 
     /// Grant slots for a hit, external tokens and new tokens, for every group or for none.
@@ -184,7 +184,7 @@ impl BlockLedger {
     fn allocate<'py>(
         &self,
         py: Python<'py>,
-        request_id: &str,
+        request_id: RequestId,
         num_new_tokens: Count,
         hit: Option<&Bound<'py, PrefixHit>>,
         num_external_tokens: Count,
@@ -204,7 +204,7 @@ impl BlockLedger {
             num_in_flight_tokens: num_in_flight_tokens.0,
             must_fit_tokens: must_fit_tokens.map(|count| count.0),
         };
-        let taken = lock(&self.0).allocate(request_id, &args).map_err(to_py)?;
+        let taken = lock(&self.0).allocate(&request_id, &args).map_err(to_py)?;
         taken.map(|taken| per_group(py, &taken)).transpose()
     }
 
@@ -250,33 +250,33 @@ impl BlockLedger {
     }
 
     /// Publish this request's blocks up to `num_tokens` granted tokens; ends a delay.
-    fn cache(&self, request_id: &str, num_tokens: Count) -> PyResult<()> {
-        lock(&self.0).cache(request_id, num_tokens.0).map_err(to_py)
+    fn cache(&self, request_id: RequestId, num_tokens: Count) -> PyResult<()> {
+        lock(&self.0).cache(&request_id, num_tokens.0).map_err(to_py)
     }
 
     /// Take granted tokens back to this many (rejected drafts); frees nothing.
-    fn rewind(&self, request_id: &str, num_tokens: Count) -> PyResult<()> {
-        lock(&self.0).rewind(request_id, num_tokens.0).map_err(to_py)
+    fn rewind(&self, request_id: RequestId, num_tokens: Count) -> PyResult<()> {
+        lock(&self.0).rewind(&request_id, num_tokens.0).map_err(to_py)
     }
 
     #[pyo3(signature = (request_id, group = Count(0)), text_signature = "($self, request_id, group=0)")]
     fn block_table<'py>(
         &self,
         py: Python<'py>,
-        request_id: &str,
+        request_id: RequestId,
         group: Count,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let table = lock(&self.0).block_table(request_id, group.0).map(<[_]>::to_vec);
+        let table = lock(&self.0).block_table(&request_id, group.0).map(<[_]>::to_vec);
         Ok(to_array(py, table.map_err(to_py)?))
     }
 
-    fn num_granted_tokens(&self, request_id: &str) -> PyResult<usize> {
-        lock(&self.0).num_granted_tokens(request_id).map_err(to_py)
+    fn num_granted_tokens(&self, request_id: RequestId) -> PyResult<usize> {
+        lock(&self.0).num_granted_tokens(&request_id).map_err(to_py)
     }
 
     /// Drop the request: its references, each group's tail first, then the request itself.
-    fn free(&self, request_id: &str) -> PyResult<()> {
-        lock(&self.0).free(request_id).map_err(to_py)
+    fn free(&self, request_id: RequestId) -> PyResult<()> {
+        lock(&self.0).free(&request_id).map_err(to_py)
     }
 
     /// Verify every invariant of ledger and pool.

@@ -2,14 +2,16 @@
 
 use std::sync::Mutex;
 
-use kvstow_core::ids::{BlockId, JobId};
+use kvstow_core::ids::BlockId;
 use kvstow_core::offload::{self, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyInt, PyList};
 
-use crate::convert::{Count, as_strs, counts, hashes, ids, request_ids, to_array};
+use crate::convert::{
+    Count, RequestId, as_strs, counts, hashes, ids, job_id, request_ids, to_array,
+};
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
 use crate::group::{FullAttention, groups};
@@ -75,32 +77,32 @@ impl OffloadScheduler {
     }
 
     /// Make a request known, with the hashes of its blocks known so far.
-    fn add(&self, request_id: &str, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn add(&self, request_id: RequestId, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         let hashes = self::hashes(hashes)?;
-        lock(&self.0).add(request_id, &hashes).map_err(to_py)
+        lock(&self.0).add(&request_id, &hashes).map_err(to_py)
     }
 
     /// Append hashes as generated tokens fill blocks.
-    fn extend(&self, request_id: &str, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn extend(&self, request_id: RequestId, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         let hashes = self::hashes(hashes)?;
-        lock(&self.0).extend(request_id, &hashes).map_err(to_py)
+        lock(&self.0).extend(&request_id, &hashes).map_err(to_py)
     }
 
     /// How many tokens right after the local hit the host can serve; None means pending.
     fn lookup(
         &self,
-        request_id: &str,
+        request_id: RequestId,
         num_local_tokens: Count,
         max_tokens: Count,
     ) -> PyResult<Option<usize>> {
-        lock(&self.0).lookup(request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
+        lock(&self.0).lookup(&request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
     }
 
     /// Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
     fn load(
         &self,
         py: Python<'_>,
-        request_id: &str,
+        request_id: RequestId,
         num_tokens: Count,
         block_ids: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Job> {
@@ -111,13 +113,13 @@ impl OffloadScheduler {
             )));
         };
         let block_ids = ids(block_ids, MAX_BLOCKS)?;
-        let job = lock(&self.0).load(request_id, num_tokens.0, &block_ids).map_err(to_py)?;
+        let job = lock(&self.0).load(&request_id, num_tokens.0, &block_ids).map_err(to_py)?;
         Ok(to_job(py, job))
     }
 
     /// Give back what a request's lookup holds, when none of it is loaded.
-    fn release(&self, request_id: &str) -> PyResult<()> {
-        lock(&self.0).release(request_id).map_err(to_py)
+    fn release(&self, request_id: RequestId) -> PyResult<()> {
+        lock(&self.0).release(&request_id).map_err(to_py)
     }
 
     /// Plan the stores that a finished step has made due, all in one job.
@@ -155,14 +157,14 @@ impl OffloadScheduler {
 
     /// End a job. Returns the device ids to unpin, and whether its copies count.
     #[pyo3(signature = (job_id, *, ok = true))]
-    fn complete(&self, py: Python<'_>, job_id: u64, ok: bool) -> PyResult<JobEnd> {
-        let end = lock(&self.0).complete(JobId(job_id), ok).map_err(to_py)?;
+    fn complete(&self, py: Python<'_>, job_id: &Bound<'_, PyInt>, ok: bool) -> PyResult<JobEnd> {
+        let end = lock(&self.0).complete(self::job_id(job_id)?, ok).map_err(to_py)?;
         Ok(JobEnd { block_ids: to_array(py, end.block_ids).unbind(), ok: end.is_ok })
     }
 
     /// Forget a request that finished, was preempted or aborted; its jobs go on.
-    fn finish(&self, request_id: &str) -> PyResult<()> {
-        lock(&self.0).finish(request_id).map_err(to_py)
+    fn finish(&self, request_id: RequestId) -> PyResult<()> {
+        lock(&self.0).finish(&request_id).map_err(to_py)
     }
 
     /// Empty the tier, at any moment; jobs in flight still end, their result is dropped.

@@ -33,7 +33,7 @@ pub enum Error {
     #[error("block {id} is not in this pool: ids go from 0 to {}", num_blocks - 1)]
     NoSuchBlock {
         /// The id as it was given.
-        id: i64,
+        id: String,
         /// Blocks in the pool, the null block included.
         num_blocks: usize,
     },

@@ -393,7 +393,7 @@ impl BlockPool {
     pub fn check_ids(&self, ids: &[BlockId]) -> Result<()> {
         let num_blocks = self.num_blocks();
         match ids.iter().find(|id| id.index() >= num_blocks) {
-            Some(id) => Err(Error::NoSuchBlock { id: i64::from(id.0), num_blocks }),
+            Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
             None => Ok(()),
         }
     }

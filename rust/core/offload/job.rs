@@ -2,9 +2,9 @@
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, JobId};
-use crate::key::BlockHash;
 
 use super::OffloadScheduler;
+use super::tier::Filling;
 
 /// The copies that one job asks for: `block_ids[i]` and `host_slots[i]` are the two ends of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,8 +40,8 @@ pub(super) struct InFlight {
 pub(super) enum Kind {
     Load,
     Store {
-        /// What each slot is to hold, known from the plan on.
-        hashes: Vec<BlockHash>,
+        /// What each slot is to hold.
+        filling: Filling,
         /// The last slot of each request's part: whole chains are ranked from there.
         tails: Vec<BlockId>,
     },
@@ -94,14 +94,14 @@ impl OffloadScheduler {
                     self.counters.failed_loads += 1;
                 }
             }
-            Kind::Store { hashes, tails } if is_ok => {
-                self.counters.stored += self.tier.publish(&job.slots, hashes)?;
+            Kind::Store { filling, tails } if is_ok => {
+                self.counters.stored += self.tier.publish(&job.slots, filling)?;
                 for &tail in tails {
                     self.tier.rank(tail);
                 }
             }
-            Kind::Store { hashes, .. } => {
-                self.tier.abandon(&job.slots, hashes)?;
+            Kind::Store { filling, .. } => {
+                self.tier.abandon(&job.slots, &filling.hashes)?;
                 self.counters.failed_stores += 1;
             }
         }

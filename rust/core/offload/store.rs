@@ -2,10 +2,9 @@
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::key::BlockHash;
 
 use super::job::Kind;
-use super::tier::HostTier;
+use super::tier::{Filling, HostTier};
 use super::{Job, OffloadScheduler, Tracked};
 
 /// What a finished step changed for one request.
@@ -23,7 +22,7 @@ pub struct Progress<'a> {
 struct Plan {
     block_ids: Vec<BlockId>,
     slots: Vec<BlockId>,
-    hashes: Vec<BlockHash>,
+    filling: Filling,
     tails: Vec<BlockId>,
 }
 
@@ -47,7 +46,8 @@ impl OffloadScheduler {
                 return Err(Error::InvalidBlock { id, why });
             }
         }
-        let mut plan = Plan::default();
+        let filling = Filling { block_size: self.block_size, ..Filling::default() };
+        let mut plan = Plan { filling, ..Plan::default() };
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             let request = self.requests.get_mut(request_id)?;
             request.table.extend_from_slice(new_blocks);
@@ -56,11 +56,11 @@ impl OffloadScheduler {
                 .min(request.table.len());
             request.plan_stores(&mut self.tier, &mut plan)?;
         }
-        let Plan { block_ids, slots, hashes, tails } = plan;
+        let Plan { block_ids, slots, filling, tails } = plan;
         if block_ids.is_empty() {
             return Ok(None);
         }
-        Ok(Some(self.begin(block_ids, slots, Kind::Store { hashes, tails })))
+        Ok(Some(self.begin(block_ids, slots, Kind::Store { filling, tails })))
     }
 }
 
@@ -82,7 +82,10 @@ impl Tracked {
         for (at, slot) in placed {
             plan.block_ids.push(self.table[first + at]);
             plan.slots.push(slot);
-            plan.hashes.push(due[at]);
+            plan.filling.hashes.push(due[at]);
+            plan.filling
+                .parents
+                .push((first + at).checked_sub(1).map(|before| self.hashes[before]));
         }
         Ok(())
     }

@@ -14,17 +14,28 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::event::{Event, Medium};
+use crate::event::{Event, Medium, Origin};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, HashWidth};
-use crate::pool::{BLOCK_BYTES, BlockPool, check_memory};
+use crate::pool::{BLOCK_BYTES, BlockPool, MAX_BLOCKS, check_memory};
 
 use super::lru::Lru;
 
 /// The one group whose blocks are offloaded.
 const GROUP: GroupId = GroupId(0);
+
+/// What the slots of a store are being filled with, known from its plan on.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Filling {
+    pub(super) hashes: Vec<BlockHash>,
+    /// The hash before each.
+    pub(super) parents: Vec<Option<BlockHash>>,
+    /// Tokens per block.
+    pub(super) block_size: usize,
+}
 
 /// What a slot costs besides its block in the pool, in bytes.
 const SLOT_BYTES: usize = 20;
@@ -49,12 +60,14 @@ impl HostTier {
     /// A tier of `num_slots` empty slots.
     pub(super) fn new(num_slots: usize, events: bool) -> Result<Self> {
         let num_blocks = num_slots.saturating_add(1);
-        let lru_size = u32::try_from(num_blocks).map_err(|_| {
-            Error::Config(format!("{num_slots} host blocks: at most {} fit", u32::MAX / 2))
-        })?;
-        if num_slots == 0 {
-            return Err(Error::Config("0 host blocks: at least one is needed".to_owned()));
-        }
+        let lru_size =
+            u32::try_from(num_blocks).ok().filter(|_| (1..MAX_BLOCKS).contains(&num_slots));
+        let Some(lru_size) = lru_size else {
+            return Err(Error::Config(format!(
+                "{num_slots} host blocks: at least 1 is needed, and at most {} are counted",
+                MAX_BLOCKS - 1
+            )));
+        };
         check_memory(num_blocks, BLOCK_BYTES + SLOT_BYTES)?;
         Ok(Self {
             pool: BlockPool::new(num_blocks, events.then_some(Medium::Host))?,
@@ -169,21 +182,37 @@ impl HostTier {
 
     /// Makes the slots of a finished store resident; those that were abandoned or fenced in the
     /// meantime are emptied. Returns how many became resident.
-    pub(super) fn publish(&mut self, slots: &[BlockId], hashes: &[BlockHash]) -> Result<usize> {
-        let mut num_published = 0;
+    pub(super) fn publish(&mut self, slots: &[BlockId], filling: &Filling) -> Result<usize> {
+        let Filling { hashes, parents, .. } = filling;
         let mut dropped = Vec::new();
-        for (&slot, hash) in slots.iter().zip(hashes) {
-            if self.in_flight.get(hash) == Some(&slot) {
-                self.in_flight.remove(hash);
-                self.pool.publish(&[slot], &[*hash], GROUP, |_| crate::event::Origin::default());
-                self.lru.stored(slot);
-                num_published += 1;
-            } else {
+        let mut run = 0..0;
+        for (at, (&slot, hash)) in slots.iter().zip(hashes).enumerate() {
+            if self.in_flight.get(hash) != Some(&slot) {
                 dropped.push(slot);
+                continue;
             }
+            self.in_flight.remove(hash);
+            self.lru.stored(slot);
+            let goes_on = run.end == at && at > 0 && parents[at] == Some(hashes[at - 1]);
+            if !goes_on {
+                self.publish_run(slots, filling, run);
+                run = at..at;
+            }
+            run.end = at + 1;
         }
+        self.publish_run(slots, filling, run);
         self.pool.free(&dropped)?;
-        Ok(num_published)
+        Ok(slots.len() - dropped.len())
+    }
+
+    /// Publishes consecutive blocks of one chain: one event tells of them all.
+    fn publish_run(&mut self, slots: &[BlockId], filling: &Filling, run: Range<usize>) {
+        let origin = |part: Range<usize>| Origin {
+            parent: filling.parents[run.start + part.start],
+            block_size: Some(filling.block_size),
+            ..Origin::default()
+        };
+        self.pool.publish(&slots[run.clone()], &filling.hashes[run.clone()], GROUP, origin);
     }
 
     /// Empties the slots of a failed store, and drops whatever hangs below them: without its
