@@ -43,7 +43,7 @@ lint: $(VENV)/.test ## formatting, clippy, rustdoc, ruff, mypy, and the stub aga
 bench: $(VENV)/.test ## criterion benches of the core, then the same work beside vLLM's own accounting
 	@$(need_cargo)
 	cargo bench
-	$(BIN)/python benches/compare/accounting.py
+	$(BIN)/python -m benches.compare.accounting
 
 wheel: $(VENV)/.run ## build dist/*.whl
 	@$(need_cargo)

@@ -172,7 +172,10 @@ fn not_text(obj: &Bound<'_, PyAny>) -> PyErr {
 }
 
 fn not_unicode(obj: &Bound<'_, PyAny>) -> PyErr {
-    ConfigError::new_err(format!("request id {} holds a lone surrogate, which is no text", shown(obj)))
+    ConfigError::new_err(format!(
+        "request id {} holds a lone surrogate, which is no text",
+        shown(obj)
+    ))
 }
 
 /// The position of a group in a model's list of groups.
@@ -186,10 +189,14 @@ pub(crate) fn group_id(group: Count) -> PyResult<GroupId> {
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
     let mut hashes = Hashes::with_capacity(capacity_hint(obj));
     let mut push = |item: &Bound<'_, PyAny>| {
-        let digest = item.cast::<PyBytes>().map_err(|_| {
-            ConfigError::new_err(format!("a block hash is bytes, not {}", item.get_type()))
-        })?;
-        hashes.push(digest.as_bytes()).map_err(to_py)
+        // The exact type is a comparison of two pointers; a subclass takes a call.
+        let digest = item.cast_exact::<PyBytes>().or_else(|_| item.cast::<PyBytes>());
+        match digest {
+            Ok(digest) => hashes.push(digest.as_bytes()).map_err(to_py),
+            Err(_) => {
+                Err(ConfigError::new_err(format!("a block hash is bytes, not {}", item.get_type())))
+            }
+        }
     };
     if let Ok(list) = obj.cast_exact::<PyList>() {
         list.iter().try_for_each(|item| push(&item))?;

@@ -84,7 +84,7 @@ impl Index {
         let oldest = block_of(self.table[at]);
         let is_first = oldest.is_null();
         if is_first {
-            self.table[at] = u64::from(print) << 32 | u64::from(id.0);
+            self.table[at] = entry_of(print, id);
             self.same[id.index()] = [id.0; 2];
         } else {
             let newest = self.same[oldest.index()][OLDER];
@@ -106,14 +106,14 @@ impl Index {
         let is_last = newer == id.0;
         // Only the oldest holder stands in the table: another one leaves it as it is.
         let print = fingerprint(&key.hash, key.group);
-        let at = self.probe(print, &key.hash, key.group);
+        let at = self.find(entry_of(print, id));
         if is_last {
             self.close_gap(at);
         } else {
             self.same[older as usize][NEWER] = newer;
             self.same[newer as usize][OLDER] = older;
             if block_of(self.table[at]) == id {
-                self.table[at] = u64::from(print) << 32 | u64::from(newer);
+                self.table[at] = entry_of(print, BlockId(newer));
             }
         }
         self.groups[id.index()] = 0;
@@ -154,6 +154,17 @@ impl Index {
             }
             at = (at + 1) & mask;
         }
+    }
+
+    /// Where an entry is, or the empty slot that ends its probe. Looks at no key.
+    #[inline]
+    fn find(&self, entry: u64) -> usize {
+        let mask = self.table.len() - 1;
+        let mut at = print_of(entry) as usize & mask;
+        while self.table[at] != entry && self.table[at] != 0 {
+            at = (at + 1) & mask;
+        }
+        at
     }
 
     /// Empties slot `gap`, moving back whatever could no longer be reached over it.
@@ -223,6 +234,10 @@ impl Index {
 #[expect(clippy::cast_possible_truncation, reason = "the two halves of an entry")]
 const fn block_of(entry: u64) -> BlockId {
     BlockId(entry as u32)
+}
+
+const fn entry_of(print: u32, id: BlockId) -> u64 {
+    (print as u64) << 32 | id.0 as u64
 }
 
 const fn print_of(entry: u64) -> u32 {

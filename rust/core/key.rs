@@ -40,9 +40,14 @@ impl Hashes {
     /// [`Error::HashWidth`] if it is empty, longer than 32 bytes, or not as wide as the others.
     #[inline]
     pub fn push(&mut self, digest: &[u8]) -> Result<()> {
-        self.width.agree(HashWidth::of(digest.len())?)?;
-        let mut hash = [0; MAX_HASH_BYTES];
-        hash[..digest.len()].copy_from_slice(digest);
+        if digest.len() != usize::from(self.width.0) || digest.is_empty() {
+            self.width.agree(HashWidth::of(digest.len())?)?;
+        }
+        // A copy of known length is a move or two; one of any length is a call.
+        let hash = match digest.first_chunk::<MAX_HASH_BYTES>() {
+            Some(whole) => *whole,
+            None => pad(digest),
+        };
         self.hashes.push(hash);
         Ok(())
     }
@@ -66,6 +71,17 @@ impl Hashes {
     pub fn is_empty(&self) -> bool {
         self.hashes.is_empty()
     }
+}
+
+/// A digest of at most 32 bytes, padded with zeros.
+#[inline]
+fn pad(digest: &[u8]) -> BlockHash {
+    let mut hash = [0; MAX_HASH_BYTES];
+    match digest.first_chunk::<16>() {
+        Some(half) if digest.len() == 16 => hash[..16].copy_from_slice(half),
+        _ => hash[..digest.len()].copy_from_slice(digest),
+    }
+    hash
 }
 
 /// The width of an object's hashes in bytes, unknown until the first one is seen.

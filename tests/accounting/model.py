@@ -62,9 +62,8 @@ class ModelPool:
 
     def free(self, ids: Sequence[int]) -> None:
         self._decrement(self.refs, ids)
-        # One that is given twice goes where its last reference goes.
-        in_order = reversed(dict.fromkeys(reversed(ids)))
-        gone = [id for id in in_order if id and self.refs[id] == 0]
+        # The first id is evicted first, also where it is given twice.
+        gone = [id for id in dict.fromkeys(ids) if id and self.refs[id] == 0]
         cached = [id for id in gone if id in self.held]
         self.queue = [id for id in gone if id not in self.held] + self.queue + cached
 

@@ -475,6 +475,10 @@ def test_groups_and_options_that_do_not_fit_are_refused() -> None:
         OffloadScheduler(8, [GROUP, GROUP])
     with pytest.raises(ConfigError, match=r'"lazi".*"eager"'):
         OffloadScheduler(8, [GROUP], mode="lazi")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="surrogate"):
+        OffloadScheduler(8, [GROUP], mode="\ud800")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="groups"):
+        BlockLedger(8, [GROUP] * (2**16 + 1))
     with pytest.raises(ConfigError, match=r'"fifo".*"lru"'):
         OffloadScheduler(8, [GROUP], policy="fifo")  # type: ignore[arg-type]
 

@@ -213,6 +213,13 @@ def test_one_job_stores_for_many_requests_and_each_key_once() -> None:
     assert scheduler.num_resident == len({name for p in prompts.values() for name in prefixes(p)})
 
 
+def test_a_job_may_be_named_by_any_integer() -> None:
+    scheduler = OffloadScheduler(2, [GROUP])
+    scheduler.add("a", hashes("a"))
+    job = some(scheduler.store(["a"], [BLOCK_SIZE], [1], [0, 1]))
+    assert scheduler.complete(np.int64(job.job_id)).ok  # type: ignore[arg-type]
+
+
 def test_a_key_in_flight_is_not_stored_again_and_is_a_miss() -> None:
     rig = Rig(8)
     for id in ("first", "second"):

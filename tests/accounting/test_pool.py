@@ -80,11 +80,10 @@ class PoolMachine(RuleBasedStateMachine):
     def by_ids(self, name: str, ids: list[int]) -> None:
         self.both(name, ids)
 
-    @rule(data=st.data())
-    def free_what_is_held(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num_kept=st.integers(0, 4))
+    def free_what_is_held(self, data: st.DataObject, num_kept: int) -> None:
         held = [id for id, refs in enumerate(self.model.refs) for _ in range(refs)]
-        if held:
-            self.both("free", data.draw(st.lists(st.sampled_from(held), unique=True)))
+        self.both("free", data.draw(st.permutations(held))[num_kept:])
 
     @rule(data=st.data(), names=some_names, group=groups)
     def cache_what_is_held(self, data: st.DataObject, names: list[bytes], group: int) -> None:

@@ -1,0 +1,89 @@
+"""A pool of a million blocks: how long it takes to build, and what a block weighs when in use."""
+
+import gc
+import os
+import random
+import sys
+from pathlib import Path
+
+import kvstow
+
+from . import vllm_side
+from .measure import Clock, Row, take_turns
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1_000_000
+
+
+class Million:
+    """A turn builds one pool."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.num_turns = min(num_turns, 5)
+        self.clock = Clock()
+        draw = random.Random(0)
+        self.hashes = [draw.randbytes(32) for _ in range(NUM_BLOCKS - 1)]
+        self.request = vllm_side.request("million", BLOCK_SIZE, BLOCK_SIZE)
+        self.request.block_hashes = self.hashes
+
+    def run(self) -> list[Row]:
+        gc.collect()
+        gc.freeze()
+        # kvstow first: what it frees goes back to the system, what vLLM frees may be kept.
+        ours, theirs = self._kvstow_bytes(), self._vllm_bytes()
+        for turn in range(self.num_turns):
+            take_turns(turn, self._build_vllm, self._build_kvstow)
+        gc.unfreeze()
+        blocks = f"{NUM_BLOCKS:,} blocks"
+        return [
+            Row(
+                f"build a pool of {blocks}",
+                self.clock.samples["vllm"],
+                self.clock.samples["kvstow"],
+                target_most=50,
+            ),
+            Row(
+                f"memory of {blocks}, each taken, cached and freed",
+                [theirs],
+                [ours],
+                unit="B/block",
+                target_most=100,
+            ),
+        ]
+
+    def _build_vllm(self) -> None:
+        self.clock.time("vllm", vllm_side.BlockPool, NUM_BLOCKS, True, BLOCK_SIZE)
+
+    def _build_kvstow(self) -> None:
+        self.clock.time("kvstow", kvstow.BlockPool, NUM_BLOCKS)
+
+    def _kvstow_bytes(self) -> float:
+        before = resident_bytes()
+        pool = kvstow.BlockPool(NUM_BLOCKS)
+        ids = pool.allocate(NUM_BLOCKS - 1)
+        pool.cache(ids, self.hashes)
+        pool.free(ids[::-1])
+        del ids
+        grown = resident_bytes() - before
+        if pool.num_cached != NUM_BLOCKS - 1:
+            sys.exit("kvstow's million blocks are not all cached")
+        # Not less than it says of itself, should a page of it have been resident before.
+        return max(grown, pool.memory_bytes) / NUM_BLOCKS
+
+    def _vllm_bytes(self) -> float:
+        before = resident_bytes()
+        pool = vllm_side.BlockPool(NUM_BLOCKS, True, BLOCK_SIZE)
+        blocks = pool.get_new_blocks(NUM_BLOCKS - 1)
+        pool.cache_full_blocks(self.request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+        pool.free_blocks(reversed(blocks))
+        del blocks
+        gc.collect()
+        grown = resident_bytes() - before
+        if len(pool.cached_block_hash_to_block) != NUM_BLOCKS - 1:
+            sys.exit("vLLM's million blocks are not all cached")
+        return grown / NUM_BLOCKS
+
+
+def resident_bytes() -> int:
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,159 @@
+"""Long prompts, admitted, finished and looked up again in pools that are full and out of order."""
+
+import functools
+import gc
+import random
+from collections.abc import Callable
+
+import kvstow
+
+from . import vllm_side
+from .measure import Clock, Row, require_same, take_turns
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 8_192
+NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
+NUM_USABLE_BLOCKS = 4 * NUM_BLOCKS
+NUM_PROMPTS = 5
+"""One more than fits: by the time the first comes round again it has been evicted."""
+
+
+class Prompts:
+    """A turn is all prompts, one after the other, on one side."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.num_turns = num_turns
+        self.clock = Clock()
+        # One token more than the blocks hold: vLLM leaves the last one to compute.
+        self.requests = [
+            vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE)
+            for at in range(NUM_PROMPTS)
+        ]
+        self.manager = vllm_side.manager(NUM_USABLE_BLOCKS + 1, BLOCK_SIZE)
+        groups = [kvstow.FullAttention(block_size=BLOCK_SIZE)]
+        self.ledger = kvstow.BlockLedger(NUM_USABLE_BLOCKS + 1, groups)
+        self.pool = kvstow.BlockPool(NUM_USABLE_BLOCKS + 1)
+
+    def run(self) -> list[Row]:
+        self._shuffle()
+        gc.collect()
+        gc.freeze()
+        self._turn(0)  # fills the pools
+        self.clock.samples.clear()
+        for turn in range(self.num_turns):
+            self._turn(turn)
+        for turn in range(self.num_turns):
+            take_turns(turn, self._vllm_clean, self._kvstow_clean)
+            require_same(
+                "free orders", vllm_side.free_order(self.manager), self.ledger.pool.free_order()
+            )
+        self.ledger.check()
+        gc.unfreeze()
+        return self._rows()
+
+    def _shuffle(self) -> None:
+        """Puts all free queues into the same arbitrary order, as hours of use would."""
+        blocks = self.manager.block_pool.get_new_blocks(NUM_USABLE_BLOCKS)
+        for block in blocks:
+            self.ledger.add(str(block.block_id), [])
+            self.ledger.allocate(str(block.block_id), BLOCK_SIZE)
+        self.pool.allocate(NUM_USABLE_BLOCKS)
+        random.Random(0).shuffle(blocks)
+        self.manager.block_pool.free_blocks(blocks)
+        self.pool.free([block.block_id for block in blocks])
+        # One by one, each goes to the head: the last one freed is the first one taken.
+        for block in reversed(blocks):
+            self.ledger.free(str(block.block_id))
+
+    def _turn(self, turn: int) -> None:
+        theirs: list[list[int]] = []
+        ours: list[list[int]] = []
+        take_turns(
+            turn,
+            functools.partial(self._vllm_turn, theirs.append),
+            functools.partial(self._kvstow_turn, ours.append),
+        )
+        self._pool_turn()
+        for side, (vllm, kvstow_) in enumerate(zip(theirs, ours, strict=True)):
+            require_same(f"block ids of step {side}", vllm, kvstow_)
+
+    def _vllm_turn(self, record: Callable[[list[int]], None]) -> None:
+        manager, time = self.manager, self.clock.time
+        for request in self.requests:
+            taken = time("vllm allocate", manager.allocate_slots, request, NUM_TOKENS)
+            time("vllm free", manager.free, request)
+            hit, num_tokens, _ = time("vllm lookup", manager.get_computed_blocks, request)
+            time("vllm admit hit", manager.allocate_slots, request, 1, num_tokens, hit)
+            manager.free(request)
+            record(vllm_side.block_ids(taken))
+            record(vllm_side.block_ids(hit))
+
+    def _kvstow_turn(self, record: Callable[[list[int]], None]) -> None:
+        ledger, time = self.ledger, self.clock.time
+        for request in self.requests:
+            name, hashes = request.request_id, request.block_hashes
+            time("add", ledger.add, name, hashes)
+            taken = time("allocate", ledger.allocate, name, NUM_TOKENS)
+            time("free", ledger.free, name)
+            ledger.add(name, hashes)
+            hit = time("lookup", ledger.lookup, name, NUM_TOKENS)
+            time("admit hit", ledger.allocate, name, 1, hit=hit)
+            ledger.free(name)
+            record(taken[0].tolist() if taken else [])
+            record(hit.blocks[0].tolist())
+
+    def _pool_turn(self) -> None:
+        """The same prompts in a bare pool, whose lookup takes hashes from Python."""
+        gc.collect()
+        for request in self.requests:
+            ids = self.pool.allocate(NUM_BLOCKS)
+            self.pool.cache(ids, request.block_hashes)
+            self.pool.free(ids[::-1])
+            found = self.clock.time("pool lookup", self.pool.lookup, request.block_hashes)
+            require_same("blocks taken and found", ids, found)
+
+    def _vllm_clean(self) -> None:
+        for request in self.requests:
+            self.manager.reset_prefix_cache()
+            self.clock.time("vllm clean", self.manager.allocate_slots, request, NUM_TOKENS)
+            self.manager.free(request)
+
+    def _kvstow_clean(self) -> None:
+        for request in self.requests:
+            name, hashes = request.request_id, request.block_hashes
+            self.ledger.pool.reset()
+            self.clock.time("clean: add", self.ledger.add, name, hashes)
+            self.clock.time("clean", self.ledger.allocate, name, NUM_TOKENS)
+            self.ledger.free(name)
+
+    def _rows(self) -> list[Row]:
+        of, together = self.clock.samples, self.clock.together
+        blocks = f"{NUM_BLOCKS:,} blocks"
+        row = functools.partial(Row, num_per_turn=NUM_PROMPTS)
+        rows = [
+            row(
+                f"lookup of {blocks}, all hit: BlockPool.lookup(list[bytes])",
+                of["vllm lookup"],
+                of["pool lookup"],
+                target_ratio=100,
+            ),
+            row("  BlockLedger.lookup, request added", of["vllm lookup"], of["lookup"]),
+            row("  add + BlockLedger.lookup", of["vllm lookup"], together("add", "lookup")),
+            row(
+                f"allocate + publish {blocks}, nothing cached",
+                of["vllm clean"],
+                of["clean"],
+                target_ratio=60,
+            ),
+            row("  with add", of["vllm clean"], together("clean: add", "clean")),
+            row("  evicting as many", of["vllm allocate"], of["allocate"], target_ratio=60),
+            row("  evicting, with add", of["vllm allocate"], together("add", "allocate")),
+            row(f"free of {blocks}", of["vllm free"], of["free"], target_ratio=40),
+            row(f"admit a hit of {blocks} and one new", of["vllm admit hit"], of["admit hit"]),
+            row(
+                "(add,) allocate + publish evicting, free, lookup: all of it",
+                together("vllm allocate", "vllm free", "vllm lookup"),
+                together("add", "allocate", "free", "lookup"),
+            ),
+        ]
+        return rows
