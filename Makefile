@@ -18,10 +18,10 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint bench wheel pins clean
+.PHONY: help run test test-traces lint bench wheel pins clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.run ## replay a real request trace, every loaded block verified (TRACE=FILE, ARGS="--limit 100")
 	@$(BIN)/kvstow replay $(TRACE) $(ARGS)
@@ -29,6 +29,13 @@ run: $(VENV)/.run ## replay a real request trace, every loaded block verified (T
 test: lint ## everything the gate checks: lint, cargo test, pytest
 	cargo test
 	$(BIN)/pytest
+
+test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=FOLDER that holds them)
+	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \
+	    echo 'Name the folder with the traces (CONTRIBUTING.md says which): make test-traces KVSTOW_TRACES=FOLDER' >&2; exit 1; fi
+	KVSTOW_TRACES='$(abspath $(KVSTOW_TRACES))' $(BIN)/pytest tests/replay/test_trace_oracle.py
+	$(BIN)/kvstow replay '$(KVSTOW_TRACES)/mooncake_conversation_trace.jsonl.gz' \
+	    --device-blocks 4096 --host-blocks 200000
 
 lint: $(VENV)/.test ## formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
 	@$(need_cargo)
