@@ -348,13 +348,17 @@ class BlockLedger:
     ) -> StepAllocation:
         """As if `allocate` were called for each in turn; stops at the first that does not fit."""
     def cache(self, request_id: str, num_tokens: int) -> None:
-        """Publish this request's blocks up to `num_tokens` granted tokens; ends a delay."""
+        """Publish this request's blocks up to `num_tokens` granted tokens; ends a delay.
+
+        Raises `ConfigError` beyond the granted tokens.
+        """
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back to this many (rejected drafts); frees nothing.
 
         Raises `StateError` below what is published, `ConfigError` above what is granted.
         """
-    def block_table(self, request_id: str, group: int = 0) -> _Ids: ...
+    def block_table(self, request_id: str, group: int = 0) -> _Ids:
+        """The request's block ids; `ConfigError` for a group that does not exist."""
     def num_granted_tokens(self, request_id: str) -> int: ...
     def free(self, request_id: str) -> None:
         """Drop the request: its references, each group's tail first, then the request itself."""
@@ -425,7 +429,7 @@ class OffloadScheduler:
         """How many tokens right after the local hit the host can serve, and pin them.
 
         At most up to `max_tokens` of the whole request. What is found stays pinned until `load`,
-        `release`, `finish` or the next `lookup` of this request.
+        `release`, `finish`, `reset` or the next `lookup` of this request.
 
         None means pending: some of it is just being loaded for another request and will be a
         local hit when that job has ended; nothing is pinned, ask again then.
@@ -474,7 +478,10 @@ class OffloadScheduler:
     def finish(self, request_id: str) -> None:
         """Forget a request that finished, was preempted or aborted; its jobs go on."""
     def reset(self) -> None:
-        """Empty the tier, at any moment; jobs in flight still end, their result is dropped."""
+        """Empty the tier, at any moment, and release what lookups hold.
+
+        Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
+        """
     def stats(self) -> dict[str, int]:
         """Counters since construction, and gauges of the moment.
 

@@ -28,7 +28,7 @@ impl<'py> FromPyObject<'_, 'py> for Count {
             Err(error) if error.is_instance_of::<PyOverflowError>(obj.py()) => {
                 Err(ConfigError::new_err(format!(
                     "a count of {}: it must be 0 to {}",
-                    obj.str()?,
+                    shown(&obj),
                     usize::MAX
                 )))
             }

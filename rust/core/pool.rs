@@ -57,6 +57,8 @@ pub struct BlockPool {
     index: Index,
     /// Members of the queue that are not pinned.
     num_free: usize,
+    /// Every member from the head up to this one is pinned; null: none is known to be.
+    passed: BlockId,
     width: HashWidth,
     log: Option<EventLog>,
 }
@@ -83,6 +85,7 @@ impl BlockPool {
             queue: FreeQueue::full(count),
             index: Index::new(count),
             num_free: num_blocks - 1,
+            passed: BlockId::NULL,
             width: HashWidth::default(),
             log: events.map(EventLog::new),
         })
@@ -152,9 +155,10 @@ impl BlockPool {
             return Err(Error::OutOfBlocks { needed: n, free: self.num_free });
         }
         taken.reserve(n);
-        let mut at = self.queue.next(BlockId::NULL);
+        let mut at = self.queue.next(self.passed);
         for _ in 0..n {
             while self.pins[at.index()] > 0 {
+                self.passed = at;
                 at = self.queue.next(at);
             }
             let id = at;
@@ -182,6 +186,9 @@ impl BlockPool {
             if self.refs[id.index()] == 0 {
                 self.queue.remove(id);
                 self.num_free -= usize::from(self.pins[id.index()] == 0);
+                if id == self.passed {
+                    self.passed = BlockId::NULL;
+                }
             }
             self.refs[id.index()] += 1;
         }
@@ -208,6 +215,7 @@ impl BlockPool {
             } else {
                 self.queue.insert_after(behind, id);
                 behind = id;
+                self.passed = BlockId::NULL;
             }
             self.num_free += usize::from(self.pins[id.index()] == 0);
         }
@@ -241,6 +249,9 @@ impl BlockPool {
             num_released += usize::from(queue.contains(id));
         })?;
         self.num_free += num_released;
+        if num_released > 0 {
+            self.passed = BlockId::NULL;
+        }
         Ok(())
     }
 
@@ -409,6 +420,16 @@ impl BlockPool {
         let null = BlockId::NULL.index();
         if self.refs[null] != 0 || self.pins[null] != 0 || self.key(BlockId::NULL).is_some() {
             return broken("the null block is referenced, pinned or cached".to_owned());
+        }
+        if !self.passed.is_null()
+            && (!self.queue.contains(self.passed)
+                || self
+                    .queue
+                    .iter()
+                    .take_while(|&id| self.queue.next(self.passed) != id)
+                    .any(|id| self.pins[id.index()] == 0))
+        {
+            return broken("a block passed over is not pinned".to_owned());
         }
         let mut num_free = 0;
         for (id, (&refs, &pins)) in (0..).map(BlockId).zip(self.refs.iter().zip(&self.pins)).skip(1)

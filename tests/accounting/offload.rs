@@ -456,3 +456,27 @@ fn after_a_reset_loads_do_not_count_and_live_requests_store_anew() {
     settle(&mut world);
     assert_eq!(world.num_served(3), 2, "stored again without a new full block");
 }
+
+/// Hashes that are no true chain (content ids, say) must not tie the tier's slots into a loop.
+#[test]
+fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
+    let groups = [Group::full_attention(BLOCK_SIZE).unwrap()];
+    let mut scheduler = OffloadScheduler::new(4, &groups, false).unwrap();
+    for (id, names) in [("p", &[1][..]), ("k", &[2]), ("l", &[3]), ("all", &[1, 2, 3, 4, 5, 6])] {
+        scheduler.add(id, &hashes(names)).unwrap();
+    }
+    let stores =
+        [("p", 1, 1..2), ("k", 1, 2..3), ("l", 1, 3..4), ("all", 1, 4..10), ("all", 6, 0..0)];
+    for (request_id, num_blocks, new) in stores {
+        let new_blocks = ids(&new.collect::<Vec<u32>>());
+        let num_computed_tokens = num_blocks * BLOCK_SIZE;
+        let progress = Progress { request_id, num_computed_tokens, new_blocks: &new_blocks };
+        if let Some(job) = scheduler.store(std::iter::once(progress)).unwrap() {
+            scheduler.complete(job.job_id, true).unwrap();
+        }
+        scheduler.check().unwrap();
+    }
+    // What the request has of its list on the host stays; the one empty slot is all it gets.
+    assert_eq!(scheduler.stats().resident_blocks, 4);
+    assert_eq!(scheduler.stats().evicted_blocks, 0);
+}

@@ -148,7 +148,8 @@ impl BlockLedger {
         }
         if let Some(hit) = args.hit {
             let num_blocks = hit.num_tokens / self.block_size;
-            let is_shaped = num_blocks <= request.hashes.len()
+            let is_shaped = hit.num_tokens == num_blocks * self.block_size
+                && num_blocks <= request.hashes.len()
                 && hit.blocks.len() == self.groups.len()
                 && hit.blocks.iter().all(|blocks| blocks.len() == num_blocks);
             if hit.request_serial != request.serial || !is_shaped {

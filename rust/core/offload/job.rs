@@ -48,6 +48,11 @@ pub(super) enum Kind {
 }
 
 impl InFlight {
+    /// Slots that this job was given to fill, fenced or not.
+    pub(super) fn num_storing(&self) -> usize {
+        self.slots.len() - self.num_loading()
+    }
+
     /// Slots that this job pins.
     pub(super) fn num_loading(&self) -> usize {
         match self.kind {

@@ -175,7 +175,7 @@ impl OffloadScheduler {
     pub fn reset(&mut self) -> Result<()> {
         for request in self.requests.values_mut() {
             self.tier.unpin(&std::mem::take(&mut request.held))?;
-            request.num_kept = 0;
+            (request.num_kept, request.num_confirmed) = (0, 0);
         }
         for job in self.jobs.values_mut() {
             job.is_fenced = true;
@@ -216,6 +216,14 @@ impl OffloadScheduler {
             return broken(format!(
                 "{} pins for {num_held} slots held and {num_loading} being loaded",
                 self.tier.num_pins()
+            ));
+        }
+        let num_storing: usize = self.jobs.values().map(InFlight::num_storing).sum();
+        if self.tier.num_referenced() != self.tier.num_resident() + num_storing {
+            return broken(format!(
+                "{} slots in use, {} resident and {num_storing} of stores",
+                self.tier.num_referenced(),
+                self.tier.num_resident()
             ));
         }
         for request in self.requests.values() {

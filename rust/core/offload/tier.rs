@@ -145,23 +145,24 @@ impl HostTier {
         hashes: &[BlockHash],
         parent: BlockId,
     ) -> Result<(Vec<(usize, BlockId)>, usize)> {
+        let kept: Vec<BlockId> =
+            hashes.iter().map_while(|hash| self.resident_or_in_flight(hash)).collect();
         let is_missing = |hash: &&BlockHash| self.resident_or_in_flight(hash).is_none();
-        let num_missing = hashes.iter().filter(is_missing).count();
-        let mut above = parent;
-        for hash in hashes {
-            let Some(slot) = self.resident_or_in_flight(hash) else { break };
-            above = slot;
-        }
-        self.pool.pin(&[above])?;
+        let num_missing = hashes[kept.len()..].iter().filter(is_missing).count();
+        // All of them, not the last alone: in a list that is no true chain they need not stand
+        // above one another, and a slot must not be evicted and then made its own parent.
+        self.pool.pin(&[parent])?;
+        self.pool.pin(&kept)?;
         self.make_room(num_missing)?;
-        self.pool.unpin(&[above])?;
+        self.pool.unpin(&kept)?;
+        self.pool.unpin(&[parent])?;
         let mut empty = Vec::new();
         self.pool.allocate(num_missing.min(self.pool.num_free()), &mut empty)?;
         let mut rest = empty.as_slice();
         let mut placed = Vec::with_capacity(rest.len());
-        let mut num_kept = 0;
-        above = parent;
-        for (at, hash) in hashes.iter().enumerate() {
+        let mut num_kept = kept.len();
+        let mut above = kept.last().copied().unwrap_or(parent);
+        for (at, hash) in hashes.iter().enumerate().skip(kept.len()) {
             // Asked again for each: the same hash may stand twice in a list that is no true chain.
             if let Some(slot) = self.resident_or_in_flight(hash) {
                 above = slot;
@@ -372,5 +373,10 @@ impl HostTier {
     /// How many pins are held on all slots.
     pub(super) fn num_pins(&self) -> usize {
         self.slots().map(|slot| self.pool.num_pins(slot) as usize).sum()
+    }
+
+    /// How many slots are in use: resident, or given to a store.
+    pub(super) fn num_referenced(&self) -> usize {
+        self.slots().filter(|&slot| self.pool.num_refs(slot) > 0).count()
     }
 }
