@@ -394,7 +394,8 @@ class JobEnd:
     def ok(self) -> bool:
         """Whether its copies count: False if it failed or a reset of the tier overtook it.
 
-        Blocks of a load that does not count must be recomputed.
+        Blocks of a load that does not count must be recomputed. A store that went well counts even
+        where some of its slots were given back, because the store of a block before them failed.
         """
 
 @final

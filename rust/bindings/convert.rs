@@ -11,7 +11,7 @@ use numpy::{
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBytes, PyInt, PyList, PySequence, PyString};
+use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString};
 
 use crate::error::{ConfigError, StateError, to_py};
 
@@ -78,6 +78,11 @@ fn sequence_of_ints(
     let mut numbers = Vec::with_capacity(capacity_hint(items));
     for item in items.try_iter()? {
         let item = item?;
+        if item.is_exact_instance_of::<PyBool>() {
+            return Err(ConfigError::new_err(format!(
+                "{item} is no integer: give ids, not a mask"
+            )));
+        }
         numbers.push(item.extract::<i64>().map_err(|_| {
             if item.is_instance_of::<PyInt>() {
                 return too_large(&item);
@@ -141,10 +146,26 @@ pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
 }
 
 /// The id of a job: one that no job can have is that of none in flight.
-pub(crate) fn job_id(obj: &Bound<'_, PyInt>) -> PyResult<JobId> {
-    obj.extract().map(JobId).map_err(|_| {
-        StateError::new_err(format!("job {} is not in flight: every job ends once", shown(obj)))
+pub(crate) fn job_id(obj: &Bound<'_, PyAny>) -> PyResult<JobId> {
+    obj.extract().map(JobId).map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(obj.py()) {
+            let id = shown(obj);
+            return StateError::new_err(format!("job {id} is not in flight: every job ends once"));
+        }
+        error
     })
+}
+
+/// A name from Python: an option's value, say.
+pub(crate) struct Name(pub(crate) String);
+
+impl<'py> FromPyObject<'_, 'py> for Name {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let text = obj.cast::<PyString>()?;
+        text.to_str().map(|text| Self(text.to_owned())).map_err(|_| not_unicode(&obj))
+    }
 }
 
 /// One request id.
@@ -172,10 +193,7 @@ fn not_text(obj: &Bound<'_, PyAny>) -> PyErr {
 }
 
 fn not_unicode(obj: &Bound<'_, PyAny>) -> PyErr {
-    ConfigError::new_err(format!(
-        "request id {} holds a lone surrogate, which is no text",
-        shown(obj)
-    ))
+    ConfigError::new_err(format!("{} holds a lone surrogate, which is no text", shown(obj)))
 }
 
 /// The position of a group in a model's list of groups.

@@ -11,27 +11,30 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
-use crate::convert::check_integer_array;
+use crate::convert::{Name, check_integer_array};
 use crate::error::{ConfigError, to_py};
 
 /// Hash the full blocks of `tokens`, each digest chained over its whole prefix.
 #[pyfunction]
 #[pyo3(signature = (
-    tokens, block_size, *, algorithm="sha256_cbor", parent=None, extra_keys=None, seed=None
-))]
+    tokens, block_size, *, algorithm = Name("sha256_cbor".to_owned()), parent = None,
+    extra_keys = None, seed = None
+), text_signature = "(tokens, block_size, *, algorithm='sha256_cbor', parent=None, \
+    extra_keys=None, seed=None)")]
 pub(crate) fn hash_tokens<'py>(
     tokens: &Bound<'py, PyAny>,
     block_size: &Bound<'py, PyAny>,
-    algorithm: &str,
+    algorithm: Name,
     parent: Option<&[u8]>,
     extra_keys: Option<&Bound<'py, PyAny>>,
-    seed: Option<&str>,
+    seed: Option<Name>,
 ) -> PyResult<Bound<'py, PyList>> {
     let py = tokens.py();
-    let algorithm: Algorithm = algorithm.parse().map_err(to_py)?;
+    let algorithm: Algorithm = algorithm.0.parse().map_err(to_py)?;
     let block_size = block_size_from_py(block_size)?;
     let tokens = tokens_from_py(tokens)?;
     let extra_keys = extra_keys.map(extra_keys_from_py).transpose()?;
+    let seed = seed.as_ref().map(|seed| seed.0.as_str());
     let options = HashOptions { algorithm, parent, extra_keys: extra_keys.as_deref(), seed };
     let hashes = py.detach(|| hash::hash_tokens(&tokens, block_size, options)).map_err(to_py)?;
     let digests = hashes.as_slice().iter().map(|hash| hashes.width().digest(hash));

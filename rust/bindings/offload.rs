@@ -7,10 +7,10 @@ use kvstow_core::offload::{self, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyList};
+use pyo3::types::{PyDict, PyList};
 
 use crate::convert::{
-    Count, RequestId, as_strs, counts, hashes, ids, job_id, request_ids, to_array,
+    Count, Name, RequestId, as_strs, counts, hashes, ids, job_id, request_ids, to_array,
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
@@ -51,16 +51,22 @@ pub(crate) struct OffloadScheduler(Mutex<offload::OffloadScheduler>);
 #[pymethods]
 impl OffloadScheduler {
     #[new]
-    #[pyo3(signature = (num_host_blocks, groups, *, mode = "eager", policy = "lru", events = false))]
+    #[pyo3(
+        signature = (
+            num_host_blocks, groups, *, mode = Name("eager".to_owned()),
+            policy = Name("lru".to_owned()), events = false,
+        ),
+        text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', events=False)"
+    )]
     fn new(
         num_host_blocks: Count,
         groups: Vec<PyRef<'_, FullAttention>>,
-        mode: &str,
-        policy: &str,
+        mode: Name,
+        policy: Name,
         events: bool,
     ) -> PyResult<Self> {
-        check_choice("mode", mode, "eager")?;
-        check_choice("policy", policy, "lru")?;
+        check_choice("mode", &mode.0, "eager")?;
+        check_choice("policy", &policy.0, "lru")?;
         let groups = self::groups(&groups);
         let scheduler = offload::OffloadScheduler::new(num_host_blocks.0, &groups, events);
         Ok(Self(Mutex::new(scheduler.map_err(to_py)?)))
@@ -157,7 +163,7 @@ impl OffloadScheduler {
 
     /// End a job. Returns the device ids to unpin, and whether its copies count.
     #[pyo3(signature = (job_id, *, ok = true))]
-    fn complete(&self, py: Python<'_>, job_id: &Bound<'_, PyInt>, ok: bool) -> PyResult<JobEnd> {
+    fn complete(&self, py: Python<'_>, job_id: &Bound<'_, PyAny>, ok: bool) -> PyResult<JobEnd> {
         let end = lock(&self.0).complete(self::job_id(job_id)?, ok).map_err(to_py)?;
         Ok(JobEnd { block_ids: to_array(py, end.block_ids).unbind(), ok: end.is_ok })
     }

@@ -11,6 +11,9 @@ use crate::pool::BlockPool;
 /// The most tokens a block may hold.
 pub const MAX_BLOCK_SIZE: usize = 1 << 20;
 
+/// The most groups a model may have: what a [`GroupId`] can name.
+pub const MAX_GROUPS: usize = 1 << 16;
+
 /// How a group's layers attend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -72,11 +75,17 @@ impl Group {
 /// The block size that all groups share.
 ///
 /// # Errors
-/// [`Error::Config`] for no groups, or for groups of different block sizes.
+/// [`Error::Config`] for no groups, too many, or groups of different block sizes.
 pub fn common_block_size(groups: &[Group]) -> Result<usize> {
     let [first, rest @ ..] = groups else {
         return Err(Error::Config("no groups: a model has at least one".to_owned()));
     };
+    if groups.len() > MAX_GROUPS {
+        return Err(Error::Config(format!(
+            "{} groups: at most {MAX_GROUPS} are counted",
+            groups.len()
+        )));
+    }
     match rest.iter().find(|group| group.block_size != first.block_size) {
         Some(other) => Err(Error::Config(format!(
             "groups of {} and {} tokens a block: block sizes that differ are not supported yet",
