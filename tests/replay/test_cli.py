@@ -247,8 +247,12 @@ def test_ctrl_c_reports_what_there_is_and_is_status_130(tmp_path: Path) -> None:
     ]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     terminal, other_end = pty.openpty()
+    # A shell starts background jobs with SIGINT ignored, and children inherit that: heed it here.
+    heeding = (
+        f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {COMMAND[-1]}"
+    )
     process = subprocess.Popen(
-        [*COMMAND, "replay", str(path), "--device-blocks", "5000", "--json", "-"],
+        [*COMMAND[:-1], heeding, "replay", str(path), "--device-blocks", "5000", "--json", "-"],
         stdout=subprocess.PIPE,
         stderr=other_end,
         text=True,
