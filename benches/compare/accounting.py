@@ -8,8 +8,9 @@ scheduler calls it. What is counted, and what is not:
   vLLM reads them where they are; kvstow is handed them once per request (`BlockLedger.add`), so
   rows come with and without that call. `BlockPool.lookup` takes them anew in each call.
 - vLLM returns block objects, kvstow arrays of ids; making ids of the objects is not counted.
-- The free queues are shuffled, as in a server that has long been up, and the pools are full of
-  other prompts' blocks, so that an allocation evicts; "nothing cached" is right after a reset.
+- The pools are full of other prompts' blocks, so that an allocation evicts; "nothing cached" is
+  right after a reset. Once the free queues are in order, as in a server that has just started,
+  and once they are shuffled, as in one that has long been up.
 - The garbage collector is on, as in production. What was made before the measurement is frozen, as
   vLLM's engine does when it starts, and each turn begins with a collection that is not timed.
 - Events and statistics are off on both sides.
@@ -21,6 +22,7 @@ Run it from the project's folder: `python -m benches.compare.accounting [--json]
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -42,7 +44,14 @@ def measure(num_turns: int) -> dict[str, object]:
     """All rows, and what they were measured on."""
     loads = []
     rows = []
-    for part in (Prompts, Decode, Million):
+    parts = (
+        functools.partial(Prompts, capacity=1, shuffled=False),
+        functools.partial(Prompts, capacity=4, shuffled=False),
+        functools.partial(Prompts, capacity=4, shuffled=True),
+        Decode,
+        Million,
+    )
+    for part in parts:
         rows += part(num_turns).run()
         loads.append(os.getloadavg()[0])
     return {
@@ -62,7 +71,7 @@ def table(result: dict[str, Any]) -> str:
         "kvstow {kvstow} beside vLLM {vllm}, Python {python}, {machine} (load {load}); medians, "
         "{turns} turns".format(**result),
         "",
-        f"{'':59} {'vLLM':>8} {'kvstow':>8} {'':7} {'ratio':>6} {'cold':>6}  target",
+        f"{'':62} {'vLLM':>8} {'kvstow':>8} {'':7} {'ratio':>6} {'cold':>6}  target",
     ]
     for row in result["rows"]:
         sides = " ".join(f"{row[side]['median']:8.3g}" for side in ("vllm", "kvstow"))
@@ -70,7 +79,7 @@ def table(result: dict[str, Any]) -> str:
         target = "" if row["met"] is None else row["target"]
         missed = "  MISSED" if row["met"] is False else ""
         lines.append(
-            f"{row['work']:59} {sides} {row['unit']:7} {row['ratio']:5.0f}x {cold:>6}  "
+            f"{row['work']:62} {sides} {row['unit']:7} {row['ratio']:5.0f}x {cold:>6}  "
             f"{target}{missed}".rstrip()
         )
     return "\n".join(lines)

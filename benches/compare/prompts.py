@@ -1,4 +1,4 @@
-"""Long prompts, admitted, finished and looked up again in pools that are full and out of order."""
+"""Long prompts, admitted, finished and looked up again in pools that are full of other prompts."""
 
 import functools
 import gc
@@ -13,29 +13,41 @@ from .measure import Clock, Row, require_same, take_turns
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8_192
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
-NUM_USABLE_BLOCKS = 4 * NUM_BLOCKS
-NUM_PROMPTS = 5
-"""One more than fits: by the time the first comes round again it has been evicted."""
+NUM_SPARE_BLOCKS = 8
+MIN_PROMPTS_PER_TURN = 5
 
 
 class Prompts:
-    """A turn is all prompts, one after the other, on one side."""
+    """A turn is all prompts, one after the other, on one side.
 
-    def __init__(self, num_turns: int) -> None:
+    The pools hold as many prompts as `capacity` says, and there is one more: by the time the first
+    comes round again it has been evicted. Shuffled, the free queues are in an arbitrary order, as
+    after hours of use: neighbours in a block table are no neighbours in memory then, for either
+    side.
+    """
+
+    def __init__(self, num_turns: int, *, capacity: int, shuffled: bool) -> None:
         self.num_turns = num_turns
+        self.capacity = capacity
+        self.shuffled = shuffled
         self.clock = Clock()
+        num_prompts = capacity + 1
+        # Of few prompts a turn takes each several times, or it would be cold throughout.
+        self.num_rounds = -(-MIN_PROMPTS_PER_TURN // num_prompts)
+        self.num_usable_blocks = capacity * NUM_BLOCKS + NUM_SPARE_BLOCKS
         # One token more than the blocks hold: vLLM leaves the last one to compute.
         self.requests = [
             vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE)
-            for at in range(NUM_PROMPTS)
-        ]
-        self.manager = vllm_side.manager(NUM_USABLE_BLOCKS + 1, BLOCK_SIZE)
+            for at in range(num_prompts)
+        ] * self.num_rounds
+        self.manager = vllm_side.manager(self.num_usable_blocks + 1, BLOCK_SIZE)
         groups = [kvstow.FullAttention(block_size=BLOCK_SIZE)]
-        self.ledger = kvstow.BlockLedger(NUM_USABLE_BLOCKS + 1, groups)
-        self.pool = kvstow.BlockPool(NUM_USABLE_BLOCKS + 1)
+        self.ledger = kvstow.BlockLedger(self.num_usable_blocks + 1, groups)
+        self.pool = kvstow.BlockPool(self.num_usable_blocks + 1)
 
     def run(self) -> list[Row]:
-        self._shuffle()
+        if self.shuffled:
+            self._shuffle()
         gc.collect()
         gc.freeze()
         self._turn(0)  # fills the pools
@@ -52,12 +64,12 @@ class Prompts:
         return self._rows()
 
     def _shuffle(self) -> None:
-        """Puts all free queues into the same arbitrary order, as hours of use would."""
-        blocks = self.manager.block_pool.get_new_blocks(NUM_USABLE_BLOCKS)
+        """Puts all free queues into the same arbitrary order."""
+        blocks = self.manager.block_pool.get_new_blocks(self.num_usable_blocks)
         for block in blocks:
             self.ledger.add(str(block.block_id), [])
             self.ledger.allocate(str(block.block_id), BLOCK_SIZE)
-        self.pool.allocate(NUM_USABLE_BLOCKS)
+        self.pool.allocate(self.num_usable_blocks)
         random.Random(0).shuffle(blocks)
         self.manager.block_pool.free_blocks(blocks)
         self.pool.free([block.block_id for block in blocks])
@@ -128,19 +140,20 @@ class Prompts:
 
     def _rows(self) -> list[Row]:
         of, together = self.clock.samples, self.clock.together
-        blocks = f"{NUM_BLOCKS:,} blocks"
-        row = functools.partial(Row, num_per_turn=NUM_PROMPTS)
+        pool = f"pool of {self.num_usable_blocks:,}{' shuffled' if self.shuffled else ''}"
+        blocks = f"{NUM_BLOCKS:,} blocks, {pool}"
+        row = functools.partial(Row, num_per_turn=len(self.requests))
         rows = [
             row(
-                f"lookup of {blocks}, all hit: BlockPool.lookup(list[bytes])",
+                f"lookup of {blocks}",
                 of["vllm lookup"],
-                of["pool lookup"],
+                of["lookup"],
                 target_ratio=100,
             ),
-            row("  BlockLedger.lookup, request added", of["vllm lookup"], of["lookup"]),
-            row("  add + BlockLedger.lookup", of["vllm lookup"], together("add", "lookup")),
+            row("  BlockPool.lookup(list[bytes])", of["vllm lookup"], of["pool lookup"]),
+            row("  add + lookup", of["vllm lookup"], together("add", "lookup")),
             row(
-                f"allocate + publish {blocks}, nothing cached",
+                f"allocate + publish {blocks}",
                 of["vllm clean"],
                 of["clean"],
                 target_ratio=60,
@@ -149,9 +162,9 @@ class Prompts:
             row("  evicting as many", of["vllm allocate"], of["allocate"], target_ratio=60),
             row("  evicting, with add", of["vllm allocate"], together("add", "allocate")),
             row(f"free of {blocks}", of["vllm free"], of["free"], target_ratio=40),
-            row(f"admit a hit of {blocks} and one new", of["vllm admit hit"], of["admit hit"]),
+            row(f"admit a hit of {blocks}", of["vllm admit hit"], of["admit hit"]),
             row(
-                "(add,) allocate + publish evicting, free, lookup: all of it",
+                "all of it: add, allocate evicting, free, lookup",
                 together("vllm allocate", "vllm free", "vllm lookup"),
                 together("add", "allocate", "free", "lookup"),
             ),

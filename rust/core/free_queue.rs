@@ -81,20 +81,49 @@ impl FreeQueue {
         self.len -= 1;
     }
 
-    /// Puts `id` right behind `before`, or at the head if that is the null block. `id` must be out.
+    /// Takes out a run of neighbours, given in their order.
     #[inline]
-    pub fn insert_after(&mut self, before: BlockId, id: BlockId) {
-        let next = self.links[before.index()].next;
-        self.links[id.index()] = Link { prev: before.0, next };
-        self.links[before.index()].next = id.0;
-        self.links[next as usize].prev = id.0;
-        self.len += 1;
+    pub fn remove_run(&mut self, run: &[BlockId]) {
+        if let [first, .., last] | [first @ last] = run {
+            let (prev, next) = (self.links[first.index()].prev, self.links[last.index()].next);
+            self.links[prev as usize].next = next;
+            self.links[next as usize].prev = prev;
+            for id in run {
+                self.links[id.index()].next = OUTSIDE;
+            }
+            self.len -= run.len();
+        }
     }
 
     /// Puts `id` at the tail: it will be the last to be taken. It must be out.
     #[inline]
     pub fn push_back(&mut self, id: BlockId) {
-        self.insert_after(BlockId(self.links[END as usize].prev), id);
+        self.push_back_all(&[id]);
+    }
+
+    /// Puts ids at the tail, in this order. Each must be out.
+    #[inline]
+    pub fn push_back_all(&mut self, ids: &[BlockId]) {
+        self.insert_all_after(self.links[END as usize].prev, ids);
+    }
+
+    /// Puts ids at the head, in this order: they will be the first to be taken. Each must be out.
+    #[inline]
+    pub fn push_front_all(&mut self, ids: &[BlockId]) {
+        self.insert_all_after(END, ids);
+    }
+
+    #[inline]
+    fn insert_all_after(&mut self, before: u32, ids: &[BlockId]) {
+        let next = self.links[before as usize].next;
+        let mut last = before;
+        for id in ids {
+            self.links[last as usize].next = id.0;
+            self.links[id.index()] = Link { prev: last, next };
+            last = id.0;
+        }
+        self.links[next as usize].prev = last;
+        self.len += ids.len();
     }
 
     /// The ids, next to be taken first.

@@ -16,20 +16,23 @@ use crate::error::{Error, Result};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, MAX_HASH_BYTES};
 
-/// Key by block, and block by key. 44 bytes a block, and 8 to 22 for the table.
+/// Key by block, and block by key. 44 bytes a block, and 16 to 32 for the table.
 #[derive(Clone, Debug)]
 pub struct Index {
     /// One [`BlockHash`] after the other. Flat, because only then does a vector of zeros come from
     /// the system as it is.
     hashes: Vec<u8>,
-    /// The key's group + 1; 0 for a block without a key.
-    groups: Vec<u32>,
+    /// The [`mark`] of the key's group; 0 for a block without a key.
+    marks: Vec<u32>,
     /// Neighbours in the circle of blocks with the same key, in order of publication.
     same: Vec<[u32; 2]>,
     /// Fingerprint in the upper half, block id in the lower; 0 (the null block) is an empty slot.
     table: Vec<u64>,
     num_cached: usize,
 }
+
+/// Keys handled at a time: enough to keep the memory busy.
+const BATCH: usize = 32;
 
 const OLDER: usize = 0;
 const NEWER: usize = 1;
@@ -38,12 +41,12 @@ impl Index {
     /// An index for blocks `1..num_blocks`, all without a key.
     pub fn new(num_blocks: u32) -> Self {
         let n = num_blocks as usize;
-        // At most three quarters full. Zeroed memory is the empty state of every array, so that
+        // At most half full: most probes end at their first slot. Zeroed memory is the empty state of every array, so that
         // a large pool is built without touching its pages.
-        let capacity = (n + n / 3 + 1).next_power_of_two();
+        let capacity = (2 * n).next_power_of_two();
         Self {
             hashes: vec![0; n * MAX_HASH_BYTES],
-            groups: vec![0; n],
+            marks: vec![0; n],
             same: vec![[0; 2]; n],
             table: vec![0; capacity],
             num_cached: 0,
@@ -58,29 +61,148 @@ impl Index {
     /// The key that `id` holds.
     #[inline]
     pub fn key(&self, id: BlockId) -> Option<BlockKey> {
-        let group = GroupId(u16::try_from(self.groups[id.index()].checked_sub(1)?).ok()?);
+        let group = GroupId(u16::try_from(self.marks[id.index()].checked_sub(1)?).ok()?);
         Some(BlockKey { hash: *self.hash(id), group })
+    }
+
+    /// Whether `id` holds a key.
+    #[inline]
+    pub fn has_key(&self, id: BlockId) -> bool {
+        self.marks[id.index()] != 0
     }
 
     /// Whether `id` holds exactly this key.
     #[inline]
     pub fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
-        self.groups[id.index()] == u32::from(group.0) + 1 && self.hash(id) == hash
+        self.is_marked(id, hash, mark(group))
     }
 
     /// The block that was published first among those that hold the key.
     #[inline]
     pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        let at = self.probe(fingerprint(hash, group), hash, group);
-        let id = block_of(self.table[at]);
+        self.oldest(fingerprint(hash, mark(group)), hash, mark(group))
+    }
+
+    /// The blocks of the longest prefix of `hashes` that is held, each the oldest of its key.
+    pub fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+        let mut found = Vec::new();
+        for batch in hashes.chunks(BATCH) {
+            let prints = self.prints(batch.iter().map(|hash| (hash, mark(group))));
+            for (hash, print) in batch.iter().zip(prints) {
+                let Some(id) = self.oldest(print, hash, mark(group)) else { return found };
+                found.push(id);
+            }
+        }
+        found
+    }
+
+    /// Gives each block the key of its place in `hashes`. Null blocks, and those that hold that
+    /// very key, are passed over. Tells `on_new` of each place whose key no block held.
+    ///
+    /// # Errors
+    /// The first place whose block holds another key; those before it have theirs.
+    pub fn insert_all(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+        mut on_new: impl FnMut(usize),
+    ) -> std::result::Result<(), usize> {
+        let mut place = 0;
+        for (ids, hashes) in ids.chunks(BATCH).zip(hashes.chunks(BATCH)) {
+            let prints = self.prints(hashes.iter().map(|hash| (hash, mark(group))));
+            for ((&id, hash), print) in ids.iter().zip(hashes).zip(prints) {
+                if !id.is_null() && !self.has_key(id) {
+                    if self.insert(id, print, hash, mark(group)) {
+                        on_new(place);
+                    }
+                } else if !id.is_null() && !self.holds(id, hash, group) {
+                    return Err(place);
+                }
+                place += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes their keys from the blocks that hold one. Tells `on_gone` of each key that no block
+    /// holds any more.
+    pub fn remove_all(&mut self, ids: &[BlockId], mut on_gone: impl FnMut(&BlockKey)) {
+        for batch in ids.chunks(BATCH) {
+            if !batch.iter().any(|&id| self.has_key(id)) {
+                continue;
+            }
+            let keys = batch.iter().map(|&id| (self.hash(id), self.marks[id.index()]));
+            for (&id, print) in batch.iter().zip(self.prints(keys)) {
+                if let Some(key) = self.key(id)
+                    && self.remove(id, print)
+                {
+                    on_gone(&key);
+                }
+            }
+        }
+    }
+
+    /// Takes every key from its block.
+    pub fn clear(&mut self) {
+        self.marks.fill(0);
+        self.table.fill(0);
+        self.num_cached = 0;
+    }
+
+    /// Bytes of heap it holds.
+    pub fn memory_bytes(&self) -> usize {
+        self.hashes.capacity()
+            + self.marks.capacity() * size_of::<u32>()
+            + self.same.capacity() * size_of::<[u32; 2]>()
+            + self.table.capacity() * size_of::<u64>()
+    }
+
+    #[inline]
+    fn hash(&self, id: BlockId) -> &BlockHash {
+        &self.hashes.as_chunks().0[id.index()]
+    }
+
+    #[inline]
+    fn is_marked(&self, id: BlockId, hash: &BlockHash, mark: u32) -> bool {
+        self.marks[id.index()] == mark && self.hash(id) == hash
+    }
+
+    /// The fingerprints of at most [`BATCH`] keys, each a hash and the mark of its group. Reads
+    /// ahead what their probes will look at: here the reads overlap, while in a probe each waits
+    /// for the one before it.
+    #[inline]
+    fn prints<'a>(
+        &self,
+        keys: impl ExactSizeIterator<Item = (&'a BlockHash, u32)>,
+    ) -> [u32; BATCH] {
+        let num_keys = keys.len();
+        let mut prints = [0; BATCH];
+        for (print, (hash, mark)) in prints.iter_mut().zip(keys) {
+            *print = fingerprint(hash, mark);
+        }
+        if num_keys > 1 {
+            let mut ids = [BlockId::NULL; BATCH];
+            for (id, &print) in ids.iter_mut().zip(&prints[..num_keys]) {
+                *id = block_of(self.table[self.home(print)]);
+            }
+            let read =
+                |sum, &id: &BlockId| sum ^ self.marks[id.index()] ^ u32::from(self.hash(id)[0]);
+            std::hint::black_box(ids[..num_keys].iter().fold(0, read));
+        }
+        prints
+    }
+
+    #[inline]
+    fn oldest(&self, print: u32, hash: &BlockHash, mark: u32) -> Option<BlockId> {
+        let id = block_of(self.table[self.probe(print, hash, mark)]);
         (!id.is_null()).then_some(id)
     }
 
     /// Gives `id`, which must hold no key, this one. Returns whether no other block held it.
     #[inline]
-    pub fn insert(&mut self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
-        let print = fingerprint(hash, group);
-        let at = self.probe(print, hash, group);
+    fn insert(&mut self, id: BlockId, print: u32, hash: &BlockHash, mark: u32) -> bool {
+        let at = self.probe(print, hash, mark);
         let oldest = block_of(self.table[at]);
         let is_first = oldest.is_null();
         if is_first {
@@ -93,19 +215,17 @@ impl Index {
             self.same[oldest.index()][OLDER] = id.0;
         }
         self.hashes.as_chunks_mut().0[id.index()] = *hash;
-        self.groups[id.index()] = u32::from(group.0) + 1;
+        self.marks[id.index()] = mark;
         self.num_cached += 1;
         is_first
     }
 
-    /// Takes the key from `id`. Returns it, and whether no other block holds it now.
+    /// Takes from `id` the key it holds. Returns whether no other block holds it now.
     #[inline]
-    pub fn remove(&mut self, id: BlockId) -> Option<(BlockKey, bool)> {
-        let key = self.key(id)?;
+    fn remove(&mut self, id: BlockId, print: u32) -> bool {
         let [older, newer] = self.same[id.index()];
         let is_last = newer == id.0;
         // Only the oldest holder stands in the table: another one leaves it as it is.
-        let print = fingerprint(&key.hash, key.group);
         let at = self.find(entry_of(print, id));
         if is_last {
             self.close_gap(at);
@@ -116,53 +236,42 @@ impl Index {
                 self.table[at] = entry_of(print, BlockId(newer));
             }
         }
-        self.groups[id.index()] = 0;
+        self.marks[id.index()] = 0;
         self.num_cached -= 1;
-        Some((key, is_last))
-    }
-
-    /// Takes every key from its block.
-    pub fn clear(&mut self) {
-        self.groups.fill(0);
-        self.table.fill(0);
-        self.num_cached = 0;
-    }
-
-    /// Bytes of heap it holds.
-    pub fn memory_bytes(&self) -> usize {
-        self.hashes.capacity()
-            + self.groups.capacity() * size_of::<u32>()
-            + self.same.capacity() * size_of::<[u32; 2]>()
-            + self.table.capacity() * size_of::<u64>()
+        is_last
     }
 
     #[inline]
-    fn hash(&self, id: BlockId) -> &BlockHash {
-        &self.hashes.as_chunks().0[id.index()]
+    fn home(&self, print: u32) -> usize {
+        print as usize & (self.table.len() - 1)
     }
 
     /// Where the key's entry is, or the empty slot where it would go.
     #[inline]
-    fn probe(&self, print: u32, hash: &BlockHash, group: GroupId) -> usize {
-        let mask = self.table.len() - 1;
-        let mut at = print as usize & mask;
+    fn probe(&self, print: u32, hash: &BlockHash, mark: u32) -> usize {
+        let mut at = self.home(print);
         loop {
             let entry = self.table[at];
-            if entry == 0 || (print_of(entry) == print && self.holds(block_of(entry), hash, group))
+            if entry == 0
+                || (print_of(entry) == print && self.is_marked(block_of(entry), hash, mark))
             {
                 return at;
             }
-            at = (at + 1) & mask;
+            at = self.after(at);
         }
+    }
+
+    #[inline]
+    fn after(&self, at: usize) -> usize {
+        (at + 1) & (self.table.len() - 1)
     }
 
     /// Where an entry is, or the empty slot that ends its probe. Looks at no key.
     #[inline]
     fn find(&self, entry: u64) -> usize {
-        let mask = self.table.len() - 1;
-        let mut at = print_of(entry) as usize & mask;
+        let mut at = self.home(print_of(entry));
         while self.table[at] != entry && self.table[at] != 0 {
-            at = (at + 1) & mask;
+            at = self.after(at);
         }
         at
     }
@@ -173,12 +282,12 @@ impl Index {
         let mask = self.table.len() - 1;
         let mut at = gap;
         loop {
-            at = (at + 1) & mask;
+            at = self.after(at);
             let entry = self.table[at];
             if entry == 0 {
                 break;
             }
-            let home = print_of(entry) as usize & mask;
+            let home = self.home(print_of(entry));
             if at.wrapping_sub(home) & mask >= at.wrapping_sub(gap) & mask {
                 self.table[gap] = entry;
                 gap = at;
@@ -196,10 +305,11 @@ impl Index {
         let mut num_reached = 0;
         for (at, &entry) in self.table.iter().enumerate().filter(|&(_, &entry)| entry != 0) {
             let oldest = block_of(entry);
-            let Some(key) = self.groups.get(oldest.index()).and_then(|_| self.key(oldest)) else {
+            let Some(key) = self.marks.get(oldest.index()).and_then(|_| self.key(oldest)) else {
                 return broken(format!("an entry names block {oldest}, which holds no key"));
             };
-            if self.probe(fingerprint(&key.hash, key.group), &key.hash, key.group) != at {
+            if self.probe(fingerprint(&key.hash, mark(key.group)), &key.hash, mark(key.group)) != at
+            {
                 return broken(format!("the key of block {oldest} is not found where it stands"));
             }
             let mut id = oldest;
@@ -220,7 +330,7 @@ impl Index {
                 }
             }
         }
-        let num_keyed = self.groups.iter().filter(|&&group| group != 0).count();
+        let num_keyed = self.marks.iter().filter(|&&group| group != 0).count();
         if num_reached != self.num_cached || num_keyed != self.num_cached {
             return broken(format!(
                 "{num_keyed} blocks hold keys, {num_reached} can be found, {} counted",
@@ -229,6 +339,12 @@ impl Index {
         }
         Ok(())
     }
+}
+
+/// Stands for a group where 0 stands for no key.
+#[inline]
+fn mark(group: GroupId) -> u32 {
+    u32::from(group.0) + 1
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the two halves of an entry")]
@@ -245,19 +361,15 @@ const fn print_of(entry: u64) -> u32 {
 }
 
 /// 32 bits of a key, well mixed even where the caller's hashes are not (counters, short names):
-/// each pair of words is folded through a 64 x 64 -> 128 bit product (as wyhash and foldhash do).
+/// both halves are folded through a 64 x 64 -> 128 bit product (as wyhash and foldhash do).
 #[expect(clippy::cast_possible_truncation, reason = "a fold keeps the halves on purpose")]
 #[inline]
-fn fingerprint(hash: &BlockHash, group: GroupId) -> u32 {
-    const fn fold(a: u64, b: u64) -> u64 {
-        let product = a as u128 * b as u128;
-        product as u64 ^ (product >> 64) as u64
-    }
+fn fingerprint(hash: &BlockHash, mark: u32) -> u32 {
     let (words, _) = hash.as_chunks::<8>();
     let word = |i: usize| u64::from_le_bytes(words[i]);
-    let low = fold(word(0) ^ 0x243f_6a88_85a3_08d3, word(1) ^ 0x1319_8a2e_0370_7344);
-    let high = fold(word(2) ^ 0xa409_3822_299f_31d0, word(3) ^ 0x082e_fa98_ec4e_6c89);
-    let mixed =
-        fold(low ^ u64::from(group.0) ^ 0x4528_21e6_38d0_1377, high ^ 0xbe54_66cf_34e9_0c6c);
+    let a = word(0) ^ word(2).rotate_left(32) ^ 0x243f_6a88_85a3_08d3;
+    let b = word(1) ^ word(3).rotate_left(32) ^ u64::from(mark) ^ 0x1319_8a2e_0370_7344;
+    let product = u128::from(a) * u128::from(b);
+    let mixed = product as u64 ^ (product >> 64) as u64;
     mixed as u32 ^ (mixed >> 32) as u32
 }

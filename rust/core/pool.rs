@@ -30,7 +30,7 @@ pub const MAX_BLOCKS: usize = i32::MAX as usize;
 const MAX_COUNT: u32 = u32::MAX / 2;
 
 /// What a block costs at most, in bytes.
-pub(crate) const BLOCK_BYTES: usize = 82;
+pub(crate) const BLOCK_BYTES: usize = 92;
 
 /// Refuses a size for which the machine has no memory: failing later would end the process.
 pub(crate) fn check_memory(num_blocks: usize, block_bytes: usize) -> Result<()> {
@@ -48,7 +48,7 @@ pub(crate) fn check_memory(num_blocks: usize, block_bytes: usize) -> Result<()> 
     Ok(())
 }
 
-/// All blocks of one memory. At most 82 bytes a block, taken at construction.
+/// All blocks of one memory. At most 92 bytes a block, taken at construction.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     refs: Vec<u32>,
@@ -155,19 +155,29 @@ impl BlockPool {
             return Err(Error::OutOfBlocks { needed: n, free: self.num_free });
         }
         taken.reserve(n);
+        let first = taken.len();
         let mut at = self.queue.next(self.passed);
         for _ in 0..n {
             while self.pins[at.index()] > 0 {
                 self.passed = at;
                 at = self.queue.next(at);
             }
-            let id = at;
-            at = self.queue.next(id);
-            self.queue.remove(id);
-            self.drop_key(id);
-            self.refs[id.index()] = 1;
-            taken.push(id);
+            taken.push(at);
+            at = self.queue.next(at);
         }
+        let taken = &taken[first..];
+        let mut rest = taken;
+        while !rest.is_empty() {
+            let is_next = |pair: &[BlockId]| self.queue.next(pair[0]) == pair[1];
+            let len = 1 + rest.windows(2).take_while(|pair| is_next(pair)).count();
+            let (run, after) = rest.split_at(len);
+            self.queue.remove_run(run);
+            rest = after;
+        }
+        for id in taken {
+            self.refs[id.index()] = 1;
+        }
+        self.drop_keys(taken);
         self.num_free -= n;
         Ok(())
     }
@@ -204,20 +214,16 @@ impl BlockPool {
     /// that has fewer references than it is named times.
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
-        decrement(&mut self.refs, ids, "is free already: free each reference once", |_| ())?;
-        let mut behind = BlockId::NULL;
-        for &id in ids {
-            if id.is_null() || self.refs[id.index()] > 0 || self.queue.contains(id) {
-                continue;
-            }
-            if self.index.key(id).is_some() {
-                self.queue.push_back(id);
-            } else {
-                self.queue.insert_after(behind, id);
-                behind = id;
-                self.passed = BlockId::NULL;
-            }
-            self.num_free += usize::from(self.pins[id.index()] == 0);
+        let (mut keyed, mut unkeyed) = (Vec::with_capacity(ids.len()), Vec::new());
+        decrement(&mut self.refs, ids, "is free already: free each reference once", |id| {
+            if self.index.has_key(id) { keyed.push(id) } else { unkeyed.push(id) }
+        })?;
+        self.queue.push_back_all(&keyed);
+        self.queue.push_front_all(&unkeyed);
+        let is_free = |id: &&BlockId| self.pins[id.index()] == 0;
+        self.num_free += keyed.iter().chain(&unkeyed).filter(is_free).count();
+        if !unkeyed.is_empty() {
+            self.passed = BlockId::NULL;
         }
         Ok(())
     }
@@ -280,35 +286,26 @@ impl BlockPool {
             if self.refs[id.index()] == 0 {
                 return refuse(id, "is free: take a reference before you publish it");
             }
-            if self.index.key(id).is_some() && !self.index.holds(id, hash, group) {
+            if self.index.has_key(id) && !self.index.holds(id, hash, group) {
                 return refuse(id, "holds another key: evict it first");
             }
         }
         // What is left to go wrong is one block under two keys in this very call.
-        let mut published = Vec::with_capacity(ids.len());
-        let mut is_new = vec![false; if self.log.is_some() { ids.len() } else { 0 }];
-        for (at, (&id, hash)) in ids.iter().zip(hashes.as_slice()).enumerate() {
-            if self.index.holds(id, hash, group) {
-                continue;
+        let unkeyed: Vec<_> = ids.iter().copied().filter(|&id| !self.index.has_key(id)).collect();
+        match self.insert_keys(ids, hashes.as_slice(), group) {
+            Ok(is_new) => {
+                self.width.agree(hashes.width())?;
+                self.log_stored(hashes.as_slice(), group, &is_new, |run| Origin {
+                    parent: run.start.checked_sub(1).map(|before| hashes.as_slice()[before]),
+                    ..Origin::default()
+                });
+                Ok(())
             }
-            if self.index.key(id).is_some() {
-                for id in published {
-                    self.index.remove(id);
-                }
-                return refuse(id, "is named twice, under two keys");
+            Err(at) => {
+                self.index.remove_all(&unkeyed, |_| ());
+                refuse(ids[at], "is named twice, under two keys")
             }
-            let is_first = self.index.insert(id, hash, group);
-            if let Some(flag) = is_new.get_mut(at) {
-                *flag = is_first;
-            }
-            published.push(id);
         }
-        self.width.agree(hashes.width())?;
-        self.log_stored(hashes.as_slice(), group, &is_new, |run| Origin {
-            parent: run.start.checked_sub(1).map(|before| hashes.as_slice()[before]),
-            ..Origin::default()
-        });
-        Ok(())
     }
 
     /// Publishes blocks that the caller holds and knows to be without a key, null ones skipped.
@@ -320,18 +317,11 @@ impl BlockPool {
         group: GroupId,
         origin: impl Fn(Range<usize>) -> Origin,
     ) {
-        if self.log.is_none() {
-            for (&id, hash) in ids.iter().zip(hashes).filter(|(id, _)| !id.is_null()) {
-                self.index.insert(id, hash, group);
-            }
-            return;
+        let inserted = self.insert_keys(ids, hashes, group);
+        debug_assert!(inserted.is_ok(), "a block that is published anew holds no key");
+        if let Ok(is_new) = inserted {
+            self.log_stored(hashes, group, &is_new, origin);
         }
-        let is_new: Vec<bool> = ids
-            .iter()
-            .zip(hashes)
-            .map(|(&id, hash)| !id.is_null() && self.index.insert(id, hash, group))
-            .collect();
-        self.log_stored(hashes, group, &is_new, origin);
     }
 
     /// Takes on the width of `hashes`' digests, or refuses another than is known.
@@ -360,7 +350,12 @@ impl BlockPool {
     /// [`Error::HashWidth`] for hashes of another width than this pool's.
     pub fn lookup(&self, hashes: &Hashes, group: GroupId) -> Result<Vec<BlockId>> {
         self.width.check(hashes.width())?;
-        Ok(hashes.as_slice().iter().map_while(|hash| self.get(hash, group)).collect())
+        Ok(self.index.prefix(hashes.as_slice(), group))
+    }
+
+    /// As [`BlockPool::lookup`], for hashes whose width is known to be right.
+    pub(crate) fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+        self.index.prefix(hashes, group)
     }
 
     /// Drops the keys of these blocks, referenced or not; a free one keeps its place.
@@ -369,9 +364,7 @@ impl BlockPool {
     /// [`Error::NoSuchBlock`] for an id outside the pool.
     pub fn evict(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
-        for &id in ids {
-            self.drop_key(id);
-        }
+        self.drop_keys(ids);
         Ok(())
     }
 
@@ -445,14 +438,27 @@ impl BlockPool {
         Ok(())
     }
 
-    #[inline]
-    fn drop_key(&mut self, id: BlockId) {
-        if let Some((key, is_last)) = self.index.remove(id)
-            && is_last
-            && let Some(log) = &mut self.log
-        {
-            log.removed(&key);
+    fn drop_keys(&mut self, ids: &[BlockId]) {
+        let log = &mut self.log;
+        self.index.remove_all(ids, |key| {
+            if let Some(log) = log {
+                log.removed(key);
+            }
+        });
+    }
+
+    /// As [`Index::insert_all`]; tells which keys became findable if events are kept.
+    fn insert_keys(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+    ) -> std::result::Result<Vec<bool>, usize> {
+        if self.log.is_none() {
+            return self.index.insert_all(ids, hashes, group, |_| ()).map(|()| Vec::new());
         }
+        let mut is_new = vec![false; ids.len()];
+        self.index.insert_all(ids, hashes, group, |at| is_new[at] = true).map(|()| is_new)
     }
 
     /// One event per run of neighbours that became findable.

@@ -62,8 +62,9 @@ class ModelPool:
 
     def free(self, ids: Sequence[int]) -> None:
         self._decrement(self.refs, ids)
-        # The first id is evicted first, also where it is given twice.
-        gone = [id for id in dict.fromkeys(ids) if id and self.refs[id] == 0]
+        # The first id is evicted first. One that is given twice goes where its last reference does.
+        last = [id for at, id in enumerate(ids) if id not in ids[at + 1 :]]
+        gone = [id for id in last if id and self.refs[id] == 0]
         cached = [id for id in gone if id in self.held]
         self.queue = [id for id in gone if id not in self.held] + self.queue + cached
 

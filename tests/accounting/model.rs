@@ -68,8 +68,9 @@ impl ModelPool {
                 _ => return false,
             }
         }
-        for &id in ids.iter().filter(|&&id| id != 0) {
-            if after.refs[id as usize] == 0 && !clean.contains(&id) && !cached.contains(&id) {
+        for (at, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != 0) {
+            // One that is named twice goes where its last reference does.
+            if after.refs[id as usize] == 0 && !ids[at + 1..].contains(&id) {
                 if after.held[id as usize].is_some() { &mut cached } else { &mut clean }.push(id);
             }
         }

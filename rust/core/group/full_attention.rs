@@ -6,5 +6,5 @@ use crate::pool::BlockPool;
 
 /// The cached blocks from the first up to the first miss.
 pub(super) fn find_hit(pool: &BlockPool, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
-    hashes.iter().map_while(|hash| pool.get(hash, group)).collect()
+    pool.prefix(hashes, group)
 }
