@@ -11,7 +11,7 @@ mod common;
 use std::hint::black_box;
 
 use criterion::{Criterion, Throughput};
-use kvstow_core::group::Group;
+use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, PrefixHit};
@@ -23,7 +23,7 @@ const NUM_PROMPT_TOKENS: usize = NUM_PROMPT_BLOCKS * BLOCK_SIZE;
 const NUM_DECODING: usize = 256;
 
 fn groups() -> Vec<Group> {
-    vec![Group::full_attention(BLOCK_SIZE).unwrap()]
+    vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()]
 }
 
 /// One prompt more than fits the device or the host: by the time the first comes round again it
@@ -57,7 +57,7 @@ fn bench_request(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(NUM_PROMPT_BLOCKS as u64));
     let prompts = prompts();
     let mut turns = prompts.iter().cycle();
-    let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), false).unwrap();
+    let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), None, false).unwrap();
     for hashes in &prompts {
         add(ledger, hashes);
         allocate(ledger);
@@ -123,7 +123,7 @@ fn bench_step(criterion: &mut Criterion) {
         assert_eq!(taken.num_granted, NUM_DECODING);
         black_box(taken);
     };
-    let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), false).unwrap();
+    let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), None, false).unwrap();
     admit(ledger);
     let mut num_steps = 0;
     group.bench_function("allocate_step, 256 decoding", |bencher| {

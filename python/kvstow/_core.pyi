@@ -18,6 +18,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "ChecksumMismatch",
+    "ChunkedLocal",
     "ConfigError",
     "FullAttention",
     "InvalidBlock",
@@ -28,8 +29,10 @@ __all__ = [
     "OffloadScheduler",
     "OutOfBlocks",
     "PrefixHit",
+    "SlidingWindow",
     "SnapshotError",
     "StateError",
+    "StateSpace",
     "StepAllocation",
     "TransferError",
     "UnknownRequest",
@@ -46,6 +49,7 @@ _Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 _Ids: TypeAlias = npt.NDArray[np.int32]
 _ExtraKey: TypeAlias = int | str | bytes | bool | tuple["_ExtraKey", ...] | list["_ExtraKey"] | None
 _ExtraKeys: TypeAlias = Sequence[Sequence[_ExtraKey] | None]
+_Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
 _Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 class KvstowError(Exception):
@@ -154,10 +158,51 @@ class AllBlocksCleared:
 class FullAttention:
     """Layers that attend to the whole prefix: a hit needs every block of it (also MLA)."""
 
-    def __new__(cls, block_size: int) -> FullAttention: ...
+    def __new__(cls, block_size: int) -> FullAttention:
+        """Raises `ConfigError` unless each is 1 to 2**30."""
     @property
     def block_size(self) -> int:
         """Tokens per block."""
+    def __hash__(self) -> int: ...
+
+@final
+class SlidingWindow:
+    """Layers in which a token attends to itself and the `window - 1` tokens before it."""
+
+    def __new__(cls, block_size: int, window: int) -> SlidingWindow:
+        """Raises `ConfigError` unless each is 1 to 2**30."""
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+    @property
+    def window(self) -> int:
+        """In tokens, the attending one included."""
+    def __hash__(self) -> int: ...
+
+@final
+class ChunkedLocal:
+    """Layers in which a token attends to its own chunk, up to itself."""
+
+    def __new__(cls, block_size: int, chunk: int) -> ChunkedLocal:
+        """Raises `ConfigError` unless both are 1 to 2**30, the chunk a multiple of the block."""
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+    @property
+    def chunk(self) -> int:
+        """In tokens; chunks begin at its multiples."""
+    def __hash__(self) -> int: ...
+
+@final
+class StateSpace:
+    """Layers with a recurrent state (Mamba): a block holds the state after its last token."""
+
+    def __new__(cls, block_size: int) -> StateSpace:
+        """Raises `ConfigError` unless each is 1 to 2**30."""
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+    def __hash__(self) -> int: ...
 
 @final
 class BlockPool:
@@ -270,13 +315,31 @@ class BlockLedger:
     """A device's accounting: requests, their block tables, and the prefixes they share."""
 
     def __new__(
-        cls, num_blocks: int, groups: Sequence[FullAttention], *, events: bool = False
+        cls,
+        num_blocks: int,
+        groups: Sequence[_Group],
+        *,
+        max_in_flight_tokens: int | None = None,
+        events: bool = False,
     ) -> BlockLedger:
-        """Raises `ConfigError` for no groups or groups that differ in block size."""
+        """All groups take their blocks from one pool of `num_blocks`, the null block included.
+
+        `max_in_flight_tokens` is the most tokens that a request is granted before they are
+        processed (the token budget of a step, times the steps that overlap). With it
+        `must_fit_tokens` counts, for a window or a chunk, what a request holds of it at once;
+        without it, all its tokens. Raises `ConfigError` for no groups, or for block sizes whose
+        common multiple is beyond 2**30.
+        """
     @property
     def pool(self) -> LedgerPool: ...
     @property
     def num_groups(self) -> int: ...
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hash: the greatest common divisor of the groups' block sizes."""
+    @property
+    def hit_block_size(self) -> int:
+        """Hits end at its multiples: the least common multiple of the groups' block sizes."""
     @property
     def num_requests(self) -> int: ...
     def add(
@@ -410,13 +473,16 @@ class OffloadScheduler:
     def __new__(
         cls,
         num_host_blocks: int,
-        groups: Sequence[FullAttention],
+        groups: Sequence[_Group],
         *,
         mode: Literal["eager"] = "eager",
         policy: Literal["lru"] = "lru",
         events: bool = False,
     ) -> OffloadScheduler:
-        """`num_host_blocks` slots, all usable. Raises `ConfigError` for other than one group."""
+        """`num_host_blocks` slots, all usable.
+
+        Raises `ConfigError` for other than one full-attention group.
+        """
     @property
     def num_host_blocks(self) -> int: ...
     @property

@@ -1,21 +1,21 @@
 //! Groups as Python names them.
 
-use kvstow_core::group::Group;
+use kvstow_core::group::{Attention, Group};
 use pyo3::prelude::*;
 
 use crate::convert::Count;
-use crate::error::to_py;
+use crate::error::{ConfigError, to_py};
 
 /// Layers that attend to the whole prefix: a hit needs every block of it (also MLA).
-#[pyclass(module = "kvstow", frozen, eq)]
-#[derive(Clone, Copy, PartialEq)]
+#[pyclass(module = "kvstow", frozen, eq, hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FullAttention(Group);
 
 #[pymethods]
 impl FullAttention {
     #[new]
     fn new(block_size: Count) -> PyResult<Self> {
-        Group::full_attention(block_size.0).map(Self).map_err(to_py)
+        Group::new(Attention::Full, block_size.0).map(Self).map_err(to_py)
     }
 
     #[getter]
@@ -28,7 +28,104 @@ impl FullAttention {
     }
 }
 
+/// Layers in which a token attends to itself and the `window - 1` tokens before it.
+#[pyclass(module = "kvstow", frozen, eq, hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct SlidingWindow {
+    group: Group,
+    #[pyo3(get)]
+    window: usize,
+}
+
+#[pymethods]
+impl SlidingWindow {
+    #[new]
+    fn new(block_size: Count, window: Count) -> PyResult<Self> {
+        let window = window.0;
+        let group = Group::new(Attention::SlidingWindow { window }, block_size.0).map_err(to_py)?;
+        Ok(Self { group, window })
+    }
+
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.group.block_size
+    }
+
+    fn __repr__(&self) -> String {
+        format!("SlidingWindow(block_size={}, window={})", self.group.block_size, self.window)
+    }
+}
+
+/// Layers in which a token attends to its own chunk, up to itself.
+#[pyclass(module = "kvstow", frozen, eq, hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ChunkedLocal {
+    group: Group,
+    #[pyo3(get)]
+    chunk: usize,
+}
+
+#[pymethods]
+impl ChunkedLocal {
+    #[new]
+    fn new(block_size: Count, chunk: Count) -> PyResult<Self> {
+        let chunk = chunk.0;
+        let group = Group::new(Attention::ChunkedLocal { chunk }, block_size.0).map_err(to_py)?;
+        Ok(Self { group, chunk })
+    }
+
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.group.block_size
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ChunkedLocal(block_size={}, chunk={})", self.group.block_size, self.chunk)
+    }
+}
+
+/// Layers with a recurrent state (Mamba): a block holds the state after its last token.
+#[pyclass(module = "kvstow", frozen, eq, hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct StateSpace(Group);
+
+#[pymethods]
+impl StateSpace {
+    #[new]
+    fn new(block_size: Count) -> PyResult<Self> {
+        Group::new(Attention::StateSpace, block_size.0).map(Self).map_err(to_py)
+    }
+
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.0.block_size
+    }
+
+    fn __repr__(&self) -> String {
+        format!("StateSpace(block_size={})", self.0.block_size)
+    }
+}
+
+/// A group of any kind.
+#[derive(FromPyObject)]
+pub(crate) enum AnyGroup<'py> {
+    Full(PyRef<'py, FullAttention>),
+    Sliding(PyRef<'py, SlidingWindow>),
+    Chunked(PyRef<'py, ChunkedLocal>),
+    State(PyRef<'py, StateSpace>),
+}
+
 /// A model's groups.
-pub(crate) fn groups(given: &[PyRef<'_, FullAttention>]) -> Vec<Group> {
-    given.iter().map(|group| group.0).collect()
+pub(crate) fn groups(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Group>> {
+    let group = |given: &Bound<'_, PyAny>| match given.extract() {
+        Ok(AnyGroup::Full(group)) => Ok(group.0),
+        Ok(AnyGroup::Sliding(group)) => Ok(group.group),
+        Ok(AnyGroup::Chunked(group)) => Ok(group.group),
+        Ok(AnyGroup::State(group)) => Ok(group.0),
+        Err(_) => Err(ConfigError::new_err(format!(
+            "a group is a FullAttention, SlidingWindow, ChunkedLocal or StateSpace, not {}",
+            given.get_type()
+        ))),
+    };
+    given.iter().map(group).collect()
 }

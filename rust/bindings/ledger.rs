@@ -10,7 +10,7 @@ use pyo3::types::{PyList, PyTuple};
 
 use crate::convert::{Count, RequestId, as_strs, counts, hashes, request_ids, to_array};
 use crate::error::{ConfigError, to_py};
-use crate::group::{FullAttention, groups};
+use crate::group::groups;
 use crate::hash::{extra_keys_from_py, tokens_from_py};
 use crate::lock;
 use crate::pool::SharedPool;
@@ -116,13 +116,15 @@ pub(crate) struct BlockLedger(Shared);
 #[pymethods]
 impl BlockLedger {
     #[new]
-    #[pyo3(signature = (num_blocks, groups, *, events = false))]
+    #[pyo3(signature = (num_blocks, groups, *, max_in_flight_tokens = None, events = false))]
     fn new(
         num_blocks: Count,
-        groups: Vec<PyRef<'_, FullAttention>>,
+        groups: Vec<Bound<'_, PyAny>>,
+        max_in_flight_tokens: Option<Count>,
         events: bool,
     ) -> PyResult<Self> {
-        let ledger = ledger::BlockLedger::new(num_blocks.0, self::groups(&groups), events);
+        let (groups, max_in_flight) = (self::groups(&groups)?, max_in_flight_tokens.map(|n| n.0));
+        let ledger = ledger::BlockLedger::new(num_blocks.0, groups, max_in_flight, events);
         Ok(Self(Arc::new(Mutex::new(ledger.map_err(to_py)?))))
     }
 
@@ -133,7 +135,17 @@ impl BlockLedger {
 
     #[getter]
     fn num_groups(&self) -> usize {
-        lock(&self.0).num_groups()
+        lock(&self.0).model().groups().len()
+    }
+
+    #[getter]
+    fn hash_block_size(&self) -> usize {
+        lock(&self.0).model().hash_block_size()
+    }
+
+    #[getter]
+    fn hit_block_size(&self) -> usize {
+        lock(&self.0).model().hit_block_size()
     }
 
     #[getter]

@@ -4,7 +4,7 @@
 //! and converts what comes back; no Python object is touched while the lock is held.
 
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
-#![expect(clippy::trivially_copy_pass_by_ref, reason = "Python methods take &self")]
+
 
 mod convert;
 mod error;
@@ -34,7 +34,7 @@ mod _core {
     #[pymodule_export]
     use super::event::{AllBlocksCleared, BlockRemoved, BlockStored};
     #[pymodule_export]
-    use super::group::FullAttention;
+    use super::group::{ChunkedLocal, FullAttention, SlidingWindow, StateSpace};
     #[pymodule_export]
     use super::hash::hash_tokens;
     #[pymodule_export]

@@ -14,7 +14,7 @@ use crate::convert::{
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
-use crate::group::{FullAttention, groups};
+use crate::group::groups;
 use crate::lock;
 
 /// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
@@ -60,14 +60,14 @@ impl OffloadScheduler {
     )]
     fn new(
         num_host_blocks: Count,
-        groups: Vec<PyRef<'_, FullAttention>>,
+        groups: Vec<Bound<'_, PyAny>>,
         mode: Name,
         policy: Name,
         events: bool,
     ) -> PyResult<Self> {
         check_choice("mode", &mode.0, "eager")?;
         check_choice("policy", &policy.0, "lru")?;
-        let groups = self::groups(&groups);
+        let groups = self::groups(&groups)?;
         let scheduler = offload::OffloadScheduler::new(num_host_blocks.0, &groups, events);
         Ok(Self(Mutex::new(scheduler.map_err(to_py)?)))
     }

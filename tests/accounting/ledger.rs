@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use kvstow_core::group::Group;
+use kvstow_core::group::{Attention, Group};
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, PrefixHit};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -356,8 +356,8 @@ proptest! {
     fn ledger_equals_model(
         num_blocks in 4..24_u32, num_groups in 1..3_usize, ops in vec(op(), 1..40),
     ) {
-        let groups = vec![Group::full_attention(BLOCK_SIZE).unwrap(); num_groups];
-        let mut ledger = BlockLedger::new(num_blocks as usize, groups, false).unwrap();
+        let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap(); num_groups];
+        let mut ledger = BlockLedger::new(num_blocks as usize, groups, None, false).unwrap();
         let pool = ModelPool::new(num_blocks);
         let mut model = ModelLedger { pool, num_groups, requests: BTreeMap::new() };
         for op in &ops {
@@ -369,8 +369,8 @@ proptest! {
 
 #[test]
 fn a_hit_is_refused_once_stale_or_foreign() {
-    let groups = vec![Group::full_attention(BLOCK_SIZE).unwrap()];
-    let mut ledger = BlockLedger::new(8, groups, false).unwrap();
+    let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+    let mut ledger = BlockLedger::new(8, groups, None, false).unwrap();
     let context = Context::default;
     ledger.add("first", &hashes(&[1, 2]), context()).unwrap();
     let new = AllocateArgs { num_new_tokens: 2 * BLOCK_SIZE, ..AllocateArgs::default() };
@@ -394,8 +394,8 @@ fn a_hit_is_refused_once_stale_or_foreign() {
 fn events_tell_tokens_and_parents() {
     use kvstow_core::event::Event;
     use kvstow_core::hash::ExtraKey;
-    let groups = vec![Group::full_attention(2).unwrap()];
-    let mut ledger = BlockLedger::new(8, groups, true).unwrap();
+    let groups = vec![Group::new(Attention::Full, 2).unwrap()];
+    let mut ledger = BlockLedger::new(8, groups, None, true).unwrap();
     let context = Context {
         tokens: Some(vec![10, 11, 12, 13, 14]),
         extra_keys: Some(vec![None, Some(vec![ExtraKey::Bool(true)])]),

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvstow_core::group::Group;
+use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context};
 use kvstow_core::offload::{Job, OffloadScheduler, Progress};
@@ -79,10 +79,10 @@ struct World {
 
 impl World {
     fn new(num_device_blocks: usize, num_host_blocks: usize) -> Self {
-        let groups = vec![Group::full_attention(BLOCK_SIZE).unwrap()];
+        let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
         Self {
             scheduler: OffloadScheduler::new(num_host_blocks, &groups, true).unwrap(),
-            ledger: BlockLedger::new(num_device_blocks, groups, false).unwrap(),
+            ledger: BlockLedger::new(num_device_blocks, groups, None, false).unwrap(),
             device: vec![0; num_device_blocks],
             host: vec![0; num_host_blocks],
             requests: BTreeMap::new(),
@@ -460,7 +460,7 @@ fn after_a_reset_loads_do_not_count_and_live_requests_store_anew() {
 /// Hashes that are no true chain (content ids, say) must not tie the tier's slots into a loop.
 #[test]
 fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
-    let groups = [Group::full_attention(BLOCK_SIZE).unwrap()];
+    let groups = [Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
     let mut scheduler = OffloadScheduler::new(4, &groups, false).unwrap();
     for (id, names) in [("p", &[1][..]), ("k", &[2]), ("l", &[3]), ("all", &[1, 2, 3, 4, 5, 6])] {
         scheduler.add(id, &hashes(names)).unwrap();

@@ -27,13 +27,16 @@ from tests.accounting.worlds import (
 from kvstow import (
     BlockLedger,
     BlockPool,
+    ChunkedLocal,
     ConfigError,
     FullAttention,
     InvalidBlock,
     KvstowError,
     OffloadScheduler,
     OutOfBlocks,
+    SlidingWindow,
     StateError,
+    StateSpace,
     UnknownRequest,
 )
 
@@ -436,8 +439,23 @@ makers = pytest.mark.parametrize(
         lambda size: BlockLedger(size, [GROUP]),
         lambda size: OffloadScheduler(size, [GROUP]),
         FullAttention,
+        StateSpace,
+        lambda size: SlidingWindow(4, size),
+        lambda size: SlidingWindow(size, 4),
+        lambda size: ChunkedLocal(1, size),
+        lambda size: ChunkedLocal(size, 4),
     ],
-    ids=["BlockPool", "BlockLedger", "OffloadScheduler", "FullAttention"],
+    ids=[
+        "BlockPool",
+        "BlockLedger",
+        "OffloadScheduler",
+        "FullAttention",
+        "StateSpace",
+        "window",
+        "SlidingWindow",
+        "chunk",
+        "ChunkedLocal",
+    ],
 )
 
 
@@ -466,11 +484,14 @@ def test_a_pool_of_the_null_block_alone_is_refused() -> None:
 
 
 def test_groups_and_options_that_do_not_fit_are_refused() -> None:
-    for make in (BlockLedger, OffloadScheduler):
-        with pytest.raises(ConfigError, match="no groups"):
-            make(8, [])
-        with pytest.raises(ConfigError, match="4 and 8"):
-            make(8, [FullAttention(4), FullAttention(8)])
+    with pytest.raises(ConfigError, match="no groups"):
+        BlockLedger(8, [])
+    with pytest.raises(ConfigError, match=r"a group is a FullAttention.*not <class 'int'>"):
+        BlockLedger(8, [4])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="common multiple"):
+        BlockLedger(8, [FullAttention(2**29 - 1), FullAttention(2**29)])
+    with pytest.raises(ConfigError, match=r"chunk of 6 .* multiple of the block size 4"):
+        ChunkedLocal(4, 6)
     with pytest.raises(ConfigError, match=r"2 groups.*one"):
         OffloadScheduler(8, [GROUP, GROUP])
     with pytest.raises(ConfigError, match=r'"lazi".*"eager"'):

@@ -1,10 +1,19 @@
 //! Full attention (also MLA): a hit needs every block of the prefix, and nothing is ever skipped.
 
-use crate::ids::{BlockId, GroupId};
-use crate::key::BlockHash;
-use crate::pool::BlockPool;
+use crate::ids::BlockId;
 
-/// The cached blocks from the first up to the first miss.
-pub(super) fn find_hit(pool: &BlockPool, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
-    pool.prefix(hashes, group)
+use super::model::Cached;
+
+/// Per group, the blocks of the longest hit of at most `max_blocks` blocks that ends at a multiple
+/// of `step`.
+pub(super) fn longest_hit(
+    cached: &Cached<'_>,
+    max_blocks: usize,
+    step: usize,
+) -> Vec<Vec<BlockId>> {
+    let mut found = cached.prefix(max_blocks);
+    for blocks in &mut found {
+        blocks.truncate(blocks.len() - blocks.len() % step);
+    }
+    found
 }

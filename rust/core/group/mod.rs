@@ -1,29 +1,58 @@
-//! The kinds of attention: what a hit needs, and what is no longer read. A kind is one file and
-//! one arm here.
+//! The kinds of attention: what a hit needs, what is no longer read, what a request holds at once.
+//! A kind is one file and one arm of [`Attention`].
+//!
+//! ```text
+//!   kind              a hit of n tokens needs                     skipped once n are computed
+//!   full attention    every block of the prefix                   nothing
+//!   sliding window w  the last ceil((w - 1) / block) blocks       max(0, n - w + 1) tokens
+//!   chunked local c   the blocks from the start of n's chunk      n - n mod c tokens
+//!   recurrent state   the one block whose state ends at n         n - 1 tokens
+//! ```
+//!
+//! A skipped block stands in the table as the null block. The reference is vLLM 0.32's
+//! `single_type_kv_cache_manager.py`.
 
+mod chunked_local;
 mod full_attention;
+mod model;
+mod sliding_window;
+mod state_space;
+
+pub use model::Model;
 
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, GroupId};
-use crate::key::BlockHash;
-use crate::pool::BlockPool;
+use crate::ids::BlockId;
 
-/// The most tokens a block may hold.
-pub const MAX_BLOCK_SIZE: usize = 1 << 20;
+use model::Cached;
 
-/// The most groups a model may have: what a [`GroupId`] can name.
+/// The most tokens a block, a window or a chunk may hold.
+pub const MAX_GROUP_TOKENS: usize = 1 << 30;
+
+/// The most groups a model may have: what a [`GroupId`](crate::ids::GroupId) can name.
 pub const MAX_GROUPS: usize = 1 << 16;
 
 /// How a group's layers attend.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Attention {
     /// Every token attends to the whole prefix.
     Full,
+    /// A token attends to itself and the `window - 1` tokens before it.
+    SlidingWindow {
+        /// In tokens.
+        window: usize,
+    },
+    /// A token attends to its own chunk, up to itself.
+    ChunkedLocal {
+        /// In tokens; chunks begin at its multiples.
+        chunk: usize,
+    },
+    /// The state after the last token stands for all before it (Mamba).
+    StateSpace,
 }
 
 /// Layers that share a block table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Group {
     /// How they attend.
     pub attention: Attention,
@@ -32,17 +61,27 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group of full-attention layers.
+    /// A group of layers.
     ///
     /// # Errors
-    /// [`Error::Config`] unless `block_size` is 1 to [`MAX_BLOCK_SIZE`].
-    pub fn full_attention(block_size: usize) -> Result<Self> {
-        if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
-            return Err(Error::Config(format!(
-                "a block size of {block_size} tokens: it must be 1 to {MAX_BLOCK_SIZE}"
-            )));
+    /// [`Error::Config`] unless block size and window or chunk are 1 to [`MAX_GROUP_TOKENS`], and
+    /// a chunk is a multiple of the block size.
+    pub fn new(attention: Attention, block_size: usize) -> Result<Self> {
+        check_tokens("a block size", block_size)?;
+        match attention {
+            Attention::Full | Attention::StateSpace => {}
+            Attention::SlidingWindow { window } => check_tokens("a window", window)?,
+            Attention::ChunkedLocal { chunk } => {
+                check_tokens("a chunk", chunk)?;
+                if !chunk.is_multiple_of(block_size) {
+                    return Err(Error::Config(format!(
+                        "a chunk of {chunk} tokens is no multiple of the block size {block_size}: \
+                         a block would stand in two chunks"
+                    )));
+                }
+            }
         }
-        Ok(Self { attention: Attention::Full, block_size })
+        Ok(Self { attention, block_size })
     }
 
     /// Blocks that `num_tokens` tokens need, the last one perhaps in part.
@@ -51,46 +90,68 @@ impl Group {
         num_tokens.div_ceil(self.block_size)
     }
 
-    /// The blocks of the longest hit within `hashes`, null where none is needed.
-    pub(crate) fn find_hit(
-        self,
-        pool: &BlockPool,
-        hashes: &[BlockHash],
-        group: GroupId,
-    ) -> Vec<BlockId> {
+    /// Per group that is looked up, the blocks of the longest hit of at most `max_blocks` blocks
+    /// that ends at a multiple of `step`; null where none is needed.
+    fn longest_hit(self, cached: &Cached<'_>, max_blocks: usize, step: usize) -> Vec<Vec<BlockId>> {
+        let needed = match self.attention {
+            Attention::Full => return full_attention::longest_hit(cached, max_blocks, step),
+            Attention::SlidingWindow { window } => {
+                sliding_window::longest_hit(cached, window, self.block_size, max_blocks, step)
+            }
+            Attention::ChunkedLocal { chunk } => {
+                chunked_local::longest_hit(cached, chunk, self.block_size, max_blocks, step)
+            }
+            Attention::StateSpace => state_space::longest_hit(cached, max_blocks, step),
+        };
+        cached.range(&needed)
+    }
+
+    /// Blocks at the start of a request that no later token reads, `num_tokens` being computed.
+    #[inline]
+    pub fn num_skipped_blocks(self, num_tokens: usize) -> usize {
+        let num_skipped_tokens = match self.attention {
+            Attention::Full => 0,
+            Attention::SlidingWindow { window } => {
+                sliding_window::num_skipped_tokens(window, num_tokens)
+            }
+            Attention::ChunkedLocal { chunk } => {
+                chunked_local::num_skipped_tokens(chunk, num_tokens)
+            }
+            Attention::StateSpace => state_space::num_skipped_tokens(num_tokens),
+        };
+        num_skipped_tokens / self.block_size
+    }
+
+    /// The most blocks that a request holds at once while it computes `num_in_flight` tokens at a
+    /// time, if that has a bound.
+    #[inline]
+    pub(crate) fn max_held_blocks(self, num_in_flight: usize) -> Option<usize> {
         match self.attention {
-            Attention::Full => full_attention::find_hit(pool, hashes, group),
+            Attention::Full | Attention::StateSpace => None,
+            Attention::SlidingWindow { window } => {
+                Some(sliding_window::max_held_blocks(window, self.block_size, num_in_flight))
+            }
+            Attention::ChunkedLocal { chunk } => {
+                Some(chunked_local::max_held_blocks(chunk, self.block_size, num_in_flight))
+            }
         }
     }
 
-    /// Tokens at the start of a request that no later token reads, `num_tokens` being computed.
+    /// Whether a hit can need block `index`, where all hits end at multiples of `step` blocks.
     #[inline]
-    pub(crate) fn num_skipped_tokens(self, _num_tokens: usize) -> usize {
+    fn is_reachable(self, index: usize, step: usize) -> bool {
         match self.attention {
-            Attention::Full => 0,
+            Attention::SlidingWindow { window } => {
+                sliding_window::is_reachable(window, self.block_size, index, step)
+            }
+            Attention::Full | Attention::ChunkedLocal { .. } | Attention::StateSpace => true,
         }
     }
 }
 
-/// The block size that all groups share.
-///
-/// # Errors
-/// [`Error::Config`] for no groups, too many, or groups of different block sizes.
-pub fn common_block_size(groups: &[Group]) -> Result<usize> {
-    let [first, rest @ ..] = groups else {
-        return Err(Error::Config("no groups: a model has at least one".to_owned()));
-    };
-    if groups.len() > MAX_GROUPS {
-        return Err(Error::Config(format!(
-            "{} groups: at most {MAX_GROUPS} are counted",
-            groups.len()
-        )));
+fn check_tokens(what: &str, num_tokens: usize) -> Result<()> {
+    if (1..=MAX_GROUP_TOKENS).contains(&num_tokens) {
+        return Ok(());
     }
-    match rest.iter().find(|group| group.block_size != first.block_size) {
-        Some(other) => Err(Error::Config(format!(
-            "groups of {} and {} tokens a block: block sizes that differ are not supported yet",
-            first.block_size, other.block_size
-        ))),
-        None => Ok(first.block_size),
-    }
+    Err(Error::Config(format!("{what} of {num_tokens} tokens: it must be 1 to {MAX_GROUP_TOKENS}")))
 }

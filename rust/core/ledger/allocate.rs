@@ -1,11 +1,11 @@
-//! Two-phase allocation: predict what all groups need, then take it in an order in which no group
-//! can take another group's hit.
+//! Two-phase allocation: free what is no longer read, predict what all groups need, then take it in
+//! an order in which no group can take another group's hit.
 //!
 //! ```text
-//!   tokens   | local hit | external | new | lookahead |
-//!   granted  |<----------------------------->|
-//!   blocks   | touched   | taken    | taken           |
-//!   phase    | 1         | 2        | 3               |
+//!   tokens   | skipped | local hit | external | new | lookahead |
+//!   granted  |<--------------------------------------->|
+//!   blocks   | null    | touched   | taken    | taken           |
+//!   phase              | 1         | 2        | 3               |
 //! ```
 //!
 //! The reference is vLLM 0.32's `KVCacheManager.allocate_slots`. Every group touches its hits
@@ -13,8 +13,8 @@
 //! taken as another group's new block, and stand in two tables.
 
 use crate::error::{Error, Result};
-use crate::group::Group;
-use crate::ids::{BlockId, GroupId};
+use crate::group::{Group, Model};
+use crate::ids::BlockId;
 use crate::pool::BlockPool;
 
 use super::request::Request;
@@ -70,8 +70,10 @@ impl BlockLedger {
         self.check_args(request_id, request, args)?;
         let mut taken = Taken::new();
         let request = self.requests.get_mut(request_id)?;
-        let mut grant = Grant { pool: &mut self.pool, groups: &self.groups, request, args };
-        let is_granted = grant.allocate(self.block_size, &mut taken)?;
+        let max_in_flight = self.max_in_flight_tokens;
+        let mut grant =
+            Grant { pool: &mut self.pool, model: &self.model, max_in_flight, request, args };
+        let is_granted = grant.allocate(&mut taken)?;
         Ok(is_granted.then_some(taken))
     }
 
@@ -101,8 +103,10 @@ impl BlockLedger {
         for (request_id, num_new_tokens) in wants {
             let request = self.requests.get_mut(request_id)?;
             let args = &args(num_new_tokens);
-            let mut grant = Grant { pool: &mut self.pool, groups: &self.groups, request, args };
-            if !grant.allocate(self.block_size, &mut taken)? {
+            let max_in_flight = self.max_in_flight_tokens;
+            let mut grant =
+                Grant { pool: &mut self.pool, model: &self.model, max_in_flight, request, args };
+            if !grant.allocate(&mut taken)? {
                 break;
             }
         }
@@ -133,13 +137,15 @@ impl BlockLedger {
         if request.is_running && (args.hit.is_some() || args.num_external_tokens > 0) {
             return state("is running: a hit and external tokens are for its first allocation");
         }
-        if !args.num_external_tokens.is_multiple_of(self.block_size) {
+        let hit_block_size = self.model.hit_block_size();
+        if !args.num_external_tokens.is_multiple_of(hit_block_size) {
             return config(format!(
-                "{} external tokens are no multiple of the block size {}",
-                args.num_external_tokens, self.block_size
+                "{} external tokens are no multiple of {hit_block_size}, the block size that all \
+                 groups have in common",
+                args.num_external_tokens
             ));
         }
-        let known_tokens = request.hashes.len() * self.block_size;
+        let known_tokens = request.hashes.len() * self.model.hash_block_size();
         if args.num_external_tokens > 0 && hit_tokens + args.num_external_tokens > known_tokens {
             return config(format!(
                 "{hit_tokens} hit and {} external tokens: hashes are known for {known_tokens}",
@@ -147,18 +153,15 @@ impl BlockLedger {
             ));
         }
         if let Some(hit) = args.hit {
-            let num_blocks = hit.num_tokens / self.block_size;
-            let is_shaped = hit.num_tokens == num_blocks * self.block_size
-                && num_blocks <= request.hashes.len()
-                && hit.blocks.len() == self.groups.len()
-                && hit.blocks.iter().all(|blocks| blocks.len() == num_blocks);
-            if hit.request_serial != request.serial || !is_shaped {
+            if hit.request_serial != request.serial || hit.num_tokens > known_tokens {
                 return state("was given a hit that is not its own: look it up");
             }
-            for (blocks, group) in hit.blocks.iter().zip((0..).map(GroupId)) {
-                let mut found = blocks.iter().zip(&request.hashes).filter(|(id, _)| !id.is_null());
+            for ((id, group), blocks) in self.model.enumerate().zip(&hit.blocks) {
+                let per_block = self.model.hashes_per_block(group);
+                let own = request.hashes.chunks_exact(per_block).filter_map(<[_]>::last);
+                let mut found = blocks.iter().zip(own).filter(|(block, _)| !block.is_null());
                 if self.pool.check_ids(blocks).is_err()
-                    || !found.all(|(&id, hash)| self.pool.holds(id, hash, group))
+                    || !found.all(|(&block, hash)| self.pool.holds(block, hash, id))
                 {
                     return state(
                         "was given a stale hit, a block of it was evicted: look up again",
@@ -179,92 +182,123 @@ impl Taken {
 /// One allocation under way.
 struct Grant<'a> {
     pool: &'a mut BlockPool,
-    groups: &'a [Group],
+    model: &'a Model,
+    max_in_flight: Option<usize>,
     request: &'a mut Request,
     args: &'a AllocateArgs<'a>,
 }
 
 impl Grant<'_> {
     /// The steps of one allocation. Once the need is known to fit nothing is refused any more.
-    fn allocate(&mut self, block_size: usize, taken: &mut Taken) -> Result<bool> {
+    fn allocate(&mut self, taken: &mut Taken) -> Result<bool> {
         let args = self.args;
         let num_hit_tokens = args.hit.map_or(0, |hit| hit.num_tokens);
         let num_computed =
             self.request.num_granted_tokens + num_hit_tokens + args.num_external_tokens;
         let num_granted = num_computed + args.num_new_tokens;
+        let num_slots = num_granted + args.num_lookahead_tokens;
         if let Some(num_tokens) = args.must_fit_tokens
-            && self.num_needed(num_tokens, num_computed) > self.pool.num_free()
+            && self.num_needed(num_tokens, num_computed, self.max_in_flight) > self.pool.num_free()
         {
             return Ok(false);
         }
-        let num_slots = num_granted + args.num_lookahead_tokens;
-        if self.num_needed(num_slots, num_computed) + args.reserve > self.pool.num_free() {
+        self.free_skipped(num_computed.saturating_sub(args.num_in_flight_tokens))?;
+        if self.num_needed(num_slots, num_computed, None) + args.reserve > self.pool.num_free() {
             return Ok(false);
         }
-        if let Some(hit) = args.hit {
-            self.touch_hits(hit, num_computed)?;
+        if !self.request.is_running {
+            self.touch_hits(num_computed)?;
         }
-        let request = &mut *self.request;
-        let first_taken: Vec<usize> = request.tables.iter().map(Vec::len).collect();
-        for (group, table) in self.groups.iter().zip(&mut request.tables) {
-            take_up_to(self.pool, table, group.num_blocks(num_computed))?;
+        let first_taken: Vec<usize> =
+            self.request.tables.iter().map(|table| table.blocks.len()).collect();
+        if args.num_external_tokens > 0 {
+            self.take_up_to(num_computed)?;
         }
-        for (group, table) in self.groups.iter().zip(&mut request.tables) {
-            take_up_to(self.pool, table, group.num_blocks(num_slots))?;
-        }
-        for (table, first) in request.tables.iter().zip(first_taken) {
-            taken.ids.extend_from_slice(&table[first..]);
+        self.take_up_to(num_slots)?;
+        for (table, first) in self.request.tables.iter().zip(first_taken) {
+            taken.ids.extend_from_slice(&table.blocks[first..]);
             taken.offsets.push(taken.ids.len());
         }
         taken.num_granted += 1;
-        request.num_granted_tokens = num_granted;
-        request.is_running = true;
-        request.is_delayed = args.delay_caching;
-        request.num_published = request.num_published.max(num_hit_tokens / block_size);
+        self.request.num_granted_tokens = num_granted;
+        self.request.is_running = true;
+        self.request.is_delayed = args.delay_caching;
         if !args.delay_caching {
-            request.publish(self.pool, num_granted, block_size);
+            self.request.publish(self.pool, num_granted, self.model);
         }
         Ok(true)
     }
 
-    /// Blocks that leave the free queue so that the request has slots for `num_tokens`: those
-    /// taken, and hits that nobody references.
-    fn num_needed(&self, num_tokens: usize, num_computed: usize) -> usize {
-        let need = |(index, group): (usize, &Group)| {
-            let num_held = self.request.tables[index].len();
-            let hits = self.args.hit.map_or(&[][..], |hit| &hit.blocks[index]);
-            let num_skipped = group.num_skipped_tokens(num_computed) / group.block_size;
-            let num_taken = group
-                .num_blocks(num_tokens)
-                .saturating_sub((num_held + hits.len()).max(num_skipped));
-            let is_free = |id: &&BlockId| {
-                !id.is_null() && self.pool.num_refs(**id) == 0 && self.pool.num_pins(**id) == 0
-            };
-            num_taken + hits.iter().skip(num_skipped).filter(is_free).count()
-        };
-        self.groups.iter().enumerate().map(need).sum()
-    }
-
-    /// Phase 1: puts the hits of every group into its table, those that are skipped as null.
-    fn touch_hits(&mut self, hit: &PrefixHit, num_computed: usize) -> Result<()> {
-        for ((group, table), blocks) in
-            self.groups.iter().zip(&mut self.request.tables).zip(&hit.blocks)
-        {
-            let num_skipped = group.num_skipped_tokens(num_computed) / group.block_size;
-            let (skipped, kept) = blocks.split_at(num_skipped.min(blocks.len()));
-            self.pool.touch(kept)?;
-            table.extend(skipped.iter().map(|_| BlockId::NULL));
-            table.extend_from_slice(kept);
+    /// Frees, group by group and from the right, the blocks that no token after the first
+    /// `num_processed` reads.
+    fn free_skipped(&mut self, num_processed: usize) -> Result<()> {
+        for (table, group) in self.request.tables.iter_mut().zip(self.model.groups()) {
+            let end = group.num_skipped_blocks(num_processed).min(table.blocks.len());
+            if end > table.num_skipped {
+                let skipped = &mut table.blocks[table.num_skipped..end];
+                skipped.reverse();
+                self.pool.free(skipped)?;
+                skipped.fill(BlockId::NULL);
+                table.num_skipped = end;
+            }
         }
         Ok(())
     }
-}
 
-/// Phases 2 and 3: lengthens a table to `num_blocks`.
-#[inline]
-fn take_up_to(pool: &mut BlockPool, table: &mut Vec<BlockId>, num_blocks: usize) -> Result<()> {
-    match num_blocks.checked_sub(table.len()) {
-        Some(missing @ 1..) => pool.allocate(missing, table),
-        _ => Ok(()),
+    /// Blocks that leave the free queue so that the request has slots for `num_tokens`: those
+    /// taken, and hits that nobody references. With `max_in_flight`, no more of a group than it
+    /// can hold at once.
+    fn num_needed(
+        &self,
+        num_tokens: usize,
+        num_computed: usize,
+        max_in_flight: Option<usize>,
+    ) -> usize {
+        let need = |(index, &group): (usize, &Group)| {
+            let cap = max_in_flight.and_then(|num_tokens| group.max_held_blocks(num_tokens));
+            let num_required = group.num_blocks(num_tokens).min(cap.unwrap_or(usize::MAX));
+            let num_held = self.request.tables[index].blocks.len();
+            if self.request.is_running {
+                return num_required.saturating_sub(num_held);
+            }
+            let hits = self.args.hit.map_or(&[][..], |hit| &hit.blocks[index]);
+            let num_skipped = group.num_skipped_blocks(num_computed);
+            let is_free = |id: &&BlockId| {
+                !id.is_null() && self.pool.num_refs(**id) == 0 && self.pool.num_pins(**id) == 0
+            };
+            let num_leaving = hits.iter().skip(num_skipped).filter(is_free).count();
+            num_required.saturating_sub(num_skipped.max(hits.len())) + num_leaving
+        };
+        self.model.groups().iter().enumerate().map(need).sum()
+    }
+
+    /// Phase 1: puts the hits of every group into its table. What lies before the window of hit
+    /// and external tokens becomes null, and is not touched.
+    fn touch_hits(&mut self, num_computed: usize) -> Result<()> {
+        for (index, group) in self.model.groups().iter().enumerate() {
+            let table = &mut self.request.tables[index];
+            let hits = self.args.hit.map_or(&[][..], |hit| &hit.blocks[index]);
+            let num_skipped = group.num_skipped_blocks(num_computed);
+            let kept = hits.get(num_skipped..).unwrap_or_default();
+            self.pool.touch(kept)?;
+            table.blocks.resize(num_skipped, BlockId::NULL);
+            table.blocks.extend_from_slice(kept);
+            table.num_skipped = num_skipped;
+            table.num_published = table.blocks.len();
+        }
+        Ok(())
+    }
+
+    /// Phases 2 and 3: lengthens the table of every group to `num_tokens`.
+    #[inline]
+    fn take_up_to(&mut self, num_tokens: usize) -> Result<()> {
+        for (table, group) in self.request.tables.iter_mut().zip(self.model.groups()) {
+            if let Some(missing @ 1..) =
+                group.num_blocks(num_tokens).checked_sub(table.blocks.len())
+            {
+                self.pool.allocate(missing, &mut table.blocks)?;
+            }
+        }
+        Ok(())
     }
 }

@@ -8,8 +8,8 @@ pub use request::Context;
 
 use crate::error::{Error, Result};
 use crate::event::Medium;
-use crate::group::{Group, common_block_size};
-use crate::ids::{BlockId, GroupId};
+use crate::group::{Group, Model};
+use crate::ids::BlockId;
 use crate::key::Hashes;
 use crate::pool::BlockPool;
 use crate::requests::Requests;
@@ -20,8 +20,9 @@ use request::Request;
 #[derive(Clone, Debug)]
 pub struct BlockLedger {
     pool: BlockPool,
-    groups: Vec<Group>,
-    block_size: usize,
+    model: Model,
+    /// The most tokens that are granted and not yet processed at any time, if the caller knows.
+    max_in_flight_tokens: Option<usize>,
     requests: Requests<Request>,
     /// How many requests were ever added: tells a request from a later one of the same name.
     num_added: u64,
@@ -39,15 +40,23 @@ pub struct PrefixHit {
 }
 
 impl BlockLedger {
-    /// A ledger over a new pool of `num_blocks`, the null block included.
+    /// A ledger over a new pool of `num_blocks`, the null block included. With
+    /// `max_in_flight_tokens`, the most tokens that a request is granted before they are processed,
+    /// [`AllocateArgs::must_fit_tokens`] counts what a window holds at once; without, all of it.
     ///
     /// # Errors
-    /// [`Error::Config`] for a pool that [`BlockPool::new`] refuses, no groups, or groups that
-    /// differ in block size.
-    pub fn new(num_blocks: usize, groups: Vec<Group>, events: bool) -> Result<Self> {
-        let block_size = common_block_size(&groups)?;
+    /// [`Error::Config`] for a pool that [`BlockPool::new`] refuses, and for groups that
+    /// [`Model::new`] refuses.
+    pub fn new(
+        num_blocks: usize,
+        groups: Vec<Group>,
+        max_in_flight_tokens: Option<usize>,
+        events: bool,
+    ) -> Result<Self> {
+        let model = Model::new(groups)?;
         let pool = BlockPool::new(num_blocks, events.then_some(Medium::Device))?;
-        Ok(Self { pool, groups, block_size, requests: Requests::default(), num_added: 0 })
+        let requests = Requests::default();
+        Ok(Self { pool, model, max_in_flight_tokens, requests, num_added: 0 })
     }
 
     /// The pool: inspection, pins, eviction of keys, reset, events.
@@ -61,9 +70,9 @@ impl BlockLedger {
         &mut self.pool
     }
 
-    /// How many groups there are.
-    pub fn num_groups(&self) -> usize {
-        self.groups.len()
+    /// The groups.
+    pub fn model(&self) -> &Model {
+        &self.model
     }
 
     /// How many requests are known.
@@ -79,8 +88,9 @@ impl BlockLedger {
     pub fn add(&mut self, request_id: &str, hashes: &Hashes, context: Context) -> Result<()> {
         self.requests.check_new(request_id)?;
         self.check_context(&context)?;
-        let mut request = Request::new(self.num_added, self.groups.len(), context.tokens.is_some());
-        request.check_extension(hashes, &context, self.block_size)?;
+        let mut request =
+            Request::new(self.num_added, self.model.groups().len(), context.tokens.is_some());
+        request.check_extension(hashes, &context, self.model.hash_block_size())?;
         self.pool.agree_width(hashes.width())?;
         request.extend(hashes, context);
         self.requests.insert(request_id, request);
@@ -95,7 +105,7 @@ impl BlockLedger {
     pub fn extend(&mut self, request_id: &str, hashes: &Hashes, context: Context) -> Result<()> {
         self.check_context(&context)?;
         let request = self.requests.get_mut(request_id)?;
-        request.check_extension(hashes, &context, self.block_size)?;
+        request.check_extension(hashes, &context, self.model.hash_block_size())?;
         self.pool.agree_width(hashes.width())?;
         request.extend(hashes, context);
         Ok(())
@@ -107,21 +117,8 @@ impl BlockLedger {
     /// [`Error::UnknownRequest`].
     pub fn lookup(&self, request_id: &str, max_tokens: usize) -> Result<PrefixHit> {
         let request = self.requests.get(request_id)?;
-        let mut num_blocks = request.hashes.len().min(max_tokens / self.block_size);
-        let mut blocks = Vec::with_capacity(self.groups.len());
-        for (group, id) in self.groups.iter().zip((0..).map(GroupId)) {
-            let found = group.find_hit(&self.pool, &request.hashes[..num_blocks], id);
-            num_blocks = found.len();
-            blocks.push(found);
-        }
-        for found in &mut blocks {
-            found.truncate(num_blocks);
-        }
-        Ok(PrefixHit {
-            num_tokens: num_blocks * self.block_size,
-            blocks,
-            request_serial: request.serial,
-        })
+        let (num_tokens, blocks) = self.model.longest_hit(&self.pool, &request.hashes, max_tokens);
+        Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial })
     }
 
     /// Publishes a request's blocks up to `num_tokens` granted tokens, and ends the delay that
@@ -133,7 +130,7 @@ impl BlockLedger {
         let request = self.requests.get_mut(request_id)?;
         request.check_granted(request_id, num_tokens, "publish")?;
         request.is_delayed = false;
-        request.publish(&mut self.pool, num_tokens, self.block_size);
+        request.publish(&mut self.pool, num_tokens, &self.model);
         Ok(())
     }
 
@@ -141,16 +138,25 @@ impl BlockLedger {
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] beyond the granted tokens; [`Error::State`]
-    /// below what is published: others may be using it.
+    /// below what is published, which others may be using, and where blocks are already freed
+    /// that would be read again.
     pub fn rewind(&mut self, request_id: &str, num_tokens: usize) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
         request.check_granted(request_id, num_tokens, "rewind to")?;
-        let num_published = request.num_published * self.block_size;
+        let num_published = request.num_published_tokens(&self.model);
         if num_tokens < num_published {
             return Err(Error::State(format!(
                 "cannot rewind request {request_id:?} to {num_tokens} tokens: {num_published} are \
                  published"
             )));
+        }
+        for (table, group) in request.tables.iter().zip(self.model.groups()) {
+            if table.num_skipped > group.num_skipped_blocks(num_tokens) {
+                return Err(Error::State(format!(
+                    "cannot rewind request {request_id:?} to {num_tokens} tokens: blocks that they \
+                     read are freed; name tokens in flight when you allocate"
+                )));
+            }
         }
         request.num_granted_tokens = num_tokens;
         Ok(())
@@ -162,7 +168,7 @@ impl BlockLedger {
     /// [`Error::UnknownRequest`]; [`Error::Config`] for a group that does not exist.
     pub fn block_table(&self, request_id: &str, group: usize) -> Result<&[BlockId]> {
         let tables = &self.requests.get(request_id)?.tables;
-        tables.get(group).map(Vec::as_slice).ok_or_else(|| {
+        tables.get(group).map(|table| table.blocks.as_slice()).ok_or_else(|| {
             Error::Config(format!("group {group} of {}: groups count from 0", tables.len()))
         })
     }
@@ -183,8 +189,8 @@ impl BlockLedger {
     pub fn free(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.remove(request_id)?;
         for mut table in request.tables {
-            table.reverse();
-            self.pool.free(&table)?;
+            table.blocks.reverse();
+            self.pool.free(&table.blocks)?;
         }
         Ok(())
     }
@@ -198,19 +204,19 @@ impl BlockLedger {
         let broken = |what: String| Err(Error::Broken(format!("ledger: {what}")));
         let mut num_refs = vec![0; self.pool.num_blocks()];
         for request in self.requests.values() {
-            let num_full = request.num_granted_tokens / self.block_size;
-            if request.num_published > num_full.min(request.hashes.len()) {
-                return broken(format!("{} blocks published of {num_full}", request.num_published));
-            }
-            for (group, table) in self.groups.iter().zip(&request.tables) {
-                if table.len() < group.num_blocks(request.num_granted_tokens) {
-                    return broken(format!(
-                        "{} blocks for {} granted tokens",
-                        table.len(),
-                        request.num_granted_tokens
-                    ));
+            for ((_, group), table) in self.model.enumerate().zip(&request.tables) {
+                let (num_blocks, num_granted) = (table.blocks.len(), request.num_granted_tokens);
+                if num_blocks < group.num_blocks(num_granted) {
+                    return broken(format!("{num_blocks} blocks for {num_granted} granted tokens"));
                 }
-                for id in table.iter().filter(|id| !id.is_null()) {
+                if table.num_published * group.block_size > num_granted {
+                    return broken(format!("{} blocks published", table.num_published));
+                }
+                let (skipped, kept) = table.blocks.split_at(table.num_skipped.min(num_blocks));
+                if skipped.iter().any(|id| !id.is_null()) || kept.iter().any(|id| id.is_null()) {
+                    return broken(format!("{} blocks skipped", table.num_skipped));
+                }
+                for id in kept {
                     num_refs[id.index()] += 1;
                 }
             }

@@ -1,11 +1,13 @@
 //! One request: what it may publish, what it was granted, which blocks it holds.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::event::Origin;
+use crate::group::Model;
 use crate::hash::ExtraKey;
-use crate::ids::{BlockId, GroupId};
+use crate::ids::BlockId;
 use crate::key::{BlockHash, Hashes};
 use crate::pool::BlockPool;
 
@@ -18,16 +20,24 @@ pub struct Context {
     pub extra_keys: Option<Vec<Option<Vec<ExtraKey>>>>,
 }
 
+/// A request's blocks in one group.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Table {
+    pub(super) blocks: Vec<BlockId>,
+    /// How many of them, from the first, are null: what the group no longer reads.
+    pub(super) num_skipped: usize,
+    /// How many of them, from the first, were published, were hits or were skipped before either.
+    pub(super) num_published: usize,
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct Request {
     /// Which of all requests ever added this is.
     pub(super) serial: u64,
     pub(super) hashes: Vec<BlockHash>,
-    /// Per group; null where the group no longer needs a block.
-    pub(super) tables: Vec<Vec<BlockId>>,
+    /// Per group.
+    pub(super) tables: Vec<Table>,
     pub(super) num_granted_tokens: usize,
-    /// Blocks, from the first, that were published or were hits.
-    pub(super) num_published: usize,
     /// Whether it was served once: from then on it has no hit and no external tokens.
     pub(super) is_running: bool,
     /// Whether a load is still to fill its blocks.
@@ -42,9 +52,8 @@ impl Request {
         Self {
             serial,
             hashes: Vec::new(),
-            tables: vec![Vec::new(); num_groups],
+            tables: vec![Table::default(); num_groups],
             num_granted_tokens: 0,
-            num_published: 0,
             is_running: false,
             is_delayed: false,
             tokens: has_tokens.then(Vec::new),
@@ -110,30 +119,67 @@ impl Request {
         Ok(())
     }
 
-    /// Publishes the full blocks among the first `num_tokens` tokens whose hashes are known.
-    #[inline]
-    pub(super) fn publish(&mut self, pool: &mut BlockPool, num_tokens: usize, block_size: usize) {
-        let range = self.num_published..(num_tokens / block_size).min(self.hashes.len());
-        if range.is_empty() {
-            return;
-        }
-        for (table, group) in self.tables.iter().zip((0..).map(GroupId)) {
-            let ids = &table[range.clone()];
-            pool.publish(ids, &self.hashes[range.clone()], group, |run| {
-                self.origin(run.start + range.start..run.end + range.start, block_size)
-            });
-        }
-        self.num_published = range.end;
+    /// Tokens, from the first, that are published in some group.
+    pub(super) fn num_published_tokens(&self, model: &Model) -> usize {
+        let tables = self.tables.iter().zip(model.groups());
+        tables.map(|(table, group)| table.num_published * group.block_size).max().unwrap_or(0)
     }
 
-    fn origin(&self, run: Range<usize>, block_size: usize) -> Origin {
+    /// Publishes, in every group, the full blocks among the first `num_tokens` tokens whose hashes
+    /// are known and that a hit can need.
+    #[inline]
+    pub(super) fn publish(&mut self, pool: &mut BlockPool, num_tokens: usize, model: &Model) {
+        let num_tokens = num_tokens.min(self.hashes.len() * model.hash_block_size());
+        // A hit ends at these multiples: no block behind the last of them can be found.
+        let num_tokens = num_tokens - num_tokens % model.hit_block_size();
+        for (id, group) in model.enumerate() {
+            let table = &self.tables[usize::from(id.0)];
+            let range = table.num_published..num_tokens / group.block_size;
+            if range.is_empty() {
+                continue;
+            }
+            let hashes_per_block = model.hashes_per_block(group);
+            let mut ids = Cow::Borrowed(&table.blocks[range.clone()]);
+            if let Some(is_reachable) = model.reachable(group) {
+                for (id, index) in ids.to_mut().iter_mut().zip(range.clone()) {
+                    if !is_reachable(index) {
+                        *id = BlockId::NULL;
+                    }
+                }
+            }
+            let hashes = &self.hashes[range.start * hashes_per_block..range.end * hashes_per_block];
+            let hashes = match hashes_per_block {
+                1 => Cow::Borrowed(hashes),
+                _ => {
+                    hashes.chunks_exact(hashes_per_block).filter_map(<[_]>::last).copied().collect()
+                }
+            };
+            pool.publish(&ids, &hashes, id, |run| {
+                let run = run.start + range.start..run.end + range.start;
+                self.origin(run, group.block_size, hashes_per_block)
+            });
+            self.tables[usize::from(id.0)].num_published = range.end;
+        }
+    }
+
+    /// What events tell of the blocks at `run`.
+    fn origin(&self, run: Range<usize>, block_size: usize, hashes_per_block: usize) -> Origin {
         let tokens = self.tokens.as_ref();
         let has_keys = self.extra_keys.iter().any(Option::is_some);
+        let keys = |at: usize| {
+            let own = at * hashes_per_block..(at + 1) * hashes_per_block;
+            let mut keys: Vec<ExtraKey> = Vec::new();
+            for key in own.filter_map(|hash| self.extra_keys.get(hash)?.as_ref()).flatten() {
+                if !keys.contains(key) {
+                    keys.push(key.clone());
+                }
+            }
+            (!keys.is_empty()).then_some(keys)
+        };
         Origin {
-            parent: run.start.checked_sub(1).map(|before| self.hashes[before]),
+            parent: (run.start * hashes_per_block).checked_sub(1).map(|before| self.hashes[before]),
             tokens: tokens.map(|all| all[run.start * block_size..run.end * block_size].to_vec()),
-            extra_keys: has_keys
-                .then(|| run.map(|at| self.extra_keys.get(at).cloned().flatten()).collect()),
+            extra_keys: has_keys.then(|| run.map(keys).collect()),
             block_size: Some(block_size),
         }
     }

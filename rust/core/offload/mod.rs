@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::group::{Group, common_block_size};
+use crate::group::{Attention, Group};
 use crate::ids::{BlockId, JobId};
 use crate::key::{BlockHash, HashWidth, Hashes};
 use crate::requests::Requests;
@@ -91,13 +91,12 @@ impl OffloadScheduler {
     /// # Errors
     /// [`Error::Config`] for a tier of no slots or too many, or for other than one group.
     pub fn new(num_host_blocks: usize, groups: &[Group], events: bool) -> Result<Self> {
-        let block_size = common_block_size(groups)?;
-        if groups.len() > 1 {
+        let [Group { attention: Attention::Full, block_size }] = *groups else {
             return Err(Error::Config(format!(
                 "{} groups: one full-attention group is supported so far",
                 groups.len()
             )));
-        }
+        };
         Ok(Self {
             tier: HostTier::new(num_host_blocks, events)?,
             block_size,

@@ -1,0 +1,194 @@
+//! All groups of a model, and the longest prefix that every one of them can serve.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, GroupId};
+use crate::key::BlockHash;
+use crate::pool::BlockPool;
+
+use super::{Attention, Group, MAX_GROUP_TOKENS, MAX_GROUPS};
+
+/// A model's groups and the sizes they have in common.
+#[derive(Clone, Debug)]
+pub struct Model {
+    groups: Vec<Group>,
+    /// Groups of one kind and block size are looked up together. Full attention first: one scan of
+    /// it bounds the search of all others.
+    alike: Vec<(Group, Vec<GroupId>)>,
+    hash_block_size: usize,
+    hit_block_size: usize,
+}
+
+impl Model {
+    /// The groups, in the order in which the model names them.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for no groups, too many, or block sizes whose common multiple is beyond
+    /// [`MAX_GROUP_TOKENS`].
+    pub fn new(groups: Vec<Group>) -> Result<Self> {
+        let Some(first) = groups.first() else {
+            return Err(Error::Config("no groups: a model has at least one".to_owned()));
+        };
+        if groups.len() > MAX_GROUPS {
+            return Err(Error::Config(format!(
+                "{} groups: at most {MAX_GROUPS} are counted",
+                groups.len()
+            )));
+        }
+        let (mut divisor, mut multiple) = (first.block_size, first.block_size);
+        for group in &groups {
+            divisor = greatest_common_divisor(divisor, group.block_size);
+            multiple *= group.block_size / greatest_common_divisor(multiple, group.block_size);
+            if multiple > MAX_GROUP_TOKENS {
+                return Err(Error::Config(format!(
+                    "block sizes with a common multiple of {multiple} tokens or more: a hit ends at \
+                     its multiples, and it may be at most {MAX_GROUP_TOKENS}"
+                )));
+            }
+        }
+        let mut alike: Vec<(Group, Vec<GroupId>)> = Vec::new();
+        for (&group, id) in groups.iter().zip((0..=u16::MAX).map(GroupId)) {
+            match alike.iter_mut().find(|(other, _)| *other == group) {
+                Some((_, ids)) => ids.push(id),
+                None => alike.push((group, vec![id])),
+            }
+        }
+        alike.sort_by_key(|(group, _)| group.attention != Attention::Full);
+        Ok(Self { groups, alike, hash_block_size: divisor, hit_block_size: multiple })
+    }
+
+    /// The groups.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// The groups with their ids.
+    pub fn enumerate(&self) -> impl Iterator<Item = (GroupId, Group)> {
+        (0..=u16::MAX).map(GroupId).zip(self.groups.iter().copied())
+    }
+
+    /// Tokens per block hash: the greatest common divisor of the groups' block sizes.
+    pub fn hash_block_size(&self) -> usize {
+        self.hash_block_size
+    }
+
+    /// A hit ends at a multiple of that many tokens: the least common multiple of the groups'
+    /// block sizes.
+    pub fn hit_block_size(&self) -> usize {
+        self.hit_block_size
+    }
+
+    /// Block hashes that one block of the group covers. The last of them is its own.
+    #[inline]
+    pub(crate) fn hashes_per_block(&self, group: Group) -> usize {
+        group.block_size / self.hash_block_size
+    }
+
+    /// Whether a hit can need block `index` of this group. None: it can need any.
+    #[inline]
+    pub(crate) fn reachable(&self, group: Group) -> Option<impl Fn(usize) -> bool> {
+        let step = self.hit_block_size / group.block_size;
+        // The first of every step is the last that a longer window reaches.
+        (!group.is_reachable(0, step)).then_some(move |index| group.is_reachable(index, step))
+    }
+
+    /// The longest cached prefix of at most `max_tokens` tokens that every group can serve: its
+    /// length, and the blocks of each group, null where it needs none.
+    ///
+    /// Every kind shortens what the ones before it have left, until none does (vLLM 0.32's
+    /// `HybridKVCacheCoordinator.find_longest_cache_hit`). A shorter full-attention hit is a part
+    /// of the longer one, so that kind is searched once.
+    pub(crate) fn longest_hit(
+        &self,
+        pool: &BlockPool,
+        hashes: &[BlockHash],
+        max_tokens: usize,
+    ) -> (usize, Vec<Vec<BlockId>>) {
+        let mut blocks = vec![Vec::new(); self.groups.len()];
+        let known = hashes.len() * self.hash_block_size;
+        let mut num_tokens = known.min(max_tokens);
+        num_tokens -= num_tokens % self.hit_block_size;
+        let mut is_first = true;
+        loop {
+            let before = num_tokens;
+            for (group, ids) in &self.alike {
+                if group.attention == Attention::Full && !is_first {
+                    continue;
+                }
+                let max_blocks = num_tokens / group.block_size;
+                let hashes_per_block = self.hashes_per_block(*group);
+                let cached = Cached { pool, hashes, hashes_per_block, ids };
+                let step = self.hit_block_size / group.block_size;
+                let found = group.longest_hit(&cached, max_blocks, step);
+                num_tokens = found.first().map_or(0, Vec::len) * group.block_size;
+                for (id, found) in ids.iter().zip(found) {
+                    blocks[usize::from(id.0)] = found;
+                }
+            }
+            is_first = false;
+            if num_tokens == before {
+                break;
+            }
+        }
+        for (found, group) in blocks.iter_mut().zip(&self.groups) {
+            found.truncate(num_tokens / group.block_size);
+        }
+        (num_tokens, blocks)
+    }
+}
+
+/// What a pool holds of one prompt, in groups that are looked up together.
+pub(super) struct Cached<'a> {
+    pool: &'a BlockPool,
+    hashes: &'a [BlockHash],
+    hashes_per_block: usize,
+    ids: &'a [GroupId],
+}
+
+impl Cached<'_> {
+    /// Whether every group holds the block at `index`.
+    pub(super) fn has(&self, index: usize) -> bool {
+        let hash = &self.hashes[(index + 1) * self.hashes_per_block - 1];
+        self.ids.iter().all(|&id| self.pool.get(hash, id).is_some())
+    }
+
+    /// Per group, the blocks from the first up to the first that one of the groups misses, at most
+    /// `max_blocks`.
+    pub(super) fn prefix(&self, mut max_blocks: usize) -> Vec<Vec<BlockId>> {
+        let mut found = Vec::with_capacity(self.ids.len());
+        for &id in self.ids {
+            let blocks = self.blocks(id, 0..max_blocks);
+            max_blocks = blocks.len();
+            found.push(blocks);
+        }
+        for blocks in &mut found {
+            blocks.truncate(max_blocks);
+        }
+        found
+    }
+
+    /// Per group, the blocks of a range that every group holds, null before it.
+    pub(super) fn range(&self, range: &Range<usize>) -> Vec<Vec<BlockId>> {
+        let blocks = |&id: &GroupId| {
+            let mut blocks = vec![BlockId::NULL; range.start];
+            blocks.append(&mut self.blocks(id, range.clone()));
+            blocks
+        };
+        self.ids.iter().map(blocks).collect()
+    }
+
+    /// A group's blocks from the first of a range up to the first that is missing.
+    fn blocks(&self, id: GroupId, range: Range<usize>) -> Vec<BlockId> {
+        let range = range.start * self.hashes_per_block..range.end * self.hashes_per_block;
+        if self.hashes_per_block == 1 {
+            return self.pool.prefix(&self.hashes[range], id);
+        }
+        let own = self.hashes[range].chunks_exact(self.hashes_per_block);
+        own.map_while(|hashes| self.pool.get(hashes.last()?, id)).collect()
+    }
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
