@@ -141,7 +141,8 @@ fn bench_step(criterion: &mut Criterion) {
 /// A scheduler, and where the request in hand is.
 struct Host {
     scheduler: OffloadScheduler,
-    block_ids: Vec<BlockId>,
+    /// Per group.
+    block_ids: Vec<Vec<BlockId>>,
     job: Option<Job>,
 }
 
@@ -154,7 +155,7 @@ impl Host {
         let progress = Progress {
             request_id: "request",
             num_computed_tokens: NUM_PROMPT_TOKENS,
-            new_blocks: &self.block_ids,
+            new_blocks: &[&self.block_ids[0]],
         };
         self.job = self.scheduler.store([progress].into_iter()).unwrap();
         assert!(self.job.as_ref().is_some_and(|job| job.block_ids.len() == NUM_PROMPT_BLOCKS));
@@ -194,8 +195,8 @@ fn bench_offload(criterion: &mut Criterion) {
     let prompts = prompts();
     let mut turns = prompts.iter().cycle();
     let mut host = Host {
-        scheduler: OffloadScheduler::new(NUM_DEVICE_BLOCKS, &groups(), false).unwrap(),
-        block_ids: (1..).take(NUM_PROMPT_BLOCKS).map(BlockId).collect(),
+        scheduler: OffloadScheduler::new(NUM_DEVICE_BLOCKS, groups(), false).unwrap(),
+        block_ids: vec![(1..).take(NUM_PROMPT_BLOCKS).map(BlockId).collect()],
         job: None,
     };
     host.add(&prompts[0]);
@@ -250,7 +251,7 @@ fn bench_offload(criterion: &mut Criterion) {
 fn bench_idle_step(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("offload");
     group.throughput(Throughput::Elements(NUM_DECODING as u64));
-    let mut scheduler = OffloadScheduler::new(NUM_DEVICE_BLOCKS, &groups(), false).unwrap();
+    let mut scheduler = OffloadScheduler::new(NUM_DEVICE_BLOCKS, groups(), false).unwrap();
     let ids: Vec<_> = (0..NUM_DECODING).map(|id| format!("request-{id}")).collect();
     for id in &ids {
         scheduler.add(id, &Hashes::default()).unwrap();
@@ -260,7 +261,7 @@ fn bench_idle_step(criterion: &mut Criterion) {
             let progress = ids.iter().map(|id| Progress {
                 request_id: id,
                 num_computed_tokens: 256,
-                new_blocks: &[],
+                new_blocks: &[&[]],
             });
             assert!(scheduler.store(progress).unwrap().is_none());
         });

@@ -444,6 +444,9 @@ class Job:
     @property
     def host_slots(self) -> _Ids:
         """Host slots, 0 to `num_host_blocks - 1`."""
+    @property
+    def offsets(self) -> _Ids:
+        """Where each group's copies begin, and the end of the last: `num_groups + 1` entries."""
     def __len__(self) -> int: ...
 
 @final
@@ -466,8 +469,9 @@ class OffloadScheduler:
     """The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
 
     It names device blocks and never owns them. Recency is per request: a whole chain is ranked
-    when its store completes, when a lookup is accepted and when the request finishes, and no
-    slot is evicted for room while a slot of its child is resident.
+    when its store completes, when a lookup is accepted and when the request finishes, and of a
+    full-attention group no slot is evicted for room while a slot of its child is resident. A slot
+    holds one block of one group.
     """
 
     def __new__(
@@ -479,10 +483,7 @@ class OffloadScheduler:
         policy: Literal["lru"] = "lru",
         events: bool = False,
     ) -> OffloadScheduler:
-        """`num_host_blocks` slots, all usable.
-
-        Raises `ConfigError` for other than one full-attention group.
-        """
+        """`num_host_blocks` slots, all usable. Raises `ConfigError` as `BlockLedger` does."""
     @property
     def num_host_blocks(self) -> int: ...
     @property
@@ -501,15 +502,18 @@ class OffloadScheduler:
         None means pending: some of it is just being loaded for another request and will be a
         local hit when that job has ended; nothing is pinned, ask again then.
 
-        Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size.
+        Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size that all
+        groups have in common.
         """
     def load(self, request_id: str, num_tokens: int, block_ids: Sequence[_Ints]) -> Job:
         """Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
 
-        `block_ids`: per group, the device blocks to fill, in order. Raises `StateError` without
-        a lookup, `ConfigError` for more tokens than were found, a number that is not a multiple
-        of the block size or 0, or another number of blocks; `InvalidBlock` for a repeated or
-        null block.
+        `block_ids`: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
+        took for these external tokens. A group that skips blocks loads only those that the token
+        after the load reads. Raises `StateError` without a lookup, and for fewer tokens than were
+        found where the window before their end is not on the host; `ConfigError` for more tokens
+        than were found, a number that is not a multiple of the block size or 0, or another number
+        of blocks; `InvalidBlock` for a repeated or null block.
         """
     def release(self, request_id: str) -> None:
         """Give back what a request's lookup holds, when none of it is loaded."""
@@ -522,19 +526,22 @@ class OffloadScheduler:
     ) -> Job | None:
         """Plan the stores that a finished step has made due, all in one job.
 
-        Name only the requests that changed.
+        Name every request in which a block became full, before the ledger's next allocation: that
+        frees what has fallen out of a window.
 
         Args:
             num_computed_tokens: per request, tokens whose KV earlier steps have written.
             block_ids: the device ids appended to each request's block table since it was last
-                named here, hits and loads included; request by request, group by group.
+                named here, hits and loads included, 0 where a group skips; request by request,
+                group by group.
             offsets: where each (request, group) begins in `block_ids`, as
                 `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
 
         Returns:
             The job, or None when there is nothing to store. Keys already on the host or in
-            flight are not stored again; where slots are short, what fits is stored, a prefix
-            first, and the rest is counted as dropped.
+            flight are not stored again; where slots are short, what fits is stored (of a
+            full-attention group the first blocks, of a window the last), and the rest is counted
+            as dropped.
         """
     def complete(self, job_id: int, *, ok: bool = True) -> JobEnd:
         """End a job.

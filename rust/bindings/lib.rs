@@ -5,7 +5,6 @@
 
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
 
-
 mod convert;
 mod error;
 mod event;

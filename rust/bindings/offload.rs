@@ -24,6 +24,7 @@ pub(crate) struct Job {
     job_id: u64,
     block_ids: Py<PyArray1<i32>>,
     host_slots: Py<PyArray1<i32>>,
+    offsets: Py<PyArray1<i32>>,
 }
 
 #[pymethods]
@@ -68,7 +69,7 @@ impl OffloadScheduler {
         check_choice("mode", &mode.0, "eager")?;
         check_choice("policy", &policy.0, "lru")?;
         let groups = self::groups(&groups)?;
-        let scheduler = offload::OffloadScheduler::new(num_host_blocks.0, &groups, events);
+        let scheduler = offload::OffloadScheduler::new(num_host_blocks.0, groups, events);
         Ok(Self(Mutex::new(scheduler.map_err(to_py)?)))
     }
 
@@ -112,13 +113,8 @@ impl OffloadScheduler {
         num_tokens: Count,
         block_ids: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Job> {
-        let [block_ids] = block_ids.as_slice() else {
-            return Err(ConfigError::new_err(format!(
-                "block ids for {} groups: there is 1",
-                block_ids.len()
-            )));
-        };
-        let block_ids = ids(block_ids, MAX_BLOCKS)?;
+        let block_ids: Vec<_> =
+            block_ids.iter().map(|group| ids(group, MAX_BLOCKS)).collect::<PyResult<_>>()?;
         let job = lock(&self.0).load(&request_id, num_tokens.0, &block_ids).map_err(to_py)?;
         Ok(to_job(py, job))
     }
@@ -140,17 +136,18 @@ impl OffloadScheduler {
         let request_ids = self::request_ids(request_ids)?;
         let (names, computed) = (as_strs(&request_ids)?, counts(num_computed_tokens)?);
         let (block_ids, offsets) = (ids(block_ids, MAX_BLOCKS)?, counts(offsets)?);
-        if names.len() != computed.len() || names.len() + 1 != offsets.len() {
+        let num_groups = lock(&self.0).model().groups().len();
+        if names.len() != computed.len() || names.len() * num_groups + 1 != offsets.len() {
             return Err(ConfigError::new_err(format!(
                 "{} requests, {} numbers of computed tokens and {} offsets: give one number per \
-                 request and one offset more",
+                 request, and one offset for each of its {num_groups} groups and one more",
                 names.len(),
                 computed.len(),
                 offsets.len()
             )));
         }
         let parts = parts(&block_ids, &offsets)?;
-        let progress = names.into_iter().zip(computed).zip(parts).map(
+        let progress = names.into_iter().zip(computed).zip(parts.chunks_exact(num_groups)).map(
             |((request_id, num_computed_tokens), new_blocks)| Progress {
                 request_id,
                 num_computed_tokens,
@@ -213,12 +210,15 @@ impl OffloadScheduler {
 }
 
 fn to_job(py: Python<'_>, job: offload::Job) -> Job {
-    // Slots are below 2^31: the tier has no more.
+    // Slots are below 2^31: the tier has no more. So are the copies of a job.
     let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
+    let to_i32 = |offset| i32::try_from(offset).unwrap_or(i32::MAX);
+    let offsets: Vec<i32> = job.offsets.into_iter().map(to_i32).collect();
     Job {
         job_id: job.job_id.0,
         block_ids: to_array(py, job.block_ids).unbind(),
         host_slots: host_slots.into_pyarray(py).unbind(),
+        offsets: offsets.into_pyarray(py).unbind(),
     }
 }
 

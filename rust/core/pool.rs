@@ -350,7 +350,7 @@ impl BlockPool {
     /// [`Error::HashWidth`] for hashes of another width than this pool's.
     pub fn lookup(&self, hashes: &Hashes, group: GroupId) -> Result<Vec<BlockId>> {
         self.width.check(hashes.width())?;
-        Ok(self.index.prefix(hashes.as_slice(), group))
+        Ok(self.prefix(hashes.as_slice(), group))
     }
 
     /// As [`BlockPool::lookup`], for hashes whose width is known to be right.

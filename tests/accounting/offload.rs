@@ -81,7 +81,7 @@ impl World {
     fn new(num_device_blocks: usize, num_host_blocks: usize) -> Self {
         let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
         Self {
-            scheduler: OffloadScheduler::new(num_host_blocks, &groups, true).unwrap(),
+            scheduler: OffloadScheduler::new(num_host_blocks, groups.clone(), true).unwrap(),
             ledger: BlockLedger::new(num_device_blocks, groups, None, false).unwrap(),
             device: vec![0; num_device_blocks],
             host: vec![0; num_host_blocks],
@@ -119,7 +119,7 @@ impl World {
         };
         let num_hits = hit.blocks[0].len();
         if external > 0 {
-            let job = self.scheduler.load(&id, external, &taken.ids).unwrap();
+            let job = self.scheduler.load(&id, external, &[taken.ids.clone()]).unwrap();
             let want = names[num_hits..num_hits + external / BLOCK_SIZE].to_vec();
             let got: Vec<u16> = job.host_slots.iter().map(|&at| self.host[at as usize]).collect();
             assert_eq!(got, want, "the host serves something else");
@@ -172,7 +172,7 @@ impl World {
         let progress = Progress {
             request_id: &id,
             num_computed_tokens: request.computed,
-            new_blocks: &untold,
+            new_blocks: &[&untold],
         };
         if let Some(job) = self.scheduler.store(std::iter::once(progress)).unwrap() {
             let names = job.block_ids.iter().map(|id| self.device[id.index()]).collect();
@@ -460,8 +460,8 @@ fn after_a_reset_loads_do_not_count_and_live_requests_store_anew() {
 /// Hashes that are no true chain (content ids, say) must not tie the tier's slots into a loop.
 #[test]
 fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
-    let groups = [Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
-    let mut scheduler = OffloadScheduler::new(4, &groups, false).unwrap();
+    let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+    let mut scheduler = OffloadScheduler::new(4, groups, false).unwrap();
     for (id, names) in [("p", &[1][..]), ("k", &[2]), ("l", &[3]), ("all", &[1, 2, 3, 4, 5, 6])] {
         scheduler.add(id, &hashes(names)).unwrap();
     }
@@ -470,7 +470,7 @@ fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
     for (request_id, num_blocks, new) in stores {
         let new_blocks = ids(&new.collect::<Vec<u32>>());
         let num_computed_tokens = num_blocks * BLOCK_SIZE;
-        let progress = Progress { request_id, num_computed_tokens, new_blocks: &new_blocks };
+        let progress = Progress { request_id, num_computed_tokens, new_blocks: &[&new_blocks] };
         if let Some(job) = scheduler.store(std::iter::once(progress)).unwrap() {
             scheduler.complete(job.job_id, true).unwrap();
         }

@@ -9,7 +9,8 @@
 //!   recurrent state   the one block whose state ends at n         n - 1 tokens
 //! ```
 //!
-//! A skipped block stands in the table as the null block. The reference is vLLM 0.32's
+//! What a hit needs is what is not skipped: the next token reads it. A skipped block stands in the
+//! table as the null block. The reference is vLLM 0.32's
 //! `single_type_kv_cache_manager.py`.
 
 mod chunked_local;
@@ -19,6 +20,7 @@ mod sliding_window;
 mod state_space;
 
 pub use model::Model;
+pub(crate) use model::Source;
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
@@ -90,23 +92,8 @@ impl Group {
         num_tokens.div_ceil(self.block_size)
     }
 
-    /// Per group that is looked up, the blocks of the longest hit of at most `max_blocks` blocks
-    /// that ends at a multiple of `step`; null where none is needed.
-    fn longest_hit(self, cached: &Cached<'_>, max_blocks: usize, step: usize) -> Vec<Vec<BlockId>> {
-        let needed = match self.attention {
-            Attention::Full => return full_attention::longest_hit(cached, max_blocks, step),
-            Attention::SlidingWindow { window } => {
-                sliding_window::longest_hit(cached, window, self.block_size, max_blocks, step)
-            }
-            Attention::ChunkedLocal { chunk } => {
-                chunked_local::longest_hit(cached, chunk, self.block_size, max_blocks, step)
-            }
-            Attention::StateSpace => state_space::longest_hit(cached, max_blocks, step),
-        };
-        cached.range(&needed)
-    }
-
-    /// Blocks at the start of a request that no later token reads, `num_tokens` being computed.
+    /// Blocks at the start of a request that no later token reads, `num_tokens` being computed. A
+    /// hit of that many tokens needs all blocks but these.
     #[inline]
     pub fn num_skipped_blocks(self, num_tokens: usize) -> usize {
         let num_skipped_tokens = match self.attention {
@@ -137,15 +124,30 @@ impl Group {
         }
     }
 
-    /// Whether a hit can need block `index`, where all hits end at multiples of `step` blocks.
+    /// Per group that is looked up, the blocks of the longest hit of at most `max_blocks` blocks
+    /// that ends at a multiple of `step`; null where none is needed.
+    fn longest_hit(self, cached: &Cached<'_>, max_blocks: usize, step: usize) -> Vec<Vec<BlockId>> {
+        if self.attention == Attention::Full {
+            return full_attention::longest_hit(cached, max_blocks, step);
+        }
+        // From the right: a short window is found at once, however long the prefix.
+        let mut end = max_blocks - max_blocks % step;
+        loop {
+            let needed = self.num_skipped_blocks(end * self.block_size)..end;
+            let Some(missing) = needed.clone().rev().find(|&index| !cached.has(index)) else {
+                return cached.range(&needed);
+            };
+            // No hit that ends behind the missing block and needs it can do.
+            end = missing - missing % step;
+        }
+    }
+
+    /// Whether a hit can need block `index`, where all hits end at multiples of `step` blocks. Of
+    /// all that end behind it, the first skips least.
     #[inline]
     fn is_reachable(self, index: usize, step: usize) -> bool {
-        match self.attention {
-            Attention::SlidingWindow { window } => {
-                sliding_window::is_reachable(window, self.block_size, index, step)
-            }
-            Attention::Full | Attention::ChunkedLocal { .. } | Attention::StateSpace => true,
-        }
+        let end = (index / step + 1) * step;
+        index >= self.num_skipped_blocks(end * self.block_size)
     }
 }
 

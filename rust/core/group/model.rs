@@ -1,5 +1,6 @@
 //! All groups of a model, and the longest prefix that every one of them can serve.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
@@ -8,6 +9,25 @@ use crate::key::BlockHash;
 use crate::pool::BlockPool;
 
 use super::{Attention, Group, MAX_GROUP_TOKENS, MAX_GROUPS};
+
+/// Blocks that are found by their key: a device pool, or the host tier.
+pub(crate) trait Source {
+    /// The block that holds a key.
+    fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId>;
+
+    /// The blocks of the longest prefix of `hashes` that is held.
+    fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId>;
+}
+
+impl Source for BlockPool {
+    fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+        self.get(hash, group)
+    }
+
+    fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+        self.prefix(hashes, group)
+    }
+}
 
 /// A model's groups and the sizes they have in common.
 #[derive(Clone, Debug)]
@@ -85,6 +105,21 @@ impl Model {
         group.block_size / self.hash_block_size
     }
 
+    /// The own hashes of a group's blocks.
+    pub(crate) fn own_hashes<'a>(
+        &self,
+        group: Group,
+        hashes: &'a [BlockHash],
+        blocks: Range<usize>,
+    ) -> Cow<'a, [BlockHash]> {
+        let per_block = self.hashes_per_block(group);
+        let hashes = &hashes[blocks.start * per_block..blocks.end * per_block];
+        match per_block {
+            1 => Cow::Borrowed(hashes),
+            _ => hashes.chunks_exact(per_block).filter_map(<[_]>::last).copied().collect(),
+        }
+    }
+
     /// Whether a hit can need block `index` of this group. None: it can need any.
     #[inline]
     pub(crate) fn reachable(&self, group: Group) -> Option<impl Fn(usize) -> bool> {
@@ -93,16 +128,18 @@ impl Model {
         (!group.is_reachable(0, step)).then_some(move |index| group.is_reachable(index, step))
     }
 
-    /// The longest cached prefix of at most `max_tokens` tokens that every group can serve: its
-    /// length, and the blocks of each group, null where it needs none.
+    /// The longest prefix of at most `max_tokens` tokens that every group can serve from `source`,
+    /// its first `num_local_tokens` being there already: its length, and the blocks of each group,
+    /// null where it needs none.
     ///
     /// Every kind shortens what the ones before it have left, until none does (vLLM 0.32's
     /// `HybridKVCacheCoordinator.find_longest_cache_hit`). A shorter full-attention hit is a part
     /// of the longer one, so that kind is searched once.
     pub(crate) fn longest_hit(
         &self,
-        pool: &BlockPool,
+        source: &dyn Source,
         hashes: &[BlockHash],
+        num_local_tokens: usize,
         max_tokens: usize,
     ) -> (usize, Vec<Vec<BlockId>>) {
         let mut blocks = vec![Vec::new(); self.groups.len()];
@@ -117,8 +154,9 @@ impl Model {
                     continue;
                 }
                 let max_blocks = num_tokens / group.block_size;
-                let hashes_per_block = self.hashes_per_block(*group);
-                let cached = Cached { pool, hashes, hashes_per_block, ids };
+                let num_local_blocks = (num_local_tokens / group.block_size).min(max_blocks);
+                let (model, group) = (self, *group);
+                let cached = Cached { source, model, group, ids, hashes, num_local_blocks };
                 let step = self.hit_block_size / group.block_size;
                 let found = group.longest_hit(&cached, max_blocks, step);
                 num_tokens = found.first().map_or(0, Vec::len) * group.block_size;
@@ -138,19 +176,23 @@ impl Model {
     }
 }
 
-/// What a pool holds of one prompt, in groups that are looked up together.
+/// What a source holds of one prompt, in groups that are looked up together.
 pub(super) struct Cached<'a> {
-    pool: &'a BlockPool,
-    hashes: &'a [BlockHash],
-    hashes_per_block: usize,
+    source: &'a dyn Source,
+    model: &'a Model,
+    group: Group,
     ids: &'a [GroupId],
+    hashes: &'a [BlockHash],
+    /// Blocks, from the first, that need not be found.
+    num_local_blocks: usize,
 }
 
 impl Cached<'_> {
-    /// Whether every group holds the block at `index`.
+    /// Whether every group has the block at `index`.
     pub(super) fn has(&self, index: usize) -> bool {
-        let hash = &self.hashes[(index + 1) * self.hashes_per_block - 1];
-        self.ids.iter().all(|&id| self.pool.get(hash, id).is_some())
+        let hash = &self.hashes[(index + 1) * self.model.hashes_per_block(self.group) - 1];
+        index < self.num_local_blocks
+            || self.ids.iter().all(|&id| self.source.get(hash, id).is_some())
     }
 
     /// Per group, the blocks from the first up to the first that one of the groups misses, at most
@@ -168,24 +210,21 @@ impl Cached<'_> {
         found
     }
 
-    /// Per group, the blocks of a range that every group holds, null before it.
+    /// Per group, the blocks of a range that every group has.
     pub(super) fn range(&self, range: &Range<usize>) -> Vec<Vec<BlockId>> {
-        let blocks = |&id: &GroupId| {
-            let mut blocks = vec![BlockId::NULL; range.start];
-            blocks.append(&mut self.blocks(id, range.clone()));
-            blocks
-        };
-        self.ids.iter().map(blocks).collect()
+        self.ids.iter().map(|&id| self.blocks(id, range.clone())).collect()
     }
 
-    /// A group's blocks from the first of a range up to the first that is missing.
+    /// A group's blocks up to the end of a range or the first in it that is missing; null before
+    /// the range and where they are local.
     fn blocks(&self, id: GroupId, range: Range<usize>) -> Vec<BlockId> {
-        let range = range.start * self.hashes_per_block..range.end * self.hashes_per_block;
-        if self.hashes_per_block == 1 {
-            return self.pool.prefix(&self.hashes[range], id);
+        let start = range.start.max(self.num_local_blocks).min(range.end);
+        let own = self.model.own_hashes(self.group, self.hashes, start..range.end);
+        let mut found = self.source.prefix(&own, id);
+        if start > 0 {
+            found.splice(..0, std::iter::repeat_n(BlockId::NULL, start));
         }
-        let own = self.hashes[range].chunks_exact(self.hashes_per_block);
-        own.map_while(|hashes| self.pool.get(hashes.last()?, id)).collect()
+        found
     }
 }
 

@@ -147,13 +147,7 @@ impl Request {
                     }
                 }
             }
-            let hashes = &self.hashes[range.start * hashes_per_block..range.end * hashes_per_block];
-            let hashes = match hashes_per_block {
-                1 => Cow::Borrowed(hashes),
-                _ => {
-                    hashes.chunks_exact(hashes_per_block).filter_map(<[_]>::last).copied().collect()
-                }
-            };
+            let hashes = model.own_hashes(group, &self.hashes, range.clone());
             pool.publish(&ids, &hashes, id, |run| {
                 let run = run.start + range.start..run.end + range.start;
                 self.origin(run, group.block_size, hashes_per_block)

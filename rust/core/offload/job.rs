@@ -15,6 +15,8 @@ pub struct Job {
     pub block_ids: Vec<BlockId>,
     /// Host slots, counted from 0.
     pub host_slots: Vec<u32>,
+    /// Where each group's copies begin, and the end of the last.
+    pub offsets: Vec<usize>,
 }
 
 /// How a job ended.
@@ -42,7 +44,7 @@ pub(super) enum Kind {
     Store {
         /// What each slot is to hold.
         filling: Filling,
-        /// The last slot of each request's part: whole chains are ranked from there.
+        /// The last slot of each chain's part: whole chains are ranked from there.
         tails: Vec<BlockId>,
     },
 }
@@ -68,13 +70,14 @@ impl OffloadScheduler {
         &mut self,
         block_ids: Vec<BlockId>,
         slots: Vec<BlockId>,
+        offsets: Vec<usize>,
         kind: Kind,
     ) -> Job {
         self.num_jobs += 1;
         let job_id = JobId(self.num_jobs);
         // Slot i lies in block i + 1 of the tier's pool, whose block 0 is its null block.
         let host_slots = slots.iter().map(|slot| slot.0 - 1).collect();
-        let job = Job { job_id, block_ids: block_ids.clone(), host_slots };
+        let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
         self.jobs.insert(job_id, InFlight { block_ids, slots, kind, is_fenced: false });
         job
     }
@@ -100,13 +103,13 @@ impl OffloadScheduler {
                 }
             }
             Kind::Store { filling, tails } if is_ok => {
-                self.counters.stored += self.tier.publish(&job.slots, filling)?;
+                self.counters.stored += self.tier.publish(&job.slots, filling, &self.model)?;
                 for &tail in tails {
-                    self.tier.rank(tail);
+                    self.tier.rank_chain(tail);
                 }
             }
             Kind::Store { filling, .. } => {
-                self.tier.abandon(&job.slots, &filling.hashes)?;
+                self.tier.abandon(&job.slots, &filling.keys)?;
                 self.counters.failed_stores += 1;
             }
         }

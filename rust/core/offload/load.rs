@@ -2,9 +2,10 @@
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::key::BlockKey;
 
 use super::job::Kind;
-use super::{Job, OffloadScheduler};
+use super::{Held, Job, OffloadScheduler};
 
 impl OffloadScheduler {
     /// How many tokens right after the local hit the host can serve, up to `max_tokens` of the
@@ -25,58 +26,89 @@ impl OffloadScheduler {
     ) -> Result<Option<usize>> {
         self.check_multiple("local", num_local_tokens)?;
         let request = self.requests.get_mut(request_id)?;
-        self.tier.unpin(&std::mem::take(&mut request.held))?;
-        let end = request.hashes.len().min(max_tokens / self.block_size);
-        let start = (num_local_tokens / self.block_size).min(end);
-        let found: Vec<BlockId> =
-            request.hashes[start..end].iter().map_while(|hash| self.tier.resident(hash)).collect();
-        if found.iter().any(|&slot| self.tier.is_loading(slot)) {
+        self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
+        let (end, found) =
+            self.model.longest_hit(&self.tier, &request.hashes, num_local_tokens, max_tokens);
+        let slots: Vec<BlockId> = found.into_iter().flatten().filter(|id| !id.is_null()).collect();
+        if slots.iter().any(|&slot| self.tier.is_loading(slot)) {
             return Ok(None);
         }
-        self.tier.pin(&found)?;
-        request.held = found;
-        Ok(Some(request.held.len() * self.block_size))
+        self.tier.pin(&slots)?;
+        let num_tokens = end.saturating_sub(num_local_tokens);
+        request.held = Held { slots, num_local_tokens, num_tokens };
+        Ok(Some(num_tokens))
     }
 
-    /// Loads the first `num_tokens` of what lookup found into `block_ids`, in order; the rest is
-    /// unpinned. Ranks the whole chain.
+    /// Loads the first `num_tokens` of what lookup found into the device blocks of each group, in
+    /// order; the rest is unpinned. A group that skips blocks loads only those that the token
+    /// after the load reads. Ranks the whole chain.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::State`] without a lookup; [`Error::Config`] for no
-    /// tokens, more than were found, a number that is no multiple of the block size, or another
-    /// number of blocks; [`Error::InvalidBlock`] for a null or repeated block.
+    /// [`Error::UnknownRequest`]; [`Error::State`] without a lookup, and where a window before an
+    /// earlier end is not on the host; [`Error::Config`] for no tokens, more than were found, a
+    /// number that is no multiple of the block size, or another number of groups or blocks;
+    /// [`Error::InvalidBlock`] for a null or repeated block.
     pub fn load(
         &mut self,
         request_id: &str,
         num_tokens: usize,
-        block_ids: &[BlockId],
+        block_ids: &[Vec<BlockId>],
     ) -> Result<Job> {
         self.check_multiple("external", num_tokens)?;
-        let request = self.requests.get_mut(request_id)?;
-        if request.held.is_empty() {
+        self.check_num_groups(block_ids.len())?;
+        let request = self.requests.get(request_id)?;
+        let held = &request.held;
+        if held.num_tokens == 0 {
             return Err(Error::State(format!(
                 "request {request_id:?} holds nothing to load: its lookup comes first"
             )));
         }
-        let num_blocks = num_tokens / self.block_size;
-        if num_blocks == 0 || num_blocks > request.held.len() || num_blocks != block_ids.len() {
+        if num_tokens == 0 || num_tokens > held.num_tokens {
             return Err(Error::Config(format!(
-                "request {request_id:?}: {num_tokens} tokens into {} blocks of {}, of {} tokens \
-                 found: load at least one block, at most what was found, one block each",
-                block_ids.len(),
-                self.block_size,
-                request.held.len() * self.block_size,
+                "request {request_id:?}: {num_tokens} tokens of {} found: load at least one \
+                 block, at most what was found",
+                held.num_tokens
             )));
         }
-        check_targets(block_ids)?;
-        let mut slots = std::mem::take(&mut request.held);
-        let unused = slots.split_off(num_blocks);
-        self.tier.unpin(&unused)?;
-        self.tier.begin_loads(&slots);
-        if let Some(&tail) = slots.last() {
-            self.tier.rank(tail);
+        let start = held.num_local_tokens;
+        let mut slots = Vec::with_capacity(held.slots.len());
+        let mut offsets = vec![0];
+        for ((id, group), blocks) in self.model.enumerate().zip(block_ids) {
+            let end = (start + num_tokens) / group.block_size;
+            let first = group.num_skipped_blocks(start + num_tokens).max(start / group.block_size);
+            if end - first != blocks.len() {
+                return Err(Error::Config(format!(
+                    "request {request_id:?}: {num_tokens} tokens from token {start} on are {} \
+                     blocks of {} in group {}, not {}",
+                    end - first,
+                    group.block_size,
+                    id.0,
+                    blocks.len()
+                )));
+            }
+            for &hash in self.model.own_hashes(group, &request.hashes, first..end).iter() {
+                let Some(slot) = self.tier.resident(&BlockKey { hash, group: id }) else {
+                    return Err(Error::State(format!(
+                        "request {request_id:?}: what comes before token {} is not on the host in \
+                         group {}: load all that was found",
+                        start + num_tokens,
+                        id.0
+                    )));
+                };
+                slots.push(slot);
+            }
+            offsets.push(slots.len());
         }
-        Ok(self.begin(block_ids.to_vec(), slots, Kind::Load))
+        let block_ids = block_ids.concat();
+        check_targets(&block_ids)?;
+        self.tier.pin(&slots)?;
+        let request = self.requests.get_mut(request_id)?;
+        self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
+        self.tier.begin_loads(&slots);
+        let hashes = std::mem::take(&mut request.hashes);
+        self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);
+        self.requests.get_mut(request_id)?.hashes = hashes;
+        Ok(self.begin(block_ids, slots, offsets, Kind::Load))
     }
 
     /// Gives back what a request's lookup holds.
@@ -85,14 +117,14 @@ impl OffloadScheduler {
     /// [`Error::UnknownRequest`].
     pub fn release(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
-        self.tier.unpin(&std::mem::take(&mut request.held))
+        self.tier.unpin(&std::mem::take(&mut request.held).slots)
     }
 
     fn check_multiple(&self, what: &str, num_tokens: usize) -> Result<()> {
-        if !num_tokens.is_multiple_of(self.block_size) {
+        let block_size = self.model.hit_block_size();
+        if !num_tokens.is_multiple_of(block_size) {
             return Err(Error::Config(format!(
-                "{num_tokens} {what} tokens are no multiple of the block size {}",
-                self.block_size
+                "{num_tokens} {what} tokens are no multiple of the block size {block_size}"
             )));
         }
         Ok(())

@@ -16,9 +16,9 @@ use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::group::{Attention, Group};
+use crate::group::{Attention, Group, Model};
 use crate::ids::{BlockId, JobId};
-use crate::key::{BlockHash, HashWidth, Hashes};
+use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
 use crate::requests::Requests;
 
 use job::InFlight;
@@ -27,11 +27,12 @@ use tier::HostTier;
 /// Plans stores and loads between a device's blocks and a host tier of its own.
 ///
 /// Stores are eager: a block is due once earlier steps have computed it. Eviction takes the least
-/// recently ranked chain's tail first and never a block whose child is on the host.
+/// recently ranked blocks first, and of a full-attention group never one whose child is on the
+/// host.
 #[derive(Clone, Debug)]
 pub struct OffloadScheduler {
     tier: HostTier,
-    block_size: usize,
+    model: Model,
     requests: Requests<Tracked>,
     jobs: BTreeMap<JobId, InFlight>,
     num_jobs: u64,
@@ -42,14 +43,31 @@ pub struct OffloadScheduler {
 #[derive(Clone, Debug, Default)]
 struct Tracked {
     hashes: Vec<BlockHash>,
-    /// Its block table on the device, as far as it was told.
-    table: Vec<BlockId>,
+    /// Per group.
+    tables: Vec<Table>,
+    held: Held,
+}
+
+/// A request's blocks in one group.
+#[derive(Clone, Debug, Default)]
+struct Table {
+    /// On the device, as far as they were told; null where they were skipped.
+    blocks: Vec<BlockId>,
     /// Blocks, from the first, that are computed, hashed and allocated.
     num_confirmed: usize,
-    /// Blocks, from the first, that the tier had or was given when it was last looked at.
+    /// Blocks, from the first, that need no store: the tier had them or was given them when it was
+    /// last looked at, or has not room for them.
     num_kept: usize,
-    /// What its last lookup found, pinned.
-    held: Vec<BlockId>,
+}
+
+/// What a request's last lookup found.
+#[derive(Clone, Debug, Default)]
+struct Held {
+    /// Pinned; all groups'.
+    slots: Vec<BlockId>,
+    num_local_tokens: usize,
+    /// Tokens found, those before them not counted.
+    num_tokens: usize,
 }
 
 /// What has happened since construction.
@@ -89,22 +107,22 @@ impl OffloadScheduler {
     /// A scheduler over an empty host tier of `num_host_blocks` slots.
     ///
     /// # Errors
-    /// [`Error::Config`] for a tier of no slots or too many, or for other than one group.
-    pub fn new(num_host_blocks: usize, groups: &[Group], events: bool) -> Result<Self> {
-        let [Group { attention: Attention::Full, block_size }] = *groups else {
-            return Err(Error::Config(format!(
-                "{} groups: one full-attention group is supported so far",
-                groups.len()
-            )));
-        };
+    /// [`Error::Config`] for a tier of no slots or too many, and for groups that [`Model::new`]
+    /// refuses.
+    pub fn new(num_host_blocks: usize, groups: Vec<Group>, events: bool) -> Result<Self> {
         Ok(Self {
+            model: Model::new(groups)?,
             tier: HostTier::new(num_host_blocks, events)?,
-            block_size,
             requests: Requests::default(),
             jobs: BTreeMap::new(),
             num_jobs: 0,
             counters: Counters::default(),
         })
+    }
+
+    /// The groups.
+    pub fn model(&self) -> &Model {
+        &self.model
     }
 
     /// The slots of the host tier, all of them usable.
@@ -130,7 +148,8 @@ impl OffloadScheduler {
         self.requests.check_new(request_id)?;
         self.tier.agree_width(hashes.width())?;
         let hashes = hashes.as_slice().to_vec();
-        self.requests.insert(request_id, Tracked { hashes, ..Tracked::default() });
+        let tables = vec![Table::default(); self.model.groups().len()];
+        self.requests.insert(request_id, Tracked { hashes, tables, ..Tracked::default() });
         Ok(())
     }
 
@@ -152,17 +171,11 @@ impl OffloadScheduler {
     /// [`Error::UnknownRequest`].
     pub fn finish(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.remove(request_id)?;
-        self.tier.unpin(&request.held)?;
-        self.counters.dropped +=
-            request.num_confirmed - request.num_kept.min(request.num_confirmed);
-        let is_kept = |hash: &BlockHash| self.tier.resident_or_in_flight(hash).is_some();
-        let num_kept = request.hashes.partition_point(is_kept);
-        let tail = num_kept
-            .checked_sub(1)
-            .and_then(|at| self.tier.resident_or_in_flight(&request.hashes[at]));
-        if let Some(tail) = tail {
-            self.tier.rank(tail);
+        self.tier.unpin(&request.held.slots)?;
+        for table in &request.tables {
+            self.counters.dropped += table.num_confirmed - table.num_kept.min(table.num_confirmed);
         }
+        self.rank(&request.hashes);
         Ok(())
     }
 
@@ -173,8 +186,13 @@ impl OffloadScheduler {
     /// None that a caller can cause.
     pub fn reset(&mut self) -> Result<()> {
         for request in self.requests.values_mut() {
-            self.tier.unpin(&std::mem::take(&mut request.held))?;
-            (request.num_kept, request.num_confirmed) = (0, 0);
+            self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
+            for (table, group) in request.tables.iter_mut().zip(self.model.groups()) {
+                // Blocks of a window may be gone from the device: they are not due again.
+                if group.attention == Attention::Full {
+                    (table.num_kept, table.num_confirmed) = (0, 0);
+                }
+            }
         }
         for job in self.jobs.values_mut() {
             job.is_fenced = true;
@@ -209,7 +227,7 @@ impl OffloadScheduler {
     pub fn check(&self) -> Result<()> {
         self.tier.check()?;
         let broken = |what: String| Err(Error::Broken(format!("offload: {what}")));
-        let num_held: usize = self.requests.values().map(|request| request.held.len()).sum();
+        let num_held: usize = self.requests.values().map(|request| request.held.slots.len()).sum();
         let num_loading: usize = self.jobs.values().map(InFlight::num_loading).sum();
         if self.tier.num_pins() != num_held + num_loading {
             return broken(format!(
@@ -226,15 +244,62 @@ impl OffloadScheduler {
             ));
         }
         for request in self.requests.values() {
-            if request.num_confirmed > request.hashes.len().min(request.table.len()) {
-                return broken(format!(
-                    "{} blocks confirmed of {} hashed and {} allocated",
-                    request.num_confirmed,
-                    request.hashes.len(),
-                    request.table.len()
-                ));
+            for (table, &group) in request.tables.iter().zip(self.model.groups()) {
+                let num_hashed = request.hashes.len() / self.model.hashes_per_block(group);
+                if table.num_confirmed > num_hashed.min(table.blocks.len()) {
+                    return broken(format!(
+                        "{} blocks confirmed of {num_hashed} hashed and {} allocated",
+                        table.num_confirmed,
+                        table.blocks.len()
+                    ));
+                }
             }
         }
         Ok(())
+    }
+
+    /// Makes what the tier has of a prompt its most recent blocks: in every group the first of all
+    /// goes last.
+    fn rank(&mut self, hashes: &[BlockHash]) {
+        let is_full = |group: &Group| group.attention == Attention::Full;
+        if self.model.groups().iter().all(is_full) {
+            return self.rank_chains(hashes);
+        }
+        let mut slots = Vec::new();
+        for (id, group) in self.model.enumerate() {
+            let per_block = self.model.hashes_per_block(group);
+            let own = hashes.chunks_exact(per_block).filter_map(<[_]>::last);
+            let kept =
+                own.map(|&hash| self.tier.resident_or_in_flight(&BlockKey { hash, group: id }));
+            let with_end =
+                |(index, slot): (usize, Option<_>)| Some(((index + 1) * per_block, slot?));
+            if group.attention == Attention::Full {
+                slots.extend(kept.take_while(Option::is_some).enumerate().filter_map(with_end));
+            } else {
+                slots.extend(kept.enumerate().filter_map(with_end));
+            }
+        }
+        // By where they end in the prompt, whatever their group: what is left when some have gone
+        // is a shorter prefix that every group still serves.
+        slots.sort_by_key(|&(end, _)| std::cmp::Reverse(end));
+        for (_, slot) in slots {
+            self.tier.ranked(slot);
+        }
+    }
+
+    /// As [`rank`](Self::rank) where all groups are full attention: the tier knows their chains.
+    fn rank_chains(&mut self, hashes: &[BlockHash]) {
+        for (id, group) in self.model.enumerate() {
+            let per_block = self.model.hashes_per_block(group);
+            let slot = |index: usize| {
+                let hash = hashes[(index + 1) * per_block - 1];
+                self.tier.resident_or_in_flight(&BlockKey { hash, group: id })
+            };
+            let all: Vec<usize> = (0..hashes.len() / per_block).collect();
+            let num_kept = all.partition_point(|&index| slot(index).is_some());
+            if let Some(tail) = num_kept.checked_sub(1).and_then(slot) {
+                self.tier.rank_chain(tail);
+            }
+        }
     }
 }

@@ -1,11 +1,13 @@
 //! Eager store planning: what earlier steps have computed, and the tier does not have.
 
 use crate::error::{Error, Result};
-use crate::ids::BlockId;
+use crate::group::{Attention, Group, Model};
+use crate::ids::{BlockId, GroupId};
+use crate::key::{BlockHash, BlockKey};
 
 use super::job::Kind;
 use super::tier::{Filling, HostTier};
-use super::{Job, OffloadScheduler, Tracked};
+use super::{Job, OffloadScheduler, Table};
 
 /// What a finished step changed for one request.
 #[derive(Clone, Copy, Debug)]
@@ -14,79 +16,155 @@ pub struct Progress<'a> {
     pub request_id: &'a str,
     /// Tokens whose KV earlier steps have written.
     pub num_computed_tokens: usize,
-    /// Device ids appended to its block table since it was last named, hits and loads included.
-    pub new_blocks: &'a [BlockId],
+    /// Per group, device ids appended to its block table since it was last named, hits and loads
+    /// included; null where they were skipped.
+    pub new_blocks: &'a [&'a [BlockId]],
 }
 
-#[derive(Default)]
-struct Plan {
+/// The stores of one group.
+#[derive(Clone, Default)]
+struct Part {
     block_ids: Vec<BlockId>,
     slots: Vec<BlockId>,
     filling: Filling,
-    tails: Vec<BlockId>,
 }
 
 impl OffloadScheduler {
-    /// Plans the stores that a step has made due, all in one job; None when there are none. Only
-    /// requests that changed need naming.
+    /// Plans the stores that a step has made due, all in one job; None when there are none. Every
+    /// request in which a block has become full needs naming, before the device's next allocation:
+    /// that frees what falls out of a window.
     ///
-    /// A key that is on the host or in flight is not stored again. With slots short a prefix of
-    /// what is due is stored; the rest stays due and is tried when the request is next named.
+    /// A key that is on the host or in flight is not stored again. With slots short, of a
+    /// full-attention group a prefix of what is due is stored, and the rest is tried when the
+    /// request is next named; of a window the last blocks are, and the rest is dropped.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::InvalidBlock`] for a null block.
+    /// [`Error::UnknownRequest`]; [`Error::Config`] for another number of groups;
+    /// [`Error::InvalidBlock`] for a null block of a full-attention group.
     pub fn store<'a>(
         &mut self,
         progress: impl Iterator<Item = Progress<'a>> + Clone,
     ) -> Result<Option<Job>> {
         for Progress { request_id, new_blocks, .. } in progress.clone() {
             self.requests.get(request_id)?;
-            if let Some(&id) = new_blocks.iter().find(|id| id.is_null()) {
-                let why = "is the null block: a full-attention table holds none";
-                return Err(Error::InvalidBlock { id, why });
+            self.check_num_groups(new_blocks.len())?;
+            for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
+                let is_full = group.attention == Attention::Full;
+                if let Some(&id) = blocks.iter().find(|id| is_full && id.is_null()) {
+                    let why = "is the null block: a full-attention table holds none";
+                    return Err(Error::InvalidBlock { id, why });
+                }
             }
         }
-        let filling = Filling { block_size: self.block_size, ..Filling::default() };
-        let mut plan = Plan { filling, ..Plan::default() };
+        let mut parts = vec![Part::default(); self.model.groups().len()];
+        let mut tails = Vec::new();
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             let request = self.requests.get_mut(request_id)?;
-            request.table.extend_from_slice(new_blocks);
-            request.num_confirmed = (num_computed_tokens / self.block_size)
-                .min(request.hashes.len())
-                .min(request.table.len());
-            request.plan_stores(&mut self.tier, &mut plan)?;
+            for (index, (id, group)) in self.model.enumerate().enumerate() {
+                let table = &mut request.tables[index];
+                table.blocks.extend_from_slice(new_blocks[index]);
+                table.num_confirmed = (num_computed_tokens / group.block_size)
+                    .min(request.hashes.len() / self.model.hashes_per_block(group))
+                    .min(table.blocks.len());
+                let hashes = &request.hashes;
+                let mut plan =
+                    Plan { model: &self.model, id, group, hashes, part: &mut parts[index] };
+                if group.attention == Attention::Full {
+                    tails.extend(plan.chain(table, &mut self.tier)?);
+                } else {
+                    self.counters.dropped += plan.window(table, &mut self.tier)?;
+                }
+            }
         }
-        let Plan { block_ids, slots, filling, tails } = plan;
-        if block_ids.is_empty() {
+        let mut all = Part::default();
+        let mut offsets = vec![0];
+        for mut part in parts {
+            all.block_ids.append(&mut part.block_ids);
+            all.slots.append(&mut part.slots);
+            all.filling.keys.append(&mut part.filling.keys);
+            all.filling.parents.append(&mut part.filling.parents);
+            offsets.push(all.slots.len());
+        }
+        let Part { block_ids, slots, filling } = all;
+        if slots.is_empty() {
             return Ok(None);
         }
-        Ok(Some(self.begin(block_ids, slots, Kind::Store { filling, tails })))
+        Ok(Some(self.begin(block_ids, slots, offsets, Kind::Store { filling, tails })))
+    }
+
+    pub(super) fn check_num_groups(&self, given: usize) -> Result<()> {
+        let known = self.model.groups().len();
+        if given != known {
+            return Err(Error::Config(format!(
+                "block ids for {given} groups: the model has {known}, give one list for each"
+            )));
+        }
+        Ok(())
     }
 }
 
-impl Tracked {
-    /// Adds what is due of this request.
-    fn plan_stores(&mut self, tier: &mut HostTier, plan: &mut Plan) -> Result<()> {
-        if self.num_kept >= self.num_confirmed {
-            return Ok(());
+/// The planning of one request's stores in one group.
+struct Plan<'a> {
+    model: &'a Model,
+    id: GroupId,
+    group: Group,
+    hashes: &'a [BlockHash],
+    part: &'a mut Part,
+}
+
+impl Plan<'_> {
+    /// Adds what is due of a full-attention group, each block below the one before it. Returns the
+    /// last slot that was given.
+    fn chain(&mut self, table: &mut Table, tier: &mut HostTier) -> Result<Option<BlockId>> {
+        if table.num_kept >= table.num_confirmed {
+            return Ok(None);
         }
         // What the tier once had of this chain it may have evicted since: then the walk starts
         // over, because a block without its prefix serves nobody.
-        let last_kept = self.num_kept.checked_sub(1).map(|at| &self.hashes[at]);
-        let parent = last_kept.and_then(|hash| tier.resident_or_in_flight(hash));
-        let first = if parent.is_some() { self.num_kept } else { 0 };
-        let due = &self.hashes[first..self.num_confirmed];
-        let (placed, num_kept) = tier.reserve(due, parent.unwrap_or(BlockId::NULL))?;
-        self.num_kept = first + num_kept;
-        plan.tails.extend(placed.last().map(|&(_, slot)| slot));
-        for (at, slot) in placed {
-            plan.block_ids.push(self.table[first + at]);
-            plan.slots.push(slot);
-            plan.filling.hashes.push(due[at]);
-            plan.filling
-                .parents
-                .push((first + at).checked_sub(1).map(|before| self.hashes[before]));
+        let last_kept = table.num_kept.checked_sub(1).map(|at| self.key(at));
+        let parent = last_kept.and_then(|key| tier.resident_or_in_flight(&key));
+        let first = if parent.is_some() { table.num_kept } else { 0 };
+        let due: Vec<BlockKey> = (first..table.num_confirmed).map(|at| self.key(at)).collect();
+        let (placed, num_kept) = tier.reserve_chain(&due, parent.unwrap_or(BlockId::NULL))?;
+        table.num_kept = first + num_kept;
+        for &(at, slot) in &placed {
+            self.push(table, first + at, slot);
         }
-        Ok(())
+        Ok(placed.last().map(|&(_, slot)| slot))
+    }
+
+    /// Adds what is due of a group that skips blocks. Returns how many there was no room for.
+    fn window(&mut self, table: &mut Table, tier: &mut HostTier) -> Result<usize> {
+        let is_reachable = self.model.reachable(self.group);
+        let mut due = Vec::new();
+        for at in table.num_kept..table.num_confirmed {
+            if !table.blocks[at].is_null()
+                && is_reachable.as_ref().is_none_or(|is_reachable| is_reachable(at))
+                && tier.resident_or_in_flight(&self.key(at)).is_none()
+            {
+                due.push(at);
+            }
+        }
+        table.num_kept = table.num_kept.max(table.num_confirmed);
+        let slots = tier.reserve(due.len())?;
+        let num_dropped = due.len() - slots.len();
+        for (&at, slot) in due[num_dropped..].iter().zip(slots) {
+            tier.fill(slot, self.key(at), BlockId::NULL);
+            self.push(table, at, slot);
+        }
+        Ok(num_dropped)
+    }
+
+    fn push(&mut self, table: &Table, at: usize, slot: BlockId) {
+        self.part.block_ids.push(table.blocks[at]);
+        self.part.slots.push(slot);
+        self.part.filling.keys.push(self.key(at));
+        self.part.filling.parents.push(at.checked_sub(1).map(|before| self.key(before).hash));
+    }
+
+    /// The key of the block at `index`.
+    fn key(&self, index: usize) -> BlockKey {
+        let last = (index + 1) * self.model.hashes_per_block(self.group) - 1;
+        BlockKey { hash: self.hashes[last], group: self.id }
     }
 }

@@ -9,8 +9,9 @@
 //!
 //! Slots lie in a [`BlockPool`]: empty ones are its free blocks; a slot in flight or resident has
 //! one reference, the tier's own, and only a resident one has its key in the index. Each slot
-//! knows its parent's slot, and how many children it has in flight or resident: a slot that has
-//! any does not go, so nothing that is kept loses its prefix.
+//! of a full-attention group knows its parent's slot, and how many children it has in flight or
+//! resident: a slot that has any does not go, so nothing that is kept loses its prefix. Slots of
+//! groups that skip blocks have no parents: each can go when its turn comes.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
@@ -18,23 +19,19 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::event::{Event, Medium, Origin};
+use crate::group::{Model, Source};
 use crate::ids::{BlockId, GroupId};
-use crate::key::{BlockHash, HashWidth};
+use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::{BLOCK_BYTES, BlockPool, MAX_BLOCKS, check_memory};
 
 use super::lru::Lru;
 
-/// The one group whose blocks are offloaded.
-const GROUP: GroupId = GroupId(0);
-
 /// What the slots of a store are being filled with, known from its plan on.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Filling {
-    pub(super) hashes: Vec<BlockHash>,
+    pub(super) keys: Vec<BlockKey>,
     /// The hash before each.
     pub(super) parents: Vec<Option<BlockHash>>,
-    /// Tokens per block.
-    pub(super) block_size: usize,
 }
 
 /// What a slot costs besides its block in the pool, in bytes.
@@ -50,10 +47,21 @@ pub(super) struct HostTier {
     num_children: Vec<u32>,
     /// Loads that read the slot.
     num_loads: Vec<u32>,
-    in_flight: HashMap<BlockHash, BlockId, BuildHasherDefault<DefaultHasher>>,
+    in_flight: HashMap<BlockKey, BlockId, BuildHasherDefault<DefaultHasher>>,
     lru: Lru,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
+}
+
+/// What lookup can find: resident slots.
+impl Source for HostTier {
+    fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+        self.pool.get(hash, group)
+    }
+
+    fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+        self.pool.prefix(hashes, group)
+    }
 }
 
 impl HostTier {
@@ -101,13 +109,13 @@ impl HostTier {
     }
 
     /// The slot that holds a block and can be loaded from.
-    pub(super) fn resident(&self, hash: &BlockHash) -> Option<BlockId> {
-        self.pool.get(hash, GROUP)
+    pub(super) fn resident(&self, key: &BlockKey) -> Option<BlockId> {
+        self.pool.get(&key.hash, key.group)
     }
 
     /// The slot that holds a block or is being filled with it.
-    pub(super) fn resident_or_in_flight(&self, hash: &BlockHash) -> Option<BlockId> {
-        self.resident(hash).or_else(|| self.in_flight.get(hash).copied())
+    pub(super) fn resident_or_in_flight(&self, key: &BlockKey) -> Option<BlockId> {
+        self.resident(key).or_else(|| self.in_flight.get(key).copied())
     }
 
     /// Holds slots in place: they keep their content until they are unpinned.
@@ -136,42 +144,55 @@ impl HostTier {
         }
     }
 
-    /// Slots for those of `hashes`, a chain below `parent` (null: a root), that the tier does not
+    /// At most `num_slots` empty slots, the caller's to [`fill`](Self::fill). Evicts for them,
+    /// least recent first.
+    pub(super) fn reserve(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
+        self.make_room(num_slots)?;
+        let mut slots = Vec::new();
+        self.pool.allocate(num_slots.min(self.pool.num_free()), &mut slots)?;
+        Ok(slots)
+    }
+
+    /// A reserved slot is in flight from now on, below `parent` (null: it can go at any time).
+    pub(super) fn fill(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
+        self.parents[slot.index()] = parent.0;
+        self.num_children[parent.index()] += 1;
+        self.in_flight.insert(key, slot);
+    }
+
+    /// Slots for those of `keys`, a chain below `parent` (null: a root), that the tier does not
     /// have: in flight from now on. Evicts leaves, least recent first, never of this chain. With
-    /// slots short the chain's head gets them. Returns each slot with its hash's position, and
-    /// how many hashes, from the first, the tier now has.
-    pub(super) fn reserve(
+    /// slots short the chain's head gets them. Returns each slot with its key's position, and
+    /// how many keys, from the first, the tier now has.
+    pub(super) fn reserve_chain(
         &mut self,
-        hashes: &[BlockHash],
+        keys: &[BlockKey],
         parent: BlockId,
     ) -> Result<(Vec<(usize, BlockId)>, usize)> {
         let kept: Vec<BlockId> =
-            hashes.iter().map_while(|hash| self.resident_or_in_flight(hash)).collect();
-        let is_missing = |hash: &&BlockHash| self.resident_or_in_flight(hash).is_none();
-        let num_missing = hashes[kept.len()..].iter().filter(is_missing).count();
+            keys.iter().map_while(|key| self.resident_or_in_flight(key)).collect();
+        let is_missing = |key: &&BlockKey| self.resident_or_in_flight(key).is_none();
+        let num_missing = keys[kept.len()..].iter().filter(is_missing).count();
         // All of them, not the last alone: in a list that is no true chain they need not stand
         // above one another, and a slot must not be evicted and then made its own parent.
         self.pool.pin(&[parent])?;
         self.pool.pin(&kept)?;
-        self.make_room(num_missing)?;
+        let empty = self.reserve(num_missing);
         self.pool.unpin(&kept)?;
         self.pool.unpin(&[parent])?;
-        let mut empty = Vec::new();
-        self.pool.allocate(num_missing.min(self.pool.num_free()), &mut empty)?;
+        let empty = empty?;
         let mut rest = empty.as_slice();
         let mut placed = Vec::with_capacity(rest.len());
         let mut num_kept = kept.len();
         let mut above = kept.last().copied().unwrap_or(parent);
-        for (at, hash) in hashes.iter().enumerate().skip(kept.len()) {
-            // Asked again for each: the same hash may stand twice in a list that is no true chain.
-            if let Some(slot) = self.resident_or_in_flight(hash) {
+        for (at, key) in keys.iter().enumerate().skip(kept.len()) {
+            // Asked again for each: the same key may stand twice in a list that is no true chain.
+            if let Some(slot) = self.resident_or_in_flight(key) {
                 above = slot;
             } else {
                 let Some((&slot, others)) = rest.split_first() else { break };
                 rest = others;
-                self.parents[slot.index()] = above.0;
-                self.num_children[above.index()] += 1;
-                self.in_flight.insert(*hash, slot);
+                self.fill(slot, *key, above);
                 placed.push((at, slot));
                 above = slot;
             }
@@ -183,54 +204,80 @@ impl HostTier {
 
     /// Makes the slots of a finished store resident; those that were abandoned or fenced in the
     /// meantime are emptied. Returns how many became resident.
-    pub(super) fn publish(&mut self, slots: &[BlockId], filling: &Filling) -> Result<usize> {
-        let Filling { hashes, parents, .. } = filling;
+    pub(super) fn publish(
+        &mut self,
+        slots: &[BlockId],
+        filling: &Filling,
+        model: &Model,
+    ) -> Result<usize> {
+        let Filling { keys, parents } = filling;
         let mut dropped = Vec::new();
+        let mut kept = Vec::with_capacity(slots.len());
         let mut run = 0..0;
-        for (at, (&slot, hash)) in slots.iter().zip(hashes).enumerate() {
-            if self.in_flight.get(hash) != Some(&slot) {
+        for (at, (&slot, key)) in slots.iter().zip(keys).enumerate() {
+            if self.in_flight.get(key) != Some(&slot) {
                 dropped.push(slot);
                 continue;
             }
-            self.in_flight.remove(hash);
-            self.lru.stored(slot);
-            let goes_on = run.end == at && at > 0 && parents[at] == Some(hashes[at - 1]);
+            self.in_flight.remove(key);
+            kept.push(slot);
+            let goes_on = run.end == at
+                && at > 0
+                && keys[at - 1].group == key.group
+                && parents[at] == Some(keys[at - 1].hash);
             if !goes_on {
-                self.publish_run(slots, filling, run);
+                self.publish_run(slots, filling, run, model);
                 run = at..at;
             }
             run.end = at + 1;
         }
-        self.publish_run(slots, filling, run);
+        self.publish_run(slots, filling, run, model);
+        // The first of a prompt goes last.
+        for &slot in kept.iter().rev() {
+            self.lru.stored(slot);
+        }
         self.pool.free(&dropped)?;
-        Ok(slots.len() - dropped.len())
+        Ok(kept.len())
     }
 
     /// Publishes consecutive blocks of one chain: one event tells of them all.
-    fn publish_run(&mut self, slots: &[BlockId], filling: &Filling, run: Range<usize>) {
+    fn publish_run(
+        &mut self,
+        slots: &[BlockId],
+        filling: &Filling,
+        run: Range<usize>,
+        model: &Model,
+    ) {
+        let Some(group) = filling.keys.get(run.start).map(|key| key.group) else { return };
         let origin = |part: Range<usize>| Origin {
             parent: filling.parents[run.start + part.start],
-            block_size: Some(filling.block_size),
+            block_size: model.groups().get(usize::from(group.0)).map(|group| group.block_size),
             ..Origin::default()
         };
-        self.pool.publish(&slots[run.clone()], &filling.hashes[run.clone()], GROUP, origin);
+        let hashes: Vec<_> = filling.keys[run.clone()].iter().map(|key| key.hash).collect();
+        self.pool.publish(&slots[run.clone()], &hashes, group, origin);
     }
 
     /// Empties the slots of a failed store, and drops whatever hangs below them: without its
     /// prefix it could not be evicted in order.
-    pub(super) fn abandon(&mut self, slots: &[BlockId], hashes: &[BlockHash]) -> Result<()> {
+    pub(super) fn abandon(&mut self, slots: &[BlockId], keys: &[BlockKey]) -> Result<()> {
         let is_current =
-            |(slot, hash): &(&BlockId, &BlockHash)| self.in_flight.get(*hash) == Some(*slot);
+            |(slot, key): &(&BlockId, &BlockKey)| self.in_flight.get(*key) == Some(*slot);
         let lost: Vec<BlockId> =
-            slots.iter().zip(hashes).filter(is_current).map(|(slot, _)| *slot).collect();
+            slots.iter().zip(keys).filter(is_current).map(|(slot, _)| *slot).collect();
         if !lost.is_empty() {
             self.drop_below(&lost)?;
         }
         self.pool.free(slots)
     }
 
+    /// Makes a slot the most recent one.
+    pub(super) fn ranked(&mut self, slot: BlockId) {
+        self.lru.ranked(slot);
+    }
+
     /// Ranks a whole chain, from `tail` up to its root.
-    pub(super) fn rank(&mut self, tail: BlockId) {
+    pub(super) fn rank_chain(&mut self, tail: BlockId) {
         let mut at = tail;
         while !at.is_null() {
             self.lru.ranked(at);
