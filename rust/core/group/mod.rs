@@ -142,12 +142,14 @@ impl Group {
         }
     }
 
-    /// Whether a hit can need block `index`, where all hits end at multiples of `step` blocks. Of
-    /// all that end behind it, the first skips least.
+    /// Whether block `index` is worth keeping, where all hits end at multiples of `step` blocks.
+    /// As in the reference this is asked of windows only: a block in the middle of a step may lie
+    /// before every window that a hit needs. Of all hits that end behind it the first skips least.
     #[inline]
     fn is_reachable(self, index: usize, step: usize) -> bool {
         let end = (index / step + 1) * step;
-        index >= self.num_skipped_blocks(end * self.block_size)
+        !matches!(self.attention, Attention::SlidingWindow { .. })
+            || index >= self.num_skipped_blocks(end * self.block_size)
     }
 }
 
