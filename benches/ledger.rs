@@ -15,7 +15,7 @@ use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, PrefixHit};
-use kvstow_core::offload::{Job, OffloadScheduler, Progress};
+use kvstow_core::offload::{Job, OffloadConfig, OffloadScheduler, Progress};
 
 use common::{BLOCK_SIZE, NUM_DEVICE_BLOCKS, NUM_PROMPT_BLOCKS, prompt, time};
 
@@ -157,13 +157,13 @@ impl Host {
             num_computed_tokens: NUM_PROMPT_TOKENS,
             new_blocks: &[&self.block_ids[0]],
         };
-        self.job = self.scheduler.store([progress].into_iter()).unwrap();
+        self.job = self.scheduler.store([progress].into_iter(), None).unwrap();
         assert!(self.job.as_ref().is_some_and(|job| job.block_ids.len() == NUM_PROMPT_BLOCKS));
     }
 
     fn complete(&mut self) {
         if let Some(job) = self.job.take() {
-            self.scheduler.complete(job.job_id, true).unwrap();
+            self.scheduler.complete(job.job_id, 0, true).unwrap();
         }
     }
 
@@ -184,7 +184,7 @@ impl Host {
     }
 
     fn load(&mut self) {
-        let job = self.scheduler.load("request", NUM_PROMPT_TOKENS, &self.block_ids).unwrap();
+        let job = self.scheduler.load("request", NUM_PROMPT_TOKENS, &self.block_ids, None).unwrap();
         self.job = Some(job);
     }
 }
@@ -195,7 +195,7 @@ fn bench_offload(criterion: &mut Criterion) {
     let prompts = prompts();
     let mut turns = prompts.iter().cycle();
     let mut host = Host {
-        scheduler: OffloadScheduler::new(NUM_DEVICE_BLOCKS, groups(), false).unwrap(),
+        scheduler: OffloadScheduler::new(OffloadConfig::new(NUM_DEVICE_BLOCKS, groups())).unwrap(),
         block_ids: vec![(1..).take(NUM_PROMPT_BLOCKS).map(BlockId).collect()],
         job: None,
     };
@@ -251,7 +251,8 @@ fn bench_offload(criterion: &mut Criterion) {
 fn bench_idle_step(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("offload");
     group.throughput(Throughput::Elements(NUM_DECODING as u64));
-    let mut scheduler = OffloadScheduler::new(NUM_DEVICE_BLOCKS, groups(), false).unwrap();
+    let mut scheduler =
+        OffloadScheduler::new(OffloadConfig::new(NUM_DEVICE_BLOCKS, groups())).unwrap();
     let ids: Vec<_> = (0..NUM_DECODING).map(|id| format!("request-{id}")).collect();
     for id in &ids {
         scheduler.add(id, &Hashes::default()).unwrap();
@@ -263,7 +264,7 @@ fn bench_idle_step(criterion: &mut Criterion) {
                 num_computed_tokens: 256,
                 new_blocks: &[&[]],
             });
-            assert!(scheduler.store(progress).unwrap().is_none());
+            assert!(scheduler.store(progress, None).unwrap().is_none());
         });
     });
     group.finish();

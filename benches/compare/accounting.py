@@ -5,9 +5,10 @@ rival that does something else is no rival. vLLM's side is its `KVCacheManager`,
 scheduler calls it. What is counted, and what is not:
 
 - Block hashes are vLLM's own (`request.block_hashes`), made beforehand and counted on neither side.
-  vLLM reads them where they are; kvstow is handed them once per request (`BlockLedger.add`), so
-  rows come with and without that call. `BlockPool.lookup` takes them anew in each call.
-- vLLM returns block objects, kvstow arrays of ids; making ids of the objects is not counted.
+  vLLM reads them where they are; kvstow is handed them (`BlockLedger.add`, and `extend` as blocks
+  fill), so rows come with and without that call. `BlockPool.lookup` takes them anew in each call.
+- vLLM takes request objects and returns block objects, kvstow takes request ids and returns arrays
+  of block ids. Making ids of the objects is not counted; a step has a row in which it is.
 - The pools are full of other prompts' blocks, so that an allocation evicts; "nothing cached" is
   right after a reset. Once the free queues are in order, as in a server that has just started,
   and once they are shuffled, as in one that has long been up.
@@ -37,7 +38,7 @@ from kvstow._core import debug_build
 
 from .decode import Decode
 from .million import Million
-from .prompts import Prompts
+from .prompts import ONE_GROUP, THREE_GROUPS, Prompts
 
 
 def measure(num_turns: int) -> dict[str, object]:
@@ -45,9 +46,11 @@ def measure(num_turns: int) -> dict[str, object]:
     loads = []
     rows = []
     parts = (
-        functools.partial(Prompts, capacity=1, shuffled=False),
-        functools.partial(Prompts, capacity=4, shuffled=False),
-        functools.partial(Prompts, capacity=4, shuffled=True),
+        functools.partial(Prompts, groups=ONE_GROUP, capacity=1, shuffled=False),
+        functools.partial(Prompts, groups=ONE_GROUP, capacity=4, shuffled=False),
+        functools.partial(Prompts, groups=ONE_GROUP, capacity=4, shuffled=True),
+        functools.partial(Prompts, groups=THREE_GROUPS, capacity=1, shuffled=False),
+        functools.partial(Prompts, groups=THREE_GROUPS, capacity=4, shuffled=True),
         Decode,
         Million,
     )

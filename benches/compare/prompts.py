@@ -3,7 +3,7 @@
 import functools
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import kvstow
 
@@ -17,31 +17,41 @@ NUM_SPARE_BLOCKS = 8
 MIN_PROMPTS_PER_TURN = 5
 
 
+ONE_GROUP = (kvstow.FullAttention(block_size=BLOCK_SIZE),)
+THREE_GROUPS = (
+    kvstow.FullAttention(block_size=BLOCK_SIZE),
+    kvstow.SlidingWindow(block_size=BLOCK_SIZE, window=1_024),
+    kvstow.SlidingWindow(block_size=BLOCK_SIZE, window=4_096),
+)
+
+
 class Prompts:
     """A turn is all prompts, one after the other, on one side.
 
-    The pools hold as many prompts as `capacity` says, and there is one more: by the time the first
-    comes round again it has been evicted. Shuffled, the free queues are in an arbitrary order, as
-    after hours of use: neighbours in a block table are no neighbours in memory then, for either
-    side.
+    A prompt is one chunk: its windows hold as many blocks as full attention does. The pools hold as
+    many prompts as `capacity` says, and there is one more: by the time the first comes round again
+    it has been evicted. Shuffled, the free queues are in an arbitrary order, as after hours of use:
+    neighbours in a block table are no neighbours in memory then, for either side.
     """
 
-    def __init__(self, num_turns: int, *, capacity: int, shuffled: bool) -> None:
+    def __init__(
+        self, num_turns: int, *, groups: Sequence[vllm_side.Group], capacity: int, shuffled: bool
+    ) -> None:
         self.num_turns = num_turns
+        self.num_groups = len(groups)
         self.capacity = capacity
         self.shuffled = shuffled
         self.clock = Clock()
         num_prompts = capacity + 1
         # Of few prompts a turn takes each several times, or it would be cold throughout.
         self.num_rounds = -(-MIN_PROMPTS_PER_TURN // num_prompts)
-        self.num_usable_blocks = capacity * NUM_BLOCKS + NUM_SPARE_BLOCKS
+        self.num_usable_blocks = len(groups) * (capacity * NUM_BLOCKS + NUM_SPARE_BLOCKS)
         # One token more than the blocks hold: vLLM leaves the last one to compute.
         self.requests = [
             vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE)
             for at in range(num_prompts)
         ] * self.num_rounds
-        self.manager = vllm_side.manager(self.num_usable_blocks + 1, BLOCK_SIZE)
-        groups = [kvstow.FullAttention(block_size=BLOCK_SIZE)]
+        self.manager = vllm_side.manager(self.num_usable_blocks + 1, groups)
         self.ledger = kvstow.BlockLedger(self.num_usable_blocks + 1, groups)
         self.pool = kvstow.BlockPool(self.num_usable_blocks + 1)
 
@@ -65,17 +75,19 @@ class Prompts:
 
     def _shuffle(self) -> None:
         """Puts all free queues into the same arbitrary order."""
-        blocks = self.manager.block_pool.get_new_blocks(self.num_usable_blocks)
-        for block in blocks:
-            self.ledger.add(str(block.block_id), [])
-            self.ledger.allocate(str(block.block_id), BLOCK_SIZE)
+        names = [str(at) for at in range(self.num_usable_blocks // self.num_groups)]
+        for name in names:
+            self.ledger.add(name, [])
+            self.ledger.allocate(name, BLOCK_SIZE)
+        random.Random(0).shuffle(names)
+        for name in names:
+            self.ledger.free(name)
+        order = self.ledger.pool.free_order().tolist()
+        pool = self.manager.block_pool
+        blocks = {block.block_id: block for block in pool.get_new_blocks(self.num_usable_blocks)}
+        pool.free_blocks([blocks[id] for id in order])
         self.pool.allocate(self.num_usable_blocks)
-        random.Random(0).shuffle(blocks)
-        self.manager.block_pool.free_blocks(blocks)
-        self.pool.free([block.block_id for block in blocks])
-        # One by one, each goes to the head: the last one freed is the first one taken.
-        for block in reversed(blocks):
-            self.ledger.free(str(block.block_id))
+        self.pool.free(order)
 
     def _turn(self, turn: int) -> None:
         theirs: list[list[int]] = []
@@ -85,7 +97,8 @@ class Prompts:
             functools.partial(self._vllm_turn, theirs.append),
             functools.partial(self._kvstow_turn, ours.append),
         )
-        self._pool_turn()
+        if self.num_groups == 1:
+            self._pool_turn()
         for side, (vllm, kvstow_) in enumerate(zip(theirs, ours, strict=True)):
             require_same(f"block ids of step {side}", vllm, kvstow_)
 
@@ -111,8 +124,8 @@ class Prompts:
             hit = time("lookup", ledger.lookup, name, NUM_TOKENS)
             time("admit hit", ledger.allocate, name, 1, hit=hit)
             ledger.free(name)
-            record(taken[0].tolist() if taken else [])
-            record(hit.blocks[0].tolist())
+            record([id for ids in taken or () for id in ids.tolist()])
+            record([id for ids in hit.blocks for id in ids.tolist()])
 
     def _pool_turn(self) -> None:
         """The same prompts in a bare pool, whose lookup takes hashes from Python."""
@@ -141,7 +154,8 @@ class Prompts:
     def _rows(self) -> list[Row]:
         of, together = self.clock.samples, self.clock.together
         pool = f"pool of {self.num_usable_blocks:,}{' shuffled' if self.shuffled else ''}"
-        blocks = f"{NUM_BLOCKS:,} blocks, {pool}"
+        groups = "" if self.num_groups == 1 else f"{self.num_groups} x "
+        blocks = f"{groups}{NUM_BLOCKS:,} blocks, {pool}"
         row = functools.partial(Row, num_per_turn=len(self.requests))
         rows = [
             row(
@@ -150,7 +164,6 @@ class Prompts:
                 of["lookup"],
                 target_ratio=100,
             ),
-            row("  BlockPool.lookup(list[bytes])", of["vllm lookup"], of["pool lookup"]),
             row("  add + lookup", of["vllm lookup"], together("add", "lookup")),
             row(
                 f"allocate + publish {blocks}",
@@ -169,4 +182,7 @@ class Prompts:
                 together("add", "allocate", "free", "lookup"),
             ),
         ]
+        if self.num_groups == 1:
+            bare = row("  BlockPool.lookup(list[bytes])", of["vllm lookup"], of["pool lookup"])
+            rows.insert(1, bare)
         return rows

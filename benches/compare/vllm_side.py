@@ -14,10 +14,20 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
-__all__ = ["BlockPool", "KVCacheManager", "Request", "block_ids", "free_order", "manager"]
+from kvstow import FullAttention, SlidingWindow
+
+__all__ = ["BlockPool", "Group", "KVCacheManager", "Request", "block_ids", "free_order", "manager"]
+
+Group = FullAttention | SlidingWindow
 
 MAX_MODEL_TOKENS = 1 << 20
 
@@ -34,13 +44,12 @@ def request(request_id: str, num_tokens: int, block_size: int) -> Request:
     return Request(request_id, tokens, params, None, block_hasher=_hasher(block_size))
 
 
-def manager(num_blocks: int, block_size: int) -> KVCacheManager:
-    """A manager of one full-attention group, prefix caching on, events and statistics off."""
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-    )
+def manager(num_blocks: int, groups: Sequence[Group]) -> KVCacheManager:
+    """A manager of groups of one block size, prefix caching on, events and statistics off."""
+    block_size = groups[0].block_size
+    specs = [KVCacheGroupSpec([str(at)], _spec(group)) for at, group in enumerate(groups)]
     return KVCacheManager(
-        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        KVCacheConfig(num_blocks, [], specs, prefix_cache_retention_interval=None),
         max_model_len=MAX_MODEL_TOKENS,
         scheduler_block_size=block_size,
         hash_block_size=block_size,
@@ -48,7 +57,8 @@ def manager(num_blocks: int, block_size: int) -> KVCacheManager:
 
 
 def block_ids(blocks: KVCacheBlocks) -> list[int]:
-    return _ids(blocks.blocks[0])
+    """Of all groups, one after the other."""
+    return [id for group in blocks.blocks for id in _ids(group)]
 
 
 def free_order(manager: KVCacheManager) -> list[int]:
@@ -57,6 +67,13 @@ def free_order(manager: KVCacheManager) -> list[int]:
 
 def _ids(blocks: Sequence[HasId]) -> list[int]:
     return [block.block_id for block in blocks]
+
+
+def _spec(group: Group) -> KVCacheSpec:
+    sizes = {"block_size": group.block_size, "num_kv_heads": 8, "head_size": 128}
+    if isinstance(group, SlidingWindow):
+        return SlidingWindowSpec(**sizes, dtype=torch.bfloat16, sliding_window=group.window)
+    return FullAttentionSpec(**sizes, dtype=torch.bfloat16)
 
 
 @functools.cache

@@ -454,15 +454,21 @@ class JobEnd:
     """How a job ended."""
 
     @property
+    def job_id(self) -> int:
+        """The job."""
+    @property
     def block_ids(self) -> _Ids:
         """Device ids to unpin."""
     @property
     def ok(self) -> bool:
-        """Whether its copies count: False if it failed or a reset of the tier overtook it.
+        """Whether its copies count: False if it failed, was late, or a reset overtook it.
 
         Blocks of a load that does not count must be recomputed. A store that went well counts even
         where some of its slots were given back, because the store of a block before them failed.
         """
+    @property
+    def late(self) -> bool:
+        """Whether it was past its deadline: `expire` has told of it, its request has failed."""
 
 @final
 class OffloadScheduler:
@@ -481,9 +487,15 @@ class OffloadScheduler:
         *,
         mode: Literal["eager"] = "eager",
         policy: Literal["lru"] = "lru",
+        world_size: int = 1,
+        num_device_blocks: int | None = None,
         events: bool = False,
     ) -> OffloadScheduler:
-        """`num_host_blocks` slots, all usable. Raises `ConfigError` as `BlockLedger` does."""
+        """`num_host_blocks` slots, all usable.
+
+        A job ends when all `world_size` ranks have reported it. Device ids of `num_device_blocks`
+        or more are refused. Raises `ConfigError` as `BlockLedger` does.
+        """
     @property
     def num_host_blocks(self) -> int: ...
     @property
@@ -505,7 +517,14 @@ class OffloadScheduler:
         Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size that all
         groups have in common.
         """
-    def load(self, request_id: str, num_tokens: int, block_ids: Sequence[_Ints]) -> Job:
+    def load(
+        self,
+        request_id: str,
+        num_tokens: int,
+        block_ids: Sequence[_Ints],
+        *,
+        deadline: float | None = None,
+    ) -> Job:
         """Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
 
         `block_ids`: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
@@ -523,6 +542,8 @@ class OffloadScheduler:
         num_computed_tokens: _Ints,
         block_ids: _Ints,
         offsets: _Ints,
+        *,
+        deadline: float | None = None,
     ) -> Job | None:
         """Plan the stores that a finished step has made due, all in one job.
 
@@ -543,11 +564,25 @@ class OffloadScheduler:
             full-attention group the first blocks, of a window the last), and the rest is counted
             as dropped.
         """
-    def complete(self, job_id: int, *, ok: bool = True) -> JobEnd:
-        """End a job.
+    def complete(self, job_id: int, *, ok: bool = True, rank: int = 0) -> JobEnd | None:
+        """Report that a rank's part of a job has ended, or that it never began.
 
-        Of a store, the slots become visible to `lookup`, or are given back if it failed. Raises
-        `StateError` for a job that is not in flight.
+        None until all ranks have reported. Then the job ends, and it failed if any part did. Of a
+        store, the slots become visible to `lookup`, or are given back. Raises `StateError` for a
+        job that is not in flight, and for a rank that reports twice. Reports of jobs that
+        `end_all` has ended are swallowed.
+        """
+    def expire(self, now: float) -> list[int]:
+        """The jobs whose `deadline` lies before `now`, on the caller's own clock, each told once.
+
+        Fail their requests now. Slots and device blocks stay pinned, in quarantine, until every
+        rank has reported: a late copy must not land in blocks that are someone else's. No lookup
+        waits for a job in quarantine, and its result never counts.
+        """
+    def end_all(self) -> list[JobEnd]:
+        """End every job as failed, in quarantine or not: call it when the movers have been stopped.
+
+        What their workers report afterwards is swallowed.
         """
     def finish(self, request_id: str) -> None:
         """Forget a request that finished, was preempted or aborted; its jobs go on."""
@@ -560,8 +595,9 @@ class OffloadScheduler:
         """Counters since construction, and gauges of the moment.
 
         Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
-        the tier had no room), evicted_blocks (for room), failed_stores, failed_loads (jobs).
-        Gauges: resident_blocks, storing_blocks, jobs_in_flight.
+        the tier had no room), evicted_blocks (for room), failed_stores, failed_loads, late_jobs
+        (jobs), pending_lookups. Gauges: resident_blocks, storing_blocks, jobs_in_flight, and of
+        late jobs quarantined_jobs and quarantined_blocks.
         """
     def take_events(self) -> list[_Event]:
         """The events since the last call, oldest first; always empty without `events=True`."""

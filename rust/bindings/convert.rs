@@ -11,7 +11,7 @@ use numpy::{
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString};
+use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
 use crate::error::{ConfigError, StateError, to_py};
 
@@ -75,9 +75,8 @@ fn sequence_of_ints(
             "{num_items} integers in one call: at most {MAX_ITEMS} are taken"
         )));
     }
-    let mut numbers = Vec::with_capacity(capacity_hint(items));
-    for item in items.try_iter()? {
-        let item = item?;
+    let mut numbers = Vec::with_capacity(capacity_hint(obj));
+    each_item(obj, "integers", |item| {
         if item.is_exact_instance_of::<PyBool>() {
             return Err(ConfigError::new_err(format!(
                 "{item} is no integer: give ids, not a mask"
@@ -85,11 +84,12 @@ fn sequence_of_ints(
         }
         numbers.push(item.extract::<i64>().map_err(|_| {
             if item.is_instance_of::<PyInt>() {
-                return too_large(&item);
+                return too_large(item);
             }
-            ConfigError::new_err(format!("{} is no integer", shown(&item)))
+            ConfigError::new_err(format!("{} is no integer", shown(item)))
         })?);
-    }
+        Ok(())
+    })?;
     Ok(numbers)
 }
 
@@ -120,6 +120,19 @@ fn sequence<'a, 'py>(
         let kind = obj.get_type();
         ConfigError::new_err(format!("expected a sequence of {what}, not {kind}"))
     })
+}
+
+/// Visits the items of a sequence of `what` up to the first error.
+fn each_item<'py>(
+    obj: &Bound<'py, PyAny>,
+    what: &str,
+    mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
+) -> PyResult<()> {
+    if let Ok(list) = obj.cast_exact::<PyList>() {
+        // A tuple's items can be borrowed, which saves two calls an item.
+        return list.to_tuple().iter_borrowed().try_for_each(|item| visit(&item));
+    }
+    sequence(obj, what)?.try_iter()?.try_for_each(|item| visit(&item?))
 }
 
 /// Block ids of a pool of `num_blocks`.
@@ -206,7 +219,7 @@ pub(crate) fn group_id(group: Count) -> PyResult<GroupId> {
 /// Block hashes, one width each list.
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
     let mut hashes = Hashes::with_capacity(capacity_hint(obj));
-    let mut push = |item: &Bound<'_, PyAny>| {
+    each_item(obj, "block hashes", |item| {
         // The exact type is a comparison of two pointers; a subclass takes a call.
         let digest = item.cast_exact::<PyBytes>().or_else(|_| item.cast::<PyBytes>());
         match digest {
@@ -215,30 +228,32 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
                 Err(ConfigError::new_err(format!("a block hash is bytes, not {}", item.get_type())))
             }
         }
-    };
-    if let Ok(list) = obj.cast_exact::<PyList>() {
-        // A tuple's items can be borrowed, which saves two calls an item.
-        list.to_tuple().iter_borrowed().try_for_each(|item| push(&item))?;
-    } else {
-        sequence(obj, "block hashes")?.try_iter()?.try_for_each(|item| push(&item?))?;
-    }
+    })?;
     Ok(hashes)
 }
 
 /// Request ids; borrow them with [`as_strs`].
-pub(crate) fn request_ids<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>>> {
-    let to_id = |item: Bound<'py, PyAny>| {
-        item.cast_into::<PyString>().map_err(|error| not_text(&error.into_inner()))
-    };
+pub(crate) fn request_ids<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
     if let Ok(list) = obj.cast_exact::<PyList>() {
-        return list.iter().map(to_id).collect();
+        return Ok(list.to_tuple());
     }
-    sequence(obj, "request ids")?.try_iter()?.map(|item| to_id(item?)).collect()
+    let to_text = |item: PyResult<Bound<'py, PyAny>>| {
+        item?.cast_into::<PyString>().map_err(|error| not_text(&error.into_inner()))
+    };
+    let texts = sequence(obj, "request ids")?.try_iter()?.map(to_text);
+    PyTuple::new(obj.py(), texts.collect::<PyResult<Vec<_>>>()?)
 }
 
 /// The text of request ids.
-pub(crate) fn as_strs<'a>(request_ids: &'a [Bound<'_, PyString>]) -> PyResult<Vec<&'a str>> {
-    request_ids.iter().map(|id| id.to_str().map_err(|_| not_unicode(id))).collect()
+pub(crate) fn as_strs<'a>(request_ids: &'a Bound<'_, PyTuple>) -> PyResult<Vec<&'a str>> {
+    let mut texts = Vec::with_capacity(request_ids.len());
+    for item in request_ids.iter_borrowed() {
+        texts.push(item.extract::<&str>().map_err(|_| match item.cast::<PyString>() {
+            Ok(_) => not_unicode(&item),
+            Err(_) => not_text(&item),
+        })?);
+    }
+    Ok(texts)
 }
 
 /// Ids as an `int32` array.

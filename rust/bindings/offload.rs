@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use kvstow_core::ids::BlockId;
-use kvstow_core::offload::{self, Progress};
+use kvstow_core::offload::{self, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -41,8 +41,10 @@ impl Job {
 /// How a job ended.
 #[pyclass(module = "kvstow", frozen, get_all)]
 pub(crate) struct JobEnd {
+    job_id: u64,
     block_ids: Py<PyArray1<i32>>,
     ok: bool,
+    late: bool,
 }
 
 /// The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
@@ -55,22 +57,30 @@ impl OffloadScheduler {
     #[pyo3(
         signature = (
             num_host_blocks, groups, *, mode = Name("eager".to_owned()),
-            policy = Name("lru".to_owned()), events = false,
+            policy = Name("lru".to_owned()), world_size = Count(1), num_device_blocks = None,
+            events = false,
         ),
-        text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', events=False)"
+        text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', world_size=1, \
+            num_device_blocks=None, events=False)"
     )]
     fn new(
         num_host_blocks: Count,
         groups: Vec<Bound<'_, PyAny>>,
         mode: Name,
         policy: Name,
+        world_size: Count,
+        num_device_blocks: Option<Count>,
         events: bool,
     ) -> PyResult<Self> {
         check_choice("mode", &mode.0, "eager")?;
         check_choice("policy", &policy.0, "lru")?;
-        let groups = self::groups(&groups)?;
-        let scheduler = offload::OffloadScheduler::new(num_host_blocks.0, groups, events);
-        Ok(Self(Mutex::new(scheduler.map_err(to_py)?)))
+        let config = OffloadConfig {
+            world_size: world_size.0,
+            num_device_blocks: num_device_blocks.map_or(MAX_BLOCKS, |count| count.0),
+            events,
+            ..OffloadConfig::new(num_host_blocks.0, self::groups(&groups)?)
+        };
+        Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
     }
 
     #[getter]
@@ -106,17 +116,20 @@ impl OffloadScheduler {
     }
 
     /// Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
+    #[pyo3(signature = (request_id, num_tokens, block_ids, *, deadline = None))]
     fn load(
         &self,
         py: Python<'_>,
         request_id: RequestId,
         num_tokens: Count,
         block_ids: Vec<Bound<'_, PyAny>>,
+        deadline: Option<f64>,
     ) -> PyResult<Job> {
+        check_time("deadline", deadline)?;
         let block_ids: Vec<_> =
             block_ids.iter().map(|group| ids(group, MAX_BLOCKS)).collect::<PyResult<_>>()?;
-        let job = lock(&self.0).load(&request_id, num_tokens.0, &block_ids).map_err(to_py)?;
-        Ok(to_job(py, job))
+        let job = lock(&self.0).load(&request_id, num_tokens.0, &block_ids, deadline);
+        Ok(to_job(py, job.map_err(to_py)?))
     }
 
     /// Give back what a request's lookup holds, when none of it is loaded.
@@ -125,13 +138,16 @@ impl OffloadScheduler {
     }
 
     /// Plan the stores that a finished step has made due, all in one job.
+    #[pyo3(signature = (request_ids, num_computed_tokens, block_ids, offsets, *, deadline = None))]
     fn store(
         &self,
         request_ids: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         block_ids: &Bound<'_, PyAny>,
         offsets: &Bound<'_, PyAny>,
+        deadline: Option<f64>,
     ) -> PyResult<Option<Job>> {
+        check_time("deadline", deadline)?;
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;
         let (names, computed) = (as_strs(&request_ids)?, counts(num_computed_tokens)?);
@@ -154,15 +170,38 @@ impl OffloadScheduler {
                 new_blocks,
             },
         );
-        let job = lock(&self.0).store(progress).map_err(to_py)?;
+        let job = lock(&self.0).store(progress, deadline).map_err(to_py)?;
         Ok(job.map(|job| to_job(py, job)))
     }
 
-    /// End a job. Returns the device ids to unpin, and whether its copies count.
-    #[pyo3(signature = (job_id, *, ok = true))]
-    fn complete(&self, py: Python<'_>, job_id: &Bound<'_, PyAny>, ok: bool) -> PyResult<JobEnd> {
-        let end = lock(&self.0).complete(self::job_id(job_id)?, ok).map_err(to_py)?;
-        Ok(JobEnd { block_ids: to_array(py, end.block_ids).unbind(), ok: end.is_ok })
+    /// A rank's part of a job has ended; when all have, how the job ended.
+    #[pyo3(
+        signature = (job_id, *, ok = true, rank = Count(0)),
+        text_signature = "($self, job_id, *, ok=True, rank=0)"
+    )]
+    fn complete(
+        &self,
+        py: Python<'_>,
+        job_id: &Bound<'_, PyAny>,
+        ok: bool,
+        rank: Count,
+    ) -> PyResult<Option<JobEnd>> {
+        let end = lock(&self.0).complete(self::job_id(job_id)?, rank.0, ok).map_err(to_py)?;
+        Ok(end.map(|end| to_end(py, end)))
+    }
+
+    /// The jobs whose deadline lies before `now`, each told once.
+    fn expire<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyList>> {
+        check_time("now", Some(now))?;
+        let late = lock(&self.0).expire(now).map_err(to_py)?;
+        PyList::new(py, late.into_iter().map(|job_id| job_id.0))
+    }
+
+    /// End every job as failed: for movers that have been stopped.
+    fn end_all<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let ends = lock(&self.0).end_all().map_err(to_py)?;
+        let ends: Vec<_> = ends.into_iter().map(|end| to_end(py, end)).collect();
+        PyList::new(py, ends.into_iter().map(|end| Py::new(py, end)).collect::<PyResult<Vec<_>>>()?)
     }
 
     /// Forget a request that finished, was preempted or aborted; its jobs go on.
@@ -188,6 +227,10 @@ impl OffloadScheduler {
             ("resident_blocks", stats.resident_blocks),
             ("storing_blocks", stats.storing_blocks),
             ("jobs_in_flight", stats.jobs_in_flight),
+            ("late_jobs", stats.late_jobs),
+            ("pending_lookups", stats.pending_lookups),
+            ("quarantined_jobs", stats.quarantined_jobs),
+            ("quarantined_blocks", stats.quarantined_blocks),
         ];
         let dict = PyDict::new(py);
         entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;
@@ -219,6 +262,24 @@ fn to_job(py: Python<'_>, job: offload::Job) -> Job {
         block_ids: to_array(py, job.block_ids).unbind(),
         host_slots: host_slots.into_pyarray(py).unbind(),
         offsets: offsets.into_pyarray(py).unbind(),
+    }
+}
+
+fn to_end(py: Python<'_>, end: offload::JobEnd) -> JobEnd {
+    JobEnd {
+        job_id: end.job_id.0,
+        block_ids: to_array(py, end.block_ids).unbind(),
+        ok: end.is_ok,
+        late: end.is_late,
+    }
+}
+
+fn check_time(what: &str, time: Option<f64>) -> PyResult<()> {
+    match time {
+        Some(time) if time.is_nan() => {
+            Err(ConfigError::new_err(format!("{what} is NaN, which is no time")))
+        }
+        _ => Ok(()),
     }
 }
 

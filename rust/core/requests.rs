@@ -1,36 +1,67 @@
-//! Requests by their caller's name. The hasher has fixed keys: the core draws no randomness.
+//! Requests by their caller's name. The hasher has no key: the core draws no randomness.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::error::{Error, Result};
 
-/// A map from request id to what is kept of it. Nothing may depend on its order.
+/// Requests side by side, and each one's place by its id: a call that names many of them looks up
+/// each once. When one is removed, the last takes its place. Nothing may depend on their order.
 #[derive(Clone, Debug)]
-pub(crate) struct Requests<T>(HashMap<String, T, BuildHasherDefault<DefaultHasher>>);
+pub(crate) struct Requests<T> {
+    places: HashMap<Arc<str>, usize, BuildHasherDefault<NameHasher>>,
+    requests: Vec<(Arc<str>, T)>,
+}
 
 impl<T> Default for Requests<T> {
     fn default() -> Self {
-        Self(HashMap::default())
+        Self { places: HashMap::default(), requests: Vec::new() }
     }
 }
 
 impl<T> Requests<T> {
+    /// Where a request is until one is removed.
+    #[inline]
+    pub(crate) fn place(&self, request_id: &str) -> Result<usize> {
+        self.places.get(request_id).copied().ok_or_else(|| unknown(request_id))
+    }
+
+    /// The request at a place.
+    #[inline]
+    pub(crate) fn at(&self, place: usize) -> &T {
+        &self.requests[place].1
+    }
+
+    /// As [`Requests::at`].
+    #[inline]
+    pub(crate) fn at_mut(&mut self, place: usize) -> &mut T {
+        &mut self.requests[place].1
+    }
+
     pub(crate) fn get(&self, request_id: &str) -> Result<&T> {
-        self.0.get(request_id).ok_or_else(|| unknown(request_id))
+        Ok(self.at(self.place(request_id)?))
     }
 
     pub(crate) fn get_mut(&mut self, request_id: &str) -> Result<&mut T> {
-        self.0.get_mut(request_id).ok_or_else(|| unknown(request_id))
+        let place = self.place(request_id)?;
+        Ok(self.at_mut(place))
     }
 
     pub(crate) fn remove(&mut self, request_id: &str) -> Result<T> {
-        self.0.remove(request_id).ok_or_else(|| unknown(request_id))
+        let place = self.places.remove(request_id).ok_or_else(|| unknown(request_id))?;
+        let (_, request) = self.requests.swap_remove(place);
+        if let Some((moved, _)) = self.requests.get(place) {
+            self.places.insert(Arc::clone(moved), place);
+        }
+        Ok(request)
     }
 
     /// Refuses a request that is known already.
     pub(crate) fn check_new(&self, request_id: &str) -> Result<()> {
-        if self.0.contains_key(request_id) {
+        if self.places.contains_key(request_id) {
             return Err(Error::State(format!(
                 "request {request_id:?} is known already: free or finish it before adding it again"
             )));
@@ -38,20 +69,43 @@ impl<T> Requests<T> {
         Ok(())
     }
 
+    /// Keeps a request that [`Requests::check_new`] has let pass.
     pub(crate) fn insert(&mut self, request_id: &str, request: T) {
-        self.0.insert(request_id.to_owned(), request);
+        let name: Arc<str> = request_id.into();
+        self.places.insert(Arc::clone(&name), self.requests.len());
+        self.requests.push((name, request));
     }
 
     pub(crate) fn values(&self) -> impl Iterator<Item = &T> {
-        self.0.values()
+        self.requests.iter().map(|(_, request)| request)
     }
 
     pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.0.values_mut()
+        self.requests.iter_mut().map(|(_, request)| request)
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.requests.len()
+    }
+}
+
+/// For ids, which are short: the standard hasher takes several times as long.
+#[derive(Clone, Copy, Debug, Default)]
+struct NameHasher(u64);
+
+impl Hasher for NameHasher {
+    #[inline]
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = xxh3_64_with_seed(bytes, self.0);
+    }
+
+    /// Ends a text, so that two in a row are told apart: here there is one.
+    #[inline]
+    fn write_u8(&mut self, _: u8) {}
+
+    #[inline]
+    fn finish(&self) -> u64 {
+        self.0
     }
 }
 

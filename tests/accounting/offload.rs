@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvstow_core::group::{Attention, Group, Model};
 use kvstow_core::ids::BlockId;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, Taken};
-use kvstow_core::offload::{Job, OffloadScheduler, Progress};
+use kvstow_core::offload::{Job, OffloadConfig, OffloadScheduler, Progress};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -48,6 +48,10 @@ enum Op {
     End(usize, bool),
     Reset,
     EvictDevice(Vec<u32>),
+    /// Time goes on: jobs that are in flight for long are late.
+    Tick,
+    /// The movers are stopped.
+    Stop,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -60,6 +64,8 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (0..8_usize, prop::bool::weighted(0.85)).prop_map(|(job, ok)| Op::End(job, ok)),
         1 => vec(1..10_u32, 0..3).prop_map(Op::EvictDevice),
         1 => Just(Op::Reset),
+        2 => Just(Op::Tick),
+        1 => prop::bool::weighted(0.3).prop_map(|stop| if stop { Op::Stop } else { Op::Tick }),
     ]
 }
 
@@ -86,6 +92,10 @@ struct Copy {
     contents: Vec<Content>,
     /// Who waits for a load, and how many tokens there are when it has landed.
     loads_for: Option<(usize, usize, usize)>,
+    /// Ranks, from the first, that have reported.
+    num_reported: usize,
+    has_failed: bool,
+    is_late: bool,
 }
 
 struct World {
@@ -99,18 +109,34 @@ struct World {
     /// What a store may still bring, or has brought, since the last reset.
     storable: BTreeSet<Content>,
     num_admitted: usize,
+    num_ranks: usize,
+    now: f64,
 }
+
+/// How long a job may take.
+const PATIENCE: f64 = 3.0;
 
 impl World {
     fn new(num_device_blocks: usize, num_host_blocks: usize) -> Self {
         let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
-        Self::of(groups, num_device_blocks, num_host_blocks)
+        Self::of(groups, num_device_blocks, num_host_blocks, 1)
     }
 
-    fn of(groups: Vec<Group>, num_device_blocks: usize, num_host_blocks: usize) -> Self {
+    fn of(
+        groups: Vec<Group>,
+        num_device_blocks: usize,
+        num_host_blocks: usize,
+        world_size: usize,
+    ) -> Self {
         Self {
             model: Model::new(groups.clone()).unwrap(),
-            scheduler: OffloadScheduler::new(num_host_blocks, groups.clone(), true).unwrap(),
+            scheduler: OffloadScheduler::new(OffloadConfig {
+                num_device_blocks,
+                world_size,
+                events: true,
+                ..OffloadConfig::new(num_host_blocks, groups.clone())
+            })
+            .unwrap(),
             ledger: BlockLedger::new(num_device_blocks, groups, None, false).unwrap(),
             device: vec![NOTHING; num_device_blocks],
             host: vec![NOTHING; num_host_blocks],
@@ -118,6 +144,8 @@ impl World {
             copies: Vec::new(),
             storable: BTreeSet::new(),
             num_admitted: 0,
+            num_ranks: world_size,
+            now: 0.0,
         }
     }
 
@@ -139,9 +167,10 @@ impl World {
         for (at, group) in self.groups() {
             let table = self.ledger.block_table(&who.to_string(), at).unwrap();
             let num_named = names.len() * BLOCK_SIZE / group.block_size;
-            for index in start / group.block_size..(end / group.block_size).min(num_named) {
-                if !table[index].is_null() {
-                    all.push((table[index], index, self.content(at, index, names)));
+            let indices = start / group.block_size..(end / group.block_size).min(num_named);
+            for (&block, index) in table[indices.start.min(indices.end)..].iter().zip(indices) {
+                if !block.is_null() {
+                    all.push((block, index, self.content(at, index, names)));
                 }
             }
         }
@@ -199,7 +228,8 @@ impl World {
         let (id, end) = (who.to_string(), start + external);
         let targets: Vec<Vec<BlockId>> =
             taken.offsets.windows(2).map(|ends| taken.ids[ends[0]..ends[1]].to_vec()).collect();
-        let Ok(job) = self.scheduler.load(&id, external, &targets) else {
+        let Ok(job) = self.scheduler.load(&id, external, &targets, Some(self.now + PATIENCE))
+        else {
             // What a window needs before an earlier end may be gone from the host.
             assert!(external < found && self.model.groups().len() > 1);
             return self.leave(who);
@@ -211,7 +241,7 @@ impl World {
         let held: Vec<_> = job.host_slots.iter().map(|&at| self.host[at as usize]).collect();
         assert_eq!(held, contents, "the host serves something else");
         let serial = self.requests[&who].serial;
-        self.begin(Copy { job, contents, loads_for: Some((who, serial, end)) });
+        self.begin(job, contents, Some((who, serial, end)));
     }
 
     fn refuse(&mut self, id: &str) {
@@ -260,12 +290,13 @@ impl World {
         let new_blocks: Vec<&[BlockId]> = untold.iter().map(Vec::as_slice).collect();
         let progress =
             Progress { request_id: &id, num_computed_tokens: after, new_blocks: &new_blocks };
-        if let Some(job) = self.scheduler.store(std::iter::once(progress)).unwrap() {
+        let deadline = Some(self.now + PATIENCE);
+        if let Some(job) = self.scheduler.store(std::iter::once(progress), deadline).unwrap() {
             let contents: Vec<_> = job.block_ids.iter().map(|id| self.device[id.index()]).collect();
             for (group, ends) in job.offsets.windows(2).enumerate() {
                 assert!(contents[ends[0]..ends[1]].iter().all(|content| content.0 == group));
             }
-            self.begin(Copy { job, contents, loads_for: None });
+            self.begin(job, contents, None);
         }
     }
 
@@ -278,7 +309,14 @@ impl World {
                 .any(|end| (group.num_skipped_blocks(end)..end / group.block_size).contains(&index))
     }
 
-    fn begin(&mut self, copy: Copy) {
+    fn begin(
+        &mut self,
+        job: Job,
+        contents: Vec<Content>,
+        loads_for: Option<(usize, usize, usize)>,
+    ) {
+        let copy =
+            Copy { job, contents, loads_for, num_reported: 0, has_failed: false, is_late: false };
         self.ledger.pool_mut().pin(&copy.job.block_ids).unwrap();
         let busy = self.copies.iter().flat_map(|other| &other.job.host_slots);
         if copy.loads_for.is_none() {
@@ -291,34 +329,79 @@ impl World {
         self.copies.push(copy);
     }
 
+    /// The next rank reports one of the copies. When all have, what was copied is there: this late
+    /// no sooner.
     fn end(&mut self, which: usize, is_ok: bool) {
         if self.copies.is_empty() {
             return;
         }
-        let Copy { job, contents, loads_for } = self.copies.remove(which % self.copies.len());
+        let which = which % self.copies.len();
+        let copy = &mut self.copies[which];
+        let (job_id, rank) = (copy.job.job_id, copy.num_reported);
+        copy.num_reported += 1;
+        copy.has_failed |= !is_ok;
+        let end = self.scheduler.complete(job_id, rank, is_ok).unwrap();
+        assert!(self.scheduler.complete(job_id, rank, is_ok).is_err(), "a rank reports once");
+        assert_eq!(end.is_some(), copy.num_reported == self.num_ranks);
+        let Some(end) = end else { return };
+        let Copy { job, contents, loads_for, has_failed, is_late, .. } = self.copies.remove(which);
         for ((block, &slot), &content) in job.block_ids.iter().zip(&job.host_slots).zip(&contents) {
             let (source, target) = (&mut self.device[block.index()], &mut self.host[slot as usize]);
             let (source, target) =
                 if loads_for.is_some() { (target, source) } else { (source, target) };
             assert_eq!(*source, content, "the source of a copy was overwritten under way");
-            *target = if is_ok { content } else { NOTHING };
+            *target = if has_failed { NOTHING } else { content };
         }
-        let end = self.scheduler.complete(job.job_id, is_ok).unwrap();
-        assert!(self.scheduler.complete(job.job_id, is_ok).is_err(), "a job ends once");
         assert_eq!(end.block_ids, job.block_ids);
+        assert_eq!(end.is_late, is_late);
+        assert!(!(end.is_ok && (has_failed || is_late)));
         self.ledger.pool_mut().unpin(&end.block_ids).unwrap();
-        let Some((who, serial, tokens)) = loads_for else { return };
+        if let Some(load) = loads_for.filter(|_| !is_late) {
+            self.loaded(load, end.is_ok);
+        }
+    }
+
+    /// A load has ended, and its request runs or begins anew.
+    fn loaded(&mut self, (who, serial, tokens): (usize, usize, usize), is_ok: bool) {
         // The request may have gone, and a namesake come, while the load was under way.
         if self.requests.get(&who).is_none_or(|request| request.serial != serial) {
             return;
         }
-        let id = who.to_string();
-        if end.is_ok {
-            self.ledger.cache(&id, tokens).unwrap();
+        if is_ok {
+            self.ledger.cache(&who.to_string(), tokens).unwrap();
             let request = self.requests.get_mut(&who).unwrap();
             (request.computed, request.is_loading) = (tokens, false);
         } else {
             self.leave(who);
+        }
+    }
+
+    /// Jobs that take too long are late, each once; their requests do not wait any more.
+    fn tick(&mut self) {
+        self.now += 1.0;
+        let late = self.scheduler.expire(self.now).unwrap();
+        assert!(self.scheduler.expire(self.now).unwrap().is_empty(), "a job is late once");
+        for job_id in late {
+            let copy = self.copies.iter_mut().find(|copy| copy.job.job_id == job_id).unwrap();
+            assert!(!copy.is_late);
+            copy.is_late = true;
+            if let Some(load) = copy.loads_for {
+                self.loaded(load, false);
+            }
+        }
+    }
+
+    /// Every job ends, and nothing is copied any more.
+    fn stop(&mut self) {
+        let ends = self.scheduler.end_all().unwrap();
+        assert_eq!(ends.len(), self.copies.len());
+        for (end, copy) in ends.into_iter().zip(std::mem::take(&mut self.copies)) {
+            assert_eq!((end.job_id, end.is_ok), (copy.job.job_id, false));
+            self.ledger.pool_mut().unpin(&end.block_ids).unwrap();
+            assert_eq!(self.scheduler.complete(end.job_id, 0, true), Ok(None), "swallowed");
+            if let Some(load) = copy.loads_for.filter(|_| !copy.is_late) {
+                self.loaded(load, false);
+            }
         }
     }
 
@@ -336,6 +419,8 @@ impl World {
             Op::Run(who, tokens) => self.run(*who, *tokens),
             Op::Leave(who) => self.leave(*who),
             Op::End(which, is_ok) => self.end(*which, *is_ok),
+            Op::Tick => self.tick(),
+            Op::Stop => self.stop(),
             Op::Reset => {
                 self.scheduler.reset().unwrap();
                 self.storable.clear();
@@ -358,7 +443,9 @@ impl World {
         let num_pins: usize = all.map(|id| pool.num_pins(id) as usize).sum();
         let num_copied: usize = self.copies.iter().map(|copy| copy.job.block_ids.len()).sum();
         assert_eq!(num_pins, num_copied, "device pins are those of the jobs in flight");
-        assert_eq!(self.scheduler.stats().jobs_in_flight, self.copies.len());
+        let (late, timely): (Vec<_>, Vec<_>) = self.copies.iter().partition(|copy| copy.is_late);
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.jobs_in_flight, stats.quarantined_jobs), (timely.len(), late.len()));
         assert!(self.scheduler.num_resident() <= self.storable.len(), "nothing stale is kept");
     }
 
@@ -391,10 +478,11 @@ proptest! {
     /// Nothing stale is served, no pin is lost, no slot or block has two users.
     #[test]
     fn nothing_is_lost_or_mixed_up(
-        groups in models(), size in 4..16_usize, num_host in 1..12_usize, ops in vec(op(), 1..60),
+        groups in models(), size in 4..16_usize, num_host in 1..12_usize, world_size in 1..4_usize,
+        ops in vec(op(), 1..60),
     ) {
         let num_device = size * groups.len();
-        let mut world = World::of(groups, num_device, num_host);
+        let mut world = World::of(groups, num_device, num_host, world_size);
         for op in &ops {
             world.apply(op);
             world.check();
@@ -413,10 +501,10 @@ proptest! {
     /// what every group needs for it was computed.
     #[test]
     fn with_room_everything_computed_is_kept(groups in models(), ops in vec(op(), 1..40)) {
-        let mut world = World::of(groups, 80, 200);
+        let mut world = World::of(groups, 80, 200, 1);
         for op in &ops {
             let op = match op {
-                Op::Reset => continue,
+                Op::Reset | Op::Tick | Op::Stop => continue,
                 Op::End(which, _) => &Op::End(*which, true),
                 other => other,
             };
@@ -555,7 +643,7 @@ fn after_a_reset_loads_do_not_count_and_live_requests_store_anew() {
     world.admit(0, 0, 4, 3);
     let load = world.copies[0].job.clone();
     world.apply(&Op::Reset);
-    let end = world.scheduler.complete(load.job_id, true).unwrap();
+    let end = world.scheduler.complete(load.job_id, 0, true).unwrap().unwrap();
     assert_eq!((end.is_ok, end.block_ids), (false, load.block_ids));
     assert_eq!(world.scheduler.stats().failed_loads, 1);
     assert_eq!(world.num_served(3), 0);
@@ -569,7 +657,7 @@ fn after_a_reset_loads_do_not_count_and_live_requests_store_anew() {
 #[test]
 fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
     let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
-    let mut scheduler = OffloadScheduler::new(4, groups, false).unwrap();
+    let mut scheduler = OffloadScheduler::new(OffloadConfig::new(4, groups)).unwrap();
     for (id, names) in [("p", &[1][..]), ("k", &[2]), ("l", &[3]), ("all", &[1, 2, 3, 4, 5, 6])] {
         scheduler.add(id, &hashes(names)).unwrap();
     }
@@ -579,8 +667,8 @@ fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
         let new_blocks = ids(&new.collect::<Vec<u32>>());
         let num_computed_tokens = num_blocks * BLOCK_SIZE;
         let progress = Progress { request_id, num_computed_tokens, new_blocks: &[&new_blocks] };
-        if let Some(job) = scheduler.store(std::iter::once(progress)).unwrap() {
-            scheduler.complete(job.job_id, true).unwrap();
+        if let Some(job) = scheduler.store(std::iter::once(progress), None).unwrap() {
+            scheduler.complete(job.job_id, 0, true).unwrap();
         }
         scheduler.check().unwrap();
     }

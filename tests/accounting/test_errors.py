@@ -338,7 +338,11 @@ TIER_CASES: list[TierCase] = [
     (ConfigError, f"12 .* {FULL} ", lambda w: w.tier.load("holding", 12, [[7, 8, 9]])),
     (ConfigError, f"{2**63} .* {FULL} ", lambda w: w.tier.load("holding", 2**63, [[7, 8]])),
     (ConfigError, f"{FULL} .* 2 blocks of .* not 1", lambda w: w.tier.load("holding", FULL, [[7]])),
-    (ConfigError, f"{FULL} .* 2 blocks of .* not 3", lambda w: w.tier.load("holding", FULL, [[7, 8, 9]])),
+    (
+        ConfigError,
+        f"{FULL} .* 2 blocks of .* not 3",
+        lambda w: w.tier.load("holding", FULL, [[7, 8, 9]]),
+    ),
     (ConfigError, "2 groups.* 1", lambda w: w.tier.load("holding", FULL, [[7], [8]])),
     (ConfigError, "0 groups.* 1", lambda w: w.tier.load("holding", FULL, [])),
     (InvalidBlock, "block 7 .*two copies", lambda w: w.tier.load("holding", FULL, [[7, 7]])),

@@ -6,6 +6,8 @@ content is the prompt up to and with its letter: whatever is lost, stale or swap
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,10 +17,13 @@ from kvstow import (
     BlockLedger,
     BlockRemoved,
     BlockStored,
+    ConfigError,
     FullAttention,
+    InvalidBlock,
     Job,
     JobEnd,
     OffloadScheduler,
+    SlidingWindow,
     StateError,
     hash_tokens,
 )
@@ -92,7 +97,7 @@ class Rig:
         if store is None:
             _, wanted = self.loads.pop(job.job_id)
             assert not ok or [self.device[id] for id in job.block_ids] == wanted
-        end = self.scheduler.complete(job.job_id, ok=ok)
+        end = some(self.scheduler.complete(job.job_id, ok=ok))
         assert end.block_ids.tolist() == job.block_ids.tolist()
         self.scheduler.check()
         return end
@@ -117,9 +122,12 @@ class Rig:
         return self.scheduler.stats()[name]
 
 
-def some(job: Job | None) -> Job:
-    assert job is not None
-    return job
+T = TypeVar("T", Job, JobEnd)
+
+
+def some(made: T | None) -> T:
+    assert made is not None
+    return made
 
 
 def test_what_was_stored_comes_back() -> None:
@@ -217,7 +225,7 @@ def test_a_job_may_be_named_by_any_integer() -> None:
     scheduler = OffloadScheduler(2, [GROUP])
     scheduler.add("a", hashes("a"))
     job = some(scheduler.store(["a"], [BLOCK_SIZE], [1], [0, 1]))
-    assert scheduler.complete(np.int64(job.job_id)).ok  # type: ignore[arg-type]
+    assert some(scheduler.complete(np.int64(job.job_id))).ok  # type: ignore[arg-type]
 
 
 def test_a_key_in_flight_is_not_stored_again_and_is_a_miss() -> None:
@@ -584,3 +592,154 @@ def test_no_slot_is_lost_and_none_is_out_of_reach(
     rig.keep("z" * num_host_blocks, id="last")
     assert rig.found("z" * num_host_blocks) == rig.scheduler.num_resident == num_host_blocks
     assert rig.stat("storing_blocks") == rig.stat("jobs_in_flight") == 0
+
+
+def test_a_job_ends_when_every_rank_has_reported_it_and_fails_if_any_has() -> None:
+    scheduler = OffloadScheduler(8, [GROUP], world_size=3)
+    for id, ok in (("well", True), ("badly", False)):
+        scheduler.add(id, hashes(id[0]))
+        job = some(scheduler.store([id], [BLOCK_SIZE], [1], [0, 1]))
+        assert scheduler.complete(job.job_id, rank=2) is None
+        assert scheduler.complete(job.job_id, rank=0, ok=ok) is None
+        with pytest.raises(StateError, match="rank 0 has reported"):
+            scheduler.complete(job.job_id, rank=0)
+        with pytest.raises(ConfigError, match="rank 3 of 3"):
+            scheduler.complete(job.job_id, rank=3)
+        assert scheduler.num_resident == (0 if ok else 1)
+        end = some(scheduler.complete(job.job_id, rank=1))
+        assert (end.ok, end.late, end.block_ids.tolist()) == (ok, False, [1])
+    assert scheduler.num_resident == 1
+    assert scheduler.stats()["failed_stores"] == 1
+
+
+def test_a_late_load_fails_once_and_keeps_its_blocks_until_it_has_ended() -> None:
+    rig = Rig(4)
+    rig.keep("ab")
+    scheduler = rig.scheduler
+    scheduler.add("late", hashes("abc"))
+    assert scheduler.lookup("late", 0, ALL) == 2 * BLOCK_SIZE
+    job = scheduler.load("late", 2 * BLOCK_SIZE, [[7, 8]], deadline=10.0)
+    assert scheduler.expire(10.0) == []
+    assert scheduler.expire(10.5) == [job.job_id]
+    assert scheduler.expire(99.0) == [], "told once"
+    stats = scheduler.stats()
+    assert (stats["jobs_in_flight"], stats["quarantined_jobs"]) == (0, 1)
+    assert (stats["late_jobs"], stats["quarantined_blocks"]) == (1, 2)
+    # No lookup waits for it, and the slots that it reads stay: there is no room for others.
+    scheduler.add("other", hashes("ab"))
+    assert scheduler.lookup("other", 0, ALL) == 2 * BLOCK_SIZE
+    scheduler.release("other")
+    scheduler.add("big", hashes("wxyz"))
+    store = some(scheduler.store(["big"], [4 * BLOCK_SIZE], [1, 2, 3, 4], [0, 4]))
+    assert len(store) == 2
+    end = some(scheduler.complete(job.job_id))
+    assert (end.ok, end.late, end.block_ids.tolist()) == (False, True, [7, 8])
+    assert scheduler.stats()["quarantined_jobs"] == 0
+    scheduler.check()
+
+
+def test_a_late_store_never_becomes_visible_and_its_keys_can_be_stored_again() -> None:
+    scheduler = OffloadScheduler(4, [GROUP])
+    scheduler.add("first", hashes("ab"))
+    late = some(scheduler.store(["first"], [2 * BLOCK_SIZE], [1, 2], [0, 2], deadline=1.0))
+    assert scheduler.expire(2.0) == [late.job_id]
+    scheduler.add("second", hashes("ab"))
+    again = some(scheduler.store(["second"], [2 * BLOCK_SIZE], [3, 4], [0, 2]))
+    assert set(again.host_slots.tolist()).isdisjoint(late.host_slots.tolist())
+    assert some(scheduler.complete(again.job_id)).ok
+    assert not some(scheduler.complete(late.job_id)).ok
+    assert (scheduler.num_resident, scheduler.stats()["stored_blocks"]) == (2, 2)
+    scheduler.check()
+
+
+def test_stopped_movers_end_every_job_and_late_reports_are_swallowed() -> None:
+    rig = Rig(4)
+    rig.keep("ab")
+    scheduler = rig.scheduler
+    scheduler.add("a", hashes("abc"))
+    scheduler.lookup("a", 0, ALL)
+    load = scheduler.load("a", 2 * BLOCK_SIZE, [[7, 8]], deadline=1.0)
+    scheduler.add("b", hashes("x"))
+    store = some(scheduler.store(["b"], [BLOCK_SIZE], [9], [0, 1]))
+    scheduler.expire(2.0)
+    ends = [(end.job_id, end.ok, end.late, end.block_ids.tolist()) for end in scheduler.end_all()]
+    assert ends == [(load.job_id, False, True, [7, 8]), (store.job_id, False, False, [9])]
+    assert scheduler.end_all() == []
+    assert scheduler.complete(store.job_id) is None
+    assert scheduler.complete(load.job_id, ok=False) is None
+    with pytest.raises(StateError):
+        scheduler.complete(store.job_id + 1)
+    assert scheduler.num_resident == 2
+    scheduler.check()
+
+
+def test_a_deadline_that_is_no_time_is_refused() -> None:
+    scheduler = OffloadScheduler(4, [GROUP])
+    with pytest.raises(ConfigError, match="NaN"):
+        scheduler.expire(float("nan"))
+    with pytest.raises(ConfigError, match="NaN"):
+        scheduler.store([], [], [], [0], deadline=float("nan"))
+
+
+def test_ids_outside_the_device_pool_are_refused() -> None:
+    scheduler = OffloadScheduler(4, [GROUP], num_device_blocks=8)
+    scheduler.add("a", hashes("ab"))
+    with pytest.raises(InvalidBlock, match="block 8 "):
+        scheduler.store(["a"], [BLOCK_SIZE], [8], [0, 1])
+    store = some(scheduler.store(["a"], [BLOCK_SIZE], [7], [0, 1]))
+    scheduler.complete(store.job_id)
+    scheduler.add("b", hashes("ab"))
+    scheduler.lookup("b", 0, ALL)
+    with pytest.raises(InvalidBlock, match="block 9 "):
+        scheduler.load("b", BLOCK_SIZE, [[9]])
+    assert len(scheduler.load("b", BLOCK_SIZE, [[6]])) == 1
+    scheduler.check()
+
+
+WINDOW = SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
+
+
+def test_of_a_window_only_what_is_read_is_loaded() -> None:
+    """Two blocks cover what a token that follows a full block reads of a window of two blocks."""
+    scheduler = OffloadScheduler(16, [GROUP, WINDOW])
+    scheduler.add("a", hashes("abcd"))
+    table = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    store = some(scheduler.store(["a"], [4 * BLOCK_SIZE], [*table[0], *table[1]], [0, 4, 8]))
+    assert store.offsets.tolist() == [0, 4, 8]
+    assert store.block_ids.tolist() == [*table[0], *table[1]]
+    scheduler.complete(store.job_id)
+    scheduler.add("b", hashes("abcdx"))
+    assert scheduler.lookup("b", 0, ALL) == 4 * BLOCK_SIZE
+    for targets in ([[11, 12, 13, 14], [15, 16, 17, 18]], [[11, 12, 13, 14]]):
+        with pytest.raises(ConfigError, match="group"):
+            scheduler.load("b", 4 * BLOCK_SIZE, targets)
+    load = scheduler.load("b", 4 * BLOCK_SIZE, [[11, 12, 13, 14], [17, 18]])
+    assert load.offsets.tolist() == [0, 4, 6]
+    slot_of = dict(zip(store.block_ids.tolist(), store.host_slots.tolist(), strict=True))
+    assert load.host_slots.tolist() == [slot_of[id] for id in (1, 2, 3, 4, 7, 8)]
+    scheduler.check()
+
+
+def test_null_blocks_are_never_stored() -> None:
+    scheduler = OffloadScheduler(16, [GROUP, WINDOW])
+    scheduler.add("a", hashes("abcd"))
+    with pytest.raises(InvalidBlock, match="null"):
+        scheduler.store(["a"], [BLOCK_SIZE], [0, 5], [0, 1, 2])
+    table = [1, 2, 3, 4, 0, 0, 7, 8]
+    store = some(scheduler.store(["a"], [4 * BLOCK_SIZE], table, [0, 4, 8]))
+    assert store.block_ids.tolist() == [1, 2, 3, 4, 7, 8]
+    scheduler.check()
+
+
+def test_a_prefix_is_served_as_far_as_every_group_can() -> None:
+    scheduler = OffloadScheduler(16, [GROUP, WINDOW])
+    scheduler.add("a", hashes("abcd"))
+    # Of the window only the two first blocks came to the host.
+    store = some(scheduler.store(["a"], [2 * BLOCK_SIZE], [1, 2, 5, 6], [0, 2, 4]))
+    scheduler.complete(store.job_id)
+    store = some(scheduler.store(["a"], [4 * BLOCK_SIZE], [3, 4, 0, 0], [0, 2, 4]))
+    scheduler.complete(store.job_id)
+    scheduler.add("b", hashes("abcde"))
+    assert scheduler.lookup("b", 0, ALL) == 2 * BLOCK_SIZE
+    # What is on the device already need not come from the host.
+    assert scheduler.lookup("b", 3 * BLOCK_SIZE, ALL) == 0

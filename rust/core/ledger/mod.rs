@@ -2,6 +2,8 @@
 
 mod allocate;
 mod request;
+#[cfg(test)]
+mod two_phase_tests;
 
 pub use allocate::{AllocateArgs, Taken};
 pub use request::Context;
@@ -117,7 +119,8 @@ impl BlockLedger {
     /// [`Error::UnknownRequest`].
     pub fn lookup(&self, request_id: &str, max_tokens: usize) -> Result<PrefixHit> {
         let request = self.requests.get(request_id)?;
-        let (num_tokens, blocks) = self.model.longest_hit(&self.pool, &request.hashes, max_tokens);
+        let (num_tokens, blocks) =
+            self.model.longest_hit(&self.pool, &request.hashes, 0, max_tokens);
         Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial })
     }
 

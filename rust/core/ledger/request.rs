@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::event::Origin;
-use crate::group::Model;
+use crate::group::{Group, Model};
 use crate::hash::ExtraKey;
 use crate::ids::BlockId;
 use crate::key::{BlockHash, Hashes};
@@ -130,6 +130,12 @@ impl Request {
     #[inline]
     pub(super) fn publish(&mut self, pool: &mut BlockPool, num_tokens: usize, model: &Model) {
         let num_tokens = num_tokens.min(self.hashes.len() * model.hash_block_size());
+        let is_behind = |(table, group): (&Table, &Group)| {
+            num_tokens >= (table.num_published + 1) * group.block_size
+        };
+        if !self.tables.iter().zip(model.groups()).any(is_behind) {
+            return; // as in most steps of a decoding request
+        }
         // A hit ends at these multiples: no block behind the last of them can be found.
         let num_tokens = num_tokens - num_tokens % model.hit_block_size();
         for (id, group) in model.enumerate() {

@@ -22,11 +22,15 @@ pub struct Job {
 /// How a job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobEnd {
+    /// The job.
+    pub job_id: JobId,
     /// Device blocks to unpin.
     pub block_ids: Vec<BlockId>,
-    /// Whether its copies count: false for a job that failed or that a reset overtook. Blocks of
-    /// such a load must be recomputed.
+    /// Whether its copies count: false for a job that failed, that was late, or that a reset
+    /// overtook. Blocks of such a load must be recomputed.
     pub is_ok: bool,
+    /// Whether it was past its deadline: its request has been failed already.
+    pub is_late: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -34,8 +38,16 @@ pub(super) struct InFlight {
     pub(super) block_ids: Vec<BlockId>,
     pub(super) slots: Vec<BlockId>,
     pub(super) kind: Kind,
-    /// Whether the tier was reset since: the result no longer counts.
+    /// On the caller's clock.
+    pub(super) deadline: Option<f64>,
+    /// By rank: whether its worker has reported.
+    reported: Vec<bool>,
+    /// Whether a rank has reported a failure.
+    pub(super) has_failed: bool,
+    /// Whether the tier was reset since: the result does not count.
     pub(super) is_fenced: bool,
+    /// Whether the deadline has passed: the job is in quarantine.
+    pub(super) is_late: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -50,7 +62,7 @@ pub(super) enum Kind {
 }
 
 impl InFlight {
-    /// Slots that this job was given to fill, fenced or not.
+    /// Slots that this job was given to fill, void or not.
     pub(super) fn num_storing(&self) -> usize {
         self.slots.len() - self.num_loading()
     }
@@ -72,31 +84,107 @@ impl OffloadScheduler {
         slots: Vec<BlockId>,
         offsets: Vec<usize>,
         kind: Kind,
+        deadline: Option<f64>,
     ) -> Job {
         self.num_jobs += 1;
         let job_id = JobId(self.num_jobs);
         // Slot i lies in block i + 1 of the tier's pool, whose block 0 is its null block.
         let host_slots = slots.iter().map(|slot| slot.0 - 1).collect();
         let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
-        self.jobs.insert(job_id, InFlight { block_ids, slots, kind, is_fenced: false });
+        let reported = vec![false; self.world_size];
+        let in_flight = InFlight {
+            block_ids,
+            slots,
+            kind,
+            deadline,
+            reported,
+            has_failed: false,
+            is_fenced: false,
+            is_late: false,
+        };
+        self.jobs.insert(job_id, in_flight);
         job
     }
 
-    /// Ends a job. Of a store, the slots become visible to lookup and their chains are ranked, or
-    /// they are given back if it failed.
+    /// One rank's worker says that its part of a job has ended, or never began. None until all
+    /// ranks have: then the job ends, and it failed if any part did. Of a store the slots become
+    /// visible to lookup and their chains are ranked, or they are given back.
+    ///
+    /// Reports of jobs that [`end_all`](Self::end_all) has ended are swallowed.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`] for a job that is not in flight.
-    pub fn complete(&mut self, job_id: JobId, is_ok: bool) -> Result<JobEnd> {
-        let Some(job) = self.jobs.remove(&job_id) else {
-            return Err(Error::UnknownJob { job_id });
+    /// [`Error::UnknownJob`] for a job that is not in flight, [`Error::Config`] for a rank outside
+    /// the world, [`Error::State`] for one that has reported this job already.
+    pub fn complete(&mut self, job_id: JobId, rank: usize, is_ok: bool) -> Result<Option<JobEnd>> {
+        if rank >= self.world_size {
+            return Err(Error::Config(format!(
+                "rank {rank} of {}: ranks count from 0",
+                self.world_size
+            )));
+        }
+        let Some(job) = self.jobs.get_mut(&job_id) else {
+            let is_swallowed = (1..=self.num_ended_jobs).contains(&job_id.0);
+            return if is_swallowed { Ok(None) } else { Err(Error::UnknownJob { job_id }) };
         };
-        let counts = is_ok && !job.is_fenced;
+        if job.reported[rank] {
+            return Err(Error::State(format!(
+                "rank {rank} has reported job {} already: every rank reports once",
+                job_id.0
+            )));
+        }
+        job.reported[rank] = true;
+        job.has_failed |= !is_ok;
+        if job.reported.contains(&false) {
+            return Ok(None);
+        }
+        let Some(job) = self.jobs.remove(&job_id) else { return Ok(None) };
+        self.end(job_id, job).map(Some)
+    }
+
+    /// Jobs whose deadline lies before `now`, on the caller's clock, each told once: their requests
+    /// fail. Slots and device blocks stay pinned, in quarantine, until every rank has reported: a
+    /// late copy must not land in blocks that are someone else's. No lookup waits for them.
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub fn expire(&mut self, now: f64) -> Result<Vec<JobId>> {
+        let mut late = Vec::new();
+        for (&job_id, job) in &mut self.jobs {
+            if job.is_late || job.deadline.is_none_or(|deadline| deadline >= now) {
+                continue;
+            }
+            job.is_late = true;
+            late.push(job_id);
+            match &job.kind {
+                Kind::Load => self.tier.end_loads(&job.slots),
+                Kind::Store { filling, .. } => self.tier.fence(&job.slots, &filling.keys)?,
+            }
+        }
+        self.counters.late_jobs += late.len();
+        Ok(late)
+    }
+
+    /// Ends every job, in quarantine or not, as failed: for movers that have been stopped, and
+    /// copy nothing any more. What their workers report later is swallowed.
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub fn end_all(&mut self) -> Result<Vec<JobEnd>> {
+        self.num_ended_jobs = self.num_jobs;
+        let jobs = std::mem::take(&mut self.jobs);
+        let end = |(job_id, job)| self.end(job_id, InFlight { has_failed: true, ..job });
+        jobs.into_iter().map(end).collect()
+    }
+
+    fn end(&mut self, job_id: JobId, job: InFlight) -> Result<JobEnd> {
+        let is_ok = !job.has_failed && !job.is_fenced && !job.is_late;
         match &job.kind {
             Kind::Load => {
-                self.tier.end_loads(&job.slots);
+                if !job.is_late {
+                    self.tier.end_loads(&job.slots);
+                }
                 self.tier.unpin(&job.slots)?;
-                if counts {
+                if is_ok {
                     self.counters.loaded += job.slots.len();
                 } else {
                     self.counters.failed_loads += 1;
@@ -109,10 +197,12 @@ impl OffloadScheduler {
                 }
             }
             Kind::Store { filling, .. } => {
-                self.tier.abandon(&job.slots, &filling.keys)?;
-                self.counters.failed_stores += 1;
+                self.tier.fence(&job.slots, &filling.keys)?;
+                self.tier.give_back(&job.slots)?;
+                self.counters.failed_stores += usize::from(job.has_failed || job.is_late);
             }
         }
-        Ok(JobEnd { block_ids: job.block_ids, is_ok: counts })
+        let InFlight { block_ids, is_late, .. } = job;
+        Ok(JobEnd { job_id, block_ids, is_ok, is_late })
     }
 }

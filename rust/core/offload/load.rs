@@ -31,6 +31,7 @@ impl OffloadScheduler {
             self.model.longest_hit(&self.tier, &request.hashes, num_local_tokens, max_tokens);
         let slots: Vec<BlockId> = found.into_iter().flatten().filter(|id| !id.is_null()).collect();
         if slots.iter().any(|&slot| self.tier.is_loading(slot)) {
+            self.counters.pending_lookups += 1;
             return Ok(None);
         }
         self.tier.pin(&slots)?;
@@ -47,12 +48,14 @@ impl OffloadScheduler {
     /// [`Error::UnknownRequest`]; [`Error::State`] without a lookup, and where a window before an
     /// earlier end is not on the host; [`Error::Config`] for no tokens, more than were found, a
     /// number that is no multiple of the block size, or another number of groups or blocks;
-    /// [`Error::InvalidBlock`] for a null or repeated block.
+    /// [`Error::NoSuchBlock`] for an id outside the device pool, [`Error::InvalidBlock`] for a null
+    /// or repeated block.
     pub fn load(
         &mut self,
         request_id: &str,
         num_tokens: usize,
         block_ids: &[Vec<BlockId>],
+        deadline: Option<f64>,
     ) -> Result<Job> {
         self.check_multiple("external", num_tokens)?;
         self.check_num_groups(block_ids.len())?;
@@ -100,6 +103,7 @@ impl OffloadScheduler {
             offsets.push(slots.len());
         }
         let block_ids = block_ids.concat();
+        self.check_ids(&block_ids)?;
         check_targets(&block_ids)?;
         self.tier.pin(&slots)?;
         let request = self.requests.get_mut(request_id)?;
@@ -108,7 +112,7 @@ impl OffloadScheduler {
         let hashes = std::mem::take(&mut request.hashes);
         self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);
         self.requests.get_mut(request_id)?.hashes = hashes;
-        Ok(self.begin(block_ids, slots, offsets, Kind::Load))
+        Ok(self.begin(block_ids, slots, offsets, Kind::Load, deadline))
     }
 
     /// Gives back what a request's lookup holds.

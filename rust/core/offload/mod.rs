@@ -19,10 +19,14 @@ use crate::event::Event;
 use crate::group::{Attention, Group, Model};
 use crate::ids::{BlockId, JobId};
 use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
+use crate::pool::MAX_BLOCKS;
 use crate::requests::Requests;
 
 use job::InFlight;
 use tier::HostTier;
+
+/// The most ranks that copy their parts of one job.
+pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// Plans stores and loads between a device's blocks and a host tier of its own.
 ///
@@ -35,7 +39,12 @@ pub struct OffloadScheduler {
     model: Model,
     requests: Requests<Tracked>,
     jobs: BTreeMap<JobId, InFlight>,
+    /// Jobs ever begun: the last one's id.
     num_jobs: u64,
+    /// Up to this id [`OffloadScheduler::end_all`] has ended all.
+    num_ended_jobs: u64,
+    world_size: usize,
+    num_device_blocks: usize,
     counters: Counters,
 }
 
@@ -78,6 +87,31 @@ struct Counters {
     dropped: usize,
     failed_stores: usize,
     failed_loads: usize,
+    late_jobs: usize,
+    pending_lookups: usize,
+}
+
+/// What a scheduler is made for.
+#[derive(Clone, Debug)]
+pub struct OffloadConfig {
+    /// Slots of the host tier, all of them usable.
+    pub num_host_blocks: usize,
+    /// The device's groups.
+    pub groups: Vec<Group>,
+    /// Workers that each copy their part of every job.
+    pub world_size: usize,
+    /// Blocks of the device pool, the null block included; ids outside it are refused.
+    pub num_device_blocks: usize,
+    /// Whether events are kept.
+    pub events: bool,
+}
+
+impl OffloadConfig {
+    /// One worker, any device block, no events.
+    pub fn new(num_host_blocks: usize, groups: Vec<Group>) -> Self {
+        let num_device_blocks = MAX_BLOCKS;
+        Self { num_host_blocks, groups, world_size: 1, num_device_blocks, events: false }
+    }
 }
 
 /// Counters since construction, and gauges of the moment.
@@ -99,23 +133,41 @@ pub struct OffloadStats {
     pub resident_blocks: usize,
     /// Now: slots that stores are filling.
     pub storing_blocks: usize,
-    /// Now: jobs in flight.
+    /// Jobs that were past their deadline.
+    pub late_jobs: usize,
+    /// Lookups that were told to ask again.
+    pub pending_lookups: usize,
+    /// Now: jobs in flight, those in quarantine not counted.
     pub jobs_in_flight: usize,
+    /// Now: late jobs that not every rank has reported.
+    pub quarantined_jobs: usize,
+    /// Now: device blocks that these jobs pin.
+    pub quarantined_blocks: usize,
 }
 
 impl OffloadScheduler {
-    /// A scheduler over an empty host tier of `num_host_blocks` slots.
+    /// A scheduler over an empty host tier.
     ///
     /// # Errors
-    /// [`Error::Config`] for a tier of no slots or too many, and for groups that [`Model::new`]
-    /// refuses.
-    pub fn new(num_host_blocks: usize, groups: Vec<Group>, events: bool) -> Result<Self> {
+    /// [`Error::Config`] for a tier of no slots or too many, for groups that [`Model::new`]
+    /// refuses, and for a world of no ranks or more than [`MAX_WORLD_SIZE`].
+    pub fn new(config: OffloadConfig) -> Result<Self> {
+        let OffloadConfig { num_host_blocks, groups, world_size, num_device_blocks, events } =
+            config;
+        if !(1..=MAX_WORLD_SIZE).contains(&world_size) {
+            return Err(Error::Config(format!(
+                "a world of {world_size} ranks: it must be 1 to {MAX_WORLD_SIZE}"
+            )));
+        }
         Ok(Self {
             model: Model::new(groups)?,
             tier: HostTier::new(num_host_blocks, events)?,
             requests: Requests::default(),
             jobs: BTreeMap::new(),
             num_jobs: 0,
+            num_ended_jobs: 0,
+            world_size,
+            num_device_blocks,
             counters: Counters::default(),
         })
     }
@@ -202,6 +254,7 @@ impl OffloadScheduler {
 
     /// Counters and gauges.
     pub fn stats(&self) -> OffloadStats {
+        let late = || self.jobs.values().filter(|job| job.is_late);
         OffloadStats {
             stored_blocks: self.counters.stored,
             loaded_blocks: self.counters.loaded,
@@ -211,7 +264,11 @@ impl OffloadScheduler {
             failed_loads: self.counters.failed_loads,
             resident_blocks: self.tier.num_resident(),
             storing_blocks: self.tier.num_in_flight(),
-            jobs_in_flight: self.jobs.len(),
+            late_jobs: self.counters.late_jobs,
+            pending_lookups: self.counters.pending_lookups,
+            jobs_in_flight: self.jobs.len() - late().count(),
+            quarantined_jobs: late().count(),
+            quarantined_blocks: late().map(|job| job.block_ids.len()).sum(),
         }
     }
 

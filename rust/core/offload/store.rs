@@ -40,15 +40,18 @@ impl OffloadScheduler {
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for another number of groups;
-    /// [`Error::InvalidBlock`] for a null block of a full-attention group.
+    /// [`Error::NoSuchBlock`] for an id outside the device pool, [`Error::InvalidBlock`] for a null
+    /// block of a full-attention group.
     pub fn store<'a>(
         &mut self,
         progress: impl Iterator<Item = Progress<'a>> + Clone,
+        deadline: Option<f64>,
     ) -> Result<Option<Job>> {
         for Progress { request_id, new_blocks, .. } in progress.clone() {
             self.requests.get(request_id)?;
             self.check_num_groups(new_blocks.len())?;
             for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
+                self.check_ids(blocks)?;
                 let is_full = group.attention == Attention::Full;
                 if let Some(&id) = blocks.iter().find(|id| is_full && id.is_null()) {
                     let why = "is the null block: a full-attention table holds none";
@@ -89,7 +92,16 @@ impl OffloadScheduler {
         if slots.is_empty() {
             return Ok(None);
         }
-        Ok(Some(self.begin(block_ids, slots, offsets, Kind::Store { filling, tails })))
+        Ok(Some(self.begin(block_ids, slots, offsets, Kind::Store { filling, tails }, deadline)))
+    }
+
+    /// Refuses ids outside the device pool.
+    pub(super) fn check_ids(&self, ids: &[BlockId]) -> Result<()> {
+        let num_blocks = self.num_device_blocks;
+        match ids.iter().find(|id| id.index() >= num_blocks) {
+            Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn check_num_groups(&self, given: usize) -> Result<()> {

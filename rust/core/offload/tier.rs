@@ -202,8 +202,8 @@ impl HostTier {
         Ok((placed, num_kept))
     }
 
-    /// Makes the slots of a finished store resident; those that were abandoned or fenced in the
-    /// meantime are emptied. Returns how many became resident.
+    /// Makes the slots of a finished store resident; those that were fenced in the meantime
+    /// are emptied. Returns how many became resident.
     pub(super) fn publish(
         &mut self,
         slots: &[BlockId],
@@ -258,16 +258,18 @@ impl HostTier {
         self.pool.publish(&slots[run.clone()], &hashes, group, origin);
     }
 
-    /// Empties the slots of a failed store, and drops whatever hangs below them: without its
-    /// prefix it could not be evicted in order.
-    pub(super) fn abandon(&mut self, slots: &[BlockId], keys: &[BlockKey]) -> Result<()> {
+    /// Nothing waits any more for what these slots of a store were to hold. Drops whatever hangs
+    /// below them: without its prefix it could not be evicted in order.
+    pub(super) fn fence(&mut self, slots: &[BlockId], keys: &[BlockKey]) -> Result<()> {
         let is_current =
             |(slot, key): &(&BlockId, &BlockKey)| self.in_flight.get(*key) == Some(*slot);
         let lost: Vec<BlockId> =
             slots.iter().zip(keys).filter(is_current).map(|(slot, _)| *slot).collect();
-        if !lost.is_empty() {
-            self.drop_below(&lost)?;
-        }
+        if lost.is_empty() { Ok(()) } else { self.drop_below(&lost) }
+    }
+
+    /// Takes back the slots of a store that was fenced.
+    pub(super) fn give_back(&mut self, slots: &[BlockId]) -> Result<()> {
         self.pool.free(slots)
     }
 
