@@ -85,12 +85,20 @@ impl Index {
 
     /// The blocks of the longest prefix of `hashes` that is held, each the oldest of its key.
     pub fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+        let mark = mark(group);
         let mut found = Vec::new();
         for batch in hashes.chunks(BATCH) {
-            let prints = self.prints(batch.iter().map(|hash| (hash, mark(group))));
-            for (hash, print) in batch.iter().zip(prints) {
-                let Some(id) = self.oldest(print, hash, mark(group)) else { return found };
-                found.push(id);
+            let (prints, homes) = self.prints(batch.iter().map(|hash| (hash, mark)));
+            for ((hash, print), entry) in batch.iter().zip(prints).zip(homes) {
+                // Most stand at their first slot, which has just been read.
+                let id = block_of(entry);
+                if print_of(entry) == print && self.is_marked(id, hash, mark) {
+                    found.push(id);
+                } else if let Some(id) = self.oldest(print, hash, mark) {
+                    found.push(id);
+                } else {
+                    return found;
+                }
             }
         }
         found
@@ -110,7 +118,7 @@ impl Index {
     ) -> std::result::Result<(), usize> {
         let mut place = 0;
         for (ids, hashes) in ids.chunks(BATCH).zip(hashes.chunks(BATCH)) {
-            let prints = self.prints(hashes.iter().map(|hash| (hash, mark(group))));
+            let (prints, _) = self.prints(hashes.iter().map(|hash| (hash, mark(group))));
             for ((&id, hash), print) in ids.iter().zip(hashes).zip(prints) {
                 if !id.is_null() && !self.has_key(id) {
                     if self.insert(id, print, hash, mark(group)) {
@@ -133,7 +141,8 @@ impl Index {
                 continue;
             }
             let keys = batch.iter().map(|&id| (self.hash(id), self.marks[id.index()]));
-            for (&id, print) in batch.iter().zip(self.prints(keys)) {
+            let (prints, _) = self.prints(keys);
+            for (&id, print) in batch.iter().zip(prints) {
                 if let Some(key) = self.key(id)
                     && self.remove(id, print)
                 {
@@ -168,29 +177,32 @@ impl Index {
         self.marks[id.index()] == mark && self.hash(id) == hash
     }
 
-    /// The fingerprints of at most [`BATCH`] keys, each a hash and the mark of its group. Reads
-    /// ahead what their probes will look at: here the reads overlap, while in a probe each waits
-    /// for the one before it.
+    /// The fingerprints of at most [`BATCH`] keys, each a hash and the mark of its group, and the
+    /// entries at their first slots. Reads ahead what their probes will look at: here the reads
+    /// overlap, while in a probe each waits for the one before it.
     #[inline]
     fn prints<'a>(
         &self,
         keys: impl ExactSizeIterator<Item = (&'a BlockHash, u32)>,
-    ) -> [u32; BATCH] {
+    ) -> ([u32; BATCH], [u64; BATCH]) {
         let num_keys = keys.len();
-        let mut prints = [0; BATCH];
+        let (mut prints, mut homes) = ([0; BATCH], [0; BATCH]);
         for (print, (hash, mark)) in prints.iter_mut().zip(keys) {
             *print = fingerprint(hash, mark);
         }
         if num_keys > 1 {
-            let mut ids = [BlockId::NULL; BATCH];
-            for (id, &print) in ids.iter_mut().zip(&prints[..num_keys]) {
-                *id = block_of(self.table[self.home(print)]);
+            let table = self.table.as_slice();
+            let mask = table.len() - 1;
+            for (entry, &print) in homes.iter_mut().zip(&prints[..num_keys]) {
+                *entry = table[print as usize & mask];
             }
-            let read =
-                |sum, &id: &BlockId| sum ^ self.marks[id.index()] ^ u32::from(self.hash(id)[0]);
-            std::hint::black_box(ids[..num_keys].iter().fold(0, read));
+            let read = |sum, &entry: &u64| {
+                let id = block_of(entry);
+                sum ^ self.marks[id.index()] ^ u32::from(self.hash(id)[0])
+            };
+            std::hint::black_box(homes[..num_keys].iter().fold(0, read));
         }
-        prints
+        (prints, homes)
     }
 
     #[inline]
