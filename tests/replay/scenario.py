@@ -5,10 +5,26 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
+from kvstow import FullAttention, SlidingWindow, StateSpace
 from kvstow.replay import Observer, ReplayConfig, ReplayEngine, Trace, TraceRequest
 from kvstow.replay.batch import Request
+from kvstow.replay.content import Geometry
+from kvstow.replay.model import ModelGroup, ReplayModel
 
 BLOCK = 16  # tokens: an engine takes any size, and small blocks make short replays
+
+FULL_GROUP = ModelGroup(FullAttention(BLOCK), Geometry(BLOCK, 2, 8))
+WINDOW_GROUP = ModelGroup(SlidingWindow(BLOCK, 40), Geometry(BLOCK, 1, 8))  # 2 and a half blocks
+NARROW_GROUP = ModelGroup(SlidingWindow(BLOCK, 5), Geometry(BLOCK, 2, 8))
+STATE_GROUP = ModelGroup(StateSpace(BLOCK), Geometry(BLOCK, 3, 12))
+
+# Small ones, of every kind of attention and with blocks of unequal size.
+FULL = ReplayModel("full", (FULL_GROUP,))
+SLIDING = ReplayModel("sliding", (FULL_GROUP, WINDOW_GROUP))
+STATEFUL = ReplayModel("stateful", (STATE_GROUP, FULL_GROUP))
+MIXED = ReplayModel("mixed", (NARROW_GROUP, FULL_GROUP, WINDOW_GROUP, STATE_GROUP))
+WINDOWS = ReplayModel("windows", (WINDOW_GROUP, NARROW_GROUP))  # no full attention at all
+SMALL_MODELS = (FULL, SLIDING, STATEFUL, MIXED, WINDOWS)
 
 
 class Checked(Observer):
@@ -44,6 +60,7 @@ def prepared(
     bandwidth_bytes_per_s: float = float("inf"),
     max_step_tokens: int = 8192,
     max_requests: int = 256,
+    model: ReplayModel | None = None,
 ) -> Iterator[ReplayEngine]:
     """An engine for the trace, not yet run; instant copies unless a bandwidth is given."""
     config = ReplayConfig(
@@ -53,11 +70,19 @@ def prepared(
         max_step_tokens=max_step_tokens,
         max_requests=max_requests,
     )
-    engine = ReplayEngine(of, config, observer=observer or Checked())
+    engine = ReplayEngine(of, config, observer=observer or Checked(), model=model)
     try:
         yield engine
     finally:
         engine.close()
+
+
+def least_device_blocks(of: Trace, model: ReplayModel, *, max_step_tokens: int = 8192) -> int:
+    """The smallest pool in which the engine takes on such a trace."""
+    return 1 + max(
+        sum(group.most_blocks(one.total_tokens, max_step_tokens) for group in model.groups)
+        for one in of.requests
+    )
 
 
 def assert_ended_well(engine: ReplayEngine) -> None:

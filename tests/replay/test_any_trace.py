@@ -2,18 +2,30 @@
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.replay.scenario import BLOCK, assert_ended_well, prepared, traces
+from tests.replay.scenario import (
+    BLOCK,
+    FULL,
+    MIXED,
+    SMALL_MODELS,
+    assert_ended_well,
+    least_device_blocks,
+    prepared,
+    traces,
+)
 
-from kvstow.replay import ReplayEngine, Trace
-from kvstow.transfer import Event, HostEvent, HostMover, Ticket
+from kvstow.replay import Trace
+from kvstow.replay.model import ReplayModel
+from kvstow.transfer import Event, HostEvent, HostMover, Mover, Ticket
 from kvstow.transfer.mover import Ints
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(
     of=traces(),
+    model=st.sampled_from(SMALL_MODELS),
     spare_blocks=st.sampled_from([0, 1, 3, 20]),
     host_blocks=st.sampled_from([1, 2, 5, 20, 500]),
     max_step_tokens=st.sampled_from([1, 7, BLOCK, 100, 8192]),
@@ -22,16 +34,18 @@ from kvstow.transfer.mover import Ints
 )
 def test_any_trace_replays_to_its_end(
     of: Trace,
+    model: ReplayModel,
     spare_blocks: int,
     host_blocks: int,
     max_step_tokens: int,
     max_requests: int,
     bandwidth: float,
 ) -> None:
-    needed = max(-(-request.total_tokens // BLOCK) for request in of.requests)
+    needed = least_device_blocks(of, model, max_step_tokens=max_step_tokens)
     with prepared(
         of,
-        device_blocks=needed + 1 + spare_blocks,
+        model=model,
+        device_blocks=needed + spare_blocks,
         host_blocks=host_blocks,
         max_step_tokens=max_step_tokens,
         max_requests=max_requests,
@@ -51,9 +65,9 @@ def test_any_trace_replays_to_its_end(
 class LateMover(HostMover):
     """Holds every transfer back until somebody waits for it, or for a later one."""
 
-    def __init__(self, engine: ReplayEngine) -> None:
-        super().__init__(engine.mover.layout, engine.arena)
-        engine.mover.close()
+    def __init__(self, mover: Mover) -> None:
+        super().__init__(mover.layout, mover.arena)
+        mover.close()
         self._held: list[HostEvent] = []
 
     def _hold(self) -> HostEvent:
@@ -88,18 +102,25 @@ class _LateTicket(Ticket):
         self._inner.wait(timeout_s)
 
 
+@pytest.mark.parametrize("model", [FULL, MIXED], ids=lambda model: model.name)
 @given(of=traces(), bandwidth=st.sampled_from([1e3, 1e5]))
-@settings(max_examples=30)
-def test_copies_that_come_late_change_nothing(of: Trace, bandwidth: float) -> None:
+@settings(max_examples=20)
+def test_copies_that_come_late_change_nothing(
+    model: ReplayModel, of: Trace, bandwidth: float
+) -> None:
     """Nothing is used before its landing in virtual time, however fast or slow the copy was."""
-    needed = max(-(-request.total_tokens // BLOCK) for request in of.requests)
+    needed = least_device_blocks(of, model)
     outcomes = []
     for late in (False, True):
         with prepared(
-            of, device_blocks=needed + 2, host_blocks=20, bandwidth_bytes_per_s=bandwidth
+            of,
+            model=model,
+            device_blocks=needed + 1,
+            host_blocks=20,
+            bandwidth_bytes_per_s=bandwidth,
         ) as engine:
             if late:
-                engine.mover = LateMover(engine)
+                engine.links.movers[:] = map(LateMover, engine.links.movers)
             engine.run()
             assert_ended_well(engine)
             figures = engine.figures

@@ -17,9 +17,21 @@ COMMAND = [sys.executable, "-c", "import sys; from kvstow.cli import main; sys.e
 SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
 
 API_KEYS = {
+    "model",
     "requests", "blocks", "hit_blocks", "recomputed_blocks", "stored_blocks", "loaded_blocks",
     "verified_blocks", "corrupt_blocks", "preemptions", "bytes_stored", "bytes_loaded", "steps",
     "seconds", "accounting_us_per_step",
+}  # fmt: skip
+
+# Of the bundled slice, with the defaults.
+THE_FIGURES = {
+    "requests": 1000, "blocks": 27305,
+    "hit_blocks": {"device": 1047, "host": 3238, "resumed": 17006},
+    "recomputed_blocks": 23020, "stored_blocks": 22717, "loaded_blocks": 3772,
+    "evicted_blocks": {"device": 25487, "host": 14525}, "dropped_blocks": 0,
+    "verified_blocks": 31769, "corrupt_blocks": 0, "corruptions": [], "preemptions": 425,
+    "bytes_stored": 93048832, "bytes_loaded": 15450112, "prefill_tokens": 11670194,
+    "decode_tokens": 349344, "steps": 11238, "virtual_seconds": 1240.6766000000173,
 }  # fmt: skip
 
 
@@ -55,20 +67,42 @@ def test_json_to_stdout_is_json_and_nothing_else() -> None:
     assert found["bytes_stored"] == 4096 * found["stored_blocks"]
     assert found["bytes_loaded"] == 4096 * found["loaded_blocks"]
     assert found["trace"] == str(BUNDLED_TRACE)
+    assert found["model"] == "full"
     assert not found["interrupted"]
 
 
-def test_the_defaults_show_everything_the_command_is_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_default_figures_of_the_bundled_slice(capsys: pytest.CaptureFixture[str]) -> None:
+    """They depend on nothing but the trace and the options: what changes them must mean to."""
     found = figures(capsys)
 
+    assert {key: found[key] for key in THE_FIGURES} == THE_FIGURES
+
+
+@pytest.mark.parametrize("model", ["gemma-3", "gpt-oss", "jamba"])
+def test_a_model_of_several_groups_shows_it_all_too(
+    capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    found = figures(
+        capsys, "--model", model, "--limit", "150", "--device-blocks", "700",
+        "--host-blocks", "3000",
+    )  # fmt: skip
+
+    assert found["model"] == model
     assert found["corrupt_blocks"] == 0
-    assert found["verified_blocks"] > 10_000  # type: ignore[operator]
-    for key in ("stored_blocks", "loaded_blocks", "preemptions"):
-        assert found[key] > 0, key  # type: ignore[operator]
-    for key in ("hit_blocks", "evicted_blocks"):
-        assert all(found[key].values()), key  # type: ignore[attr-defined]
+    assert found["verified_blocks"] > 4000  # type: ignore[operator]
+    assert found["preemptions"] > 50  # type: ignore[operator]
+    hits = found["hit_blocks"]
+    assert isinstance(hits, dict)
+    assert all(number > 20 for number in hits.values())
+    assert hits["device"] + hits["host"] + found["recomputed_blocks"] == found["blocks"]
+    assert all(found["evicted_blocks"].values())  # type: ignore[attr-defined]
+    options = found["options"]
+    assert isinstance(options, dict)
+    assert (options["num_layers"], options["bytes_per_token"]) == {
+        "gemma-3": (6, 24),
+        "gpt-oss": (4, 16),
+        "jamba": (8, 18),
+    }[model]
 
 
 def test_two_runs_agree_in_all_but_wall_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,8 +137,8 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["options"] == {
         "device_blocks": 400, "host_blocks": 77, "policy": "lru", "mode": "eager", "mover": "auto",
         "verify": "off", "step_ms": 1.0, "prefill_token_ms": 2.0, "decode_request_ms": 3.0,
-        "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "num_layers": 1,
-        "bytes_per_token": 16,
+        "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "model": "full",
+        "num_layers": 1, "bytes_per_token": 16,
     }  # fmt: skip
     assert found["bytes_stored"] == 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
     assert found["verified_blocks"] == 0
@@ -123,6 +157,8 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--host-blocks", "2000000000"], "GiB"),
         (["--device-blocks", "20"], "of 20 device blocks 19 are usable. Take --device-blocks"),
         (["--limit", "0"], "limit is 0"),
+        (["--model", "gpt-2"], "'gpt-2' is not one of 'full', 'gemma-3', 'gpt-oss', 'jamba'"),
+        (["--model", "jamba", "--layers", "3"], "layers and bytes-per-token belong to the model"),
         (["--policy", "arc"], "'arc' is not 'lru'"),
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),
@@ -230,8 +266,8 @@ def test_a_corrupt_block_is_status_1(
     assert first["tier"] == "host"
     assert captured.err.startswith(
         f"corrupt: request {first['request']}: block {first['position']} (id {first['trace_id']}) "
-        f"is corrupt in the host tier: device block {first['device_block']}, "
-        f"loaded from host slot {first['host_slot']}\n"
+        "of group 0 (full attention) is corrupt in the host tier: "
+        f"device block {first['device_block']}, loaded from host slot {first['host_slot']}\n"
     )
 
 

@@ -29,6 +29,7 @@ NAN = math.nan
         ("bandwidth_bytes_per_s", NAN, "bandwidth is nan"),
         ("policy", "arc", "policy is 'arc'; it must be one of lru"),
         ("mode", "lazy", "mode is 'lazy'; it must be one of eager"),
+        ("model", "gpt-2", "model is 'gpt-2'; it must be one of full, gemma-3, gpt-oss, jamba"),
         ("mover", "cuda", "mover is 'cuda'; it must be one of auto, host"),
         ("verify", "some", "verify is 'some'; it must be one of all, sample, off"),
     ],
@@ -47,8 +48,8 @@ def test_pools_that_no_memory_can_hold_are_refused_before_they_are_built() -> No
     with pytest.raises(
         ConfigError, match=r"2147483647 host blocks of 4096 bytes need 8\d+\.\d GiB"
     ):
-        config.geometry(512)
-    assert ReplayConfig(device_blocks=8, host_blocks=8).geometry(512).block_bytes == 4096
+        config.check_memory(config.build_model(512))
+    ReplayConfig(device_blocks=8, host_blocks=8).check_memory(config.build_model(512))
 
 
 def test_the_link_slows_down_with_the_size_of_a_token() -> None:
@@ -57,4 +58,4 @@ def test_the_link_slows_down_with_the_size_of_a_token() -> None:
 
     assert 512 * 8 / link_bytes_per_s(8) == pytest.approx(block_s)
     config = ReplayConfig(device_blocks=8, host_blocks=8, bytes_per_token=64)
-    assert 512 * 64 / config.link_bytes_per_s == pytest.approx(block_s)
+    assert 512 * 64 / config.bytes_per_s(config.build_model(512)) == pytest.approx(block_s)

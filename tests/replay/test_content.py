@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvstow import ConfigError
 from kvstow.replay import TraceRequest
-from kvstow.replay.content import GARBAGE, Content, DeviceMemory, Geometry
+from kvstow.replay.content import GARBAGE, Content, Geometry, GroupMemory, device_memory
 from kvstow.replay.keys import block_digests, digest_words
 
 GEOMETRIES = [
@@ -23,6 +23,12 @@ SOME_KEY = 0x0123456789ABCDEF
 
 def keys(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(values, dtype=np.uint64)
+
+
+def memory_of(num_blocks: int, geometry: Geometry) -> GroupMemory:
+    """A device whose only group this is."""
+    [memory] = device_memory(num_blocks, [geometry])
+    return memory
 
 
 def word_of(key: int, place: int) -> int:
@@ -55,7 +61,7 @@ def test_no_two_keys_agree_in_any_word(values: list[int]) -> None:
 
 @geometries
 def test_tokens_written_one_by_one_make_the_whole_block(geometry: Geometry) -> None:
-    memory = DeviceMemory(4, geometry)
+    memory = memory_of(4, geometry)
     blocks, asked = np.array([3, 1]), keys(SOME_KEY, 7)
     for offset in range(geometry.block_size):
         assert memory.wrong_blocks(blocks, asked).all()
@@ -73,7 +79,7 @@ def test_chunks_of_any_size_make_the_same_bytes(
 ) -> None:
     size, token_bytes = geometry.block_size, geometry.region_token_bytes
     table, asked = np.array(blocks, dtype=np.int32), keys(1, 2, 3, SOME_KEY)
-    memory = DeviceMemory(5, geometry)
+    memory = memory_of(5, geometry)
     whole = [Content(geometry).block_bytes(key) for key in asked]
     expected = np.full((geometry.num_regions, 5, geometry.region_bytes), GARBAGE, dtype=np.uint8)
     ends = sorted({cut % (4 * size) for cut in cuts} | {0, 4 * size})
@@ -89,7 +95,7 @@ def test_chunks_of_any_size_make_the_same_bytes(
 
 @geometries
 def test_a_part_is_checked_to_its_last_token_only(geometry: Geometry) -> None:
-    memory = DeviceMemory(2, geometry)
+    memory = memory_of(2, geometry)
     table, asked = np.array([1]), keys(SOME_KEY)
     memory.write_range(table, asked, 0, 5)
 
@@ -103,7 +109,7 @@ def test_a_part_is_checked_to_its_last_token_only(geometry: Geometry) -> None:
 
 @geometries
 def test_one_flipped_bit_anywhere_is_seen(geometry: Geometry) -> None:
-    memory = DeviceMemory(2, geometry)
+    memory = memory_of(2, geometry)
     table, asked = np.array([1]), keys(SOME_KEY)
     memory.write_range(table, asked, 0, geometry.block_size)
     for region in memory.regions:
@@ -112,6 +118,30 @@ def test_one_flipped_bit_anywhere_is_seen(geometry: Geometry) -> None:
             assert memory.wrong_blocks(table, asked).all()
             region[1, byte] ^= 0x10
     assert not memory.wrong_blocks(table, asked).any()
+
+
+# -- several groups ----------------------------------------------------------------------------
+
+UNEQUAL = [Geometry(16, 1, 16), Geometry(16, 3, 24), Geometry(16, 2, 16)]
+
+
+def test_no_two_groups_agree_in_any_word() -> None:
+    words = [Content(UNEQUAL[0], group).blocks(keys(SOME_KEY)) for group in range(4)]
+
+    assert len(np.unique(words)) == np.size(words)
+
+
+@pytest.mark.parametrize("writer", range(3))
+def test_a_block_overlays_the_other_groups_blocks_of_that_id_and_no_more(writer: int) -> None:
+    ids, asked = np.array([1, 2, 3]), keys(1, 2, 3)
+    memory = device_memory(4, UNEQUAL)
+    assert memory[writer].regions[0].shape == (4, UNEQUAL[writer].region_bytes)
+    for other in {0, 1, 2} - {writer}:
+        memory[other].write_range(ids, asked, 0, 48)
+        memory[writer].write_range(ids[1:2], keys(9), 0, 16)
+
+        assert memory[other].wrong_blocks(ids, asked).tolist() == [False, True, False]
+        assert not memory[writer].wrong_blocks(ids[1:2], keys(9)).any()
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from tests.replay.scenario import (
 )
 
 from kvstow.replay import ReplayEngine
-from kvstow.transfer import Event, HostEvent, HostMover, Ticket
+from kvstow.transfer import Event, HostEvent, HostMover, Mover, Ticket
 from kvstow.transfer.mover import Ints
 
 
 class FailingMover(HostMover):
     """The real mover, but chosen transfers wait for an event that fails."""
 
-    def __init__(self, engine: ReplayEngine, *, loads: int = 0, stores: int = 0) -> None:
-        super().__init__(engine.mover.layout, engine.arena)
-        engine.mover.close()
+    def __init__(self, mover: Mover, *, loads: int = 0, stores: int = 0) -> None:
+        super().__init__(mover.layout, mover.arena)
+        mover.close()
         self._bad_loads, self._bad_stores = loads, stores
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
@@ -37,6 +37,12 @@ class FailingMover(HostMover):
         )
 
 
+def fail(engine: ReplayEngine, group: int = 0, *, loads: int = 0, stores: int = 0) -> None:
+    """Let the first copies of a group fail."""
+    movers = engine.links.movers
+    movers[group] = FailingMover(movers[group], loads=loads, stores=stores)
+
+
 def _failed() -> Event:
     event = HostEvent()
     event.set(RuntimeError("the link is down"))
@@ -47,7 +53,7 @@ def test_a_failed_load_is_recomputed() -> None:
     watched = Watched()
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, device_blocks=9, observer=watched) as engine:
-        engine.mover = FailingMover(engine, loads=1)
+        fail(engine, loads=1)
         engine.run()
 
         assert_ended_well(engine)
@@ -63,7 +69,7 @@ def test_a_load_that_fails_for_one_is_tried_by_the_next() -> None:
     )
     watched = Watched()
     with prepared(of, device_blocks=9, observer=watched) as engine:
-        engine.mover = FailingMover(engine, loads=1)
+        fail(engine, loads=1)
         engine.run()
 
         assert_ended_well(engine)
@@ -80,7 +86,7 @@ def test_after_a_failed_load_the_host_is_asked_again_on_resumption() -> None:
     )
     watched = Watched()
     with prepared(of, device_blocks=13, observer=watched) as engine:
-        engine.mover = FailingMover(engine, loads=1)
+        fail(engine, loads=1)
         engine.run()
 
         assert_ended_well(engine)
@@ -93,7 +99,7 @@ def test_after_a_failed_load_the_host_is_asked_again_on_resumption() -> None:
 
 def test_a_failed_store_is_no_hit() -> None:
     with prepared(pushed_out(8, comes_back(3, at_s=200)), device_blocks=9) as engine:
-        engine.mover = FailingMover(engine, stores=1)
+        fail(engine, stores=1)
         engine.run()
 
         assert_ended_well(engine)

@@ -158,9 +158,10 @@ def test_blocks_arrive_and_nothing_else_changes(
     sources = data.draw(
         st.lists(st.integers(0, num_slots - 1), min_size=len(loaded), max_size=len(loaded))
     )
+    rest_bytes = data.draw(st.sampled_from([0, 0, 1, 5000]))  # of a slot made for larger blocks
     with (
         tuned(chunk_bytes, brief_bytes, short_row_bytes),
-        HostArena(num_slots, layout.slot_bytes) as arena,
+        HostArena(num_slots, layout.slot_bytes + rest_bytes) as arena,
         HostMover(layout, arena) as mover,
     ):
         host = whole_arena(arena)
@@ -566,7 +567,7 @@ def test_an_event_that_refuses_leaves_nothing_queued(setup: Setup) -> None:
     assert setup.unchanged(before)
 
 
-def test_an_arena_of_another_slot_size_is_refused(setup: Setup) -> None:
+def test_an_arena_of_smaller_slots_is_refused(setup: Setup) -> None:
     with HostArena(2, 71) as arena, pytest.raises(ConfigError, match=r"is 71, .* has 72 bytes"):
         HostMover(setup.layout, arena)
 

@@ -8,13 +8,13 @@ import numpy.typing as npt
 
 from kvstow._core import (
     BlockLedger,
-    FullAttention,
     Job,
     OffloadScheduler,
     PrefixHit,
     StepAllocation,
 )
 from kvstow.replay.config import ReplayConfig
+from kvstow.replay.model import ReplayModel
 
 __all__ = ["Accounting"]
 
@@ -23,13 +23,13 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Accounting:
-    """Who holds which blocks, on the device and on the host: one group of full attention.
+    """Who holds which blocks, on the device and on the host.
 
     Blocks of a job stay pinned in the device pool from the moment it is planned until `complete`.
     """
 
-    def __init__(self, config: ReplayConfig, block_size: int) -> None:
-        groups = [FullAttention(block_size)]
+    def __init__(self, config: ReplayConfig, model: ReplayModel) -> None:
+        groups = [group.attention for group in model.groups]
         self.ledger = BlockLedger(config.device_blocks, groups)
         self.scheduler = OffloadScheduler(
             config.host_blocks, groups, mode=config.mode, policy=config.policy
@@ -72,15 +72,12 @@ class Accounting:
             num_external = self.scheduler.lookup(name, hit.num_tokens, max_tokens)
         return None if num_external is None else (hit, num_external)
 
-    def admit(self, name: str, hit: PrefixHit, num_tokens: int) -> Ids | None:
-        """Take blocks for tokens after the hit; None if the pool has too few."""
+    def admit(self, name: str, hit: PrefixHit, num_tokens: int) -> bool:
+        """Take blocks for tokens after the hit; False if the pool has too few."""
         with self._watch:
-            taken = self.ledger.allocate(name, num_tokens, hit=hit)
-        return None if taken is None else taken[0]
+            return self.ledger.allocate(name, num_tokens, hit=hit) is not None
 
-    def admit_load(
-        self, name: str, hit: PrefixHit, num_external_tokens: int
-    ) -> tuple[Ids, Job] | None:
+    def admit_load(self, name: str, hit: PrefixHit, num_external_tokens: int) -> Job | None:
         """Take blocks for a load after the hit, and plan it; None if the pool has too few."""
         with self._watch:
             taken = self.ledger.allocate(
@@ -90,7 +87,7 @@ class Accounting:
                 return None
             job = self.scheduler.load(name, num_external_tokens, taken)
             self.ledger.pool.pin(job.block_ids)
-        return taken[0], job
+        return job
 
     def publish(self, name: str, num_tokens: int) -> None:
         """Make what a load has filled findable."""
@@ -102,11 +99,18 @@ class Accounting:
         with self._watch:
             return self.ledger.allocate_step(names, tokens)
 
-    def store(self, names: Sequence[str], computed: Tokens, appended: Sequence[Ids]) -> Job | None:
+    def store(self, names: Sequence[str], computed: Tokens, num_told: Sequence[int]) -> Job | None:
         """Plan the stores of what these requests have computed.
 
-        `appended`: per request, the blocks of its table that were not named here before.
+        `num_told`: per request, the blocks of its table that were there when it was last named.
         """
+        with self._watch:
+            # The ledger's own tables: a block that has left a window since it was taken is null.
+            appended = [
+                self.ledger.block_table(name, group)[told:]
+                for name, told in zip(names, num_told, strict=True)
+                for group in range(self.ledger.num_groups)
+            ]
         offsets = np.cumsum([0, *map(len, appended)], dtype=np.int32)
         block_ids = np.concatenate(appended)
         with self._watch:
@@ -119,13 +123,15 @@ class Accounting:
         """End a job; whether its copies count."""
         with self._watch:
             end = self.scheduler.complete(job_id, ok=ok)
+            assert end is not None, f"job {job_id} has one rank, which has reported"
             self.ledger.pool.unpin(end.block_ids)
         return end.ok
 
-    def table(self, name: str) -> Ids:
-        """A request's block table, as the ledger has it."""
+    def tables(self, name: str) -> Ids:
+        """A request's block tables as the ledger has them, `[groups, blocks]`."""
         with self._watch:
-            return self.ledger.block_table(name)
+            groups = range(self.ledger.num_groups)
+            return np.stack([self.ledger.block_table(name, group) for group in groups])
 
 
 class _Stopwatch:

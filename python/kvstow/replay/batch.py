@@ -1,13 +1,14 @@
 """The requests in the engine: what changes every step in arrays by seat, the rest in objects."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError
+from kvstow._core import ConfigError, StepAllocation
+from kvstow.replay.config import ReplayConfig
 from kvstow.replay.keys import block_digests, digest_words
+from kvstow.replay.model import ReplayModel
 from kvstow.replay.trace import Trace, TraceRequest
 
 __all__ = ["Batch", "Request", "Seats", "longest_table"]
@@ -61,13 +62,14 @@ class Batch:
         prompt: tokens of the prompt.
         total: tokens at which the request is finished.
         num_hashed: blocks whose digests ledger and scheduler have.
-        num_blocks: blocks in the table.
-        num_told: blocks of the table that the scheduler was told of.
-        tables: device block ids, `[seats, blocks]`.
+        num_blocks: blocks in the tables; all groups have as many.
+        num_told: blocks of the tables that the scheduler was told of.
+        tables: device block ids, `[groups, seats, blocks]`. Those that have left a window, in which
+            nothing is written any more, are the ledger's to know: here they stay.
         keys: the words that the blocks' contents derive from, `[seats, blocks]`.
     """
 
-    def __init__(self, num_seats: int, max_blocks: int) -> None:
+    def __init__(self, num_groups: int, num_seats: int, max_blocks: int) -> None:
         self.running: list[int] = []
         self.requests: list[Request | None] = [None] * num_seats
         self.computed = np.zeros(num_seats, dtype=np.int64)
@@ -77,7 +79,7 @@ class Batch:
         self.num_hashed = np.zeros(num_seats, dtype=np.int64)
         self.num_blocks = np.zeros(num_seats, dtype=np.int64)
         self.num_told = np.zeros(num_seats, dtype=np.int64)
-        self.tables = np.zeros((num_seats, max_blocks), dtype=np.int32)
+        self.tables = np.zeros((num_groups, num_seats, max_blocks), dtype=np.int32)
         self.keys = np.zeros((num_seats, max_blocks), dtype=np.uint64)
         self._names = [""] * num_seats
         self._free = list(range(num_seats - 1, -1, -1))
@@ -87,9 +89,7 @@ class Batch:
         """Whether another request can be admitted."""
         return bool(self._free)
 
-    def sit(
-        self, request: Request, block_size: int, blocks: Sequence[Ids], num_computed: int
-    ) -> int:
+    def sit(self, request: Request, block_size: int, tables: Ids, num_computed: int) -> int:
         """Give an admitted request a seat, with its first blocks and what they hold or will."""
         request.load_failed = False
         seat = self._free.pop()
@@ -100,10 +100,10 @@ class Batch:
         self.prompt[seat] = request.trace.prompt_tokens
         self.total[seat] = request.trace.total_tokens
         self.num_hashed[seat] = request.known_tokens // block_size
-        self.num_blocks[seat] = self.num_told[seat] = 0
+        self.num_told[seat] = 0
+        self.num_blocks[seat] = tables.shape[1]
+        self.tables[:, seat, : tables.shape[1]] = tables
         self.keys[seat, : len(request.digests)] = digest_words(request.digests)
-        for ids in blocks:
-            self.append_blocks(seat, ids)
         return seat
 
     def leave(self, seat: int) -> Request:
@@ -125,35 +125,30 @@ class Batch:
         """The names of those who sit here."""
         return [self._names[seat] for seat in seats]
 
-    def append_blocks(self, seat: int, ids: Ids) -> None:
-        """Add device blocks to the end of a table."""
-        begin = self.num_blocks[seat]
-        end = begin + len(ids)
-        self.tables[seat, begin:end] = ids
-        self.num_blocks[seat] = end
-
-    def table(self, seat: int) -> Ids:
-        """The block table; a view."""
-        return self.tables[seat, : self.num_blocks[seat]]
-
-    def untold_blocks(self, seat: int) -> Ids:
-        """The blocks that the scheduler has not been told of; from now on it has."""
-        untold = self.tables[seat, self.num_told[seat] : self.num_blocks[seat]]
-        self.num_told[seat] = self.num_blocks[seat]
-        return untold
+    def append_blocks(self, seats: Seats, step: StepAllocation) -> None:
+        """Add the blocks that these seats were granted to the ends of their tables."""
+        num_groups = len(self.tables)
+        ids, offsets = step.ids, step.offsets[::num_groups]  # where each request begins
+        for index in np.flatnonzero(offsets[1:] > offsets[:-1]).tolist():
+            taken = ids[offsets[index] : offsets[index + 1]].reshape(num_groups, -1)
+            seat, begin = seats[index], self.num_blocks[seats[index]]
+            end = begin + taken.shape[1]
+            self.tables[:, seat, begin:end] = taken
+            self.num_blocks[seat] = end
 
 
-def longest_table(trace: Trace, device_blocks: int) -> int:
-    """Blocks of the longest block table; `ConfigError` for one that the pool can never hold."""
-    num_usable = device_blocks - 1
-    longest = 0
+def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int:
+    """Blocks of the longest block table; `ConfigError` for tables that the pool can never hold."""
+    num_usable = config.device_blocks - 1
     for request in trace.requests:
-        num_needed = -(-request.total_tokens // trace.block_size)
+        num_needed = sum(
+            group.most_blocks(request.total_tokens, config.max_step_tokens)
+            for group in model.groups
+        )
         if num_needed > num_usable:
             raise ConfigError(
                 f"{trace.path}:{request.line}: the request needs {num_needed} blocks for its "
-                f"{request.total_tokens} tokens; of {device_blocks} device blocks {num_usable} "
-                f"are usable. Take --device-blocks {num_needed + 1} or more"
+                f"{request.total_tokens} tokens; of {config.device_blocks} device blocks "
+                f"{num_usable} are usable. Take --device-blocks {num_needed + 1} or more"
             )
-        longest = max(longest, num_needed)
-    return longest
+    return max(-(-request.total_tokens // trace.block_size) for request in trace.requests)

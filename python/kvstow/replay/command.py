@@ -16,6 +16,7 @@ from kvstow._core import ConfigError
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig, Verify
 from kvstow.replay.engine import ReplayEngine
+from kvstow.replay.model import MODELS
 from kvstow.replay.observer import Observer
 from kvstow.replay.report import figures_json, figures_table
 from kvstow.replay.trace import read_trace
@@ -42,8 +43,9 @@ class _Options(TypedDict):
     max_step_tokens: int
     max_requests: int
     bandwidth_bytes_per_s: float | None
-    num_layers: int
-    bytes_per_token: int
+    model: str
+    num_layers: int | None
+    bytes_per_token: int | None
 
 
 def _choice(name: str, choices: Sequence[str], text: str) -> Callable[[_Command], _Command]:
@@ -62,7 +64,7 @@ def _number(
 @click.command()
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @_number("--device-blocks", 1024, "Blocks of the device pool, the null block included.")
-@_number("--host-blocks", 8192, "Slots of the host tier.")
+@_number("--host-blocks", 8192, "Slots of the host tier; each group's block takes one.")
 @_choice("--policy", ["lru"], "What the host tier evicts first.")
 @_choice("--mode", ["eager"], "When blocks are stored: eager, as soon as they are computed.")
 @_choice("--mover", ["auto", "host"], "What copies the bytes.")
@@ -92,8 +94,13 @@ def _number(
     help="Of each direction of the link. [default: PCIe 5, slowed down as much as a token is "
     "smaller than the 128 KiB of an 8B-class model]",
 )
-@_number("--layers", 2, "Layers of a block.", to="num_layers")
-@_number("--bytes-per-token", 8, "Bytes of KV per token, all layers.")
+@_choice("--model", MODELS, "Whose layers to replay: all of full attention, or a hybrid.")
+@click.option("--layers", "num_layers", type=int, help="Layers of the full model. [default: 2]")
+@click.option(
+    "--bytes-per-token",
+    type=int,
+    help="Bytes of KV per token of the full model, all layers. [default: 8]",
+)
 def replay(
     trace: Path | None,
     limit: int | None,

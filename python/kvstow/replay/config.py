@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstow._core import ConfigError
-from kvstow.replay.content import Geometry
+from kvstow.replay.model import MODELS, ReplayModel, build_model
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
 
 __all__ = ["ReplayConfig", "Verify", "link_bytes_per_s"]
@@ -54,9 +54,10 @@ class ReplayConfig:
         max_step_tokens: tokens computed in a step, at most.
         max_requests: requests that run or load at a time, at most.
         bandwidth_bytes_per_s: of each direction of the link, infinity included; None stands for
-            `link_bytes_per_s(bytes_per_token)`.
-        num_layers: layers whose K and V a block holds.
-        bytes_per_token: of KV, all layers.
+            `link_bytes_per_s` of what the model has per token.
+        model: whose groups and layers the blocks are for.
+        num_layers: layers whose K and V a block of the full model holds; None for its own.
+        bytes_per_token: of the full model's KV, all layers; None for its own.
 
     Raises:
         ConfigError: naming the option, its value and its bounds.
@@ -74,8 +75,9 @@ class ReplayConfig:
     max_step_tokens: int = 8192
     max_requests: int = 256
     bandwidth_bytes_per_s: float | None = None
-    num_layers: int = 2
-    bytes_per_token: int = 8
+    model: str = "full"
+    num_layers: int | None = None
+    bytes_per_token: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("device-blocks", self.device_blocks, at_least=2)
@@ -86,8 +88,11 @@ class ReplayConfig:
         _check_choice("verify", self.verify, ("all", "sample", "off"))
         _check_count("max-step-tokens", self.max_step_tokens)
         _check_count("max-requests", self.max_requests)
-        _check_count("layers", self.num_layers, at_most=10_000)
-        _check_count("bytes-per-token", self.bytes_per_token)
+        _check_choice("model", self.model, MODELS)
+        if self.num_layers is not None:
+            _check_count("layers", self.num_layers, at_most=10_000)
+        if self.bytes_per_token is not None:
+            _check_count("bytes-per-token", self.bytes_per_token)
         for name, value in (
             ("step-ms", self.step_ms),
             ("prefill-token-ms", self.prefill_token_ms),
@@ -100,25 +105,31 @@ class ReplayConfig:
                 f"bandwidth is {self.bandwidth_bytes_per_s}; it must be at least 1 byte/s"
             )
 
-    def geometry(self, block_size: int) -> Geometry:
-        """The geometry of a trace's blocks; `ConfigError` where both pools cannot be in memory."""
-        geometry = Geometry(block_size, self.num_layers, self.bytes_per_token)
-        slot_bytes = -(-geometry.block_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-        needed_bytes = self.device_blocks * (geometry.block_bytes + _ACCOUNTING_BYTES)
+    def build_model(self, block_size: int) -> ReplayModel:
+        """The model, with a trace's block size."""
+        return build_model(
+            self.model,
+            block_size,
+            num_layers=self.num_layers,
+            bytes_per_token=self.bytes_per_token,
+        )
+
+    def check_memory(self, model: ReplayModel) -> None:
+        """Raise `ConfigError` where both pools cannot be in memory."""
+        slot_bytes = -(-model.slot_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        needed_bytes = self.device_blocks * (model.page_bytes + _ACCOUNTING_BYTES)
         needed_bytes += self.host_blocks * (slot_bytes + _ACCOUNTING_BYTES)
         if needed_bytes > (memory_bytes := _memory_bytes()):
             raise ConfigError(
                 f"{self.device_blocks} device and {self.host_blocks} host blocks of "
-                f"{geometry.block_bytes} bytes need {needed_bytes / 2**30:.1f} GiB; this machine "
+                f"{model.slot_bytes} bytes need {needed_bytes / 2**30:.1f} GiB; this machine "
                 f"has {memory_bytes / 2**30:.1f} GiB. Take fewer blocks or fewer bytes-per-token"
             )
-        return geometry
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Bytes a second, in each direction."""
+    def bytes_per_s(self, model: ReplayModel) -> float:
+        """Of the link, in each direction."""
         if self.bandwidth_bytes_per_s is None:
-            return link_bytes_per_s(self.bytes_per_token)
+            return link_bytes_per_s(model.bytes_per_token)
         return self.bandwidth_bytes_per_s
 
 

@@ -1,14 +1,15 @@
 """What every byte of a block must be, and the device memory that is filled with it.
 
-    word(key, region, w) = mix((key ^ place[region, w]) * odd)          64 bits each
+    word(key, group, region, w) = mix((key ^ place[group, region, w]) * odd)        64 bits each
 
-`place` is a pseudo-random constant of its own for each word of a block, `key` the head of the
-block's digest. For a fixed place the function is one to one in the key, and for a fixed key in the
-place: so a block that is stale, swapped, torn between two copies, half loaded, or shifted by a
-layer differs from what is expected.
+`place` is a pseudo-random constant of its own for each word of each group's block, `key` the head
+of the block's digest. For a fixed place the function is one to one in the key, and for a fixed key
+in the place: so a block that is stale, swapped, torn between two copies, half loaded, shifted by a
+layer, or another group's differs from what is expected.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError
 
-__all__ = ["Content", "DeviceMemory", "Geometry"]
+__all__ = ["Content", "Geometry", "GroupMemory", "device_memory", "page_shape"]
 
 Ids = npt.NDArray[np.integer]
 Keys = npt.NDArray[np.uint64]
@@ -25,14 +26,16 @@ WORD_BYTES = 8
 GARBAGE = 0xDB  # what fresh device memory holds: nothing that a key could ask for
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
+_GROUP_SHIFT = 32  # no block has as many words
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How many bytes the KV of a token takes, and in how many places they lie.
+    """How many bytes the KV of a token takes in a group, and in how many places they lie.
 
-    A block has two regions a layer, K and V; each region of all blocks is one array, as in an
-    engine whose cache is layer-major, so a block lies in that many fragments.
+    A block has two regions a layer, K and V, or the two states of a recurrent layer; each region of
+    all blocks is one array, as in an engine whose cache is layer-major, so a block lies in that
+    many fragments.
     """
 
     block_size: int
@@ -75,12 +78,13 @@ class Geometry:
 
 
 class Content:
-    """The expected bytes of blocks and of single tokens, for one geometry."""
+    """The expected bytes of blocks and of single tokens, for one group."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, group: int = 0) -> None:
         self.geometry = geometry
         num_words = geometry.region_bytes // WORD_BYTES
         places = np.arange(geometry.num_regions * num_words, dtype=np.uint64)
+        places += np.uint64(group << _GROUP_SHIFT)
         self._places = _splitmix64(places).reshape(geometry.num_regions, num_words)
         # The largest unit that a token's bytes in a region are made of: a word or part of one.
         self.unit_bytes = math.gcd(geometry.region_token_bytes, WORD_BYTES)
@@ -108,22 +112,46 @@ class Content:
         return (words >> shifts).astype(f"<u{self.unit_bytes}")
 
 
-class DeviceMemory:
-    """The replay's device: a layer-major KV cache in plain memory, and what computes into it.
+def page_shape(geometries: Sequence[Geometry]) -> tuple[int, int]:
+    """Regions, and bytes of each, in which a block of any of these groups finds room."""
+    num_regions = max(geometry.num_regions for geometry in geometries)
+    return num_regions, max(geometry.region_bytes for geometry in geometries)
+
+
+def device_memory(num_blocks: int, geometries: Sequence[Geometry]) -> "list[GroupMemory]":
+    """The replay's device: a layer-major KV cache in plain memory, as each group sees it.
+
+    Block i of one group and block i of another overlay each other, wherever that fits:
+
+        region 0   |block 0     |block 1     | ...      the group with the largest regions
+        region 0   |block 0|    |block 1|    | ...      another one
+        region 1   ...
+    """
+    num_regions, region_bytes = page_shape(geometries)
+    pages = np.full((num_regions, num_blocks, region_bytes), GARBAGE, dtype=np.uint8)
+    return [
+        GroupMemory(
+            pages[: geometry.num_regions, :, : geometry.region_bytes], Content(geometry, group)
+        )
+        for group, geometry in enumerate(geometries)
+    ]
+
+
+class GroupMemory:
+    """One group's view of the device memory, and what computes into it.
 
     Attributes:
         regions: one `[num_blocks, region_bytes]` uint8 array per region: K and V of layer 0,
             then of layer 1, and so on.
     """
 
-    def __init__(self, num_blocks: int, geometry: Geometry) -> None:
-        self.content = Content(geometry)
-        self.geometry = geometry
-        shape = (geometry.num_regions, num_blocks, geometry.region_bytes)
-        self._bytes = np.full(shape, GARBAGE, dtype=np.uint8)
-        self._words = self._bytes.view("<u8")
-        self._units = self._bytes.view(f"<u{self.content.unit_bytes}")
-        self.regions = list(self._bytes)
+    def __init__(self, memory: npt.NDArray[np.uint8], content: Content) -> None:
+        self.content = content
+        self.geometry = content.geometry
+        self._bytes = memory
+        self._words = memory.view("<u8")
+        self._units = memory.view(f"<u{content.unit_bytes}")
+        self.regions = list(memory)
 
     def write_tokens(self, blocks: Ids, keys: Keys, offsets: Ids) -> None:
         """Compute one token in each block, at its offset within the block."""

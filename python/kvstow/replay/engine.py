@@ -24,17 +24,18 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import PrefixHit, StepAllocation, TransferError
+from kvstow._core import ConfigError, PrefixHit
 from kvstow.replay.accounting import Accounting
 from kvstow.replay.batch import Batch, Request, Seats, longest_table
 from kvstow.replay.config import ReplayConfig
-from kvstow.replay.content import DeviceMemory
+from kvstow.replay.content import device_memory
 from kvstow.replay.figures import Figures
 from kvstow.replay.link import Flight, Links
+from kvstow.replay.model import ReplayModel
 from kvstow.replay.observer import Observer
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
-from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, Mover
+from kvstow.transfer import BlockLayout, HostArena, HostMover
 
 __all__ = ["ReplayEngine"]
 
@@ -44,27 +45,42 @@ Tokens = npt.NDArray[np.int64]
 class ReplayEngine:
     """Replays one trace. `run` it once, then `close` it.
 
+    Args:
+        model: instead of the one that `config` names; its block size is the trace's.
+
     Raises:
         ConfigError: sizes that cannot be right, or a request that the device pool can never hold.
     """
 
     def __init__(
-        self, trace: Trace, config: ReplayConfig, *, observer: Observer | None = None
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        *,
+        observer: Observer | None = None,
+        model: ReplayModel | None = None,
     ) -> None:
-        max_blocks = longest_table(trace, config.device_blocks)
-        geometry = config.geometry(trace.block_size)
         self.trace = trace
         self.config = config
+        self.model = model or config.build_model(trace.block_size)
+        if self.model.block_size != trace.block_size:
+            raise ConfigError(
+                f"the model {self.model.name!r} has blocks of {self.model.block_size} tokens, the "
+                f"trace of {trace.block_size}; build it with the trace's block size"
+            )
+        max_blocks = longest_table(trace, self.model, config)
+        config.check_memory(self.model)
         self.observer = observer or Observer()
         self.figures = Figures()
-        self.accounting = Accounting(config, trace.block_size)
-        self.memory = DeviceMemory(config.device_blocks, geometry)
-        layout = BlockLayout.from_arrays(self.memory.regions)
-        self.arena = HostArena(config.host_blocks, layout.slot_bytes)
-        self.mover: Mover = HostMover(layout, self.arena)
-        self.verifier = Verifier(self.memory, self.arena, config.verify)
-        self.links = Links(config.link_bytes_per_s, geometry.block_bytes)
-        self.batch = Batch(min(config.max_requests, len(trace.requests)), max_blocks)
+        self.accounting = Accounting(config, self.model)
+        self.memory = device_memory(config.device_blocks, self.model.geometries)
+        self.arena = HostArena(config.host_blocks, self.model.slot_bytes)
+        layouts = [BlockLayout.from_arrays(group.regions) for group in self.memory]
+        movers = [HostMover(layout, self.arena) for layout in layouts]
+        self.links = Links(movers, config.bytes_per_s(self.model))
+        self.verifier = Verifier(self.model, self.memory, self.arena, config.verify)
+        num_seats = min(config.max_requests, len(trace.requests))
+        self.batch = Batch(len(self.model.groups), num_seats, max_blocks)
         self.waiting: deque[Request] = deque()
         self.now_s = trace.requests[0].arrival_s
         self._coming: deque[TraceRequest] = deque(trace.requests)
@@ -72,8 +88,8 @@ class ReplayEngine:
         self._num_landed_loads = 0
 
     def close(self) -> None:
-        """Stop the mover and give the host memory back."""
-        self.mover.close()
+        """Stop the movers and give the host memory back."""
+        self.links.close()
         self.arena.close()
 
     def run(self) -> None:
@@ -95,6 +111,7 @@ class ReplayEngine:
             self._land(flight)
         self._arrive()
         seats, tokens, all_fitted = self._schedule()
+        admitted: list[tuple[int, int]] = []
         if all_fitted:
             admitted = self._admit(self.config.max_step_tokens - int(tokens.sum()))
             seats = np.append(seats, [seat for seat, _ in admitted]).astype(np.int64)
@@ -103,7 +120,10 @@ class ReplayEngine:
             if self._unfinished:
                 self._skip_ahead()
             return
-        self._store(self._compute(seats, tokens))
+        due = self._compute(seats, tokens)
+        for seat, chunk in admitted:  # not before: a block may be hit in the step that computes it
+            self._check_reads(seat, int(self.batch.computed[seat]) - chunk)
+        self._store(due)
         self._finish(seats)
         self.figures.accounting_us.append(self.accounting.take_us())
         self.observer.stepped(self)
@@ -119,9 +139,10 @@ class ReplayEngine:
     # -- land ----------------------------------------------------------------------------------
 
     def _land(self, flight: Flight) -> None:
-        ok = self.accounting.complete(flight.job_id, ok=_copied(flight))
+        ok = self.accounting.complete(flight.job_id, ok=flight.copied())
         if flight.direction == "store":
             self.figures.stored += len(flight.job) if ok else 0
+            self.figures.stored_bytes += flight.num_bytes if ok else 0
             self.figures.failed_stores += not ok
         elif ok:
             self._loaded(flight)
@@ -132,15 +153,17 @@ class ReplayEngine:
 
     def _loaded(self, flight: Flight) -> None:
         """The blocks are there: check them, publish them, and let the request run."""
-        batch, seat, num_loaded = self.batch, flight.seat, len(flight.job)
+        batch, seat = self.batch, flight.seat
         request, num_tokens = batch.request(seat), int(batch.computed[seat])
         num_blocks = num_tokens // self._block_size
-        first = num_blocks - num_loaded
-        self.verifier.check_loaded(request, first, batch.keys[seat, first:num_blocks], flight.job)
+        self.verifier.check_loaded(request, batch.keys[seat, :num_blocks], flight.job)
+        self._check_reads(seat, num_tokens)
         self.accounting.publish(request.name, num_tokens)
-        self.figures.loaded += num_loaded
-        self.figures.published += num_loaded
-        self._count_hits(request, first, num_loaded)
+        self.figures.loaded += len(flight.job)
+        self.figures.loaded_bytes += flight.num_bytes
+        self.figures.published += len(flight.job)
+        num_loaded = flight.num_tokens // self._block_size
+        self._count_hits(request, num_blocks - num_loaded, num_loaded)
         batch.running.append(seat)
 
     def _load_failed(self, seat: int) -> None:
@@ -181,7 +204,7 @@ class ReplayEngine:
         while num_served < num_reached:
             part = slice(num_served, num_reached)
             step = self.accounting.grant(names[part], tokens[part])
-            self._append_blocks(seats[part], step)
+            batch.append_blocks(seats[part], step)
             num_served += step.num_granted
             if num_served < num_reached:
                 all_fitted = False
@@ -202,12 +225,6 @@ class ReplayEngine:
             request = batch.request(seat)
             self.accounting.extend(request.name, request.digests[begin:end])
             batch.num_hashed[seat] = end
-
-    def _append_blocks(self, seats: Seats, step: StepAllocation) -> None:
-        ids, offsets = step.ids, step.offsets
-        for index in np.flatnonzero(offsets[1:] > offsets[:-1]).tolist():
-            taken = ids[offsets[index] : offsets[index + 1]]
-            self.batch.append_blocks(int(seats[index]), taken)
 
     def _preempt(self, seat: int) -> None:
         self.figures.preemptions += 1
@@ -272,26 +289,37 @@ class ReplayEngine:
 
     def _admit_now(self, request: Request, hit: PrefixHit, chunk: int) -> int | None:
         """Let the request run with what the device holds; its seat, or None if it does not fit."""
-        taken = self.accounting.admit(request.name, hit, chunk)
-        if taken is None:
+        if not self.accounting.admit(request.name, hit, chunk):
             return None
-        seat = self.batch.sit(request, self._block_size, (hit.blocks[0], taken), hit.num_tokens)
-        self._count_hits(request, len(hit.blocks[0]), 0)
+        seat = self._sit(request, hit.num_tokens)
+        self._count_hits(request, hit.num_tokens // self._block_size, 0)
         self.batch.running.append(seat)
         self._granted(np.array([seat]), np.array([hit.num_tokens]), np.array([chunk]))
         return seat
 
     def _admit_load(self, request: Request, hit: PrefixHit, num_external: int) -> int | None:
         """Load what the host holds; the request runs when that has landed."""
-        planned = self.accounting.admit_load(request.name, hit, num_external)
-        if planned is None:
+        job = self.accounting.admit_load(request.name, hit, num_external)
+        if job is None:
             return None
-        taken, job = planned
-        computed = hit.num_tokens + num_external
-        seat = self.batch.sit(request, self._block_size, (hit.blocks[0], taken), computed)
-        ticket = self.mover.load(job.host_slots, job.block_ids, after=READY)
-        self.links.submit("load", job, ticket, self.now_s, seat=seat)
+        seat = self._sit(request, hit.num_tokens + num_external)
+        self.links.load(job, self.now_s, seat=seat, num_tokens=num_external)
         return seat
+
+    def _sit(self, request: Request, num_computed: int) -> int:
+        # The ledger's tables: of the hit, they have only what the request will read.
+        tables = self.accounting.tables(request.name)
+        return self.batch.sit(request, self._block_size, tables, num_computed)
+
+    def _check_reads(self, seat: int, num_tokens: int) -> None:
+        """Check what a request reads of the tokens it found, where it soon reads it no more.
+
+        The other groups' blocks are all there when the request ends, and are checked then.
+        """
+        request, keys = self.batch.request(seat), self.batch.keys[seat]
+        for group, table in enumerate(self.batch.tables[:, seat]):
+            if self.model.groups[group].reach_tokens is not None:
+                self.verifier.check_table(request, group, table, keys, num_tokens)
 
     def _count_hits(self, request: Request, num_device: int, num_host: int) -> None:
         if request.admitted:
@@ -305,7 +333,8 @@ class ReplayEngine:
     def _granted(self, seats: Seats, computed: Tokens, tokens: Tokens) -> None:
         """The ledger published the full blocks among these."""
         granted, size = computed + tokens, self._block_size
-        self.figures.published += int((granted // size - computed // size).sum())
+        num_full = int((granted // size - computed // size).sum())
+        self.figures.published += num_full * len(self.model.groups)
         self.observer.granted(self, seats, granted)
 
     # -- compute -------------------------------------------------------------------------------
@@ -336,15 +365,12 @@ class ReplayEngine:
         """The bytes of these tokens: single ones of all requests at once, chunks one by one."""
         batch, size = self.batch, self._block_size
         single = stop - start == 1
-        one, at = seats[single], start[single]
-        self.memory.write_tokens(
-            batch.tables[one, at // size], batch.keys[one, at // size], at % size
-        )
-        for index in np.flatnonzero(~single).tolist():
-            seat = seats[index]
-            self.memory.write_range(
-                batch.tables[seat], batch.keys[seat], int(start[index]), int(stop[index])
-            )
+        one, (block, offset) = seats[single], np.divmod(start[single], size)
+        chunks = list(zip(*(part[~single].tolist() for part in (seats, start, stop)), strict=True))
+        for memory, tables in zip(self.memory, batch.tables, strict=True):
+            memory.write_tokens(tables[one, block], batch.keys[one, block], offset)
+            for seat, begin, end in chunks:
+                memory.write_range(tables[seat], batch.keys[seat], begin, end)
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -352,29 +378,21 @@ class ReplayEngine:
         """Store what these seats have newly computed, all in one job."""
         if not len(seats):
             return
-        batch = self.batch
-        appended = [batch.untold_blocks(seat) for seat in seats.tolist()]
-        job = self.accounting.store(batch.names(seats.tolist()), batch.computed[seats], appended)
+        batch, names = self.batch, self.batch.names(seats.tolist())
+        num_told = batch.num_told[seats].tolist()
+        job = self.accounting.store(names, batch.computed[seats], num_told)
+        batch.num_told[seats] = batch.num_blocks[seats]
         if job is not None:
-            ticket = self.mover.store(job.block_ids, job.host_slots, after=READY)
-            self.links.submit("store", job, ticket, self.now_s)
+            self.links.store(job, self.now_s)
 
     def _finish(self, seats: Seats) -> None:
         """Requests that have computed everything are checked, and leave."""
         batch = self.batch
         for seat in seats[batch.computed[seats] == batch.total[seats]].tolist():
             request = batch.request(seat)
-            table = self.accounting.table(request.name)
-            self.verifier.check_table(request, table, batch.keys[seat], int(batch.total[seat]))
+            keys, num_tokens = batch.keys[seat], int(batch.total[seat])
+            for group, table in enumerate(self.accounting.tables(request.name)):
+                self.verifier.check_table(request, group, table, keys, num_tokens)
             self._give_up_seat(seat)
             batch.running.remove(seat)
             self.figures.finished += 1
-
-
-def _copied(flight: Flight) -> bool:
-    """Wait for the copy; whether it went well."""
-    try:
-        flight.ticket.wait()
-    except TransferError:
-        return False
-    return True

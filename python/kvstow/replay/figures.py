@@ -9,6 +9,9 @@ __all__ = ["Figures"]
 class Figures:
     """Counters of one replay; blocks unless the name says otherwise.
 
+    What is hit or recomputed is counted in blocks of the trace, however many groups hold such a
+    block or need none of it; what is published, stored or loaded, in blocks of all groups.
+
     Attributes:
         device_hits: found in the device pool at first admissions.
         host_hits: loaded from the host tier at first admissions.
@@ -17,6 +20,8 @@ class Figures:
         published: made findable on the device.
         stored: landed in the host tier.
         loaded: landed on the device.
+        stored_bytes: of the blocks stored.
+        loaded_bytes: of the blocks loaded.
         finished: requests.
         preemptions: of running requests, when the device pool ran out.
         failed_stores: jobs whose copy failed.
@@ -36,6 +41,8 @@ class Figures:
     published: int = 0
     stored: int = 0
     loaded: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     finished: int = 0
     preemptions: int = 0
     failed_stores: int = 0

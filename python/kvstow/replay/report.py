@@ -1,6 +1,7 @@
 """The figures of a replay: as JSON for programs, as a table for people."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -18,15 +19,19 @@ __all__ = ["figures_json", "figures_table"]
 def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str, object]:
     """Everything a replay counted, or has counted so far; ready for `json.dumps`."""
     figures, verifier = engine.figures, engine.verifier
-    block_bytes = engine.memory.geometry.block_bytes
     p50_us, p99_us = _percentiles(figures.accounting_us)
     stats = engine.accounting.scheduler.stats()
-    # The one in force; JSON has no infinity.
-    bytes_per_s = engine.config.link_bytes_per_s
-    bandwidth = bytes_per_s if math.isfinite(bytes_per_s) else None
+    bytes_per_s = engine.links.bytes_per_s
+    in_force = {
+        "model": engine.model.name,
+        "bandwidth_bytes_per_s": bytes_per_s if math.isfinite(bytes_per_s) else None,  # as in JSON
+        "num_layers": engine.model.num_layers,
+        "bytes_per_token": engine.model.bytes_per_token,
+    }
     return {
         "trace": engine.trace.path,
-        "options": asdict(engine.config) | {"bandwidth_bytes_per_s": bandwidth},
+        "model": engine.model.name,
+        "options": asdict(engine.config) | in_force,
         "interrupted": interrupted,
         "requests": len(engine.trace.requests),
         "finished_requests": figures.finished,
@@ -50,8 +55,8 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
         "corrupt_blocks": verifier.num_corrupt,
         "corruptions": [corruption.as_dict() for corruption in verifier.reports],
         "preemptions": figures.preemptions,
-        "bytes_stored": figures.stored * block_bytes,
-        "bytes_loaded": figures.loaded * block_bytes,
+        "bytes_stored": figures.stored_bytes,
+        "bytes_loaded": figures.loaded_bytes,
         "prefill_tokens": figures.prefill_tokens,
         "decode_tokens": figures.decode_tokens,
         "steps": figures.steps,
@@ -82,7 +87,6 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     """Name, number, and what it means; None between sections."""
     figures, verifier, config = engine.figures, engine.verifier, engine.config
     num_blocks = engine.trace.num_blocks
-    block_bytes = engine.memory.geometry.block_bytes
     p50_us, p99_us = _percentiles(figures.accounting_us)
     stats = engine.accounting.scheduler.stats()
     num_evicted = figures.published - engine.accounting.ledger.pool.num_cached
@@ -90,6 +94,9 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     def share(blocks: int) -> str:
         return f"{blocks / num_blocks:.1%} of the blocks asked for"
 
+    groups = Counter(map(str, engine.model.groups)).items()
+    kinds = [kind if number == 1 else f"{number} x {kind}" for kind, number in groups]
+    yield "model", engine.model.name, ", ".join(kinds)
     yield "requests", f"{figures.finished:,}", f"of {len(engine.trace.requests):,} finished"
     yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
     yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"
@@ -99,8 +106,8 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     yield "hit on the host", f"{figures.host_hits:,}", share(figures.host_hits)
     yield "recomputed", f"{figures.recomputed:,}", share(figures.recomputed)
     yield None
-    yield "blocks stored", f"{figures.stored:,}", _mib(figures.stored * block_bytes)
-    yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded * block_bytes)
+    yield "blocks stored", f"{figures.stored:,}", _mib(figures.stored_bytes)
+    yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded_bytes)
     yield "evicted, device", f"{num_evicted:,}", f"from {config.device_blocks:,} blocks"
     yield "evicted, host", f"{stats['evicted_blocks']:,}", f"from {config.host_blocks:,} blocks"
     if stats["dropped_blocks"]:

@@ -1,7 +1,9 @@
 """Whether blocks hold the bytes that their keys ask for, and where a wrong one went wrong."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +11,8 @@ import numpy.typing as npt
 from kvstow._core import Job
 from kvstow.replay.batch import Request
 from kvstow.replay.config import Verify
-from kvstow.replay.content import DeviceMemory, Ids, Keys
+from kvstow.replay.content import GroupMemory, Ids, Keys
+from kvstow.replay.model import ReplayModel
 from kvstow.transfer import HostArena
 
 __all__ = ["Corruption", "Verifier"]
@@ -25,6 +28,8 @@ class Corruption:
 
     Attributes:
         request: the line of the trace.
+        group: which of the model's groups it is a block of.
+        attention: how the layers of that group attend.
         position: of the block in the request.
         trace_id: the id the trace gives the block; None for one that was generated.
         device_block: the block id that holds the wrong bytes.
@@ -33,6 +38,8 @@ class Corruption:
     """
 
     request: str
+    group: int
+    attention: str
     position: int
     trace_id: int | None
     device_block: int
@@ -43,13 +50,24 @@ class Corruption:
         trace_id = "generated" if self.trace_id is None else f"id {self.trace_id}"
         slot = "" if self.host_slot is None else f", loaded from host slot {self.host_slot}"
         return (
-            f"request {self.request}: block {self.position} ({trace_id}) is corrupt in the "
-            f"{self.tier} tier: device block {self.device_block}{slot}"
+            f"request {self.request}: block {self.position} ({trace_id}) of group {self.group} "
+            f"({self.attention}) is corrupt in the {self.tier} tier: device block "
+            f"{self.device_block}{slot}"
         )
 
     def as_dict(self) -> dict[str, object]:
         """The same for JSON."""
         return asdict(self)
+
+
+class _Wrong(NamedTuple):
+    """A block that does not hold what its key asks for; the slot it was just loaded from."""
+
+    group: int
+    position: int
+    block: int
+    key: np.uint64
+    slot: int | None = None
 
 
 class Verifier:
@@ -64,33 +82,53 @@ class Verifier:
         reports: the first `MAX_REPORTS` of them.
     """
 
-    def __init__(self, memory: DeviceMemory, arena: HostArena, verify: Verify) -> None:
+    def __init__(
+        self,
+        model: ReplayModel,
+        memory: Sequence[GroupMemory],
+        arena: HostArena,
+        verify: Verify,
+    ) -> None:
         self.num_verified = 0
         self.num_corrupt = 0
         self.reports: list[Corruption] = []
+        self._model = model
         self._memory = memory
         self._arena = arena
         self._verify = verify
-        self._known_wrong: dict[int, int] = {}  # device block -> the key it should serve
+        # device block -> the group and key it should serve
+        self._known_wrong: dict[int, tuple[int, int]] = {}
 
-    def check_loaded(self, request: Request, first: int, keys: Keys, job: Job) -> None:
-        """Check the blocks that a load just filled: from position `first`, with these keys."""
-        for index in self._wrong(job.block_ids, keys):
-            slot = int(job.host_slots[index])
-            block = int(job.block_ids[index])
-            self._report(request, first + index, block, keys[index], slot)
+    def check_loaded(self, request: Request, keys: Keys, job: Job) -> None:
+        """Check the blocks that a load just filled: in each group the last ones of these keys."""
+        for group, (begin, end) in enumerate(pairwise(job.offsets.tolist())):
+            blocks, slots = job.block_ids[begin:end], job.host_slots[begin:end]
+            first = len(keys) - len(blocks)
+            for index in self._wrong(group, blocks, keys[first:]):
+                at = first + index
+                slot = int(slots[index])
+                self._report(request, _Wrong(group, at, int(blocks[index]), keys[at], slot))
 
-    def check_table(self, request: Request, table: Ids, keys: Keys, num_tokens: int) -> None:
-        """Check every block of a request's table, of a partial tail what was computed."""
-        num_full = num_tokens // self._memory.geometry.block_size
-        for index in self._wrong(table[:num_full], keys[:num_full]):
-            self._report(request, index, int(table[index]), keys[index], None)
-        num_tail = num_tokens % self._memory.geometry.block_size
+    def check_table(
+        self, request: Request, group: int, table: Ids, keys: Keys, num_tokens: int
+    ) -> None:
+        """Check every block of a request's first tokens, of a partial tail what was computed.
+
+        The null block is passed over where nobody reads the block any more; in a place where the
+        next token reads, it is as wrong as any other.
+        """
+        num_full, num_tail = divmod(num_tokens, self._model.block_size)
+        is_there = table[:num_full] != 0
+        is_there[self._model.groups[group].first_read(num_tokens) :] = True
+        [positions] = np.nonzero(is_there)
+        for index in self._wrong(group, table[positions], keys[positions]):
+            at = int(positions[index])
+            self._report(request, _Wrong(group, at, int(table[at]), keys[at]))
         if num_tail and len(self._chosen(keys[num_full : num_full + 1])):
             self.num_verified += 1
-            block = int(table[num_full])
-            if self._memory.wrong_part(block, keys[num_full], num_tail):
-                self._report(request, num_full, block, keys[num_full], None)
+            block, key = int(table[num_full]), keys[num_full]
+            if self._memory[group].wrong_part(block, key, num_tail):
+                self._report(request, _Wrong(group, num_full, block, key))
 
     def _chosen(self, keys: Keys) -> npt.NDArray[np.intp]:
         if self._verify == "all":
@@ -99,35 +137,33 @@ class Verifier:
             return np.flatnonzero(keys >> _SAMPLE_SHIFT == 0)
         return np.empty(0, dtype=np.intp)
 
-    def _wrong(self, blocks: Ids, keys: Keys) -> list[int]:
+    def _wrong(self, group: int, blocks: Ids, keys: Keys) -> list[int]:
         chosen = self._chosen(keys)
         self.num_verified += len(chosen)
         wrong: list[int] = []
         for begin in range(0, len(chosen), _CHUNK_BLOCKS):
             part = chosen[begin : begin + _CHUNK_BLOCKS]
-            wrong += part[self._memory.wrong_blocks(blocks[part], keys[part])].tolist()
+            wrong += part[self._memory[group].wrong_blocks(blocks[part], keys[part])].tolist()
         return wrong
 
-    def _wrong_slot(self, slot: int, key: np.uint64) -> bool:
-        expected = self._memory.content.block_bytes(key).reshape(-1)
+    def _wrong_slot(self, group: int, slot: int, key: np.uint64) -> bool:
+        expected = self._memory[group].content.block_bytes(key).reshape(-1)
         return not np.array_equal(self._arena.slots[slot, : expected.size], expected)
 
-    def _report(
-        self,
-        request: Request,
-        position: int,
-        block: int,
-        key: np.uint64,
-        slot: int | None,
-    ) -> None:
-        if slot is None and self._known_wrong.get(block) == int(key):
+    def _report(self, request: Request, wrong: _Wrong) -> None:
+        group, position, block, key, slot = wrong
+        asked = (group, int(key))
+        if slot is None and self._known_wrong.get(block) == asked:
             return
-        self._known_wrong[block] = int(key)
+        self._known_wrong[block] = asked
         self.num_corrupt += 1
         if len(self.reports) < MAX_REPORTS:
             ids = request.trace.trace_ids
-            num_prompt = request.trace.prompt_tokens // self._memory.geometry.block_size
+            num_prompt = request.trace.prompt_tokens // self._model.block_size
             trace_id = ids[position] if position < num_prompt else None
-            in_slot = slot is not None and self._wrong_slot(slot, key)
+            in_slot = slot is not None and self._wrong_slot(group, slot, key)
             tier: Literal["device", "host"] = "host" if in_slot else "device"
-            self.reports.append(Corruption(request.name, position, trace_id, block, slot, tier))
+            name = str(self._model.groups[group])
+            self.reports.append(
+                Corruption(request.name, group, name, position, trace_id, block, slot, tier)
+            )

@@ -140,15 +140,17 @@ class Mover(ABC):
         """Tie a layout to an arena.
 
         Raises:
-            ConfigError: a slot of the arena is not exactly one block of the layout.
+            ConfigError: a slot of the arena is smaller than a block of the layout. It may be
+                larger: groups with blocks of several sizes share an arena.
             StateError: the arena is closed.
         """
         if arena.closed:
             raise StateError("this HostArena is closed; build a mover on an open one")
-        if arena.slot_bytes != layout.slot_bytes:
+        if arena.slot_bytes < layout.slot_bytes:
             raise ConfigError(
                 f"the arena's slot_bytes is {arena.slot_bytes}, a block of the layout has "
-                f"{layout.slot_bytes} bytes; build HostArena(num_slots, layout.slot_bytes)"
+                f"{layout.slot_bytes} bytes; build HostArena(num_slots, layout.slot_bytes), with "
+                "several layouts of the largest"
             )
         self._layout = layout
         self._arena = arena

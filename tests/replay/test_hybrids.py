@@ -1,0 +1,339 @@
+"""Models of several groups: what is stored, loaded and checked of each, what must be noticed."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.replay.scenario import (
+    FIRST,
+    MIXED,
+    SLIDING,
+    STATEFUL,
+    Checked,
+    assert_ended_well,
+    comes_back,
+    prepared,
+    pushed_out,
+    request,
+    trace,
+)
+from tests.replay.test_any_trace import LateMover
+from tests.replay.test_failing_copies import fail
+
+from kvstow import ConfigError
+from kvstow.replay import ReplayEngine
+from kvstow.replay.batch import Request
+from kvstow.replay.link import Flight
+from kvstow.replay.model import ReplayModel, build_model
+from kvstow.replay.verify import Verifier
+
+Slots = npt.NDArray[np.int32]
+
+NARROW, FULL, WINDOW, STATE = range(4)  # the groups of MIXED
+# What a prefix of 4 blocks, loaded, needs of them: windows of 5 and 40 tokens, and a state.
+NUM_NEEDED = [1, 4, 3, 1]
+
+
+def came_back(model: ReplayModel, observer: Checked) -> ReplayEngine:
+    """A replay, run, in which all that the first request had is pushed out, and asked for again."""
+    of = pushed_out(8, comes_back(3, at_s=200))
+    device_blocks = 8 * len(model.groups) + 1
+    with prepared(of, model=model, device_blocks=device_blocks, observer=observer) as engine:
+        engine.run()
+        return engine
+
+
+def test_no_more_is_loaded_than_a_group_reads() -> None:
+    counts: list[list[int]] = []
+
+    class Loads(Checked):
+        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+            if flight.direction == "load":
+                counts.append(np.diff(flight.job.offsets).tolist())
+                sizes = [geometry.block_bytes for geometry in MIXED.geometries]
+                assert flight.num_bytes == np.dot(counts[-1], sizes)
+
+    engine = came_back(MIXED, Loads())
+
+    assert_ended_well(engine)
+    assert counts == [NUM_NEEDED]
+    figures = engine.figures
+    assert (figures.device_hits, figures.host_hits) == (0, 4), "hits are blocks of the trace"
+    assert figures.loaded == sum(NUM_NEEDED)
+    assert figures.stored == 4 * (4 + 7 + 1)
+    all_bytes = sum(geometry.block_bytes for geometry in MIXED.geometries)
+    assert figures.stored_bytes == all_bytes * (4 + 7 + 1)
+
+
+def test_what_is_published_and_evicted_counts_all_groups() -> None:
+    with prepared(trace(request(1, FIRST)), model=MIXED, device_blocks=100) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert engine.figures.published == 4 * 4
+        assert engine.accounting.ledger.pool.num_cached == 4 * 4
+
+
+@pytest.mark.parametrize("model", [SLIDING, STATEFUL, MIXED], ids=lambda model: model.name)
+def test_what_is_written_goes_where_the_ledgers_tables_say(model: ReplayModel) -> None:
+    num_left = 0
+
+    class Compared(Checked):
+        def stepped(self, engine: ReplayEngine) -> None:
+            super().stepped(engine)
+            nonlocal num_left
+            for seat in engine.batch.running:
+                tables = engine.accounting.tables(engine.batch.request(seat).name)
+                ours = engine.batch.tables[:, seat, : engine.batch.num_blocks[seat]]
+                assert np.array_equal(tables, np.where(tables != 0, ours, 0))
+                num_left += int(np.count_nonzero(tables == 0))
+
+    of = trace(request(1, FIRST, output=80), request(2, [*FIRST[:2], 8], output=90))
+    needed = sum(group.most_blocks(10_000, 16) for group in model.groups if group.reach_tokens)
+    with prepared(
+        of, model=model, device_blocks=needed + 14, max_step_tokens=16, observer=Compared()
+    ) as engine:
+        engine.run()
+        assert_ended_well(engine)
+        assert engine.figures.preemptions
+    assert num_left, "no block ever left a window"
+
+
+def test_a_load_of_which_one_group_fails_is_recomputed() -> None:
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, model=MIXED, device_blocks=33) as engine:
+        fail(engine, STATE, loads=1)
+        engine.run()
+
+        assert_ended_well(engine)
+        assert (engine.figures.failed_loads, engine.figures.loaded) == (1, 0)
+        assert engine.figures.recomputed == 4 + 7 + 5
+
+
+def test_a_failed_job_has_not_landed_before_all_of_its_copies_have_ended() -> None:
+    num_failed = 0
+
+    class Landed(Checked):
+        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+            nonlocal num_failed
+            assert all(ticket.poll() for ticket in flight.tickets)
+            num_failed += any(ticket.error for ticket in flight.tickets)
+
+    of = pushed_out(8, comes_back(3, at_s=200))
+    with prepared(of, model=MIXED, device_blocks=33, observer=Landed()) as engine:
+        engine.links.movers[:] = map(LateMover, engine.links.movers)
+        fail(engine, NARROW, stores=1)
+        engine.run()
+    assert num_failed == 1
+
+
+class _Spy:
+    """The scheduler, with a look at what it is told of the tables."""
+
+    def __init__(self, engine: ReplayEngine) -> None:
+        self._accounting = engine.accounting
+        self._scheduler = engine.accounting.scheduler
+        self.num_null = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._scheduler, name)
+
+    def store(self, names: list[str], computed: Slots, block_ids: Slots, offsets: Slots) -> object:
+        held = np.concatenate([self._accounting.tables(name).reshape(-1) for name in names])
+        assert np.isin(block_ids, held).all(), "told of a block that is somebody else's by now"
+        self.num_null += int(np.count_nonzero(block_ids == 0))
+        return self._scheduler.store(names, computed, block_ids, offsets)
+
+
+def test_the_scheduler_is_never_told_of_a_block_that_has_left_its_window() -> None:
+    """A hit may be out of the window before the first block after it is full, and due."""
+    of = trace(request(1, FIRST), request(2, [*FIRST, 8, 9], at_s=1, output=30))
+    with prepared(of, model=MIXED, device_blocks=100, max_step_tokens=6) as engine:
+        spy = _Spy(engine)
+        engine.accounting.scheduler = spy  # type: ignore[assignment]
+        engine.run()
+
+        assert_ended_well(engine)
+    assert spy.num_null
+
+
+def test_a_request_must_fit_with_all_its_groups() -> None:
+    of = trace(request(1, range(20), output=0))
+    model = SLIDING  # 20 blocks, and of a window of 40 tokens, with chunks of 16: 5
+    with (
+        pytest.raises(ConfigError, match=r"needs 25 blocks for its 320 tokens; of 25 .* 24 are"),
+        prepared(of, model=model, device_blocks=25, max_step_tokens=16),
+    ):
+        pass
+    with prepared(of, model=model, device_blocks=26, max_step_tokens=16) as engine:
+        engine.run()
+        assert_ended_well(engine)
+
+
+def test_a_model_with_other_blocks_than_the_trace_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="'jamba' has blocks of 512 tokens, the trace of 16"),
+        prepared(trace(request(1, FIRST)), model=build_model("jamba", 512), device_blocks=99),
+    ):
+        pass
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+Fault = Callable[[ReplayEngine, list[Slots]], None]
+
+
+class SpoilFirstStore(Checked):
+    """Spoils the slots of the first request's blocks, given by group."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._done = False
+
+    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+        if not self._done:
+            assert flight.direction == "store"
+            self._done = True
+            self._fault(engine, np.split(flight.job.host_slots, flight.job.offsets[1:-1]))
+
+
+def found_after(fault: Fault) -> list[tuple[int, int, str]]:
+    """Group, position and tier of what a replay of MIXED finds corrupt of what it loads."""
+    engine = came_back(MIXED, SpoilFirstStore(fault))
+    assert engine.figures.host_hits == 4
+    assert engine.verifier.num_corrupt == len(engine.verifier.reports)
+    return [(found.group, found.position, found.tier) for found in engine.verifier.reports]
+
+
+def test_nothing_is_found_without_a_fault() -> None:
+    assert found_after(lambda engine, slots: None) == []
+
+
+@pytest.mark.parametrize("group", [NARROW, FULL, WINDOW, STATE])
+def test_a_flipped_byte_names_its_group(group: int) -> None:
+    def flip(engine: ReplayEngine, slots: list[Slots]) -> None:
+        last_byte = MIXED.groups[group].geometry.block_bytes - 1
+        engine.arena.slots[slots[group][3], last_byte] ^= 1
+
+    assert found_after(flip) == [(group, 3, "host")]
+
+
+def test_a_report_says_which_layers() -> None:
+    def flip(engine: ReplayEngine, slots: list[Slots]) -> None:
+        engine.arena.slots[slots[WINDOW][2], 0] ^= 1
+
+    engine = came_back(MIXED, SpoilFirstStore(flip))
+
+    [found] = engine.verifier.reports
+    assert str(found).startswith(
+        "request 3: block 2 (id 3) of group 2 (sliding window of 40) is corrupt in the host tier: "
+    )
+    assert found.as_dict()["attention"] == "sliding window of 40"
+
+
+def test_two_swapped_slots_of_a_window_are_both_found() -> None:
+    def swap(engine: ReplayEngine, slots: list[Slots]) -> None:
+        pair = slots[WINDOW][[1, 3]]
+        engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
+
+    assert found_after(swap) == [(WINDOW, 1, "host"), (WINDOW, 3, "host")]
+
+
+def test_another_groups_block_is_found_though_it_is_for_the_same_tokens() -> None:
+    """The digest is the same; FULL and NARROW have blocks of one size, too."""
+
+    def exchange(engine: ReplayEngine, slots: list[Slots]) -> None:
+        pair = np.array([slots[NARROW][3], slots[FULL][3]])
+        engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
+
+    assert found_after(exchange) == [(NARROW, 3, "host"), (FULL, 3, "host")]
+
+
+def test_what_no_token_will_read_is_not_loaded() -> None:
+    def spoil(engine: ReplayEngine, slots: list[Slots]) -> None:
+        unread = [slots[group][: 4 - num] for group, num in enumerate(NUM_NEEDED)]
+        engine.arena.slots[np.concatenate(unread)] = 0
+
+    assert found_after(spoil) == []
+
+
+@pytest.mark.parametrize("writer", [NARROW, WINDOW, STATE])
+def test_a_block_that_another_group_writes_is_found(writer: int) -> None:
+    class Overwrite(Checked):
+        def stepped(self, engine: ReplayEngine) -> None:
+            if engine.figures.steps == 1:
+                block = engine.batch.tables[FULL, engine.batch.running[0], 1:2]
+                engine.memory[writer].write_tokens(block, np.zeros(1, np.uint64), np.zeros(1, int))
+
+    of = trace(request(1, FIRST))
+    with prepared(of, model=MIXED, device_blocks=33, observer=Overwrite()) as engine:
+        engine.run()
+
+        [found] = engine.verifier.reports
+        assert (found.group, found.position, found.tier) == (FULL, 1, "device")
+
+
+@pytest.mark.parametrize("num_on_the_device", [4, 2])
+def test_a_wrong_hit_is_found_although_its_request_drops_it_before_it_ends(
+    num_on_the_device: int,
+) -> None:
+    """Whether the request runs at once, or first loads the rest of the prefix."""
+
+    class Spoil(Checked):
+        tables = np.zeros((4, 4), dtype=np.int32)
+
+        def stepped(self, engine: ReplayEngine) -> None:
+            if engine.figures.steps == 1:
+                self.tables = engine.batch.tables[:, engine.batch.running[0], :4].copy()
+            if (engine.figures.finished, len(engine.batch.running)) == (1, 0):
+                engine.accounting.ledger.pool.evict(self.tables[FULL, num_on_the_device:])
+                engine.memory[WINDOW].regions[0][self.tables[WINDOW, 1], 0] ^= 1
+
+    of = trace(
+        request(1, FIRST, output=60),  # its window has left the block, too, when it ends
+        request(2, [*FIRST, *range(40, 50)], at_s=1),
+    )
+    with prepared(of, model=MIXED, device_blocks=200, observer=Spoil()) as engine:
+        engine.run()
+
+        figures = engine.figures
+        assert (figures.device_hits, figures.host_hits) == (
+            num_on_the_device,
+            4 - num_on_the_device,
+        )
+        [found] = engine.verifier.reports
+        assert (found.request, found.group, found.position) == ("2", WINDOW, 1)
+        assert (found.tier, found.host_slot) == ("device", None)
+
+
+@pytest.mark.parametrize("group", [NARROW, FULL, WINDOW, STATE])
+def test_the_null_block_is_wrong_only_where_it_would_be_read(group: int) -> None:
+    """After 6 blocks and 7 tokens, a token reads 1, 7, 3 and 1 of them, a tail included."""
+    num_tokens, num_full = 6 * 16 + 7, 6
+    num_unread = num_full + 1 - [1, 7, 3, 1][group]
+    keys = np.arange(1, 8, dtype=np.uint64)
+    of = trace(request(1, range(1, 7), tail=0, output=20))
+    with prepared(of, model=MIXED, device_blocks=100) as engine:
+        whole = np.arange(11, 18, dtype=np.int32)
+        engine.memory[group].write_range(whole, keys, 0, num_tokens)
+        someone = Request.arrived(of.requests[0], 16)
+        found = []
+        for position in range(num_full):
+            table = whole.copy()
+            table[position] = 0
+            verifier = Verifier(engine.model, engine.memory, engine.arena, "all")
+            verifier.check_table(someone, group, table, keys, num_tokens)
+            found += [report.position for report in verifier.reports]
+        assert found == list(range(num_unread, num_full))
+
+
+def test_a_wrong_block_counts_once_for_what_it_should_hold_and_again_for_something_else() -> None:
+    of = trace(request(1, FIRST))
+    table, keys = np.array([5], dtype=np.int32), np.array([7], dtype=np.uint64)
+    with prepared(of, model=MIXED, device_blocks=100) as engine:
+        someone = Request.arrived(of.requests[0], 16)
+        for group in (FULL, FULL, NARROW, NARROW):
+            engine.verifier.check_table(someone, group, table, keys, 16)
+
+        assert [found.group for found in engine.verifier.reports] == [FULL, NARROW]
