@@ -157,24 +157,32 @@ class Prompts:
         groups = "" if self.num_groups == 1 else f"{self.num_groups} x "
         blocks = f"{groups}{NUM_BLOCKS:,} blocks, {pool}"
         row = functools.partial(Row, num_per_turn=len(self.requests))
+        # The targets are for a prompt in a pool of its size; what a server is in is shown beside.
+        is_plain = self.capacity == 1 and not self.shuffled
+        target = {"lookup": 100, "clean": 60, "free": 40} if is_plain else {}
         rows = [
             row(
                 f"lookup of {blocks}",
                 of["vllm lookup"],
                 of["lookup"],
-                target_ratio=100,
+                target_ratio=target.get("lookup"),
             ),
             row("  add + lookup", of["vllm lookup"], together("add", "lookup")),
             row(
                 f"allocate + publish {blocks}",
                 of["vllm clean"],
                 of["clean"],
-                target_ratio=60,
+                target_ratio=target.get("clean"),
             ),
             row("  with add", of["vllm clean"], together("clean: add", "clean")),
-            row("  evicting as many", of["vllm allocate"], of["allocate"], target_ratio=60),
+            row("  evicting as many", of["vllm allocate"], of["allocate"]),
             row("  evicting, with add", of["vllm allocate"], together("add", "allocate")),
-            row(f"free of {blocks}", of["vllm free"], of["free"], target_ratio=40),
+            row(
+                f"free of {blocks}",
+                of["vllm free"],
+                of["free"],
+                target_ratio=target.get("free"),
+            ),
             row(f"admit a hit of {blocks}", of["vllm admit hit"], of["admit hit"]),
             row(
                 "all of it: add, allocate evicting, free, lookup",

@@ -86,7 +86,7 @@ impl Index {
     /// The blocks of the longest prefix of `hashes` that is held, each the oldest of its key.
     pub fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
         let mark = mark(group);
-        let mut found = Vec::new();
+        let mut found = Vec::with_capacity(hashes.len());
         for batch in hashes.chunks(BATCH) {
             let (prints, homes) = self.prints(batch.iter().map(|hash| (hash, mark)));
             for ((hash, print), entry) in batch.iter().zip(prints).zip(homes) {

@@ -215,13 +215,14 @@ impl BlockPool {
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
         let (mut keyed, mut unkeyed) = (Vec::with_capacity(ids.len()), Vec::new());
+        let mut num_freed = 0;
         decrement(&mut self.refs, ids, "is free already: free each reference once", |id| {
+            num_freed += usize::from(self.pins[id.index()] == 0);
             if self.index.has_key(id) { keyed.push(id) } else { unkeyed.push(id) }
         })?;
+        self.num_free += num_freed;
         self.queue.push_back_all(&keyed);
         self.queue.push_front_all(&unkeyed);
-        let is_free = |id: &&BlockId| self.pins[id.index()] == 0;
-        self.num_free += keyed.iter().chain(&unkeyed).filter(is_free).count();
         if !unkeyed.is_empty() {
             self.passed = BlockId::NULL;
         }

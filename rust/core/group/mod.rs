@@ -134,10 +134,13 @@ impl Group {
         let mut end = max_blocks - max_blocks % step;
         loop {
             let needed = self.num_skipped_blocks(end * self.block_size)..end;
-            let Some(missing) = needed.clone().rev().find(|&index| !cached.has(index)) else {
-                return cached.range(&needed);
-            };
-            // No hit that ends behind the missing block and needs it can do.
+            // Most often all is there, and a range is found quicker than its blocks one by one.
+            let found = cached.range(&needed);
+            if found.iter().all(|blocks| blocks.len() == end) {
+                return found;
+            }
+            // No hit that ends behind a missing block and needs it can do.
+            let missing = needed.rev().find(|&index| !cached.has(index)).unwrap_or(0);
             end = missing - missing % step;
         }
     }
