@@ -485,7 +485,7 @@ class OffloadScheduler:
         num_host_blocks: int,
         groups: Sequence[_Group],
         *,
-        mode: Literal["eager"] = "eager",
+        mode: Literal["eager", "lazy"] = "eager",
         policy: Literal["lru"] = "lru",
         world_size: int = 1,
         num_device_blocks: int | None = None,
@@ -493,7 +493,8 @@ class OffloadScheduler:
     ) -> OffloadScheduler:
         """`num_host_blocks` slots, all usable.
 
-        A job ends when all `world_size` ranks have reported it. Device ids of `num_device_blocks`
+        Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
+        `store_evictable` plans the stores of what the device is about to evict. A job ends when all `world_size` ranks have reported it. Device ids of `num_device_blocks`
         or more are refused. Raises `ConfigError` as `BlockLedger` does.
         """
     @property
@@ -563,6 +564,28 @@ class OffloadScheduler:
             flight are not stored again; where slots are short, what fits is stored (of a
             full-attention group the first blocks, of a window the last), and the rest is counted
             as dropped.
+        """
+    def store_evictable(
+        self, pool: BlockPool | LedgerPool, num_blocks: int, *, deadline: float | None = None
+    ) -> Job | None:
+        """Lazy mode: plan the stores of what stands among the next blocks that `pool` will evict.
+
+        `num_blocks`, the horizon, is how many of its free queue are looked at: what the next step
+        may take, its tokens and the loads that may be admitted. Stored is what `store` was told of
+        as computed and the host does not have; the queue stays as it is. Call it after each step.
+        Raises `StateError` in eager mode.
+        """
+    def store_candidates(
+        self,
+        block_ids: _Ints,
+        hashes: Sequence[bytes],
+        *,
+        group: int = 0,
+        deadline: float | None = None,
+    ) -> Job | None:
+        """As `store_evictable`, for a pool that is not kvstow's.
+
+        `block_ids` are free blocks, next to be evicted first, and `hashes` what they hold.
         """
     def complete(self, job_id: int, *, ok: bool = True, rank: int = 0) -> JobEnd | None:
         """Report that a rank's part of a job has ended, or that it never began.

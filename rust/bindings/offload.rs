@@ -3,19 +3,22 @@
 use std::sync::Mutex;
 
 use kvstow_core::ids::BlockId;
-use kvstow_core::offload::{self, OffloadConfig, Progress};
+use kvstow_core::key::BlockKey;
+use kvstow_core::offload::{self, Mode, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::convert::{
-    Count, Name, RequestId, as_strs, counts, hashes, ids, job_id, request_ids, to_array,
+    Count, Name, RequestId, as_strs, counts, group_id, hashes, ids, job_id, request_ids, to_array,
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
 use crate::group::groups;
+use crate::ledger::LedgerPool;
 use crate::lock;
+use crate::pool::{BlockPool, SharedPool};
 
 /// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
 #[pyclass(module = "kvstow", frozen, get_all)]
@@ -72,9 +75,18 @@ impl OffloadScheduler {
         num_device_blocks: Option<Count>,
         events: bool,
     ) -> PyResult<Self> {
-        check_choice("mode", &mode.0, "eager")?;
+        let mode = match mode.0.as_str() {
+            "eager" => Mode::Eager,
+            "lazy" => Mode::Lazy,
+            other => {
+                return Err(ConfigError::new_err(format!(
+                    "mode {other:?}: it is \"eager\" or \"lazy\""
+                )));
+            }
+        };
         check_choice("policy", &policy.0, "lru")?;
         let config = OffloadConfig {
+            mode,
             world_size: world_size.0,
             num_device_blocks: num_device_blocks.map_or(MAX_BLOCKS, |count| count.0),
             events,
@@ -174,6 +186,53 @@ impl OffloadScheduler {
         Ok(job.map(|job| to_job(py, job)))
     }
 
+    /// Lazy mode: plan the stores of what stands among the next blocks that `pool` will evict.
+    #[pyo3(signature = (pool, num_blocks, *, deadline = None))]
+    fn store_evictable(
+        &self,
+        py: Python<'_>,
+        pool: AnyPool<'_>,
+        num_blocks: Count,
+        deadline: Option<f64>,
+    ) -> PyResult<Option<Job>> {
+        check_time("deadline", deadline)?;
+        let candidates: Vec<_> = match pool {
+            AnyPool::Own(pool) => pool.with(|pool| pool.evictable(num_blocks.0).collect()),
+            AnyPool::Ledger(pool) => pool.with(|pool| pool.evictable(num_blocks.0).collect()),
+        };
+        let job = lock(&self.0).store_evictable(candidates.into_iter(), deadline);
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+    }
+
+    /// As `store_evictable`, for blocks of a pool that is not kvstow's.
+    #[pyo3(
+        signature = (block_ids, hashes, *, group = Count(0), deadline = None),
+        text_signature = "($self, block_ids, hashes, *, group=0, deadline=None)"
+    )]
+    fn store_candidates(
+        &self,
+        block_ids: &Bound<'_, PyAny>,
+        hashes: &Bound<'_, PyAny>,
+        group: Count,
+        deadline: Option<f64>,
+    ) -> PyResult<Option<Job>> {
+        check_time("deadline", deadline)?;
+        let py = block_ids.py();
+        let (block_ids, hashes) = (ids(block_ids, MAX_BLOCKS)?, self::hashes(hashes)?);
+        if block_ids.len() != hashes.len() {
+            return Err(ConfigError::new_err(format!(
+                "{} blocks and {} hashes: give one hash per block",
+                block_ids.len(),
+                hashes.len()
+            )));
+        }
+        let group = group_id(group)?;
+        let keys = hashes.as_slice().iter().map(|&hash| BlockKey { hash, group });
+        let candidates = block_ids.into_iter().zip(keys);
+        let job = lock(&self.0).store_evictable(candidates, deadline);
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+    }
+
     /// A rank's part of a job has ended; when all have, how the job ended.
     #[pyo3(
         signature = (job_id, *, ok = true, rank = Count(0)),
@@ -263,6 +322,13 @@ fn to_job(py: Python<'_>, job: offload::Job) -> Job {
         host_slots: host_slots.into_pyarray(py).unbind(),
         offsets: offsets.into_pyarray(py).unbind(),
     }
+}
+
+/// A pool of either kind.
+#[derive(FromPyObject)]
+enum AnyPool<'py> {
+    Own(PyRef<'py, BlockPool>),
+    Ledger(PyRef<'py, LedgerPool>),
 }
 
 fn to_end(py: Python<'_>, end: offload::JobEnd) -> JobEnd {

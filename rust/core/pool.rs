@@ -136,6 +136,13 @@ impl BlockPool {
         self.queue.iter()
     }
 
+    /// Of the first `num_blocks` of the free queue, those that hold a key and are not pinned, with
+    /// their keys.
+    pub fn evictable(&self, num_blocks: usize) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
+        let free = self.queue.iter().take(num_blocks).filter(|id| self.pins[id.index()] == 0);
+        free.filter_map(|id| Some((id, self.key(id)?)))
+    }
+
     /// Bytes of heap it holds.
     pub fn memory_bytes(&self) -> usize {
         (self.refs.capacity() + self.pins.capacity()) * size_of::<u32>()

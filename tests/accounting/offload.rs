@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvstow_core::group::{Attention, Group, Model};
 use kvstow_core::ids::BlockId;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, Taken};
-use kvstow_core::offload::{Job, OffloadConfig, OffloadScheduler, Progress};
+use kvstow_core::offload::{Job, Mode, OffloadConfig, OffloadScheduler, Progress};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -110,8 +110,12 @@ struct World {
     storable: BTreeSet<Content>,
     num_admitted: usize,
     num_ranks: usize,
+    mode: Mode,
     now: f64,
 }
+
+/// Blocks at the head of the free queue that a lazy scheduler looks at.
+const HORIZON: usize = 6;
 
 /// How long a job may take.
 const PATIENCE: f64 = 3.0;
@@ -119,7 +123,7 @@ const PATIENCE: f64 = 3.0;
 impl World {
     fn new(num_device_blocks: usize, num_host_blocks: usize) -> Self {
         let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
-        Self::of(groups, num_device_blocks, num_host_blocks, 1)
+        Self::of(groups, num_device_blocks, num_host_blocks, 1, Mode::Eager)
     }
 
     fn of(
@@ -127,12 +131,14 @@ impl World {
         num_device_blocks: usize,
         num_host_blocks: usize,
         world_size: usize,
+        mode: Mode,
     ) -> Self {
         Self {
             model: Model::new(groups.clone()).unwrap(),
             scheduler: OffloadScheduler::new(OffloadConfig {
                 num_device_blocks,
                 world_size,
+                mode,
                 events: true,
                 ..OffloadConfig::new(num_host_blocks, groups.clone())
             })
@@ -145,6 +151,7 @@ impl World {
             storable: BTreeSet::new(),
             num_admitted: 0,
             num_ranks: world_size,
+            mode,
             now: 0.0,
         }
     }
@@ -291,7 +298,31 @@ impl World {
         let progress =
             Progress { request_id: &id, num_computed_tokens: after, new_blocks: &new_blocks };
         let deadline = Some(self.now + PATIENCE);
-        if let Some(job) = self.scheduler.store(std::iter::once(progress), deadline).unwrap() {
+        let job = self.scheduler.store(std::iter::once(progress), deadline).unwrap();
+        assert!(job.is_none() || self.mode == Mode::Eager);
+        self.begin_store(job);
+        if self.mode == Mode::Lazy {
+            self.store_evictable(HORIZON);
+        }
+    }
+
+    /// Stores what stands among the first so many of the device's free queue, which stays as it is.
+    fn store_evictable(&mut self, num_blocks: usize) {
+        let before: Vec<BlockId> = self.ledger.pool().free_order().collect();
+        let candidates = self.ledger.pool().evictable(num_blocks);
+        let deadline = Some(self.now + PATIENCE);
+        let job = self.scheduler.store_evictable(candidates, deadline).unwrap();
+        if let Some(job) = &job {
+            assert!(
+                job.block_ids.iter().all(|id| before[..num_blocks.min(before.len())].contains(id))
+            );
+        }
+        self.begin_store(job);
+        assert!(self.ledger.pool().free_order().eq(before));
+    }
+
+    fn begin_store(&mut self, job: Option<Job>) {
+        if let Some(job) = job {
             let contents: Vec<_> = job.block_ids.iter().map(|id| self.device[id.index()]).collect();
             for (group, ends) in job.offsets.windows(2).enumerate() {
                 assert!(contents[ends[0]..ends[1]].iter().all(|content| content.0 == group));
@@ -424,6 +455,9 @@ impl World {
             Op::Reset => {
                 self.scheduler.reset().unwrap();
                 self.storable.clear();
+                if self.mode == Mode::Lazy {
+                    self.storable.extend(&self.device); // what is there may be stored again
+                }
                 assert_eq!(self.scheduler.num_resident(), 0);
             }
             Op::EvictDevice(some) => {
@@ -479,10 +513,11 @@ proptest! {
     #[test]
     fn nothing_is_lost_or_mixed_up(
         groups in models(), size in 4..16_usize, num_host in 1..12_usize, world_size in 1..4_usize,
-        ops in vec(op(), 1..60),
+        lazy in any::<bool>(), ops in vec(op(), 1..60),
     ) {
         let num_device = size * groups.len();
-        let mut world = World::of(groups, num_device, num_host, world_size);
+        let mode = if lazy { Mode::Lazy } else { Mode::Eager };
+        let mut world = World::of(groups, num_device, num_host, world_size, mode);
         for op in &ops {
             world.apply(op);
             world.check();
@@ -501,7 +536,7 @@ proptest! {
     /// what every group needs for it was computed.
     #[test]
     fn with_room_everything_computed_is_kept(groups in models(), ops in vec(op(), 1..40)) {
-        let mut world = World::of(groups, 80, 200, 1);
+        let mut world = World::of(groups, 80, 200, 1, Mode::Eager);
         for op in &ops {
             let op = match op {
                 Op::Reset | Op::Tick | Op::Stop => continue,
@@ -519,6 +554,38 @@ proptest! {
         prop_assert_eq!(world.scheduler.stats().evicted_blocks, 0);
         prop_assert_eq!(world.scheduler.stats().dropped_blocks, 0);
         prop_assert_eq!(world.scheduler.stats().stored_blocks, world.storable.len());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(NUM_CASES / 10))]
+
+    /// Lazy, with room and a horizon that covers all: what falls off the device is on the host.
+    /// (Of a window not always: what leaves it may be taken again in the same call.)
+    #[test]
+    fn whatever_falls_off_the_device_is_kept(
+        num_groups in 1..3_usize, ops in vec(op(), 1..40),
+    ) {
+        let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap(); num_groups];
+        let num_device = 12 * num_groups;
+        let mut world = World::of(groups, num_device, 200, 1, Mode::Lazy);
+        let keep = |world: &mut World| {
+            world.store_evictable(num_device);
+            settle(world);
+        };
+        for op in &ops {
+            if matches!(op, Op::Admit(..) | Op::Run(..) | Op::Leave(_)) {
+                world.apply(op);
+                world.check();
+                keep(&mut world);
+            }
+        }
+        (0..4).for_each(|who| world.leave(who));
+        keep(&mut world);
+        for which in 0..NUM_CHAINS {
+            prop_assert_eq!(world.num_served(which), world.num_servable(which));
+        }
+        prop_assert!(world.scheduler.stats().stored_blocks <= world.storable.len());
     }
 }
 

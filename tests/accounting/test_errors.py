@@ -498,7 +498,7 @@ def test_groups_and_options_that_do_not_fit_are_refused() -> None:
         ChunkedLocal(4, 6)
     with pytest.raises(ConfigError, match="no groups"):
         OffloadScheduler(8, [])
-    with pytest.raises(ConfigError, match=r'"lazi".*"eager"'):
+    with pytest.raises(ConfigError, match=r'"lazi".*"eager" or "lazy"'):
         OffloadScheduler(8, [GROUP], mode="lazi")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="surrogate"):
         OffloadScheduler(8, [GROUP], mode="\ud800")  # type: ignore[arg-type]

@@ -199,6 +199,9 @@ impl OffloadScheduler {
             Kind::Store { filling, .. } => {
                 self.tier.fence(&job.slots, &filling.keys)?;
                 self.tier.give_back(&job.slots)?;
+                for &id in &job.block_ids {
+                    self.forget_seen(id);
+                }
                 self.counters.failed_stores += usize::from(job.has_failed || job.is_late);
             }
         }

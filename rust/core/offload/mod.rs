@@ -4,6 +4,7 @@
 //! it is in flight, and [`OffloadScheduler::complete`] which ones to unpin.
 
 mod job;
+mod lazy;
 mod load;
 mod lru;
 mod store;
@@ -23,6 +24,7 @@ use crate::pool::MAX_BLOCKS;
 use crate::requests::Requests;
 
 use job::InFlight;
+use lazy::ComputedBlocks;
 use tier::HostTier;
 
 /// The most ranks that copy their parts of one job.
@@ -30,7 +32,8 @@ pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// Plans stores and loads between a device's blocks and a host tier of its own.
 ///
-/// Stores are eager: a block is due once earlier steps have computed it. Eviction takes the least
+/// Eager, a block is due for a store once earlier steps have computed it; lazy, once the device is
+/// about to evict it. Eviction takes the least
 /// recently ranked blocks first, and of a full-attention group never one whose child is on the
 /// host.
 #[derive(Clone, Debug)]
@@ -43,6 +46,9 @@ pub struct OffloadScheduler {
     num_jobs: u64,
     /// Up to this id [`OffloadScheduler::end_all`] has ended all.
     num_ended_jobs: u64,
+    mode: Mode,
+    /// Lazy only.
+    computed: ComputedBlocks,
     world_size: usize,
     num_device_blocks: usize,
     counters: Counters,
@@ -91,6 +97,16 @@ struct Counters {
     pending_lookups: usize,
 }
 
+/// When blocks are stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// As soon as they are computed.
+    #[default]
+    Eager,
+    /// When the device is about to evict them.
+    Lazy,
+}
+
 /// What a scheduler is made for.
 #[derive(Clone, Debug)]
 pub struct OffloadConfig {
@@ -98,6 +114,8 @@ pub struct OffloadConfig {
     pub num_host_blocks: usize,
     /// The device's groups.
     pub groups: Vec<Group>,
+    /// When blocks are stored.
+    pub mode: Mode,
     /// Workers that each copy their part of every job.
     pub world_size: usize,
     /// Blocks of the device pool, the null block included; ids outside it are refused.
@@ -107,10 +125,10 @@ pub struct OffloadConfig {
 }
 
 impl OffloadConfig {
-    /// One worker, any device block, no events.
+    /// Eager, one worker, any device block, no events.
     pub fn new(num_host_blocks: usize, groups: Vec<Group>) -> Self {
-        let num_device_blocks = MAX_BLOCKS;
-        Self { num_host_blocks, groups, world_size: 1, num_device_blocks, events: false }
+        let (mode, num_device_blocks) = (Mode::Eager, MAX_BLOCKS);
+        Self { num_host_blocks, groups, mode, world_size: 1, num_device_blocks, events: false }
     }
 }
 
@@ -152,7 +170,7 @@ impl OffloadScheduler {
     /// [`Error::Config`] for a tier of no slots or too many, for groups that [`Model::new`]
     /// refuses, and for a world of no ranks or more than [`MAX_WORLD_SIZE`].
     pub fn new(config: OffloadConfig) -> Result<Self> {
-        let OffloadConfig { num_host_blocks, groups, world_size, num_device_blocks, events } =
+        let OffloadConfig { num_host_blocks, groups, mode, world_size, num_device_blocks, events } =
             config;
         if !(1..=MAX_WORLD_SIZE).contains(&world_size) {
             return Err(Error::Config(format!(
@@ -166,6 +184,8 @@ impl OffloadScheduler {
             jobs: BTreeMap::new(),
             num_jobs: 0,
             num_ended_jobs: 0,
+            mode,
+            computed: ComputedBlocks::default(),
             world_size,
             num_device_blocks,
             counters: Counters::default(),
@@ -248,6 +268,9 @@ impl OffloadScheduler {
         }
         for job in self.jobs.values_mut() {
             job.is_fenced = true;
+        }
+        for computed in self.computed.values_mut() {
+            computed.is_seen = false;
         }
         self.tier.reset()
     }

@@ -7,7 +7,7 @@ use crate::key::{BlockHash, BlockKey};
 
 use super::job::Kind;
 use super::tier::{Filling, HostTier};
-use super::{Job, OffloadScheduler, Table};
+use super::{Job, Mode, OffloadScheduler, Table};
 
 /// What a finished step changed for one request.
 #[derive(Clone, Copy, Debug)]
@@ -23,14 +23,24 @@ pub struct Progress<'a> {
 
 /// The stores of one group.
 #[derive(Clone, Default)]
-struct Part {
-    block_ids: Vec<BlockId>,
-    slots: Vec<BlockId>,
-    filling: Filling,
+pub(super) struct Part {
+    pub(super) block_ids: Vec<BlockId>,
+    pub(super) slots: Vec<BlockId>,
+    pub(super) filling: Filling,
+}
+
+impl Part {
+    pub(super) fn reverse(&mut self) {
+        self.block_ids.reverse();
+        self.slots.reverse();
+        self.filling.keys.reverse();
+        self.filling.parents.reverse();
+    }
 }
 
 impl OffloadScheduler {
-    /// Plans the stores that a step has made due, all in one job; None when there are none. Every
+    /// Plans the stores that a step has made due, all in one job; None when there are none, as
+    /// always in lazy mode, where this only tells what was computed. Every
     /// request in which a block has become full needs naming, before the device's next allocation:
     /// that frees what falls out of a window.
     ///
@@ -72,13 +82,25 @@ impl OffloadScheduler {
                 let hashes = &request.hashes;
                 let mut plan =
                     Plan { model: &self.model, id, group, hashes, part: &mut parts[index] };
-                if group.attention == Attention::Full {
+                if self.mode == Mode::Lazy {
+                    Self::record(&mut self.computed, table, |at| plan.key(at));
+                } else if group.attention == Attention::Full {
                     tails.extend(plan.chain(table, &mut self.tier)?);
                 } else {
                     self.counters.dropped += plan.window(table, &mut self.tier)?;
                 }
             }
         }
+        Ok(self.begin_store(parts, tails, deadline))
+    }
+
+    /// Enters a store into the books, group after group; None if there is nothing to store.
+    pub(super) fn begin_store(
+        &mut self,
+        parts: Vec<Part>,
+        tails: Vec<BlockId>,
+        deadline: Option<f64>,
+    ) -> Option<Job> {
         let mut all = Part::default();
         let mut offsets = vec![0];
         for mut part in parts {
@@ -89,10 +111,8 @@ impl OffloadScheduler {
             offsets.push(all.slots.len());
         }
         let Part { block_ids, slots, filling } = all;
-        if slots.is_empty() {
-            return Ok(None);
-        }
-        Ok(Some(self.begin(block_ids, slots, offsets, Kind::Store { filling, tails }, deadline)))
+        let kind = Kind::Store { filling, tails };
+        (!slots.is_empty()).then(|| self.begin(block_ids, slots, offsets, kind, deadline))
     }
 
     /// Refuses ids outside the device pool.

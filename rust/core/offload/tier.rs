@@ -48,6 +48,10 @@ pub(super) struct HostTier {
     /// Loads that read the slot.
     num_loads: Vec<u32>,
     in_flight: HashMap<BlockKey, BlockId, BuildHasherDefault<DefaultHasher>>,
+    /// Slots whose parent is not on the host, and its key: the device has it, or nobody.
+    awaited: HashMap<BlockId, BlockKey, BuildHasherDefault<DefaultHasher>>,
+    /// The same by that key.
+    awaiting: HashMap<BlockKey, Vec<BlockId>, BuildHasherDefault<DefaultHasher>>,
     lru: Lru,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
@@ -83,6 +87,8 @@ impl HostTier {
             num_children: vec![0; num_blocks],
             num_loads: vec![0; num_blocks],
             in_flight: HashMap::default(),
+            awaited: HashMap::default(),
+            awaiting: HashMap::default(),
             lru: Lru::new(lru_size),
             num_evicted: 0,
         })
@@ -157,7 +163,40 @@ impl HostTier {
     pub(super) fn fill(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
         self.parents[slot.index()] = parent.0;
         self.num_children[parent.index()] += 1;
+        for child in self.awaiting.remove(&key).unwrap_or_default() {
+            self.awaited.remove(&child);
+            if self.is_below(slot, child) {
+                continue; // in a list that is no true chain: the two would be each other's parents
+            }
+            self.parents[child.index()] = slot.0;
+            self.num_children[BlockId::NULL.index()] -= 1;
+            self.num_children[slot.index()] += 1;
+        }
         self.in_flight.insert(key, slot);
+    }
+
+    /// Whether `slot` is `other`, or stands below it.
+    fn is_below(&self, slot: BlockId, other: BlockId) -> bool {
+        let mut at = slot;
+        while !at.is_null() && at != other {
+            at = BlockId(self.parents[at.index()]);
+        }
+        at == other
+    }
+
+    /// As [`fill`](Self::fill), below the slot that holds the hash before, or that will hold it: a
+    /// lazy store brings a prompt's tail before its root. None: below nothing.
+    pub(super) fn fill_below(&mut self, slot: BlockId, key: BlockKey, parent: Option<BlockHash>) {
+        let parent = parent.map(|hash| BlockKey { hash, group: key.group });
+        match parent.map(|parent| (parent, self.resident_or_in_flight(&parent))) {
+            Some((_, Some(above))) => self.fill(slot, key, above),
+            Some((parent, None)) => {
+                self.fill(slot, key, BlockId::NULL);
+                self.awaited.insert(slot, parent);
+                self.awaiting.entry(parent).or_default().push(slot);
+            }
+            None => self.fill(slot, key, BlockId::NULL),
+        }
     }
 
     /// Slots for those of `keys`, a chain below `parent` (null: a root), that the tier does not
@@ -296,6 +335,8 @@ impl HostTier {
         self.pool.free(&residents)?;
         self.lru.clear();
         self.in_flight.clear();
+        self.awaited.clear();
+        self.awaiting.clear();
         self.parents.fill(0);
         self.num_children.fill(0);
         Ok(())
@@ -326,6 +367,14 @@ impl HostTier {
     fn forget(&mut self, slot: BlockId) {
         let parent = std::mem::take(&mut self.parents[slot.index()]);
         self.num_children[parent as usize] -= 1;
+        if let Some(parent) = self.awaited.remove(&slot)
+            && let Some(children) = self.awaiting.get_mut(&parent)
+        {
+            children.retain(|&child| child != slot);
+            if children.is_empty() {
+                self.awaiting.remove(&parent);
+            }
+        }
         self.lru.removed(slot);
     }
 
@@ -412,6 +461,20 @@ impl HostTier {
             if self.num_loads[slot.index()] > self.pool.num_pins(slot) {
                 return broken(format!("slot {slot} is read by a load that does not pin it"));
             }
+        }
+        let num_awaiting: usize = self.awaiting.values().map(Vec::len).sum();
+        for (slot, parent) in &self.awaited {
+            let is_kept = self.lru.contains(*slot) || is_filling[slot.index()];
+            let waits = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
+            if !is_kept || !waits || self.parents[slot.index()] != 0 {
+                return broken(format!("slot {slot} does not wait for its parent as it should"));
+            }
+            if self.resident_or_in_flight(parent).is_some() {
+                return broken(format!("slot {slot} waits for a parent that is there"));
+            }
+        }
+        if num_awaiting != self.awaited.len() {
+            return broken("slots that wait for their parents are miscounted".to_owned());
         }
         if num_children != self.num_children {
             return broken("children are miscounted".to_owned());
