@@ -1,10 +1,12 @@
 """kvstow keeps an LLM server's KV cache when the GPU runs out of room.
 
 Accounting for a device's blocks and a host tier (`BlockPool`, `BlockLedger`, `OffloadScheduler`),
-block hashes equal to vLLM's (`hash_tokens`), and the movement of bytes (`kvstow.transfer`).
+block hashes equal to vLLM's (`hash_tokens`), the movement of bytes (`kvstow.transfer`), and all of
+it in one object for the author of an engine (`Engine`).
 """
 
 import warnings
+from typing import TYPE_CHECKING
 
 from kvstow import _core
 from kvstow._core import (
@@ -36,7 +38,12 @@ from kvstow._core import (
     hash_tokens,
 )
 
+if TYPE_CHECKING:
+    from kvstow.engine import Admission, AdmissionState, Engine, Landed, Transfer
+
 __all__ = [
+    "Admission",
+    "AdmissionState",
     "AllBlocksCleared",
     "BlockLedger",
     "BlockPool",
@@ -45,11 +52,13 @@ __all__ = [
     "ChecksumMismatch",
     "ChunkedLocal",
     "ConfigError",
+    "Engine",
     "FullAttention",
     "InvalidBlock",
     "Job",
     "JobEnd",
     "KvstowError",
+    "Landed",
     "LedgerPool",
     "OffloadScheduler",
     "OutOfBlocks",
@@ -59,6 +68,7 @@ __all__ = [
     "StateError",
     "StateSpace",
     "StepAllocation",
+    "Transfer",
     "TransferError",
     "UnknownRequest",
     "__version__",
@@ -72,3 +82,12 @@ if _core.debug_build:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def __getattr__(name: str) -> object:
+    """Import the engine when it is first asked for: the accounting alone needs no transfer."""
+    if name in {"Admission", "AdmissionState", "Engine", "Landed", "Transfer"}:
+        from kvstow import engine  # noqa: PLC0415
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

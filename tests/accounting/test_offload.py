@@ -843,7 +843,7 @@ def test_lazy_with_slots_short_stores_what_goes_first() -> None:
 
 
 def test_lazy_never_evicts_what_is_above_a_block_that_it_stored() -> None:
-    """A prompt's tail comes to the host before its root; when both are there the tail goes first."""
+    """A prompt's tail comes to the host before its root; with both there, the tail goes first."""
     rig = LazyRig(9, 4)
     rig.serve("first", "abcd")
     rig.store(8)
