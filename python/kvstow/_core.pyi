@@ -443,7 +443,10 @@ class Job:
         """Device block ids."""
     @property
     def host_slots(self) -> _Ids:
-        """Host slots, 0 to `num_host_blocks - 1`."""
+        """Places on the host, one device block each: 0 to `num_host_blocks * blocks_per_slot - 1`.
+
+        The blocks of one slot lie side by side.
+        """
     @property
     def offsets(self) -> _Ids:
         """Where each group's copies begin, and the end of the last: `num_groups + 1` entries."""
@@ -487,6 +490,7 @@ class OffloadScheduler:
         *,
         mode: Literal["eager", "lazy"] = "eager",
         policy: Literal["lru"] = "lru",
+        blocks_per_slot: int = 1,
         world_size: int = 1,
         num_device_blocks: int | None = None,
         events: bool = False,
@@ -494,7 +498,9 @@ class OffloadScheduler:
         """`num_host_blocks` slots, all usable.
 
         Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
-        `store_evictable` plans the stores of what the device is about to evict. A job ends when all `world_size` ranks have reported it. Device ids of `num_device_blocks`
+        `store_evictable` plans the stores of what the device is about to evict. A slot holds
+        `blocks_per_slot` consecutive blocks of one prompt (1 in lazy mode); only whole slots are
+        stored, so a shorter tail is not, nor a slot of which a window has left a part. A job ends when all `world_size` ranks have reported it. Device ids of `num_device_blocks`
         or more are refused. Raises `ConfigError` as `BlockLedger` does.
         """
     @property

@@ -57,20 +57,22 @@ pub(crate) struct OffloadScheduler(Mutex<offload::OffloadScheduler>);
 #[pymethods]
 impl OffloadScheduler {
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "options, each with a name and a default")]
     #[pyo3(
         signature = (
             num_host_blocks, groups, *, mode = Name("eager".to_owned()),
-            policy = Name("lru".to_owned()), world_size = Count(1), num_device_blocks = None,
-            events = false,
+            policy = Name("lru".to_owned()), blocks_per_slot = Count(1), world_size = Count(1),
+            num_device_blocks = None, events = false,
         ),
-        text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', world_size=1, \
-            num_device_blocks=None, events=False)"
+        text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', \
+            blocks_per_slot=1, world_size=1, num_device_blocks=None, events=False)"
     )]
     fn new(
         num_host_blocks: Count,
         groups: Vec<Bound<'_, PyAny>>,
         mode: Name,
         policy: Name,
+        blocks_per_slot: Count,
         world_size: Count,
         num_device_blocks: Option<Count>,
         events: bool,
@@ -87,6 +89,7 @@ impl OffloadScheduler {
         check_choice("policy", &policy.0, "lru")?;
         let config = OffloadConfig {
             mode,
+            blocks_per_slot: blocks_per_slot.0,
             world_size: world_size.0,
             num_device_blocks: num_device_blocks.map_or(MAX_BLOCKS, |count| count.0),
             events,

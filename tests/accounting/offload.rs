@@ -114,6 +114,33 @@ struct World {
     now: f64,
 }
 
+/// What a scheduler can be made for, besides its model.
+#[derive(Clone, Copy, Debug)]
+struct Options {
+    world_size: usize,
+    mode: Mode,
+    blocks_per_slot: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { world_size: 1, mode: Mode::Eager, blocks_per_slot: 1 }
+    }
+}
+
+fn options() -> impl Strategy<Value = Options> {
+    let forms = prop_oneof![
+        2 => Just((Mode::Eager, 1)),
+        1 => Just((Mode::Eager, 3)), // a chunk of the chunked model is as large
+        1 => Just((Mode::Lazy, 1)),
+    ];
+    (1..4_usize, forms).prop_map(|(world_size, (mode, blocks_per_slot))| Options {
+        world_size,
+        mode,
+        blocks_per_slot,
+    })
+}
+
 /// Blocks at the head of the free queue that a lazy scheduler looks at.
 const HORIZON: usize = 6;
 
@@ -123,29 +150,30 @@ const PATIENCE: f64 = 3.0;
 impl World {
     fn new(num_device_blocks: usize, num_host_blocks: usize) -> Self {
         let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
-        Self::of(groups, num_device_blocks, num_host_blocks, 1, Mode::Eager)
+        Self::of(groups, num_device_blocks, num_host_blocks, Options::default())
     }
 
     fn of(
         groups: Vec<Group>,
         num_device_blocks: usize,
         num_host_blocks: usize,
-        world_size: usize,
-        mode: Mode,
+        options: Options,
     ) -> Self {
+        let Options { world_size, mode, blocks_per_slot } = options;
         Self {
             model: Model::new(groups.clone()).unwrap(),
             scheduler: OffloadScheduler::new(OffloadConfig {
                 num_device_blocks,
                 world_size,
                 mode,
+                blocks_per_slot,
                 events: true,
                 ..OffloadConfig::new(num_host_blocks, groups.clone())
             })
             .unwrap(),
             ledger: BlockLedger::new(num_device_blocks, groups, None, false).unwrap(),
             device: vec![NOTHING; num_device_blocks],
-            host: vec![NOTHING; num_host_blocks],
+            host: vec![NOTHING; num_host_blocks * blocks_per_slot],
             requests: BTreeMap::new(),
             copies: Vec::new(),
             storable: BTreeSet::new(),
@@ -512,12 +540,11 @@ proptest! {
     /// Nothing stale is served, no pin is lost, no slot or block has two users.
     #[test]
     fn nothing_is_lost_or_mixed_up(
-        groups in models(), size in 4..16_usize, num_host in 1..12_usize, world_size in 1..4_usize,
-        lazy in any::<bool>(), ops in vec(op(), 1..60),
+        groups in models(), size in 4..16_usize, num_host in 1..12_usize,
+        options in options(), ops in vec(op(), 1..60),
     ) {
         let num_device = size * groups.len();
-        let mode = if lazy { Mode::Lazy } else { Mode::Eager };
-        let mut world = World::of(groups, num_device, num_host, world_size, mode);
+        let mut world = World::of(groups, num_device, num_host, options);
         for op in &ops {
             world.apply(op);
             world.check();
@@ -536,7 +563,7 @@ proptest! {
     /// what every group needs for it was computed.
     #[test]
     fn with_room_everything_computed_is_kept(groups in models(), ops in vec(op(), 1..40)) {
-        let mut world = World::of(groups, 80, 200, 1, Mode::Eager);
+        let mut world = World::of(groups, 80, 200, Options::default());
         for op in &ops {
             let op = match op {
                 Op::Reset | Op::Tick | Op::Stop => continue,
@@ -568,7 +595,7 @@ proptest! {
     ) {
         let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap(); num_groups];
         let num_device = 12 * num_groups;
-        let mut world = World::of(groups, num_device, 200, 1, Mode::Lazy);
+        let mut world = World::of(groups, num_device, 200, Options { mode: Mode::Lazy, ..Options::default() });
         let keep = |world: &mut World| {
             world.store_evictable(num_device);
             settle(world);

@@ -18,6 +18,7 @@ from kvstow import (
     BlockPool,
     BlockRemoved,
     BlockStored,
+    ChunkedLocal,
     ConfigError,
     FullAttention,
     InvalidBlock,
@@ -862,3 +863,50 @@ def test_an_eager_scheduler_does_not_store_lazily() -> None:
         scheduler.store_candidates([], [])
     with pytest.raises(ConfigError, match="1 blocks and 0 hashes"):
         scheduler.store_candidates([1], [])
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 8))
+def test_slots_of_several_blocks_hold_whole_slots_only(num_blocks: int) -> None:
+    """Three blocks a slot: what does not fill one is not stored, and is not found."""
+    scheduler = OffloadScheduler(4, [GROUP], blocks_per_slot=3)
+    prompt = "abcdefg"[:num_blocks]
+    scheduler.add("a", hashes(prompt))
+    table = list(range(1, num_blocks + 1))
+    job = scheduler.store(["a"], [num_blocks * BLOCK_SIZE], table, [0, num_blocks])
+    num_whole = num_blocks // 3 * 3
+    if job is not None:
+        assert job.block_ids.tolist() == table[:num_whole]
+        places = job.host_slots.reshape(-1, 3)
+        assert (places % 3 == [0, 1, 2]).all()
+        assert (places // 3 == places[:, :1] // 3).all(), "side by side"
+        scheduler.complete(job.job_id)
+    assert scheduler.num_resident == num_whole // 3
+    scheduler.add("b", hashes(prompt + "x"))
+    assert scheduler.lookup("b", 0, ALL) == num_whole * BLOCK_SIZE
+    scheduler.check()
+
+
+def test_of_a_slot_of_several_blocks_only_what_is_missing_is_loaded() -> None:
+    scheduler = OffloadScheduler(4, [GROUP], blocks_per_slot=3)
+    scheduler.add("a", hashes("abcdef"))
+    store = some(scheduler.store(["a"], [6 * BLOCK_SIZE], range(1, 7), [0, 6]))
+    scheduler.complete(store.job_id)
+    scheduler.add("b", hashes("abcdefg"))
+    assert scheduler.lookup("b", BLOCK_SIZE, ALL) == 5 * BLOCK_SIZE
+    load = scheduler.load("b", 3 * BLOCK_SIZE, [[11, 12, 13]])
+    assert load.host_slots.tolist() == store.host_slots.tolist()[1:4]
+    assert some(scheduler.complete(load.job_id)).block_ids.tolist() == [11, 12, 13]
+    assert scheduler.stats()["loaded_blocks"] == 3
+    assert scheduler.stats()["stored_blocks"] == 6
+    scheduler.check()
+
+
+def test_slots_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 blocks per slot"):
+        OffloadScheduler(4, [GROUP], blocks_per_slot=0)
+    with pytest.raises(ConfigError, match="2 blocks per slot in lazy mode"):
+        OffloadScheduler(4, [GROUP], blocks_per_slot=2, mode="lazy")
+    with pytest.raises(ConfigError, match="at most"):
+        OffloadScheduler(2**30, [GROUP], blocks_per_slot=4)
+    with pytest.raises(ConfigError, match=r"chunk of 8 .* multiple of the block size 12"):
+        OffloadScheduler(4, [ChunkedLocal(BLOCK_SIZE, 8)], blocks_per_slot=3)

@@ -78,6 +78,17 @@ impl Model {
         Ok(Self { groups, alike, hash_block_size: divisor, hit_block_size: multiple })
     }
 
+    /// The same groups in blocks that are `factor` times as large, hashed as finely as before.
+    ///
+    /// # Errors
+    /// [`Error::Config`] as [`Model::new`] and [`Group::new`].
+    pub(crate) fn coarser(&self, factor: usize) -> Result<Self> {
+        let larger =
+            |group: &Group| Group::new(group.attention, group.block_size.saturating_mul(factor));
+        let groups = self.groups.iter().map(larger).collect::<Result<_>>()?;
+        Ok(Self { hash_block_size: self.hash_block_size, ..Self::new(groups)? })
+    }
+
     /// The groups.
     pub fn groups(&self) -> &[Group] {
         &self.groups

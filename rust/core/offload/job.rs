@@ -13,10 +13,39 @@ pub struct Job {
     pub job_id: JobId,
     /// Device blocks: to be pinned until the job ends.
     pub block_ids: Vec<BlockId>,
-    /// Host slots, counted from 0.
+    /// Places on the host, counted from 0: of the slots, and within a slot of several blocks.
     pub host_slots: Vec<u32>,
     /// Where each group's copies begin, and the end of the last.
     pub offsets: Vec<usize>,
+}
+
+/// The copies of a job that is being planned.
+#[derive(Debug)]
+pub(super) struct Copies {
+    block_ids: Vec<BlockId>,
+    host_slots: Vec<u32>,
+    offsets: Vec<usize>,
+}
+
+impl Default for Copies {
+    fn default() -> Self {
+        Self { block_ids: Vec::new(), host_slots: Vec::new(), offsets: vec![0] }
+    }
+}
+
+impl Copies {
+    /// One between a device block and the place `at` of a slot.
+    pub(super) fn push(&mut self, block: BlockId, slot: BlockId, at: usize, per_slot: usize) {
+        // Slot i lies in block i + 1 of the tier's pool, whose block 0 is its null block.
+        let place = (slot.index() - 1) * per_slot + at;
+        self.block_ids.push(block);
+        self.host_slots.push(u32::try_from(place).unwrap_or(u32::MAX));
+    }
+
+    /// What follows is the next group's.
+    pub(super) fn end_group(&mut self) {
+        self.offsets.push(self.block_ids.len());
+    }
 }
 
 /// How a job ended.
@@ -80,16 +109,14 @@ impl OffloadScheduler {
     /// Enters a job into the books.
     pub(super) fn begin(
         &mut self,
-        block_ids: Vec<BlockId>,
+        copies: Copies,
         slots: Vec<BlockId>,
-        offsets: Vec<usize>,
         kind: Kind,
         deadline: Option<f64>,
     ) -> Job {
         self.num_jobs += 1;
         let job_id = JobId(self.num_jobs);
-        // Slot i lies in block i + 1 of the tier's pool, whose block 0 is its null block.
-        let host_slots = slots.iter().map(|slot| slot.0 - 1).collect();
+        let Copies { block_ids, host_slots, offsets } = copies;
         let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
         let reported = vec![false; self.world_size];
         let in_flight = InFlight {
@@ -185,13 +212,14 @@ impl OffloadScheduler {
                 }
                 self.tier.unpin(&job.slots)?;
                 if is_ok {
-                    self.counters.loaded += job.slots.len();
+                    self.counters.loaded += job.block_ids.len();
                 } else {
                     self.counters.failed_loads += 1;
                 }
             }
             Kind::Store { filling, tails } if is_ok => {
-                self.counters.stored += self.tier.publish(&job.slots, filling, &self.model)?;
+                let num_slots = self.tier.publish(&job.slots, filling, &self.slot_model)?;
+                self.counters.stored += num_slots * self.blocks_per_slot;
                 for &tail in tails {
                     self.tier.rank_chain(tail);
                 }

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 
-use super::job::Kind;
+use super::job::{Copies, Kind};
 use super::{Held, Job, OffloadScheduler};
 
 impl OffloadScheduler {
@@ -28,7 +28,7 @@ impl OffloadScheduler {
         let request = self.requests.get_mut(request_id)?;
         self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
         let (end, found) =
-            self.model.longest_hit(&self.tier, &request.hashes, num_local_tokens, max_tokens);
+            self.slot_model.longest_hit(&self.tier, &request.hashes, num_local_tokens, max_tokens);
         let slots: Vec<BlockId> = found.into_iter().flatten().filter(|id| !id.is_null()).collect();
         if slots.iter().any(|&slot| self.tier.is_loading(slot)) {
             self.counters.pending_lookups += 1;
@@ -74,8 +74,9 @@ impl OffloadScheduler {
             )));
         }
         let start = held.num_local_tokens;
+        let per_slot = self.blocks_per_slot;
         let mut slots = Vec::with_capacity(held.slots.len());
-        let mut offsets = vec![0];
+        let mut copies = Copies::default();
         for ((id, group), blocks) in self.model.enumerate().zip(block_ids) {
             let end = (start + num_tokens) / group.block_size;
             let first = group.num_skipped_blocks(start + num_tokens).max(start / group.block_size);
@@ -89,22 +90,28 @@ impl OffloadScheduler {
                     blocks.len()
                 )));
             }
-            for &hash in self.model.own_hashes(group, &request.hashes, first..end).iter() {
-                let Some(slot) = self.tier.resident(&BlockKey { hash, group: id }) else {
-                    return Err(Error::State(format!(
-                        "request {request_id:?}: what comes before token {} is not on the host in \
-                         group {}: load all that was found",
-                        start + num_tokens,
-                        id.0
-                    )));
-                };
-                slots.push(slot);
+            self.check_ids(blocks)?;
+            let hashes_per_slot = self.model.hashes_per_block(group) * per_slot;
+            let mut last = BlockId::NULL;
+            for (index, &block) in (first..end).zip(blocks) {
+                if last.is_null() || index % per_slot == 0 {
+                    let hash = request.hashes[(index / per_slot + 1) * hashes_per_slot - 1];
+                    let Some(slot) = self.tier.resident(&BlockKey { hash, group: id }) else {
+                        return Err(Error::State(format!(
+                            "request {request_id:?}: what comes before token {} is not on the \
+                             host in group {}: load all that was found",
+                            start + num_tokens,
+                            id.0
+                        )));
+                    };
+                    slots.push(slot);
+                    last = slot;
+                }
+                copies.push(block, last, index % per_slot, per_slot);
             }
-            offsets.push(slots.len());
+            copies.end_group();
         }
-        let block_ids = block_ids.concat();
-        self.check_ids(&block_ids)?;
-        check_targets(&block_ids)?;
+        check_targets(&block_ids.concat())?;
         self.tier.pin(&slots)?;
         let request = self.requests.get_mut(request_id)?;
         self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
@@ -112,7 +119,7 @@ impl OffloadScheduler {
         let hashes = std::mem::take(&mut request.hashes);
         self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);
         self.requests.get_mut(request_id)?.hashes = hashes;
-        Ok(self.begin(block_ids, slots, offsets, Kind::Load, deadline))
+        Ok(self.begin(copies, slots, Kind::Load, deadline))
     }
 
     /// Gives back what a request's lookup holds.

@@ -27,6 +27,9 @@ use job::InFlight;
 use lazy::ComputedBlocks;
 use tier::HostTier;
 
+/// The most device blocks that a slot holds.
+pub const MAX_BLOCKS_PER_SLOT: usize = 1 << 10;
+
 /// The most ranks that copy their parts of one job.
 pub const MAX_WORLD_SIZE: usize = 1 << 16;
 
@@ -39,7 +42,11 @@ pub const MAX_WORLD_SIZE: usize = 1 << 16;
 #[derive(Clone, Debug)]
 pub struct OffloadScheduler {
     tier: HostTier,
+    /// The device's groups.
     model: Model,
+    /// The same in blocks as large as slots.
+    slot_model: Model,
+    blocks_per_slot: usize,
     requests: Requests<Tracked>,
     jobs: BTreeMap<JobId, InFlight>,
     /// Jobs ever begun: the last one's id.
@@ -68,9 +75,9 @@ struct Tracked {
 struct Table {
     /// On the device, as far as they were told; null where they were skipped.
     blocks: Vec<BlockId>,
-    /// Blocks, from the first, that are computed, hashed and allocated.
+    /// Slots, from the first, whose blocks are all computed, hashed and allocated.
     num_confirmed: usize,
-    /// Blocks, from the first, that need no store: the tier had them or was given them when it was
+    /// Slots, from the first, that need no store: the tier had them or was given them when it was
     /// last looked at, or has not room for them.
     num_kept: usize,
 }
@@ -114,6 +121,8 @@ pub struct OffloadConfig {
     pub num_host_blocks: usize,
     /// The device's groups.
     pub groups: Vec<Group>,
+    /// Device blocks that a slot holds: consecutive ones of one prompt, under the key of the last.
+    pub blocks_per_slot: usize,
     /// When blocks are stored.
     pub mode: Mode,
     /// Workers that each copy their part of every job.
@@ -127,8 +136,15 @@ pub struct OffloadConfig {
 impl OffloadConfig {
     /// Eager, one worker, any device block, no events.
     pub fn new(num_host_blocks: usize, groups: Vec<Group>) -> Self {
-        let (mode, num_device_blocks) = (Mode::Eager, MAX_BLOCKS);
-        Self { num_host_blocks, groups, mode, world_size: 1, num_device_blocks, events: false }
+        Self {
+            num_host_blocks,
+            groups,
+            blocks_per_slot: 1,
+            mode: Mode::Eager,
+            world_size: 1,
+            num_device_blocks: MAX_BLOCKS,
+            events: false,
+        }
     }
 }
 
@@ -170,15 +186,42 @@ impl OffloadScheduler {
     /// [`Error::Config`] for a tier of no slots or too many, for groups that [`Model::new`]
     /// refuses, and for a world of no ranks or more than [`MAX_WORLD_SIZE`].
     pub fn new(config: OffloadConfig) -> Result<Self> {
-        let OffloadConfig { num_host_blocks, groups, mode, world_size, num_device_blocks, events } =
-            config;
+        let OffloadConfig {
+            num_host_blocks,
+            groups,
+            blocks_per_slot,
+            mode,
+            world_size,
+            num_device_blocks,
+            events,
+        } = config;
         if !(1..=MAX_WORLD_SIZE).contains(&world_size) {
             return Err(Error::Config(format!(
                 "a world of {world_size} ranks: it must be 1 to {MAX_WORLD_SIZE}"
             )));
         }
+        if !(1..=MAX_BLOCKS_PER_SLOT).contains(&blocks_per_slot) {
+            return Err(Error::Config(format!(
+                "{blocks_per_slot} blocks per slot: it must be 1 to {MAX_BLOCKS_PER_SLOT}"
+            )));
+        }
+        if num_host_blocks.saturating_mul(blocks_per_slot) > MAX_BLOCKS {
+            return Err(Error::Config(format!(
+                "{num_host_blocks} host blocks of {blocks_per_slot} device blocks each: at most \
+                 {MAX_BLOCKS} device blocks are counted"
+            )));
+        }
+        if mode == Mode::Lazy && blocks_per_slot > 1 {
+            return Err(Error::Config(format!(
+                "{blocks_per_slot} blocks per slot in lazy mode: blocks are evicted one by one, so \
+                 take 1, or the eager mode"
+            )));
+        }
+        let model = Model::new(groups)?;
         Ok(Self {
-            model: Model::new(groups)?,
+            slot_model: model.coarser(blocks_per_slot)?,
+            model,
+            blocks_per_slot,
             tier: HostTier::new(num_host_blocks, events)?,
             requests: Requests::default(),
             jobs: BTreeMap::new(),
@@ -324,13 +367,13 @@ impl OffloadScheduler {
             ));
         }
         for request in self.requests.values() {
-            for (table, &group) in request.tables.iter().zip(self.model.groups()) {
-                let num_hashed = request.hashes.len() / self.model.hashes_per_block(group);
-                if table.num_confirmed > num_hashed.min(table.blocks.len()) {
+            for (table, &group) in request.tables.iter().zip(self.slot_model.groups()) {
+                let num_hashed = request.hashes.len() / self.slot_model.hashes_per_block(group);
+                let num_allocated = table.blocks.len() / self.blocks_per_slot;
+                if table.num_confirmed > num_hashed.min(num_allocated) {
                     return broken(format!(
-                        "{} blocks confirmed of {num_hashed} hashed and {} allocated",
-                        table.num_confirmed,
-                        table.blocks.len()
+                        "{} slots confirmed of {num_hashed} hashed and {num_allocated} allocated",
+                        table.num_confirmed
                     ));
                 }
             }
@@ -342,12 +385,12 @@ impl OffloadScheduler {
     /// goes last.
     fn rank(&mut self, hashes: &[BlockHash]) {
         let is_full = |group: &Group| group.attention == Attention::Full;
-        if self.model.groups().iter().all(is_full) {
+        if self.slot_model.groups().iter().all(is_full) {
             return self.rank_chains(hashes);
         }
         let mut slots = Vec::new();
-        for (id, group) in self.model.enumerate() {
-            let per_block = self.model.hashes_per_block(group);
+        for (id, group) in self.slot_model.enumerate() {
+            let per_block = self.slot_model.hashes_per_block(group);
             let own = hashes.chunks_exact(per_block).filter_map(<[_]>::last);
             let kept =
                 own.map(|&hash| self.tier.resident_or_in_flight(&BlockKey { hash, group: id }));
@@ -369,8 +412,8 @@ impl OffloadScheduler {
 
     /// As [`rank`](Self::rank) where all groups are full attention: the tier knows their chains.
     fn rank_chains(&mut self, hashes: &[BlockHash]) {
-        for (id, group) in self.model.enumerate() {
-            let per_block = self.model.hashes_per_block(group);
+        for (id, group) in self.slot_model.enumerate() {
+            let per_block = self.slot_model.hashes_per_block(group);
             let slot = |index: usize| {
                 let hash = hashes[(index + 1) * per_block - 1];
                 self.tier.resident_or_in_flight(&BlockKey { hash, group: id })

@@ -1,11 +1,13 @@
 //! Eager store planning: what earlier steps have computed, and the tier does not have.
 
+use std::ops::Range;
+
 use crate::error::{Error, Result};
 use crate::group::{Attention, Group, Model};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 
-use super::job::Kind;
+use super::job::{Copies, Kind};
 use super::tier::{Filling, HostTier};
 use super::{Job, Mode, OffloadScheduler, Table};
 
@@ -24,12 +26,14 @@ pub struct Progress<'a> {
 /// The stores of one group.
 #[derive(Clone, Default)]
 pub(super) struct Part {
+    /// Of each slot all its blocks.
     pub(super) block_ids: Vec<BlockId>,
     pub(super) slots: Vec<BlockId>,
     pub(super) filling: Filling,
 }
 
 impl Part {
+    /// Puts the last slot first. For slots of one block.
     pub(super) fn reverse(&mut self) {
         self.block_ids.reverse();
         self.slots.reverse();
@@ -46,7 +50,8 @@ impl OffloadScheduler {
     ///
     /// A key that is on the host or in flight is not stored again. With slots short, of a
     /// full-attention group a prefix of what is due is stored, and the rest is tried when the
-    /// request is next named; of a window the last blocks are, and the rest is dropped.
+    /// request is next named; of a window the last blocks are, and the rest is dropped. Only whole
+    /// slots are stored: of several blocks each, all computed, none skipped.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for another number of groups;
@@ -73,15 +78,28 @@ impl OffloadScheduler {
         let mut tails = Vec::new();
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             let request = self.requests.get_mut(request_id)?;
-            for (index, (id, group)) in self.model.enumerate().enumerate() {
+            for (index, (id, group)) in self.slot_model.enumerate().enumerate() {
                 let table = &mut request.tables[index];
                 table.blocks.extend_from_slice(new_blocks[index]);
                 table.num_confirmed = (num_computed_tokens / group.block_size)
-                    .min(request.hashes.len() / self.model.hashes_per_block(group))
-                    .min(table.blocks.len());
-                let hashes = &request.hashes;
-                let mut plan =
-                    Plan { model: &self.model, id, group, hashes, part: &mut parts[index] };
+                    .min(request.hashes.len() / self.slot_model.hashes_per_block(group))
+                    .min(table.blocks.len() / self.blocks_per_slot);
+                // A block that has just become full is held until the next allocation. Of a slot
+                // of several, the first may have become full long ago.
+                let device_group = self.model.groups()[index];
+                let first_held = match self.blocks_per_slot {
+                    1 => 0,
+                    _ => device_group.num_skipped_blocks(num_computed_tokens),
+                };
+                let mut plan = Plan {
+                    model: &self.slot_model,
+                    blocks_per_slot: self.blocks_per_slot,
+                    first_held,
+                    id,
+                    group,
+                    hashes: &request.hashes,
+                    part: &mut parts[index],
+                };
                 if self.mode == Mode::Lazy {
                     Self::record(&mut self.computed, table, |at| plan.key(at));
                 } else if group.attention == Attention::Full {
@@ -102,17 +120,20 @@ impl OffloadScheduler {
         deadline: Option<f64>,
     ) -> Option<Job> {
         let mut all = Part::default();
-        let mut offsets = vec![0];
+        let mut copies = Copies::default();
         for mut part in parts {
-            all.block_ids.append(&mut part.block_ids);
+            for (blocks, &slot) in part.block_ids.chunks(self.blocks_per_slot).zip(&part.slots) {
+                for (at, &block) in blocks.iter().enumerate() {
+                    copies.push(block, slot, at, self.blocks_per_slot);
+                }
+            }
+            copies.end_group();
             all.slots.append(&mut part.slots);
             all.filling.keys.append(&mut part.filling.keys);
             all.filling.parents.append(&mut part.filling.parents);
-            offsets.push(all.slots.len());
         }
-        let Part { block_ids, slots, filling } = all;
-        let kind = Kind::Store { filling, tails };
-        (!slots.is_empty()).then(|| self.begin(block_ids, slots, offsets, kind, deadline))
+        let kind = Kind::Store { filling: all.filling, tails };
+        (!all.slots.is_empty()).then(|| self.begin(copies, all.slots, kind, deadline))
     }
 
     /// Refuses ids outside the device pool.
@@ -135,9 +156,12 @@ impl OffloadScheduler {
     }
 }
 
-/// The planning of one request's stores in one group.
+/// The planning of one request's stores in one group, slot by slot.
 struct Plan<'a> {
     model: &'a Model,
+    blocks_per_slot: usize,
+    /// Device blocks before this one may have been freed since they were told.
+    first_held: usize,
     id: GroupId,
     group: Group,
     hashes: &'a [BlockHash],
@@ -170,7 +194,9 @@ impl Plan<'_> {
         let is_reachable = self.model.reachable(self.group);
         let mut due = Vec::new();
         for at in table.num_kept..table.num_confirmed {
-            if !table.blocks[at].is_null()
+            let is_null = |id: &BlockId| id.is_null();
+            if self.blocks(at).start >= self.first_held
+                && !table.blocks[self.blocks(at)].iter().any(is_null)
                 && is_reachable.as_ref().is_none_or(|is_reachable| is_reachable(at))
                 && tier.resident_or_in_flight(&self.key(at)).is_none()
             {
@@ -188,13 +214,18 @@ impl Plan<'_> {
     }
 
     fn push(&mut self, table: &Table, at: usize, slot: BlockId) {
-        self.part.block_ids.push(table.blocks[at]);
+        self.part.block_ids.extend_from_slice(&table.blocks[self.blocks(at)]);
         self.part.slots.push(slot);
         self.part.filling.keys.push(self.key(at));
         self.part.filling.parents.push(at.checked_sub(1).map(|before| self.key(before).hash));
     }
 
-    /// The key of the block at `index`.
+    /// The blocks of the slot at `index`.
+    fn blocks(&self, index: usize) -> Range<usize> {
+        index * self.blocks_per_slot..(index + 1) * self.blocks_per_slot
+    }
+
+    /// The key of the slot at `index`.
     fn key(&self, index: usize) -> BlockKey {
         let last = (index + 1) * self.model.hashes_per_block(self.group) - 1;
         BlockKey { hash: self.hashes[last], group: self.id }
