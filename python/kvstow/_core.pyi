@@ -17,6 +17,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "CacheStoreCommitted",
     "ChecksumMismatch",
     "ChunkedLocal",
     "ConfigError",
@@ -34,7 +35,9 @@ __all__ = [
     "StateError",
     "StateSpace",
     "StepAllocation",
+    "TransferCompleted",
     "TransferError",
+    "TransferInitiated",
     "UnknownRequest",
     "__version__",
     "debug_build",
@@ -50,6 +53,7 @@ _Ids: TypeAlias = npt.NDArray[np.int32]
 _ExtraKey: TypeAlias = int | str | bytes | bool | tuple["_ExtraKey", ...] | list["_ExtraKey"] | None
 _ExtraKeys: TypeAlias = Sequence[Sequence[_ExtraKey] | None]
 _Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
+_TransferEvent: TypeAlias = TransferInitiated | CacheStoreCommitted | TransferCompleted
 _Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 class KvstowError(Exception):
@@ -474,6 +478,40 @@ class JobEnd:
         """Whether it was past its deadline: `expire` has told of it, its request has failed."""
 
 @final
+class TransferInitiated:
+    """A job was planned."""
+
+    @property
+    def job_id(self) -> int: ...
+    @property
+    def direction(self) -> Literal["store", "load"]: ...
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks."""
+
+@final
+class CacheStoreCommitted:
+    """What a store brought can be found."""
+
+    @property
+    def job_id(self) -> int: ...
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks; less than were planned where some were dropped meanwhile."""
+
+@final
+class TransferCompleted:
+    """A job has ended, well or not: every one that was initiated once."""
+
+    @property
+    def job_id(self) -> int: ...
+    @property
+    def direction(self) -> Literal["store", "load"]: ...
+    @property
+    def ok(self) -> bool:
+        """As `JobEnd.ok`."""
+
+@final
 class OffloadScheduler:
     """The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
 
@@ -500,8 +538,9 @@ class OffloadScheduler:
         Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
         `store_evictable` plans the stores of what the device is about to evict. A slot holds
         `blocks_per_slot` consecutive blocks of one prompt (1 in lazy mode); only whole slots are
-        stored, so a shorter tail is not, nor a slot of which a window has left a part. A job ends when all `world_size` ranks have reported it. Device ids of `num_device_blocks`
-        or more are refused. Raises `ConfigError` as `BlockLedger` does.
+        stored, so a shorter tail is not, nor a slot of which a window has left a part. A job ends
+        when all `world_size` ranks have reported it. Device ids of `num_device_blocks` or more are
+        refused. Raises `ConfigError` as `BlockLedger` does.
         """
     @property
     def num_host_blocks(self) -> int: ...
@@ -625,10 +664,12 @@ class OffloadScheduler:
 
         Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
         the tier had no room), evicted_blocks (for room), failed_stores, failed_loads, late_jobs
-        (jobs), pending_lookups. Gauges: resident_blocks, storing_blocks, jobs_in_flight, and of
-        late jobs quarantined_jobs and quarantined_blocks.
+        (jobs), pending_lookups, hit_tokens (accepted by loads). Gauges: resident_blocks,
+        storing_blocks, jobs_in_flight, and of late jobs quarantined_jobs and quarantined_blocks.
         """
     def take_events(self) -> list[_Event]:
         """The events since the last call, oldest first; always empty without `events=True`."""
+    def take_transfer_events(self) -> list[_TransferEvent]:
+        """What has happened to jobs since the last call, oldest first; needs `events=True` too."""
     def check(self) -> None:
         """Verify every invariant. Raises `StateError` if one is broken."""

@@ -39,7 +39,9 @@ mod _core {
     #[pymodule_export]
     use super::ledger::{BlockLedger, LedgerPool, PrefixHit, StepAllocation};
     #[pymodule_export]
-    use super::offload::{Job, JobEnd, OffloadScheduler};
+    use super::offload::{
+        CacheStoreCommitted, Job, JobEnd, OffloadScheduler, TransferCompleted, TransferInitiated,
+    };
     #[pymodule_export]
     use super::pool::BlockPool;
 

@@ -2,9 +2,9 @@
 
 use std::sync::Mutex;
 
-use kvstow_core::ids::BlockId;
+use kvstow_core::ids::{BlockId, JobId};
 use kvstow_core::key::BlockKey;
-use kvstow_core::offload::{self, Mode, OffloadConfig, Progress};
+use kvstow_core::offload::{self, Direction, Mode, OffloadConfig, Progress, TransferEvent};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -48,6 +48,77 @@ pub(crate) struct JobEnd {
     block_ids: Py<PyArray1<i32>>,
     ok: bool,
     late: bool,
+}
+
+/// A job was planned.
+#[pyclass(module = "kvstow", frozen, get_all, eq)]
+#[derive(PartialEq)]
+pub(crate) struct TransferInitiated {
+    job_id: u64,
+    direction: &'static str,
+    num_blocks: usize,
+}
+
+#[pymethods]
+impl TransferInitiated {
+    fn __repr__(&self) -> String {
+        let Self { job_id, direction, num_blocks } = self;
+        format!(
+            "TransferInitiated(job_id={job_id}, direction={direction:?}, num_blocks={num_blocks})"
+        )
+    }
+}
+
+/// What a store brought can be found.
+#[pyclass(module = "kvstow", frozen, get_all, eq)]
+#[derive(PartialEq)]
+pub(crate) struct CacheStoreCommitted {
+    job_id: u64,
+    num_blocks: usize,
+}
+
+#[pymethods]
+impl CacheStoreCommitted {
+    fn __repr__(&self) -> String {
+        format!("CacheStoreCommitted(job_id={}, num_blocks={})", self.job_id, self.num_blocks)
+    }
+}
+
+/// A job has ended, well or not: every one that was initiated once.
+#[pyclass(module = "kvstow", frozen, get_all, eq)]
+#[derive(PartialEq)]
+pub(crate) struct TransferCompleted {
+    job_id: u64,
+    direction: &'static str,
+    ok: bool,
+}
+
+#[pymethods]
+impl TransferCompleted {
+    fn __repr__(&self) -> String {
+        let Self { job_id, direction, ok } = self;
+        format!("TransferCompleted(job_id={job_id}, direction={direction:?}, ok={ok})")
+    }
+}
+
+fn transfer_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<PyAny>> {
+    let name = |direction| match direction {
+        Direction::Store => "store",
+        Direction::Load => "load",
+    };
+    Ok(match event {
+        TransferEvent::Initiated { job_id: JobId(job_id), direction, num_blocks } => {
+            let direction = name(direction);
+            Py::new(py, TransferInitiated { job_id, direction, num_blocks })?.into_any()
+        }
+        TransferEvent::Committed { job_id: JobId(job_id), num_blocks } => {
+            Py::new(py, CacheStoreCommitted { job_id, num_blocks })?.into_any()
+        }
+        TransferEvent::Completed { job_id: JobId(job_id), direction, is_ok: ok } => {
+            let direction = name(direction);
+            Py::new(py, TransferCompleted { job_id, direction, ok })?.into_any()
+        }
+    })
 }
 
 /// The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
@@ -291,6 +362,7 @@ impl OffloadScheduler {
             ("jobs_in_flight", stats.jobs_in_flight),
             ("late_jobs", stats.late_jobs),
             ("pending_lookups", stats.pending_lookups),
+            ("hit_tokens", stats.hit_tokens),
             ("quarantined_jobs", stats.quarantined_jobs),
             ("quarantined_blocks", stats.quarantined_blocks),
         ];
@@ -306,6 +378,14 @@ impl OffloadScheduler {
             Batch::of_host(scheduler.take_events(), scheduler.hash_width())
         };
         batch.into_list(py)
+    }
+
+    /// What has happened to jobs since the last call, oldest first.
+    fn take_transfer_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let events = lock(&self.0).take_transfer_events().into_iter();
+        let events: Vec<_> =
+            events.map(|event| transfer_to_py(py, event)).collect::<PyResult<_>>()?;
+        PyList::new(py, events)
     }
 
     /// Verify every invariant.

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvstow_core::group::{Attention, Group, Model};
 use kvstow_core::ids::BlockId;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, Taken};
-use kvstow_core::offload::{Job, Mode, OffloadConfig, OffloadScheduler, Progress};
+use kvstow_core::offload::{Job, Mode, OffloadConfig, OffloadScheduler, Progress, TransferEvent};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -557,6 +557,16 @@ proptest! {
         world.check();
         prop_assert_eq!(world.scheduler.stats().storing_blocks, 0);
         prop_assert_eq!(world.ledger.pool().num_free(), num_device - 1);
+        // Every transfer that was initiated was completed once, a store committed before.
+        let mut open = BTreeSet::new();
+        for event in world.scheduler.take_transfer_events() {
+            match event {
+                TransferEvent::Initiated { job_id, .. } => prop_assert!(open.insert(job_id)),
+                TransferEvent::Committed { job_id, .. } => prop_assert!(open.contains(&job_id)),
+                TransferEvent::Completed { job_id, .. } => prop_assert!(open.remove(&job_id)),
+            }
+        }
+        prop_assert!(open.is_empty());
     }
 
     /// With room, whatever was computed is on the host once the jobs landed: a hit is as long as

@@ -18,6 +18,7 @@ from kvstow import (
     BlockPool,
     BlockRemoved,
     BlockStored,
+    CacheStoreCommitted,
     ChunkedLocal,
     ConfigError,
     FullAttention,
@@ -27,6 +28,8 @@ from kvstow import (
     OffloadScheduler,
     SlidingWindow,
     StateError,
+    TransferCompleted,
+    TransferInitiated,
     hash_tokens,
 )
 
@@ -150,6 +153,7 @@ def test_what_was_stored_comes_back() -> None:
     assert {name: num for name, num in rig.scheduler.stats().items() if num} == {
         "stored_blocks": 4,
         "loaded_blocks": 3,
+        "hit_tokens": 3 * BLOCK_SIZE,
         "resident_blocks": 4,
     }
     # Of the second request only what the host does not have is stored.
@@ -910,3 +914,29 @@ def test_slots_that_cannot_be_are_refused() -> None:
         OffloadScheduler(2**30, [GROUP], blocks_per_slot=4)
     with pytest.raises(ConfigError, match=r"chunk of 8 .* multiple of the block size 12"):
         OffloadScheduler(4, [ChunkedLocal(BLOCK_SIZE, 8)], blocks_per_slot=3)
+
+
+def test_transfer_events_tell_of_every_job_once() -> None:
+    scheduler = OffloadScheduler(4, [GROUP], events=True)
+    scheduler.add("a", hashes("ab"))
+    store = some(scheduler.store(["a"], [2 * BLOCK_SIZE], [1, 2], [0, 2]))
+    (begun,) = scheduler.take_transfer_events()
+    assert isinstance(begun, TransferInitiated)
+    assert (begun.job_id, begun.direction, begun.num_blocks) == (store.job_id, "store", 2)
+    scheduler.complete(store.job_id)
+    committed, ended = scheduler.take_transfer_events()
+    assert isinstance(committed, CacheStoreCommitted)
+    assert (committed.job_id, committed.num_blocks) == (store.job_id, 2)
+    assert isinstance(ended, TransferCompleted)
+    assert (ended.job_id, ended.direction, ended.ok) == (store.job_id, "store", True)
+    scheduler.add("b", hashes("abc"))
+    scheduler.lookup("b", 0, ALL)
+    load = scheduler.load("b", 2 * BLOCK_SIZE, [[3, 4]], deadline=1.0)
+    assert scheduler.stats()["hit_tokens"] == 2 * BLOCK_SIZE
+    scheduler.expire(2.0)
+    assert len(scheduler.take_transfer_events()) == 1, "late, but not ended"
+    scheduler.complete(load.job_id)
+    (ended,) = scheduler.take_transfer_events()
+    assert isinstance(ended, TransferCompleted)
+    assert (ended.direction, ended.ok) == ("load", False)
+    assert OffloadScheduler(4, [GROUP]).take_transfer_events() == []

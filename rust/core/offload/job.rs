@@ -3,8 +3,8 @@
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, JobId};
 
-use super::OffloadScheduler;
 use super::tier::Filling;
+use super::{OffloadScheduler, TransferEvent};
 
 /// The copies that one job asks for: `block_ids[i]` and `host_slots[i]` are the two ends of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,6 +118,8 @@ impl OffloadScheduler {
         let job_id = JobId(self.num_jobs);
         let Copies { block_ids, host_slots, offsets } = copies;
         let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
+        let (direction, num_blocks) = (kind.direction(), block_ids.len());
+        self.tell(TransferEvent::Initiated { job_id, direction, num_blocks });
         let reported = vec![false; self.world_size];
         let in_flight = InFlight {
             block_ids,
@@ -219,7 +221,9 @@ impl OffloadScheduler {
             }
             Kind::Store { filling, tails } if is_ok => {
                 let num_slots = self.tier.publish(&job.slots, filling, &self.slot_model)?;
-                self.counters.stored += num_slots * self.blocks_per_slot;
+                let num_blocks = num_slots * self.blocks_per_slot;
+                self.counters.stored += num_blocks;
+                self.tell(TransferEvent::Committed { job_id, num_blocks });
                 for &tail in tails {
                     self.tier.rank_chain(tail);
                 }
@@ -233,6 +237,8 @@ impl OffloadScheduler {
                 self.counters.failed_stores += usize::from(job.has_failed || job.is_late);
             }
         }
+        let direction = job.kind.direction();
+        self.tell(TransferEvent::Completed { job_id, direction, is_ok });
         let InFlight { block_ids, is_late, .. } = job;
         Ok(JobEnd { job_id, block_ids, is_ok, is_late })
     }

@@ -116,6 +116,7 @@ impl OffloadScheduler {
         let request = self.requests.get_mut(request_id)?;
         self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
         self.tier.begin_loads(&slots);
+        self.counters.hit_tokens += num_tokens;
         let hashes = std::mem::take(&mut request.hashes);
         self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);
         self.requests.get_mut(request_id)?.hashes = hashes;

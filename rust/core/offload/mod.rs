@@ -9,9 +9,11 @@ mod load;
 mod lru;
 mod store;
 mod tier;
+mod transfer;
 
 pub use job::{Job, JobEnd};
 pub use store::Progress;
+pub use transfer::{Direction, TransferEvent};
 
 use std::collections::BTreeMap;
 
@@ -59,6 +61,8 @@ pub struct OffloadScheduler {
     world_size: usize,
     num_device_blocks: usize,
     counters: Counters,
+    /// What happened to jobs; none where no events are kept.
+    transfers: Option<Vec<TransferEvent>>,
 }
 
 /// What is kept of a live request.
@@ -102,6 +106,7 @@ struct Counters {
     failed_loads: usize,
     late_jobs: usize,
     pending_lookups: usize,
+    hit_tokens: usize,
 }
 
 /// When blocks are stored.
@@ -171,6 +176,8 @@ pub struct OffloadStats {
     pub late_jobs: usize,
     /// Lookups that were told to ask again.
     pub pending_lookups: usize,
+    /// Tokens that requests were spared to compute: accepted by loads.
+    pub hit_tokens: usize,
     /// Now: jobs in flight, those in quarantine not counted.
     pub jobs_in_flight: usize,
     /// Now: late jobs that not every rank has reported.
@@ -232,6 +239,7 @@ impl OffloadScheduler {
             world_size,
             num_device_blocks,
             counters: Counters::default(),
+            transfers: events.then(Vec::new),
         })
     }
 
@@ -332,6 +340,7 @@ impl OffloadScheduler {
             storing_blocks: self.tier.num_in_flight(),
             late_jobs: self.counters.late_jobs,
             pending_lookups: self.counters.pending_lookups,
+            hit_tokens: self.counters.hit_tokens,
             jobs_in_flight: self.jobs.len() - late().count(),
             quarantined_jobs: late().count(),
             quarantined_blocks: late().map(|job| job.block_ids.len()).sum(),
@@ -341,6 +350,17 @@ impl OffloadScheduler {
     /// The events of the host tier since the last call, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.tier.take_events()
+    }
+
+    /// What has happened to jobs since the last call, oldest first; empty where no events are kept.
+    pub fn take_transfer_events(&mut self) -> Vec<TransferEvent> {
+        self.transfers.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    fn tell(&mut self, event: TransferEvent) {
+        if let Some(transfers) = &mut self.transfers {
+            transfers.push(event);
+        }
     }
 
     /// Verifies every invariant of tier, jobs and lookups.
