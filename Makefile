@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TRACE ?=
 ARGS ?=
+SECONDS ?= 600
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential lint bench wheel pins clean
+.PHONY: help run test test-traces test-differential soak lint bench wheel pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +40,11 @@ test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=
 
 test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,000 random sequences of 150 operations
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
+
+soak: ## random operations on the core, new ones until SECONDS=600 are over
+	@$(need_cargo)
+	end=$$(($$(date +%s) + $(SECONDS))); \
+	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
 
 lint: $(VENV)/.test ## formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
 	@$(need_cargo)

@@ -14,7 +14,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::{NUM_CASES, hashes, raw};
+use super::{hashes, num_cases, raw};
 
 fn full(block_size: usize) -> Group {
     Group::new(Attention::Full, block_size).unwrap()
@@ -729,7 +729,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(NUM_CASES / 2))]
+    #![proptest_config(ProptestConfig::with_cases(num_cases() / 2))]
 
     #[test]
     fn allocations_over_random_models_are_sound(

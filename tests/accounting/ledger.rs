@@ -11,7 +11,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::model::ModelPool;
-use super::{NUM_CASES, hashes, ids, raw};
+use super::{hashes, ids, num_cases, raw};
 
 const BLOCK_SIZE: usize = 4;
 
@@ -350,7 +350,7 @@ fn compare(ledger: &BlockLedger, model: &ModelLedger) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(NUM_CASES))]
+    #![proptest_config(ProptestConfig::with_cases(num_cases()))]
 
     #[test]
     fn ledger_equals_model(

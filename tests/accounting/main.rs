@@ -12,8 +12,10 @@ mod pool;
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
 
-/// Cases per property: what CI runs, within seconds.
-const NUM_CASES: u32 = 20_000;
+/// Cases per property: what CI runs within seconds, or what `make soak` asks for.
+fn num_cases() -> u32 {
+    std::env::var("KVSTOW_CASES").map_or(20_000, |cases| cases.parse().unwrap())
+}
 
 /// A digest of this name, one of few so that keys meet.
 fn digest(name: u16) -> [u8; 8] {

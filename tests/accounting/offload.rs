@@ -13,7 +13,7 @@ use kvstow_core::offload::{Job, Mode, OffloadConfig, OffloadScheduler, Progress,
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::{NUM_CASES, hashes, ids};
+use super::{hashes, ids, num_cases};
 
 /// Tokens per hash, and per block where no model says otherwise.
 const BLOCK_SIZE: usize = 2;
@@ -535,7 +535,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(NUM_CASES))]
+    #![proptest_config(ProptestConfig::with_cases(num_cases()))]
 
     /// Nothing stale is served, no pin is lost, no slot or block has two users.
     #[test]
@@ -595,7 +595,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(NUM_CASES / 10))]
+    #![proptest_config(ProptestConfig::with_cases(num_cases() / 10))]
 
     /// Lazy, with room and a horizon that covers all: what falls off the device is on the host.
     /// (Of a window not always: what leaves it may be taken again in the same call.)

@@ -9,7 +9,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::model::ModelPool;
-use super::{NUM_CASES, hashes, ids, raw};
+use super::{hashes, ids, num_cases, raw};
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -102,7 +102,7 @@ fn follow(events: Vec<Event>, findable: &mut BTreeSet<([u8; 32], u16)>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(NUM_CASES))]
+    #![proptest_config(ProptestConfig::with_cases(num_cases()))]
 
     #[test]
     fn pool_equals_model(num_blocks in 2..12_u32, ops in vec(op(), 1..40)) {
