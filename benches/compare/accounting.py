@@ -15,6 +15,7 @@ scheduler calls it. What is counted, and what is not:
 - The garbage collector is on, as in production. What was made before the measurement is frozen, as
   vLLM's engine does when it starts, and each turn begins with a collection that is not timed.
 - Events and statistics are off on both sides.
+- What the rows of the host tier count beyond that stands in `offload`.
 
 Medians count. "cold" is the ratio of the medians of each turn's first: the other side's turn has
 just been through the caches, as other work has in a server.
@@ -38,6 +39,7 @@ from kvstow._core import debug_build
 
 from .decode import Decode
 from .million import Million
+from .offload import OffloadDecode, OffloadPrompts
 from .prompts import ONE_GROUP, THREE_GROUPS, Prompts
 
 
@@ -52,6 +54,9 @@ def measure(num_turns: int) -> dict[str, object]:
         functools.partial(Prompts, groups=THREE_GROUPS, capacity=1, shuffled=False),
         functools.partial(Prompts, groups=THREE_GROUPS, capacity=4, shuffled=True),
         Decode,
+        functools.partial(OffloadPrompts, capacity=1),
+        functools.partial(OffloadPrompts, capacity=4),
+        OffloadDecode,
         Million,
     )
     for part in parts:

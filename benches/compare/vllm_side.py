@@ -1,9 +1,11 @@
 """vLLM's own accounting, built as its scheduler builds it, without engine or model."""
 
+import dataclasses
 import functools
 import os
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Protocol
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -14,18 +16,42 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVCacheTensor,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.metadata import (
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
 
 from kvstow import FullAttention, SlidingWindow
 
-__all__ = ["BlockPool", "Group", "KVCacheManager", "Request", "block_ids", "free_order", "manager"]
+__all__ = [
+    "BlockPool",
+    "Group",
+    "KVCacheManager",
+    "Request",
+    "SchedulerOutput",
+    "SimpleCPUOffloadMetadata",
+    "SimpleCPUOffloadScheduler",
+    "block_ids",
+    "free_order",
+    "loaded",
+    "manager",
+    "num_resident",
+    "offload",
+    "step",
+    "stored",
+]
 
 Group = FullAttention | SlidingWindow
 
@@ -47,13 +73,80 @@ def request(request_id: str, num_tokens: int, block_size: int) -> Request:
 def manager(num_blocks: int, groups: Sequence[Group]) -> KVCacheManager:
     """A manager of groups of one block size, prefix caching on, events and statistics off."""
     block_size = groups[0].block_size
-    specs = [KVCacheGroupSpec([str(at)], _spec(group)) for at, group in enumerate(groups)]
     return KVCacheManager(
-        KVCacheConfig(num_blocks, [], specs, prefix_cache_retention_interval=None),
+        _config(num_blocks, groups),
         max_model_len=MAX_MODEL_TOKENS,
         scheduler_block_size=block_size,
         hash_block_size=block_size,
     )
+
+
+def offload(
+    manager: KVCacheManager, num_host_blocks: int, groups: Sequence[Group]
+) -> SimpleCPUOffloadScheduler:
+    """The scheduler's half of its host tier: one rank, eager, events off, bound to the manager.
+
+    Of vLLM's configuration it reads no more than what stands here.
+    """
+    num_blocks = manager.block_pool.num_gpu_blocks
+    # The host pool is as large as the share of the tensors' bytes: let a block weigh one.
+    tensors = [KVCacheTensor(num_blocks, [], layer_stride=0, block_stride=1)]
+    block_size = groups[0].block_size
+    made = SimpleCPUOffloadScheduler(
+        SimpleNamespace(
+            kv_events_config=None,
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1, world_size=1),
+            speculative_config=None,
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_TOKENS),
+            max_in_flight_tokens=MAX_MODEL_TOKENS,
+            num_prefill_lookahead_tokens=0,
+        ),
+        dataclasses.replace(_config(num_blocks, groups), kv_cache_tensors=tensors),
+        cpu_capacity_bytes=num_host_blocks,
+        scheduler_block_size=block_size,
+        hash_block_size=block_size,
+    )
+    made.bind_gpu_block_pool(manager.block_pool)
+    return made
+
+
+def step(
+    new: Sequence[tuple[Request, tuple[list[int], ...]]] = (),
+    running: Sequence[tuple[Request, tuple[list[int], ...] | None]] = (),
+) -> SchedulerOutput:
+    """What its scheduler says of a step: requests, each with the block ids it was just given."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData.from_request(each, ids) for each, ids in new]
+    requests = [request for request, _ in running]
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[request.request_id for request in requests],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[ids for _, ids in running],
+        num_computed_tokens=[request.num_computed_tokens for request in requests],
+        num_output_tokens=[request.num_output_tokens for request in requests],
+    )
+    names = [request.request_id for request in [each for each, _ in new] + requests]
+    output.num_scheduled_tokens = dict.fromkeys(names, 1)
+    output.total_num_scheduled_tokens = len(names)
+    return output
+
+
+def num_resident(offload: SimpleCPUOffloadScheduler) -> int:
+    """Blocks that its lookup can find on the host."""
+    return len(offload.cpu_block_pool.cached_block_hash_to_block)
+
+
+def stored(meta: SimpleCPUOffloadMetadata) -> KVConnectorOutput:
+    """What the worker reports when a step's stores have landed."""
+    events = SimpleCPUOffloadWorkerMetadata({meta.store_event: 1})
+    return KVConnectorOutput(kv_connector_worker_meta=events)
+
+
+def loaded(request: Request) -> KVConnectorOutput:
+    """What the worker reports when a request's load has landed."""
+    return KVConnectorOutput(finished_recving={request.request_id})
 
 
 def block_ids(blocks: KVCacheBlocks) -> list[int]:
@@ -63,6 +156,11 @@ def block_ids(blocks: KVCacheBlocks) -> list[int]:
 
 def free_order(manager: KVCacheManager) -> list[int]:
     return _ids(manager.block_pool.free_block_queue.get_all_free_blocks())
+
+
+def _config(num_blocks: int, groups: Sequence[Group]) -> KVCacheConfig:
+    specs = [KVCacheGroupSpec([str(at)], _spec(group)) for at, group in enumerate(groups)]
+    return KVCacheConfig(num_blocks, [], specs, prefix_cache_retention_interval=None)
 
 
 def _ids(blocks: Sequence[HasId]) -> list[int]:

@@ -332,6 +332,29 @@ impl BlockPool {
         }
     }
 
+    /// Gives a block that holds none a key of which no event tells: it is not to be served yet.
+    pub(crate) fn hide(&mut self, id: BlockId, key: &BlockKey) {
+        let inserted = self.index.insert_all(&[id], &[key.hash], key.group, |_| ());
+        debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
+    }
+
+    /// Tells of keys that were hidden until now.
+    pub(crate) fn reveal(
+        &mut self,
+        hashes: &[BlockHash],
+        group: GroupId,
+        origin: impl Fn(Range<usize>) -> Origin,
+    ) {
+        if self.log.is_some() {
+            self.log_stored(hashes, group, &vec![true; hashes.len()], origin);
+        }
+    }
+
+    /// Takes away keys that were hidden.
+    pub(crate) fn forget_hidden(&mut self, ids: &[BlockId]) {
+        self.index.remove_all(ids, |_| ());
+    }
+
     /// Takes on the width of `hashes`' digests, or refuses another than is known.
     ///
     /// # Errors

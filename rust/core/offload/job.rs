@@ -186,7 +186,7 @@ impl OffloadScheduler {
             late.push(job_id);
             match &job.kind {
                 Kind::Load => self.tier.end_loads(&job.slots),
-                Kind::Store { filling, .. } => self.tier.fence(&job.slots, &filling.keys)?,
+                Kind::Store { .. } => self.tier.fence(&job.slots)?,
             }
         }
         self.counters.late_jobs += late.len();
@@ -228,8 +228,8 @@ impl OffloadScheduler {
                     self.tier.rank_chain(tail);
                 }
             }
-            Kind::Store { filling, .. } => {
-                self.tier.fence(&job.slots, &filling.keys)?;
+            Kind::Store { .. } => {
+                self.tier.fence(&job.slots)?;
                 self.tier.give_back(&job.slots)?;
                 for &id in &job.block_ids {
                     self.forget_seen(id);

@@ -207,6 +207,11 @@ impl Plan<'_> {
         let slots = tier.reserve(due.len())?;
         let num_dropped = due.len() - slots.len();
         for (&at, slot) in due[num_dropped..].iter().zip(slots) {
+            // The same key may stand twice in a list that is no true chain.
+            if tier.resident_or_in_flight(&self.key(at)).is_some() {
+                tier.give_back(&[slot])?;
+                continue;
+            }
             tier.fill(slot, self.key(at), BlockId::NULL);
             self.push(table, at, slot);
         }

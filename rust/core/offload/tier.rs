@@ -35,9 +35,9 @@ pub(super) struct Filling {
 }
 
 /// What a slot costs besides its block in the pool, in bytes.
-const SLOT_BYTES: usize = 20;
+const SLOT_BYTES: usize = 21;
 
-/// At most 102 bytes a slot, taken at construction, and 44 more while a store fills it.
+/// At most 113 bytes a slot, taken at construction.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
     pool: BlockPool,
@@ -47,7 +47,10 @@ pub(super) struct HostTier {
     num_children: Vec<u32>,
     /// Loads that read the slot.
     num_loads: Vec<u32>,
-    in_flight: HashMap<BlockKey, BlockId, BuildHasherDefault<DefaultHasher>>,
+    /// Whether a store is filling the slot: then its key is in the pool's index, to be found by
+    /// stores and by no lookup.
+    is_filling: Vec<bool>,
+    num_filling: usize,
     /// Slots whose parent is not on the host, and its key: the device has it, or nobody.
     awaited: HashMap<BlockId, BlockKey, BuildHasherDefault<DefaultHasher>>,
     /// The same by that key.
@@ -60,11 +63,16 @@ pub(super) struct HostTier {
 /// What lookup can find: resident slots.
 impl Source for HostTier {
     fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        self.pool.get(hash, group)
+        self.resident(&BlockKey { hash: *hash, group })
     }
 
     fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
-        self.pool.prefix(hashes, group)
+        let mut found = self.pool.prefix(hashes, group);
+        if self.num_filling > 0 {
+            let is_resident = |slot: &&BlockId| !self.is_filling[slot.index()];
+            found.truncate(found.iter().take_while(is_resident).count());
+        }
+        found
     }
 }
 
@@ -86,7 +94,8 @@ impl HostTier {
             parents: vec![0; num_blocks],
             num_children: vec![0; num_blocks],
             num_loads: vec![0; num_blocks],
-            in_flight: HashMap::default(),
+            is_filling: vec![false; num_blocks],
+            num_filling: 0,
             awaited: HashMap::default(),
             awaiting: HashMap::default(),
             lru: Lru::new(lru_size),
@@ -116,12 +125,12 @@ impl HostTier {
 
     /// The slot that holds a block and can be loaded from.
     pub(super) fn resident(&self, key: &BlockKey) -> Option<BlockId> {
-        self.pool.get(&key.hash, key.group)
+        self.resident_or_in_flight(key).filter(|slot| !self.is_filling[slot.index()])
     }
 
     /// The slot that holds a block or is being filled with it.
     pub(super) fn resident_or_in_flight(&self, key: &BlockKey) -> Option<BlockId> {
-        self.resident(key).or_else(|| self.in_flight.get(key).copied())
+        self.pool.get(&key.hash, key.group)
     }
 
     /// Holds slots in place: they keep their content until they are unpinned.
@@ -163,7 +172,8 @@ impl HostTier {
     pub(super) fn fill(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
         self.parents[slot.index()] = parent.0;
         self.num_children[parent.index()] += 1;
-        for child in self.awaiting.remove(&key).unwrap_or_default() {
+        let children = if self.awaiting.is_empty() { None } else { self.awaiting.remove(&key) };
+        for child in children.unwrap_or_default() {
             self.awaited.remove(&child);
             if self.is_below(slot, child) {
                 continue; // in a list that is no true chain: the two would be each other's parents
@@ -172,7 +182,15 @@ impl HostTier {
             self.num_children[BlockId::NULL.index()] -= 1;
             self.num_children[slot.index()] += 1;
         }
-        self.in_flight.insert(key, slot);
+        self.pool.hide(slot, &key);
+        self.is_filling[slot.index()] = true;
+        self.num_filling += 1;
+    }
+
+    /// A slot is not being filled any more.
+    fn end_filling(&mut self, slot: BlockId) {
+        self.num_filling -= usize::from(self.is_filling[slot.index()]);
+        self.is_filling[slot.index()] = false;
     }
 
     /// Whether `slot` is `other`, or stands below it.
@@ -254,23 +272,23 @@ impl HostTier {
         let mut kept = Vec::with_capacity(slots.len());
         let mut run = 0..0;
         for (at, (&slot, key)) in slots.iter().zip(keys).enumerate() {
-            if self.in_flight.get(key) != Some(&slot) {
+            if !self.is_filling[slot.index()] {
                 dropped.push(slot);
                 continue;
             }
-            self.in_flight.remove(key);
+            self.end_filling(slot);
             kept.push(slot);
             let goes_on = run.end == at
                 && at > 0
                 && keys[at - 1].group == key.group
                 && parents[at] == Some(keys[at - 1].hash);
             if !goes_on {
-                self.publish_run(slots, filling, run, model);
+                self.publish_run(filling, run, model);
                 run = at..at;
             }
             run.end = at + 1;
         }
-        self.publish_run(slots, filling, run, model);
+        self.publish_run(filling, run, model);
         // The first of a prompt goes last.
         for &slot in kept.iter().rev() {
             self.lru.stored(slot);
@@ -280,13 +298,7 @@ impl HostTier {
     }
 
     /// Publishes consecutive blocks of one chain: one event tells of them all.
-    fn publish_run(
-        &mut self,
-        slots: &[BlockId],
-        filling: &Filling,
-        run: Range<usize>,
-        model: &Model,
-    ) {
+    fn publish_run(&mut self, filling: &Filling, run: Range<usize>, model: &Model) {
         let Some(group) = filling.keys.get(run.start).map(|key| key.group) else { return };
         let origin = |part: Range<usize>| Origin {
             parent: filling.parents[run.start + part.start],
@@ -294,16 +306,14 @@ impl HostTier {
             ..Origin::default()
         };
         let hashes: Vec<_> = filling.keys[run.clone()].iter().map(|key| key.hash).collect();
-        self.pool.publish(&slots[run.clone()], &hashes, group, origin);
+        self.pool.reveal(&hashes, group, origin);
     }
 
     /// Nothing waits any more for what these slots of a store were to hold. Drops whatever hangs
     /// below them: without its prefix it could not be evicted in order.
-    pub(super) fn fence(&mut self, slots: &[BlockId], keys: &[BlockKey]) -> Result<()> {
-        let is_current =
-            |(slot, key): &(&BlockId, &BlockKey)| self.in_flight.get(*key) == Some(*slot);
-        let lost: Vec<BlockId> =
-            slots.iter().zip(keys).filter(is_current).map(|(slot, _)| *slot).collect();
+    pub(super) fn fence(&mut self, slots: &[BlockId]) -> Result<()> {
+        let is_filling = |slot: &BlockId| self.is_filling[slot.index()];
+        let lost: Vec<BlockId> = slots.iter().copied().filter(is_filling).collect();
         if lost.is_empty() { Ok(()) } else { self.drop_below(&lost) }
     }
 
@@ -334,7 +344,11 @@ impl HostTier {
         self.pool.evict(&residents)?;
         self.pool.free(&residents)?;
         self.lru.clear();
-        self.in_flight.clear();
+        let filling: Vec<BlockId> =
+            self.slots().filter(|slot| self.is_filling[slot.index()]).collect();
+        self.pool.forget_hidden(&filling);
+        self.is_filling.fill(false);
+        self.num_filling = 0;
         self.awaited.clear();
         self.awaiting.clear();
         self.parents.fill(0);
@@ -383,8 +397,13 @@ impl HostTier {
     fn drop_below(&mut self, lost: &[BlockId]) -> Result<()> {
         let is_lost = self.below(lost);
         let doomed = |slot: &BlockId| is_lost[slot.index()];
-        self.in_flight.retain(|_, slot| !doomed(slot));
         let all: Vec<BlockId> = self.slots().filter(doomed).collect();
+        let filling: Vec<BlockId> =
+            all.iter().copied().filter(|slot| self.is_filling[slot.index()]).collect();
+        self.pool.forget_hidden(&filling);
+        for &slot in &filling {
+            self.end_filling(slot);
+        }
         let residents: Vec<BlockId> =
             all.iter().copied().filter(|&slot| self.lru.contains(slot)).collect();
         for slot in all {
@@ -420,7 +439,7 @@ impl HostTier {
 
     /// Slots that stores are filling.
     pub(super) fn num_in_flight(&self) -> usize {
-        self.in_flight.len()
+        self.num_filling
     }
 
     fn slots(&self) -> impl Iterator<Item = BlockId> + use<> {
@@ -431,15 +450,15 @@ impl HostTier {
     pub(super) fn check(&self) -> Result<()> {
         self.pool.check()?;
         let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
-        let mut is_filling = vec![false; self.pool.num_blocks()];
-        for slot in self.in_flight.values() {
-            is_filling[slot.index()] = true;
+        let is_filling = &self.is_filling;
+        if is_filling.iter().filter(|&&is_filling| is_filling).count() != self.num_filling {
+            return broken("slots that stores fill are miscounted".to_owned());
         }
         let mut num_children = vec![0; self.pool.num_blocks()];
         for slot in self.slots() {
             let is_resident = self.lru.contains(slot);
-            if self.pool.key(slot).is_some() != is_resident {
-                return broken(format!("slot {slot} is ranked and not cached, or cached and not"));
+            if self.pool.key(slot).is_some() != (is_resident || is_filling[slot.index()]) {
+                return broken(format!("slot {slot} holds a key and nothing else, or no key"));
             }
             if is_filling[slot.index()] && is_resident {
                 return broken(format!("slot {slot} is resident while a store fills it"));
