@@ -1,8 +1,8 @@
 //! Lookup of what the host can serve, and loads of it.
 
 use crate::error::{Error, Result};
+use crate::group::Source;
 use crate::ids::BlockId;
-use crate::key::BlockKey;
 
 use super::job::{Copies, Kind};
 use super::{Held, Job, OffloadScheduler};
@@ -91,24 +91,27 @@ impl OffloadScheduler {
                 )));
             }
             self.check_ids(blocks)?;
-            let hashes_per_slot = self.model.hashes_per_block(group) * per_slot;
-            let mut last = BlockId::NULL;
-            for (index, &block) in (first..end).zip(blocks) {
-                if last.is_null() || index % per_slot == 0 {
-                    let hash = request.hashes[(index / per_slot + 1) * hashes_per_slot - 1];
-                    let Some(slot) = self.tier.resident(&BlockKey { hash, group: id }) else {
-                        return Err(Error::State(format!(
-                            "request {request_id:?}: what comes before token {} is not on the \
-                             host in group {}: load all that was found",
-                            start + num_tokens,
-                            id.0
-                        )));
-                    };
-                    slots.push(slot);
-                    last = slot;
-                }
-                copies.push(block, last, index % per_slot, per_slot);
+            let slot_group = self.slot_model.groups()[usize::from(id.0)];
+            let needed = first / per_slot..end.div_ceil(per_slot);
+            let own = self.slot_model.own_hashes(slot_group, &request.hashes, needed.clone());
+            let found = self.tier.prefix(&own, id);
+            if found.len() < needed.len() {
+                return Err(Error::State(format!(
+                    "request {request_id:?}: what comes before token {} is not on the host in \
+                     group {}: load all that was found",
+                    start + num_tokens,
+                    id.0
+                )));
             }
+            for (index, &block) in (first..end).zip(blocks) {
+                copies.push(
+                    block,
+                    found[index / per_slot - needed.start],
+                    index % per_slot,
+                    per_slot,
+                );
+            }
+            slots.extend(found);
             copies.end_group();
         }
         check_targets(&block_ids.concat())?;

@@ -438,8 +438,11 @@ impl OffloadScheduler {
                 let hash = hashes[(index + 1) * per_block - 1];
                 self.tier.resident_or_in_flight(&BlockKey { hash, group: id })
             };
-            let all: Vec<usize> = (0..hashes.len() / per_block).collect();
-            let num_kept = all.partition_point(|&index| slot(index).is_some());
+            let (mut num_kept, mut end) = (0, hashes.len() / per_block);
+            while num_kept < end {
+                let middle = num_kept.midpoint(end);
+                if slot(middle).is_some() { num_kept = middle + 1 } else { end = middle }
+            }
             if let Some(tail) = num_kept.checked_sub(1).and_then(slot) {
                 self.tier.rank_chain(tail);
             }
