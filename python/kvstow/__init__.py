@@ -15,6 +15,7 @@ from kvstow._core import (
     BlockPool,
     BlockRemoved,
     BlockStored,
+    CacheStoreCommitted,
     ChecksumMismatch,
     ChunkedLocal,
     ConfigError,
@@ -32,7 +33,9 @@ from kvstow._core import (
     StateError,
     StateSpace,
     StepAllocation,
+    TransferCompleted,
     TransferError,
+    TransferInitiated,
     UnknownRequest,
     __version__,
     hash_tokens,
@@ -40,6 +43,16 @@ from kvstow._core import (
 
 if TYPE_CHECKING:
     from kvstow.engine import Admission, AdmissionState, Engine, Landed, Transfer
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the engine when it is first asked for: the accounting alone needs no transfer."""
+        if name in {"Admission", "AdmissionState", "Engine", "Landed", "Transfer"}:
+            from kvstow import engine  # noqa: PLC0415
+
+            return getattr(engine, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Admission",
@@ -49,6 +62,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "CacheStoreCommitted",
     "ChecksumMismatch",
     "ChunkedLocal",
     "ConfigError",
@@ -69,7 +83,9 @@ __all__ = [
     "StateSpace",
     "StepAllocation",
     "Transfer",
+    "TransferCompleted",
     "TransferError",
+    "TransferInitiated",
     "UnknownRequest",
     "__version__",
     "hash_tokens",
@@ -82,12 +98,3 @@ if _core.debug_build:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def __getattr__(name: str) -> object:
-    """Import the engine when it is first asked for: the accounting alone needs no transfer."""
-    if name in {"Admission", "AdmissionState", "Engine", "Landed", "Transfer"}:
-        from kvstow import engine  # noqa: PLC0415
-
-        return getattr(engine, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

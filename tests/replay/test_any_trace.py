@@ -54,8 +54,8 @@ def test_any_trace_replays_to_its_end(
         engine.run()
 
         assert_ended_well(engine)
-        lost = engine.accounting.scheduler.stats()
-        num_resident = engine.accounting.scheduler.num_resident
+        lost = engine.kv.scheduler.stats()
+        num_resident = engine.kv.scheduler.num_resident
         assert lost["stored_blocks"] - lost["evicted_blocks"] == num_resident
 
 
@@ -120,7 +120,7 @@ def test_copies_that_come_late_change_nothing(
             bandwidth_bytes_per_s=bandwidth,
         ) as engine:
             if late:
-                engine.links.movers[:] = map(LateMover, engine.links.movers)
+                engine.kv.movers[:] = map(LateMover, engine.kv.movers)
             engine.run()
             assert_ended_well(engine)
             figures = engine.figures

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstow import cli
+from kvstow.engine import Transfer
 from kvstow.replay import BUNDLED_TRACE, Observer, ReplayEngine, command
-from kvstow.replay.link import Flight
 
 COMMAND = [sys.executable, "-c", "import sys; from kvstow.cli import main; sys.exit(main())"]
 SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
@@ -138,7 +138,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         "device_blocks": 400, "host_blocks": 77, "policy": "lru", "mode": "eager", "mover": "auto",
         "verify": "off", "step_ms": 1.0, "prefill_token_ms": 2.0, "decode_request_ms": 3.0,
         "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "model": "full",
-        "num_layers": 1, "bytes_per_token": 16,
+        "num_layers": 1, "bytes_per_token": 16, "faults": None,
     }  # fmt: skip
     assert found["bytes_stored"] == 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
     assert found["verified_blocks"] == 0
@@ -163,6 +163,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),
         (["--json", "/nowhere/figures.json"], "/nowhere/figures.json: cannot be written"),
+        (["--faults", "-1"], "faults is -1; it must be 0 to"),
         (["--no-such-option"], "No such option"),
         (["one.jsonl", "two.jsonl"], "unexpected extra argument"),
     ],
@@ -228,20 +229,20 @@ def test_without_the_extra_the_command_says_what_to_install(missing: str) -> Non
 class SpoilHost(Observer):
     """Spoils the slots of every store of several blocks, once it has landed."""
 
-    def __init__(self, fault: Callable[[ReplayEngine, Flight], None]) -> None:
+    def __init__(self, fault: Callable[[ReplayEngine, Transfer], None]) -> None:
         self._fault = fault
 
-    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
-        if flight.direction == "store" and len(flight.job) > 1:
-            self._fault(engine, flight)
+    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        if transfer.direction == "store" and len(transfer.job) > 1:
+            self._fault(engine, transfer)
 
 
-def flip_one_byte(engine: ReplayEngine, flight: Flight) -> None:
-    engine.arena.slots[flight.job.host_slots[0], 1234] ^= 0x04
+def flip_one_byte(engine: ReplayEngine, transfer: Transfer) -> None:
+    engine.arena.slots[transfer.job.host_slots[0], 1234] ^= 0x04
 
 
-def swap_two_slots(engine: ReplayEngine, flight: Flight) -> None:
-    pair = flight.job.host_slots[:2]
+def swap_two_slots(engine: ReplayEngine, transfer: Transfer) -> None:
+    pair = transfer.job.host_slots[:2]
     engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
 
 
@@ -249,7 +250,7 @@ def swap_two_slots(engine: ReplayEngine, flight: Flight) -> None:
 def test_a_corrupt_block_is_status_1(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[ReplayEngine, Flight], None],
+    fault: Callable[[ReplayEngine, Transfer], None],
 ) -> None:
     class Faulty(ReplayEngine):
         def run(self) -> None:

@@ -13,8 +13,8 @@ from tests.replay.scenario import (
 )
 
 from kvstow import ConfigError
+from kvstow.engine import Transfer
 from kvstow.replay import ReplayConfig, ReplayEngine
-from kvstow.replay.link import Flight
 
 # -- time and counting -------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ def test_jobs_land_one_after_the_other() -> None:
     landings: list[float] = []
 
     class Landings(Checked):
-        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
             landings.append(engine.now_s)
 
     of = trace(request(1, [1, 2, 3], output=0, at_s=7.0))
@@ -141,8 +141,8 @@ def test_others_run_while_a_request_loads() -> None:
     finished: list[str] = []
 
     class Order(Checked):
-        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
-            if flight.direction == "load":
+        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+            if transfer.direction == "load":
                 finished.append(f"{engine.figures.finished} before the load has landed")
 
     of = pushed_out(12, comes_back(3, at_s=200), request(4, [31], at_s=200, output=2))
@@ -297,7 +297,7 @@ def test_block_ids_follow_the_ledger() -> None:
             nonlocal compared
             for seat in engine.batch.running:
                 name = engine.batch.request(seat).name
-                table = engine.accounting.ledger.block_table(name)
+                table = engine.kv.ledger.block_table(name)
                 assert engine.batch.num_blocks[seat] == len(table)
                 assert np.array_equal(table, engine.batch.tables[0, seat, : len(table)])
                 compared += 1

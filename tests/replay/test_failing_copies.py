@@ -39,7 +39,7 @@ class FailingMover(HostMover):
 
 def fail(engine: ReplayEngine, group: int = 0, *, loads: int = 0, stores: int = 0) -> None:
     """Let the first copies of a group fail."""
-    movers = engine.links.movers
+    movers = engine.kv.movers
     movers[group] = FailingMover(movers[group], loads=loads, stores=stores)
 
 

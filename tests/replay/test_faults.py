@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 from tests.replay.scenario import BLOCK, Checked, comes_back, prepared, pushed_out, request, trace
 
+from kvstow.engine import Transfer
 from kvstow.replay import ReplayEngine
 from kvstow.replay.batch import Request
 from kvstow.replay.config import Verify
-from kvstow.replay.link import Flight
 from kvstow.replay.verify import MAX_REPORTS, Verifier
 from kvstow.transfer import Event, HostMover, Ticket
 from kvstow.transfer.mover import Ints
@@ -25,10 +25,10 @@ class AfterFirstStore(Checked):
         self._fault = fault
         self._done = False
 
-    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
-        if flight.direction == "store" and not self._done:
+    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        if transfer.direction == "store" and not self._done:
             self._done = True
-            self._fault(engine, flight.job.host_slots)
+            self._fault(engine, transfer.job.host_slots)
 
 
 def replayed_with(fault: Callable[[ReplayEngine, Slots], None]) -> Verifier:
@@ -127,8 +127,9 @@ def test_a_partial_tail_is_checked_too() -> None:
 
 def use(engine: ReplayEngine, kind: type[HostMover]) -> None:
     """Let movers of another kind do the copying."""
-    engine.links.close()
-    engine.links.movers[:] = [kind(one.layout, one.arena) for one in engine.links.movers]
+    for mover in engine.kv.movers:
+        mover.close()
+    engine.kv.movers[:] = [kind(one.layout, one.arena) for one in engine.kv.movers]
 
 
 class HalfLoads(HostMover):

@@ -77,7 +77,7 @@ def replay_against_oracle(
         figures = engine.figures
         assert figures.device_hits + figures.host_hits == sum(oracle.first_hits.values())
         assert len(oracle.first_hits) == len(of.requests)
-        stats = engine.accounting.scheduler.stats()
+        stats = engine.kv.scheduler.stats()
         assert (stats["evicted_blocks"], stats["dropped_blocks"]) == (0, 0)
     return oracle
 

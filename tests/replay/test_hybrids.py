@@ -22,9 +22,9 @@ from tests.replay.test_any_trace import LateMover
 from tests.replay.test_failing_copies import fail
 
 from kvstow import ConfigError
+from kvstow.engine import Transfer
 from kvstow.replay import ReplayEngine
 from kvstow.replay.batch import Request
-from kvstow.replay.link import Flight
 from kvstow.replay.model import ReplayModel, build_model
 from kvstow.replay.verify import Verifier
 
@@ -48,11 +48,11 @@ def test_no_more_is_loaded_than_a_group_reads() -> None:
     counts: list[list[int]] = []
 
     class Loads(Checked):
-        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
-            if flight.direction == "load":
-                counts.append(np.diff(flight.job.offsets).tolist())
+        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+            if transfer.direction == "load":
+                counts.append(np.diff(transfer.job.offsets).tolist())
                 sizes = [geometry.block_bytes for geometry in MIXED.geometries]
-                assert flight.num_bytes == np.dot(counts[-1], sizes)
+                assert transfer.num_bytes == np.dot(counts[-1], sizes)
 
     engine = came_back(MIXED, Loads())
 
@@ -72,7 +72,7 @@ def test_what_is_published_and_evicted_counts_all_groups() -> None:
 
         assert_ended_well(engine)
         assert engine.figures.published == 4 * 4
-        assert engine.accounting.ledger.pool.num_cached == 4 * 4
+        assert engine.kv.ledger.pool.num_cached == 4 * 4
 
 
 @pytest.mark.parametrize("model", [SLIDING, STATEFUL, MIXED], ids=lambda model: model.name)
@@ -84,7 +84,7 @@ def test_what_is_written_goes_where_the_ledgers_tables_say(model: ReplayModel) -
             super().stepped(engine)
             nonlocal num_left
             for seat in engine.batch.running:
-                tables = engine.accounting.tables(engine.batch.request(seat).name)
+                tables = np.stack(engine.kv.tables(engine.batch.request(seat).name))
                 ours = engine.batch.tables[:, seat, : engine.batch.num_blocks[seat]]
                 assert np.array_equal(tables, np.where(tables != 0, ours, 0))
                 num_left += int(np.count_nonzero(tables == 0))
@@ -115,14 +115,14 @@ def test_a_failed_job_has_not_landed_before_all_of_its_copies_have_ended() -> No
     num_failed = 0
 
     class Landed(Checked):
-        def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
             nonlocal num_failed
-            assert all(ticket.poll() for ticket in flight.tickets)
-            num_failed += any(ticket.error for ticket in flight.tickets)
+            assert all(ticket.poll() for ticket in transfer.tickets)
+            num_failed += any(ticket.error for ticket in transfer.tickets)
 
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, model=MIXED, device_blocks=33, observer=Landed()) as engine:
-        engine.links.movers[:] = map(LateMover, engine.links.movers)
+        engine.kv.movers[:] = map(LateMover, engine.kv.movers)
         fail(engine, NARROW, stores=1)
         engine.run()
     assert num_failed == 1
@@ -132,15 +132,15 @@ class _Spy:
     """The scheduler, with a look at what it is told of the tables."""
 
     def __init__(self, engine: ReplayEngine) -> None:
-        self._accounting = engine.accounting
-        self._scheduler = engine.accounting.scheduler
+        self._kv = engine.kv
+        self._scheduler = engine.kv.scheduler
         self.num_null = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)
 
     def store(self, names: list[str], computed: Slots, block_ids: Slots, offsets: Slots) -> object:
-        held = np.concatenate([self._accounting.tables(name).reshape(-1) for name in names])
+        held = np.concatenate([table for name in names for table in self._kv.tables(name)])
         assert np.isin(block_ids, held).all(), "told of a block that is somebody else's by now"
         self.num_null += int(np.count_nonzero(block_ids == 0))
         return self._scheduler.store(names, computed, block_ids, offsets)
@@ -151,7 +151,7 @@ def test_the_scheduler_is_never_told_of_a_block_that_has_left_its_window() -> No
     of = trace(request(1, FIRST), request(2, [*FIRST, 8, 9], at_s=1, output=30))
     with prepared(of, model=MIXED, device_blocks=100, max_step_tokens=6) as engine:
         spy = _Spy(engine)
-        engine.accounting.scheduler = spy  # type: ignore[assignment]
+        engine.kv.scheduler = spy  # type: ignore[assignment]
         engine.run()
 
         assert_ended_well(engine)
@@ -191,11 +191,11 @@ class SpoilFirstStore(Checked):
         self._fault = fault
         self._done = False
 
-    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
+    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
         if not self._done:
-            assert flight.direction == "store"
+            assert transfer.direction == "store"
             self._done = True
-            self._fault(engine, np.split(flight.job.host_slots, flight.job.offsets[1:-1]))
+            self._fault(engine, np.split(transfer.job.host_slots, transfer.job.offsets[1:-1]))
 
 
 def found_after(fault: Fault) -> list[tuple[int, int, str]]:
@@ -287,7 +287,7 @@ def test_a_wrong_hit_is_found_although_its_request_drops_it_before_it_ends(
             if engine.figures.steps == 1:
                 self.tables = engine.batch.tables[:, engine.batch.running[0], :4].copy()
             if (engine.figures.finished, len(engine.batch.running)) == (1, 0):
-                engine.accounting.ledger.pool.evict(self.tables[FULL, num_on_the_device:])
+                engine.kv.ledger.pool.evict(self.tables[FULL, num_on_the_device:])
                 engine.memory[WINDOW].regions[0][self.tables[WINDOW, 1], 0] ^= 1
 
     of = trace(

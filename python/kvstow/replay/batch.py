@@ -1,5 +1,6 @@
 """The requests in the engine: what changes every step in arrays by seat, the rest in objects."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,20 +26,16 @@ class Request:
         name: its line in the trace: what the ledger, the scheduler and the reports call it.
         known_tokens: prompt and what was generated: what it computes first when it (re)starts.
         digests: of all blocks it will ever have.
-        added: whether ledger and scheduler know it.
         admitted: whether it was ever admitted; hits count once, at the first admission.
         pending_since: how many loads had landed when its lookup came out pending; -1 otherwise.
-        load_failed: recompute instead of loading, until the next admission.
     """
 
     trace: TraceRequest
     name: str
     known_tokens: int
     digests: list[bytes]
-    added: bool = False
     admitted: bool = False
     pending_since: int = -1
-    load_failed: bool = False
 
     @classmethod
     def arrived(cls, trace: TraceRequest, block_size: int) -> "Request":
@@ -61,9 +58,9 @@ class Batch:
         known: tokens of the prompt, and generated: computed + 1 while it decodes.
         prompt: tokens of the prompt.
         total: tokens at which the request is finished.
+        num_hit: of a request that loads, the tokens it found on the device.
         num_hashed: blocks whose digests ledger and scheduler have.
         num_blocks: blocks in the tables; all groups have as many.
-        num_told: blocks of the tables that the scheduler was told of.
         tables: device block ids, `[groups, seats, blocks]`. Those that have left a window, in which
             nothing is written any more, are the ledger's to know: here they stay.
         keys: the words that the blocks' contents derive from, `[seats, blocks]`.
@@ -76,9 +73,9 @@ class Batch:
         self.known = np.zeros(num_seats, dtype=np.int64)
         self.prompt = np.zeros(num_seats, dtype=np.int64)
         self.total = np.zeros(num_seats, dtype=np.int64)
+        self.num_hit = np.zeros(num_seats, dtype=np.int64)
         self.num_hashed = np.zeros(num_seats, dtype=np.int64)
         self.num_blocks = np.zeros(num_seats, dtype=np.int64)
-        self.num_told = np.zeros(num_seats, dtype=np.int64)
         self.tables = np.zeros((num_groups, num_seats, max_blocks), dtype=np.int32)
         self.keys = np.zeros((num_seats, max_blocks), dtype=np.uint64)
         self._names = [""] * num_seats
@@ -89,10 +86,11 @@ class Batch:
         """Whether another request can be admitted."""
         return bool(self._free)
 
-    def sit(self, request: Request, block_size: int, tables: Ids, num_computed: int) -> int:
+    def sit(
+        self, request: Request, block_size: int, block_tables: Sequence[Ids], num_computed: int
+    ) -> int:
         """Give an admitted request a seat, with its first blocks and what they hold or will."""
-        request.load_failed = False
-        seat = self._free.pop()
+        seat, tables = self._free.pop(), np.stack(block_tables)
         self.requests[seat] = request
         self._names[seat] = request.name
         self.computed[seat] = num_computed
@@ -100,7 +98,6 @@ class Batch:
         self.prompt[seat] = request.trace.prompt_tokens
         self.total[seat] = request.trace.total_tokens
         self.num_hashed[seat] = request.known_tokens // block_size
-        self.num_told[seat] = 0
         self.num_blocks[seat] = tables.shape[1]
         self.tables[:, seat, : tables.shape[1]] = tables
         self.keys[seat, : len(request.digests)] = digest_words(request.digests)
@@ -110,7 +107,6 @@ class Batch:
         """Empty a seat; the request remembers how far its tokens are known."""
         request = self.request(seat)
         request.known_tokens = int(self.known[seat])
-        request.added = False
         self.requests[seat] = None
         self._free.append(seat)
         return request

@@ -46,6 +46,7 @@ class _Options(TypedDict):
     model: str
     num_layers: int | None
     bytes_per_token: int | None
+    faults: int | None
 
 
 def _choice(name: str, choices: Sequence[str], text: str) -> Callable[[_Command], _Command]:
@@ -100,6 +101,13 @@ def _number(
     "--bytes-per-token",
     type=int,
     help="Bytes of KV per token of the full model, all layers. [default: 8]",
+)
+@click.option(
+    "--faults",
+    type=int,
+    metavar="SEED",
+    help="Let some copies land late, some fail, and some loads get lost: they are given up after "
+    "5 s of virtual time, and land later. A seed stands for one run.",
 )
 def replay(
     trace: Path | None,

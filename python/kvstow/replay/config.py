@@ -58,6 +58,7 @@ class ReplayConfig:
         model: whose groups and layers the blocks are for.
         num_layers: layers whose K and V a block of the full model holds; None for its own.
         bytes_per_token: of the full model's KV, all layers; None for its own.
+        faults: a seed for copies that are late, fail or get lost; None for none.
 
     Raises:
         ConfigError: naming the option, its value and its bounds.
@@ -78,6 +79,7 @@ class ReplayConfig:
     model: str = "full"
     num_layers: int | None = None
     bytes_per_token: int | None = None
+    faults: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("device-blocks", self.device_blocks, at_least=2)
@@ -93,6 +95,8 @@ class ReplayConfig:
             _check_count("layers", self.num_layers, at_most=10_000)
         if self.bytes_per_token is not None:
             _check_count("bytes-per-token", self.bytes_per_token)
+        if self.faults is not None:
+            _check_count("faults", self.faults, at_least=0)
         for name, value in (
             ("step-ms", self.step_ms),
             ("prefill-token-ms", self.prefill_token_ms),

@@ -1,8 +1,8 @@
-r"""A continuous-batching engine in virtual time, over the real ledger, scheduler and mover.
+r"""A continuous-batching engine in virtual time, over the real `kvstow.Engine`.
 
 One iteration:
 
-    land      jobs whose virtual time has come: stores become visible, loaded requests run
+    land      copies whose virtual time has come: stores become visible, loaded requests run
     arrive    requests of the trace join the waiting queue
     schedule  running requests, first come first, in one ledger call; out of blocks, the last goes
     admit     waiting requests, if all the running ones fitted: device hit, host hit, then the rest
@@ -18,24 +18,27 @@ A request, and what makes it move:
 The clock of the machine is read only to say what the accounting cost.
 """
 
+import random
 import time
 from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, PrefixHit
-from kvstow.replay.accounting import Accounting
+from kvstow._core import ConfigError
+from kvstow.engine import Admission, AdmissionState, Engine, Transfer
 from kvstow.replay.batch import Batch, Request, Seats, longest_table
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.content import device_memory
+from kvstow.replay.faults import LOAD_TIMEOUT_S, FaultyMover
 from kvstow.replay.figures import Figures
-from kvstow.replay.link import Flight, Links
+from kvstow.replay.link import Links
 from kvstow.replay.model import ReplayModel
 from kvstow.replay.observer import Observer
+from kvstow.replay.stopwatch import Stopwatch, UntimedMover
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
-from kvstow.transfer import BlockLayout, HostArena, HostMover
+from kvstow.transfer import READY, BlockLayout, HostArena, Mover
 
 __all__ = ["ReplayEngine"]
 
@@ -44,6 +47,9 @@ Tokens = npt.NDArray[np.int64]
 
 class ReplayEngine:
     """Replays one trace. `run` it once, then `close` it.
+
+    Attributes:
+        kv: what accounts and moves, told what the time is and when a copy has landed.
 
     Args:
         model: instead of the one that `config` names; its block size is the trace's.
@@ -72,25 +78,46 @@ class ReplayEngine:
         config.check_memory(self.model)
         self.observer = observer or Observer()
         self.figures = Figures()
-        self.accounting = Accounting(config, self.model)
+        self._watch = Stopwatch()
         self.memory = device_memory(config.device_blocks, self.model.geometries)
-        self.arena = HostArena(config.host_blocks, self.model.slot_bytes)
-        layouts = [BlockLayout.from_arrays(group.regions) for group in self.memory]
-        movers = [HostMover(layout, self.arena) for layout in layouts]
-        self.links = Links(movers, config.bytes_per_s(self.model))
+        self.kv = self._build_kv()
+        self.arena = self.kv.arena
+        block_bytes = [geometry.block_bytes for geometry in self.model.geometries]
+        self.links = Links(block_bytes, config.bytes_per_s(self.model))
         self.verifier = Verifier(self.model, self.memory, self.arena, config.verify)
         num_seats = min(config.max_requests, len(trace.requests))
         self.batch = Batch(len(self.model.groups), num_seats, max_blocks)
         self.waiting: deque[Request] = deque()
         self.now_s = trace.requests[0].arrival_s
         self._coming: deque[TraceRequest] = deque(trace.requests)
+        self._loading: dict[str, int] = {}  # the seats of the requests that load
         self._block_size = trace.block_size
         self._num_landed_loads = 0
 
+    def _build_kv(self) -> Engine:
+        config, seed = self.config, self.config.faults
+        chances = random.Random(seed)
+
+        def mover(layout: BlockLayout, arena: HostArena) -> Mover:
+            if seed is not None:
+                return FaultyMover(layout, arena, chances)
+            return UntimedMover(layout, arena, self._watch)
+
+        return Engine(
+            config.device_blocks,
+            config.host_blocks,
+            [group.attention for group in self.model.groups],
+            [BlockLayout.from_arrays(group.regions) for group in self.memory],
+            mode=config.mode,
+            policy=config.policy,
+            load_timeout_s=None if seed is None else LOAD_TIMEOUT_S,
+            clock=lambda: self.now_s,
+            mover=mover,
+        )
+
     def close(self) -> None:
         """Stop the movers and give the host memory back."""
-        self.links.close()
-        self.arena.close()
+        self.kv.close()
 
     def run(self) -> None:
         """Replay to the end, all jobs landed. Interrupted, it leaves what it has in `figures`."""
@@ -107,8 +134,9 @@ class ReplayEngine:
         return bool(self._coming or self.waiting or self.batch.running or len(self.links))
 
     def _iterate(self) -> None:
-        while flight := self.links.due(self.now_s):
-            self._land(flight)
+        while transfer := self.links.due(self.now_s):
+            self._land(transfer)
+        self._expire()
         self._arrive()
         seats, tokens, all_fitted = self._schedule()
         admitted: list[tuple[int, int]] = []
@@ -125,59 +153,75 @@ class ReplayEngine:
             self._check_reads(seat, int(self.batch.computed[seat]) - chunk)
         self._store(due)
         self._finish(seats)
-        self.figures.accounting_us.append(self.accounting.take_us())
+        self.figures.accounting_us.append(self._watch.take_us())
         self.observer.stepped(self)
 
     def _skip_ahead(self) -> None:
-        """Nothing can run now: go on to the next landing or arrival."""
-        moments = [self.links.next_landing_s()] if len(self.links) else []
+        """Nothing can run now: go on to the next landing, deadline or arrival."""
+        moment_s = self.links.next_moment_s(self.now_s)
         if self._coming:
-            moments.append(self._coming[0].arrival_s)
-        assert moments, f"nothing can run, land or arrive at {self.now_s} s"
-        self.now_s = max(self.now_s, min(moments))
+            moment_s = min(moment_s, self._coming[0].arrival_s)
+        assert moment_s < float("inf"), f"nothing can run, land or arrive at {self.now_s} s"
+        self.now_s = max(self.now_s, moment_s)
 
     # -- land ----------------------------------------------------------------------------------
 
-    def _land(self, flight: Flight) -> None:
-        ok = self.accounting.complete(flight.job_id, ok=flight.copied())
-        if flight.direction == "store":
-            self.figures.stored += len(flight.job) if ok else 0
-            self.figures.stored_bytes += flight.num_bytes if ok else 0
-            self.figures.failed_stores += not ok
-        elif ok:
-            self._loaded(flight)
-        else:
-            self._load_failed(flight.seat)
-        self._num_landed_loads += flight.direction == "load"
-        self.observer.landed(self, flight)
+    def _land(self, transfer: Transfer) -> None:
+        transfer.wait()
+        with self._watch:
+            end = self.kv.end(transfer)
+        if transfer.direction == "store":
+            self.figures.stored += len(transfer.job) if end.ok else 0
+            self.figures.stored_bytes += transfer.num_bytes if end.ok else 0
+            self.figures.failed_stores += not end.ok
+        elif end.ok:
+            self._loaded(transfer)
+        elif not end.late:
+            assert transfer.request_id is not None, "a load is for a request"
+            self._load_failed(transfer.request_id)
+        self._num_landed_loads += transfer.direction == "load"
+        self.observer.landed(self, transfer)
 
-    def _loaded(self, flight: Flight) -> None:
-        """The blocks are there: check them, publish them, and let the request run."""
-        batch, seat = self.batch, flight.seat
-        request, num_tokens = batch.request(seat), int(batch.computed[seat])
+    def _loaded(self, transfer: Transfer) -> None:
+        """The blocks are there: check them, and let the request run."""
+        assert transfer.request_id is not None, "a load is for a request"
+        batch, seat = self.batch, self._loading.pop(transfer.request_id)
+        request, num_tokens = batch.request(seat), transfer.num_tokens
         num_blocks = num_tokens // self._block_size
-        self.verifier.check_loaded(request, batch.keys[seat, :num_blocks], flight.job)
+        num_device = int(batch.num_hit[seat]) // self._block_size
+        self.verifier.check_loaded(request, batch.keys[seat, :num_blocks], transfer.job)
         self._check_reads(seat, num_tokens)
-        self.accounting.publish(request.name, num_tokens)
-        self.figures.loaded += len(flight.job)
-        self.figures.loaded_bytes += flight.num_bytes
-        self.figures.published += len(flight.job)
-        num_loaded = flight.num_tokens // self._block_size
-        self._count_hits(request, num_blocks - num_loaded, num_loaded)
+        self.figures.loaded += len(transfer.job)
+        self.figures.loaded_bytes += transfer.num_bytes
+        self.figures.published += len(transfer.job)
+        self._count_hits(request, num_device, num_blocks - num_device)
         batch.running.append(seat)
 
-    def _load_failed(self, seat: int) -> None:
-        """The request starts again, without the host tier this time."""
+    def _load_failed(self, name: str) -> None:
+        """The request starts again, and the next time it does not ask the host."""
         self.figures.failed_loads += 1
-        request = self._give_up_seat(seat)
-        request.load_failed = True
-        self.waiting.appendleft(request)
+        self.waiting.appendleft(self.batch.leave(self._loading.pop(name)))
+
+    def _expire(self) -> None:
+        """Loads past their deadline have failed; what becomes of their copies is nobody's matter.
+
+        Others that waited for their blocks may look again.
+        """
+        with self._watch:
+            late = self.kv.expire()
+        for name in late:
+            self.figures.late_loads += 1
+            self._num_landed_loads += 1
+            self._load_failed(name)
 
     # -- arrive --------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         while self._coming and self._coming[0].arrival_s <= self.now_s:
-            self.waiting.append(Request.arrived(self._coming.popleft(), self._block_size))
+            request = Request.arrived(self._coming.popleft(), self._block_size)
+            with self._watch:
+                self.kv.add(request.name, request.known_digests(self._block_size))
+            self.waiting.append(request)
 
     # -- schedule ------------------------------------------------------------------------------
 
@@ -203,7 +247,8 @@ class ReplayEngine:
         num_served, all_fitted = 0, True
         while num_served < num_reached:
             part = slice(num_served, num_reached)
-            step = self.accounting.grant(names[part], tokens[part])
+            with self._watch:
+                step = self.kv.step(names[part], tokens[part])
             batch.append_blocks(seats[part], step)
             num_served += step.num_granted
             if num_served < num_reached:
@@ -223,17 +268,16 @@ class ReplayEngine:
         for seat in seats[num_known > batch.num_hashed[seats]].tolist():
             begin, end = batch.num_hashed[seat], batch.known[seat] // self._block_size
             request = batch.request(seat)
-            self.accounting.extend(request.name, request.digests[begin:end])
+            with self._watch:
+                self.kv.extend(request.name, request.digests[begin:end])
             batch.num_hashed[seat] = end
 
     def _preempt(self, seat: int) -> None:
         self.figures.preemptions += 1
-        self.waiting.appendleft(self._give_up_seat(seat))
-
-    def _give_up_seat(self, seat: int) -> Request:
         request = self.batch.leave(seat)
-        self.accounting.forget(request.name)
-        return request
+        with self._watch:
+            self.kv.preempt(request.name)
+        self.waiting.appendleft(request)
 
     # -- admit ---------------------------------------------------------------------------------
 
@@ -249,67 +293,51 @@ class ReplayEngine:
         passed_over: list[Request] = []
         while self.waiting and budget > 0 and self.batch.has_seat:
             request = self.waiting.popleft()
-            found = self._look_up(request)
-            if found is None:
+            admission = self._ask(request, budget)
+            if admission is None:
                 passed_over.append(request)
                 continue
-            hit, num_external = found
-            chunk = 0 if num_external else min(request.known_tokens - hit.num_tokens, budget)
-            seat = (
-                self._admit_load(request, hit, num_external)
-                if num_external
-                else self._admit_now(request, hit, chunk)
-            )
-            if seat is None:
+            if admission.state is AdmissionState.NO_ROOM:
                 self.waiting.appendleft(request)
                 break
-            if chunk:
+            seat = self._sit(request, admission)
+            if chunk := admission.num_new_tokens:
                 admitted.append((seat, chunk))
                 budget -= chunk
         self.waiting.extendleft(reversed(passed_over))
         return admitted
 
-    def _look_up(self, request: Request) -> tuple[PrefixHit, int] | None:
-        """The hit on the device and the tokens after it on the host; None: ask again later."""
+    def _ask(self, request: Request, budget: int) -> Admission | None:
+        """Ask for an admission; None: ask again later, its blocks are being loaded for another."""
         if request.pending_since == self._num_landed_loads:
             return None
-        if not request.added:
-            self.accounting.add(request.name, request.known_digests(self._block_size))
-            request.added = True
-        found = self.accounting.look_up(
-            request.name,
-            request.known_tokens - 1,  # one is left to compute
-            host=not request.load_failed,
-        )
-        if found is None:
+        with self._watch:
+            admission = self.kv.admit(request.name, request.known_tokens, budget, after=READY)
+        if admission.state is AdmissionState.PENDING:
             request.pending_since = self._num_landed_loads
             return None
-        self.observer.looked_up(self, request, found[0].num_tokens, found[1])
-        return found
+        num_hit, num_external = admission.num_hit_tokens, admission.num_external_tokens
+        self.observer.looked_up(self, request, num_hit, num_external)
+        return admission
 
-    def _admit_now(self, request: Request, hit: PrefixHit, chunk: int) -> int | None:
-        """Let the request run with what the device holds; its seat, or None if it does not fit."""
-        if not self.accounting.admit(request.name, hit, chunk):
-            return None
-        seat = self._sit(request, hit.num_tokens)
-        self._count_hits(request, hit.num_tokens // self._block_size, 0)
-        self.batch.running.append(seat)
-        self._granted(np.array([seat]), np.array([hit.num_tokens]), np.array([chunk]))
-        return seat
-
-    def _admit_load(self, request: Request, hit: PrefixHit, num_external: int) -> int | None:
-        """Load what the host holds; the request runs when that has landed."""
-        job = self.accounting.admit_load(request.name, hit, num_external)
-        if job is None:
-            return None
-        seat = self._sit(request, hit.num_tokens + num_external)
-        self.links.load(job, self.now_s, seat=seat, num_tokens=num_external)
-        return seat
-
-    def _sit(self, request: Request, num_computed: int) -> int:
+    def _sit(self, request: Request, admission: Admission) -> int:
+        """Let an admitted request run with what the device holds, or when its load has landed."""
         # The ledger's tables: of the hit, they have only what the request will read.
-        tables = self.accounting.tables(request.name)
-        return self.batch.sit(request, self._block_size, tables, num_computed)
+        num_hit, num_found = admission.num_hit_tokens, admission.num_external_tokens
+        seat = self.batch.sit(
+            request, self._block_size, admission.block_tables, num_hit + num_found
+        )
+        if admission.transfer is not None:
+            self._loading[request.name] = seat
+            self.batch.num_hit[seat] = num_hit
+            deadline_s = None if self.config.faults is None else self.now_s + LOAD_TIMEOUT_S
+            self.links.submit(admission.transfer, self.now_s, deadline_s=deadline_s)
+            return seat
+        self._count_hits(request, num_hit // self._block_size, 0)
+        self.batch.running.append(seat)
+        new = np.array([admission.num_new_tokens])
+        self._granted(np.array([seat]), np.array([num_hit]), new)
+        return seat
 
     def _check_reads(self, seat: int, num_tokens: int) -> None:
         """Check what a request reads of the tokens it found, where it soon reads it no more.
@@ -378,12 +406,11 @@ class ReplayEngine:
         """Store what these seats have newly computed, all in one job."""
         if not len(seats):
             return
-        batch, names = self.batch, self.batch.names(seats.tolist())
-        num_told = batch.num_told[seats].tolist()
-        job = self.accounting.store(names, batch.computed[seats], num_told)
-        batch.num_told[seats] = batch.num_blocks[seats]
-        if job is not None:
-            self.links.store(job, self.now_s)
+        names, computed = self.batch.names(seats.tolist()), self.batch.computed[seats].tolist()
+        with self._watch:
+            transfer = self.kv.computed(names, computed, after=READY)
+        if transfer is not None:
+            self.links.submit(transfer, self.now_s)
 
     def _finish(self, seats: Seats) -> None:
         """Requests that have computed everything are checked, and leave."""
@@ -391,8 +418,10 @@ class ReplayEngine:
         for seat in seats[batch.computed[seats] == batch.total[seats]].tolist():
             request = batch.request(seat)
             keys, num_tokens = batch.keys[seat], int(batch.total[seat])
-            for group, table in enumerate(self.accounting.tables(request.name)):
+            for group, table in enumerate(self.kv.tables(request.name)):
                 self.verifier.check_table(request, group, table, keys, num_tokens)
-            self._give_up_seat(seat)
+            batch.leave(seat)
+            with self._watch:
+                self.kv.finish(request.name)
             batch.running.remove(seat)
             self.figures.finished += 1

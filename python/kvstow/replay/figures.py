@@ -25,13 +25,14 @@ class Figures:
         finished: requests.
         preemptions: of running requests, when the device pool ran out.
         failed_stores: jobs whose copy failed.
-        failed_loads: jobs whose copy failed; their requests recompute.
+        failed_loads: jobs whose copy failed or was late; their requests recompute.
+        late_loads: those past their deadline, of these.
         steps: scheduler iterations that computed something.
         prefill_tokens: computed in chunks of prompts, after a preemption of outputs too.
         decode_tokens: computed one a request and step.
         seconds: of wall time.
         virtual_seconds: from the first arrival to the last landing.
-        accounting_us: wall time in ledger and scheduler calls, one entry a step.
+        accounting_us: wall time in calls of `kvstow.Engine`, copies left out, one entry a step.
     """
 
     device_hits: int = 0
@@ -47,6 +48,7 @@ class Figures:
     preemptions: int = 0
     failed_stores: int = 0
     failed_loads: int = 0
+    late_loads: int = 0
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from kvstow.engine import Transfer
     from kvstow.replay.batch import Request
     from kvstow.replay.engine import ReplayEngine
-    from kvstow.replay.link import Flight
 
 __all__ = ["Observer"]
 
@@ -29,10 +29,10 @@ class Observer:
     def looked_up(
         self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
     ) -> None:
-        """A waiting request found this much of its prefix, and may be admitted with it."""
+        """A waiting request found this much of its prefix, and was admitted if that fitted."""
 
-    def landed(self, engine: ReplayEngine, flight: Flight) -> None:
-        """A job landed, and ledger and scheduler know."""
+    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        """The copies of a job landed, and ledger and scheduler know."""
 
     def stepped(self, engine: ReplayEngine) -> None:
         """A step was computed, and what it made due was handed to the mover."""

@@ -20,7 +20,7 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
     """Everything a replay counted, or has counted so far; ready for `json.dumps`."""
     figures, verifier = engine.figures, engine.verifier
     p50_us, p99_us = _percentiles(figures.accounting_us)
-    stats = engine.accounting.scheduler.stats()
+    stats = engine.kv.stats()
     bytes_per_s = engine.links.bytes_per_s
     in_force = {
         "model": engine.model.name,
@@ -45,12 +45,13 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
         "stored_blocks": figures.stored,
         "loaded_blocks": figures.loaded,
         "evicted_blocks": {
-            "device": figures.published - engine.accounting.ledger.pool.num_cached,
+            "device": figures.published - engine.kv.ledger.pool.num_cached,
             "host": stats["evicted_blocks"],
         },
         "dropped_blocks": stats["dropped_blocks"],
         "failed_stores": figures.failed_stores,
         "failed_loads": figures.failed_loads,
+        "late_loads": figures.late_loads,
         "verified_blocks": verifier.num_verified,
         "corrupt_blocks": verifier.num_corrupt,
         "corruptions": [corruption.as_dict() for corruption in verifier.reports],
@@ -88,8 +89,8 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     figures, verifier, config = engine.figures, engine.verifier, engine.config
     num_blocks = engine.trace.num_blocks
     p50_us, p99_us = _percentiles(figures.accounting_us)
-    stats = engine.accounting.scheduler.stats()
-    num_evicted = figures.published - engine.accounting.ledger.pool.num_cached
+    stats = engine.kv.stats()
+    num_evicted = figures.published - engine.kv.ledger.pool.num_cached
 
     def share(blocks: int) -> str:
         return f"{blocks / num_blocks:.1%} of the blocks asked for"
@@ -115,6 +116,10 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     if figures.failed_stores or figures.failed_loads:
         failed = f"{figures.failed_stores:,} / {figures.failed_loads:,}"
         yield "failed", failed, "jobs that store / load"
+    if figures.late_loads:
+        yield "late loads", f"{figures.late_loads:,}", "of these, past their deadline"
+    if config.faults is not None:
+        yield "faults", f"{config.faults}", "the seed of copies made late, failing or lost"
     yield None
     yield "verified", f"{verifier.num_verified:,}", f"blocks, byte for byte ({config.verify})"
     yield "corrupt", f"{verifier.num_corrupt:,}", "blocks"

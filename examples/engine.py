@@ -1,0 +1,50 @@
+"""A tiny engine on `kvstow.Engine`: a prefix is pushed off the device and comes back from the host.
+
+Two numpy layers stand for the model; a token's K and V are its number. It needs no GPU.
+"""
+
+import numpy as np
+
+from kvstow import AdmissionState, Engine, FullAttention, hash_tokens
+from kvstow.transfer import READY, BlockLayout
+
+BLOCK, CHUNK = 16, 64  # tokens: of a block, computed at a time
+kv = [np.zeros((9, BLOCK, 2), np.int64) for _ in range(2)]  # two layers of 9 blocks, K and V
+prompts = {"asks": [*range(100), 7], "other": list(range(200, 305)), "again": [*range(100), 8, 9]}
+
+
+def compute(name: str, begin: int, end: int) -> None:
+    """Write the cache of new tokens, and read that of all up to them."""
+    block = engine.tables(name)[0][np.arange(end) // BLOCK]
+    for layer in kv:
+        layer[block[begin:], np.arange(begin, end) % BLOCK, :] = np.c_[prompts[name][begin:end]]
+        assert layer[block, np.arange(end) % BLOCK, 0].tolist() == prompts[name][:end]
+
+
+with Engine(9, 64, [FullAttention(BLOCK)], [BlockLayout.from_arrays(kv)]) as engine:
+    for name, prompt in prompts.items():
+        engine.add(name, hash_tokens(prompt, BLOCK))
+    waiting, running = list(prompts), list[str]()
+    done = dict.fromkeys(prompts, 0)  # tokens in the cache
+    while waiting or engine.ledger.num_requests:
+        landed = engine.poll()
+        running, waiting = running + landed.loaded, landed.failed + waiting
+        new = {name: min(CHUNK, len(prompts[name]) - done[name]) for name in running}
+        assert engine.step(running, [*new.values()]).num_granted == len(running)
+        while waiting:
+            name, num_tokens = waiting[0], len(prompts[waiting[0]])
+            found = engine.admit(name, num_tokens, CHUNK, after=READY, must_fit_tokens=num_tokens)
+            if found.state in {AdmissionState.NO_ROOM, AdmissionState.PENDING}:
+                break
+            device, host = found.num_hit_tokens, found.num_external_tokens
+            print(f"{waiting.pop(0)}: {device} tokens on the device, {host} on the host")
+            done[name] = device + host
+            if found.state is AdmissionState.RUNS:
+                new[name] = found.num_new_tokens
+        for name, num_new in new.items():
+            compute(name, done[name], done[name] + num_new)
+            done[name] += num_new
+        engine.computed([*new], [done[name] for name in new], after=READY)
+        running = [name for name in new if done[name] < len(prompts[name])]
+        for name in new.keys() - running:
+            engine.finish(name)
