@@ -7,13 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvstow_core::group::{Attention, Group, Model};
-use kvstow_core::ids::BlockId;
+use kvstow_core::ids::{BlockId, GroupId};
+use kvstow_core::key::BlockKey;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, Taken};
 use kvstow_core::offload::{Job, Mode, OffloadConfig, OffloadScheduler, Progress, TransferEvent};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::{hashes, ids, num_cases};
+use super::{hashes, ids, num_cases, raw};
 
 /// Tokens per hash, and per block where no model says otherwise.
 const BLOCK_SIZE: usize = 2;
@@ -131,7 +132,7 @@ impl Default for Options {
 fn options() -> impl Strategy<Value = Options> {
     let forms = prop_oneof![
         2 => Just((Mode::Eager, 1)),
-        1 => Just((Mode::Eager, 3)), // a chunk of the chunked model is as large
+        1 => Just((Mode::Eager, 3)), // where all is full attention
         1 => Just((Mode::Lazy, 1)),
     ];
     (1..4_usize, forms).prop_map(|(world_size, (mode, blocks_per_slot))| Options {
@@ -544,6 +545,9 @@ proptest! {
         options in options(), ops in vec(op(), 1..60),
     ) {
         let num_device = size * groups.len();
+        let is_full = groups.iter().all(|group| group.attention == Attention::Full);
+        let blocks_per_slot = if is_full { options.blocks_per_slot } else { 1 };
+        let options = Options { blocks_per_slot, ..options };
         let mut world = World::of(groups, num_device, num_host, options);
         for op in &ops {
             world.apply(op);
@@ -779,4 +783,43 @@ fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
     // What the request has of its list on the host stays; the one empty slot is all it gets.
     assert_eq!(scheduler.stats().resident_blocks, 4);
     assert_eq!(scheduler.stats().evicted_blocks, 0);
+}
+
+/// Contract 1: whatever a caller claims, no more is stored than is hashed and was allocated.
+#[test]
+fn what_was_not_hashed_or_allocated_is_not_stored() {
+    let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+    let mut scheduler = OffloadScheduler::new(OffloadConfig::new(8, groups)).unwrap();
+    scheduler.add("a", &hashes(&[1, 2, 3])).unwrap();
+    let mut store = |new: &[u32]| {
+        let new_blocks = ids(new);
+        let progress =
+            Progress { request_id: "a", num_computed_tokens: 1000, new_blocks: &[&new_blocks] };
+        let job = scheduler.store(std::iter::once(progress), None).unwrap();
+        scheduler.check().unwrap();
+        job.map_or(Vec::new(), |job| raw(job.block_ids))
+    };
+    assert_eq!(store(&[5, 6]), [5, 6]);
+    assert_eq!(store(&[7, 8, 9]), [7]);
+    assert_eq!(store(&[]), []);
+}
+
+/// Lazy: a block that does not hold what was computed into it is somebody else's by now.
+#[test]
+fn what_a_block_holds_no_more_is_not_stored() {
+    let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+    let config = OffloadConfig { mode: Mode::Lazy, ..OffloadConfig::new(8, groups) };
+    let mut scheduler = OffloadScheduler::new(config).unwrap();
+    scheduler.add("a", &hashes(&[1, 2])).unwrap();
+    let new_blocks = ids(&[5, 6]);
+    let progress = Progress {
+        request_id: "a",
+        num_computed_tokens: 2 * BLOCK_SIZE,
+        new_blocks: &[&new_blocks],
+    };
+    assert!(scheduler.store(std::iter::once(progress), None).unwrap().is_none());
+    let key = |at: usize| BlockKey { hash: hashes(&[1, 2, 3]).as_slice()[at], group: GroupId(0) };
+    let candidates = [(BlockId(5), key(2)), (BlockId(6), key(1)), (BlockId(7), key(0))];
+    let job = scheduler.store_evictable(candidates.into_iter(), None).unwrap().unwrap();
+    assert_eq!(raw(job.block_ids), [6]);
 }

@@ -28,6 +28,7 @@ from kvstow import (
     OffloadScheduler,
     SlidingWindow,
     StateError,
+    StateSpace,
     TransferCompleted,
     TransferInitiated,
     hash_tokens,
@@ -912,8 +913,22 @@ def test_slots_that_cannot_be_are_refused() -> None:
         OffloadScheduler(4, [GROUP], blocks_per_slot=2, mode="lazy")
     with pytest.raises(ConfigError, match="at most"):
         OffloadScheduler(2**30, [GROUP], blocks_per_slot=4)
-    with pytest.raises(ConfigError, match=r"chunk of 8 .* multiple of the block size 12"):
-        OffloadScheduler(4, [ChunkedLocal(BLOCK_SIZE, 8)], blocks_per_slot=3)
+    for group in (WINDOW, ChunkedLocal(BLOCK_SIZE, 8), StateSpace(BLOCK_SIZE)):
+        with pytest.raises(ConfigError, match="2 blocks per slot with a group that skips"):
+            OffloadScheduler(4, [GROUP, group], blocks_per_slot=2)
+
+
+def test_lazy_stores_again_what_was_used_again_after_the_host_evicted_it() -> None:
+    rig = LazyRig(9, 2)
+    rig.serve("first", "ab")
+    assert rig.store(8) == [1, 2]
+    rig.serve("other", "yz")
+    assert len(rig.store(8)) == 2
+    assert rig.found("ab") == 0
+    assert rig.store(8) == [], "no back and forth while nothing is used"
+    rig.serve("again", "ab")
+    assert rig.store(8) == [1, 2]
+    assert rig.found("ab") == 2
 
 
 def test_transfer_events_tell_of_every_job_once() -> None:

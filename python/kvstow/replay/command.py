@@ -34,7 +34,7 @@ class _Options(TypedDict):
     device_blocks: int
     host_blocks: int
     policy: Literal["lru"]
-    mode: Literal["eager"]
+    mode: Literal["eager", "lazy"]
     mover: Literal["auto", "host"]
     verify: Verify
     step_ms: float
@@ -67,7 +67,12 @@ def _number(
 @_number("--device-blocks", 1024, "Blocks of the device pool, the null block included.")
 @_number("--host-blocks", 8192, "Slots of the host tier; each group's block takes one.")
 @_choice("--policy", ["lru"], "What the host tier evicts first.")
-@_choice("--mode", ["eager"], "When blocks are stored: eager, as soon as they are computed.")
+@_choice(
+    "--mode",
+    ["eager", "lazy"],
+    "When blocks are stored: eager, as soon as they are computed; lazy, when the device is about "
+    "to evict them.",
+)
 @_choice("--mover", ["auto", "host"], "What copies the bytes.")
 @click.option("--limit", type=int, help="Replay only the first requests of the trace.")
 @_choice("--verify", ["all", "sample", "off"], "Which blocks are checked: all, 1 in 16, or none.")

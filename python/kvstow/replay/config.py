@@ -67,7 +67,7 @@ class ReplayConfig:
     device_blocks: int
     host_blocks: int
     policy: Literal["lru"] = "lru"
-    mode: Literal["eager"] = "eager"
+    mode: Literal["eager", "lazy"] = "eager"
     mover: Literal["auto", "host"] = "auto"
     verify: Verify = "all"
     step_ms: float = 5.0
@@ -85,7 +85,7 @@ class ReplayConfig:
         _check_count("device-blocks", self.device_blocks, at_least=2)
         _check_count("host-blocks", self.host_blocks)
         _check_choice("policy", self.policy, ("lru",))
-        _check_choice("mode", self.mode, ("eager",))
+        _check_choice("mode", self.mode, ("eager", "lazy"))
         _check_choice("mover", self.mover, ("auto", "host"))
         _check_choice("verify", self.verify, ("all", "sample", "off"))
         _check_count("max-step-tokens", self.max_step_tokens)

@@ -78,9 +78,10 @@ class ReplayEngine:
         config.check_memory(self.model)
         self.observer = observer or Observer()
         self.figures = Figures()
+        self._block_size = trace.block_size
         self._watch = Stopwatch()
         self.memory = device_memory(config.device_blocks, self.model.geometries)
-        self.kv = self._build_kv()
+        self.kv = self._build_kv(max_blocks)
         self.arena = self.kv.arena
         block_bytes = [geometry.block_bytes for geometry in self.model.geometries]
         self.links = Links(block_bytes, config.bytes_per_s(self.model))
@@ -91,10 +92,9 @@ class ReplayEngine:
         self.now_s = trace.requests[0].arrival_s
         self._coming: deque[TraceRequest] = deque(trace.requests)
         self._loading: dict[str, int] = {}  # the seats of the requests that load
-        self._block_size = trace.block_size
         self._num_landed_loads = 0
 
-    def _build_kv(self) -> Engine:
+    def _build_kv(self, max_blocks: int) -> Engine:
         config, seed = self.config, self.config.faults
         chances = random.Random(seed)
 
@@ -109,11 +109,18 @@ class ReplayEngine:
             [group.attention for group in self.model.groups],
             [BlockLayout.from_arrays(group.regions) for group in self.memory],
             mode=config.mode,
+            horizon_blocks=self._horizon_blocks(max_blocks) if config.mode == "lazy" else None,
             policy=config.policy,
             load_timeout_s=None if seed is None else LOAD_TIMEOUT_S,
             clock=lambda: self.now_s,
             mover=mover,
         )
+
+    def _horizon_blocks(self, max_blocks: int) -> int:
+        """What the next step may take: its tokens, a block per request, and the longest load."""
+        num_blocks = -(-self.config.max_step_tokens // self._block_size)
+        num_blocks += self.config.max_requests + max_blocks
+        return min(self.config.device_blocks, num_blocks * len(self.model.groups))
 
     def close(self) -> None:
         """Stop the movers and give the host memory back."""

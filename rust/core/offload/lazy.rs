@@ -22,7 +22,7 @@ pub(super) struct Computed {
     key: BlockKey,
     /// The hash of the block before it.
     parent: Option<BlockHash>,
-    /// Whether it was looked at, and needs no store as long as it holds this key.
+    /// Whether it was looked at: it is stored once for each time that it was used.
     pub(super) is_seen: bool,
 }
 
@@ -104,8 +104,8 @@ impl OffloadScheduler {
                 parent: at.checked_sub(1).map(|before| key(before).hash),
                 is_seen: false,
             };
-            // A hit is told of again: what was seen of it stays seen.
-            if !id.is_null() && computed.get(&id).is_none_or(|old| old.key != known.key) {
+            // A hit is told of again: it may be stored again, if the host has evicted it since.
+            if !id.is_null() {
                 computed.insert(id, known);
             }
         }

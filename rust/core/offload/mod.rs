@@ -127,6 +127,7 @@ pub struct OffloadConfig {
     /// The device's groups.
     pub groups: Vec<Group>,
     /// Device blocks that a slot holds: consecutive ones of one prompt, under the key of the last.
+    /// More than 1 is for full attention only.
     pub blocks_per_slot: usize,
     /// When blocks are stored.
     pub mode: Mode,
@@ -225,6 +226,13 @@ impl OffloadScheduler {
             )));
         }
         let model = Model::new(groups)?;
+        let skips = |group: &Group| group.attention != Attention::Full;
+        if blocks_per_slot > 1 && model.groups().iter().any(skips) {
+            return Err(Error::Config(format!(
+                "{blocks_per_slot} blocks per slot with a group that skips blocks: of a slot some \
+                 would be gone before the last is computed, so take 1"
+            )));
+        }
         Ok(Self {
             slot_model: model.coarser(blocks_per_slot)?,
             model,

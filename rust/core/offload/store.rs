@@ -51,7 +51,7 @@ impl OffloadScheduler {
     /// A key that is on the host or in flight is not stored again. With slots short, of a
     /// full-attention group a prefix of what is due is stored, and the rest is tried when the
     /// request is next named; of a window the last blocks are, and the rest is dropped. Only whole
-    /// slots are stored: of several blocks each, all computed, none skipped.
+    /// slots are stored.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for another number of groups;
@@ -84,17 +84,9 @@ impl OffloadScheduler {
                 table.num_confirmed = (num_computed_tokens / group.block_size)
                     .min(request.hashes.len() / self.slot_model.hashes_per_block(group))
                     .min(table.blocks.len() / self.blocks_per_slot);
-                // A block that has just become full is held until the next allocation. Of a slot
-                // of several, the first may have become full long ago.
-                let device_group = self.model.groups()[index];
-                let first_held = match self.blocks_per_slot {
-                    1 => 0,
-                    _ => device_group.num_skipped_blocks(num_computed_tokens),
-                };
                 let mut plan = Plan {
                     model: &self.slot_model,
                     blocks_per_slot: self.blocks_per_slot,
-                    first_held,
                     id,
                     group,
                     hashes: &request.hashes,
@@ -160,8 +152,6 @@ impl OffloadScheduler {
 struct Plan<'a> {
     model: &'a Model,
     blocks_per_slot: usize,
-    /// Device blocks before this one may have been freed since they were told.
-    first_held: usize,
     id: GroupId,
     group: Group,
     hashes: &'a [BlockHash],
@@ -189,14 +179,12 @@ impl Plan<'_> {
         Ok(placed.last().map(|&(_, slot)| slot))
     }
 
-    /// Adds what is due of a group that skips blocks. Returns how many there was no room for.
+    /// Adds what is due of a group that skips blocks, whose slots hold one. Returns how many there was no room for.
     fn window(&mut self, table: &mut Table, tier: &mut HostTier) -> Result<usize> {
         let is_reachable = self.model.reachable(self.group);
         let mut due = Vec::new();
         for at in table.num_kept..table.num_confirmed {
-            let is_null = |id: &BlockId| id.is_null();
-            if self.blocks(at).start >= self.first_held
-                && !table.blocks[self.blocks(at)].iter().any(is_null)
+            if !table.blocks[at].is_null()
                 && is_reachable.as_ref().is_none_or(|is_reachable| is_reachable(at))
                 && tier.resident_or_in_flight(&self.key(at)).is_none()
             {

@@ -1,0 +1,41 @@
+"""Lazy replays: what the device is about to evict is stored, and nothing wrong is served."""
+
+from contextlib import closing
+from typing import Literal
+
+import pytest
+
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
+from kvstow.replay.model import MODELS
+
+from .scenario import Checked
+
+DEVICE_BLOCKS = {"full": 300, "gemma-3": 1024, "gpt-oss": 600, "jamba": 600}
+
+
+def replayed(model: str, mode: Literal["eager", "lazy"], seed: int | None = None) -> ReplayEngine:
+    config = ReplayConfig(
+        device_blocks=DEVICE_BLOCKS[model], host_blocks=8192, model=model, mode=mode, faults=seed
+    )
+    engine = ReplayEngine(read_trace(BUNDLED_TRACE, limit=150), config, observer=Checked())
+    with closing(engine):
+        engine.run()
+    return engine
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_lazy_replay_serves_from_the_host_and_stores_less(model: str) -> None:
+    lazy, eager = replayed(model, "lazy"), replayed(model, "eager")
+    for engine in (lazy, eager):
+        assert engine.figures.finished == 150
+        assert (engine.verifier.num_corrupt, engine.verifier.num_verified > 1000) == (0, True)
+    assert lazy.figures.loaded > 0
+    assert 0 < lazy.figures.stored < eager.figures.stored
+
+
+@pytest.mark.parametrize("model", ["full", "jamba"])
+def test_a_lazy_replay_with_faults_ends_with_nothing_wrong(model: str) -> None:
+    engine = replayed(model, "lazy", seed=5)
+    assert engine.figures.finished == 150
+    assert engine.verifier.num_corrupt == 0
+    assert engine.figures.failed_loads > 0
