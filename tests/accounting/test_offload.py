@@ -955,3 +955,25 @@ def test_transfer_events_tell_of_every_job_once() -> None:
     assert isinstance(ended, TransferCompleted)
     assert (ended.direction, ended.ok) == ("load", False)
     assert OffloadScheduler(4, [GROUP]).take_transfer_events() == []
+
+
+@pytest.mark.parametrize("finished_first", [False, True])
+def test_of_a_hybrid_what_goes_first_leaves_a_shorter_prefix_in_every_group(
+    finished_first: bool,
+) -> None:
+    scheduler = OffloadScheduler(8, [GROUP, WINDOW])
+    scheduler.add("old", hashes("abcd"))
+    table = [1, 2, 3, 4, 5, 6, 7, 8]
+    job = some(scheduler.store(["old"], [4 * BLOCK_SIZE], table, [0, 4, 8]))
+    if finished_first:
+        scheduler.finish("old")
+    scheduler.complete(job.job_id)
+    if not finished_first:
+        scheduler.finish("old")
+    # A block of each group: the last of each goes for it.
+    scheduler.add("new", hashes("x"))
+    job = some(scheduler.store(["new"], [BLOCK_SIZE], [9, 10], [0, 1, 2]))
+    assert len(job) == 2
+    scheduler.add("probe", hashes("abcde"))
+    assert scheduler.lookup("probe", 0, ALL) == 3 * BLOCK_SIZE
+    scheduler.check()

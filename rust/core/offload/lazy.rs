@@ -85,6 +85,7 @@ impl OffloadScheduler {
             part.slots.push(slot);
             part.filling.keys.push(key);
             part.filling.parents.push(parent);
+            part.filling.ends.push(0);
         }
         // What goes first from the device is a prompt's tail: its root is to be the most recent.
         parts.iter_mut().for_each(Part::reverse);

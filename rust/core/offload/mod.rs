@@ -412,8 +412,7 @@ impl OffloadScheduler {
     /// Makes what the tier has of a prompt its most recent blocks: in every group the first of all
     /// goes last.
     fn rank(&mut self, hashes: &[BlockHash]) {
-        let is_full = |group: &Group| group.attention == Attention::Full;
-        if self.slot_model.groups().iter().all(is_full) {
+        if self.is_full_attention() {
             return self.rank_chains(hashes);
         }
         let mut slots = Vec::new();
@@ -436,6 +435,11 @@ impl OffloadScheduler {
         for (_, slot) in slots {
             self.tier.ranked(slot);
         }
+    }
+
+    /// Whether no group skips blocks.
+    fn is_full_attention(&self) -> bool {
+        self.model.groups().iter().all(|group| group.attention == Attention::Full)
     }
 
     /// As [`rank`](Self::rank) where all groups are full attention: the tier knows their chains.

@@ -39,6 +39,7 @@ impl Part {
         self.slots.reverse();
         self.filling.keys.reverse();
         self.filling.parents.reverse();
+        self.filling.ends.reverse();
     }
 }
 
@@ -123,6 +124,7 @@ impl OffloadScheduler {
             all.slots.append(&mut part.slots);
             all.filling.keys.append(&mut part.filling.keys);
             all.filling.parents.append(&mut part.filling.parents);
+            all.filling.ends.append(&mut part.filling.ends);
         }
         let kind = Kind::Store { filling: all.filling, tails };
         (!all.slots.is_empty()).then(|| self.begin(copies, all.slots, kind, deadline))
@@ -211,6 +213,7 @@ impl Plan<'_> {
         self.part.slots.push(slot);
         self.part.filling.keys.push(self.key(at));
         self.part.filling.parents.push(at.checked_sub(1).map(|before| self.key(before).hash));
+        self.part.filling.ends.push((at + 1) * self.group.block_size);
     }
 
     /// The blocks of the slot at `index`.

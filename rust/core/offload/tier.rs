@@ -13,6 +13,7 @@
 //! resident: a slot that has any does not go, so nothing that is kept loses its prefix. Slots of
 //! groups that skip blocks have no parents: each can go when its turn comes.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::ops::Range;
@@ -32,6 +33,8 @@ pub(super) struct Filling {
     pub(super) keys: Vec<BlockKey>,
     /// The hash before each.
     pub(super) parents: Vec<Option<BlockHash>>,
+    /// Where each ends in its prompt, in tokens; 0 where that is not known.
+    pub(super) ends: Vec<usize>,
 }
 
 /// What a slot costs besides its block in the pool, in bytes.
@@ -267,7 +270,7 @@ impl HostTier {
         filling: &Filling,
         model: &Model,
     ) -> Result<usize> {
-        let Filling { keys, parents } = filling;
+        let Filling { keys, parents, ends } = filling;
         let mut dropped = Vec::new();
         let mut kept = Vec::with_capacity(slots.len());
         let mut run = 0..0;
@@ -277,7 +280,7 @@ impl HostTier {
                 continue;
             }
             self.end_filling(slot);
-            kept.push(slot);
+            kept.push((ends[at], slot));
             let goes_on = run.end == at
                 && at > 0
                 && keys[at - 1].group == key.group
@@ -289,8 +292,11 @@ impl HostTier {
             run.end = at + 1;
         }
         self.publish_run(filling, run, model);
-        // The first of a prompt goes last.
-        for &slot in kept.iter().rev() {
+        // The first of a prompt goes last, whatever its group: what is left when some have gone is a
+        // shorter prefix that every group still serves.
+        kept.reverse();
+        kept.sort_by_key(|&(end, _)| Reverse(end));
+        for &(_, slot) in &kept {
             self.lru.stored(slot);
         }
         self.pool.free(&dropped)?;
