@@ -594,3 +594,18 @@ def test_events_tell_parents_tokens_extra_keys_and_sizes() -> None:
     (cleared,) = ledger.pool.take_events()
     assert isinstance(cleared, AllBlocksCleared)
     assert cleared.medium == "GPU"
+
+
+def test_a_hit_ends_where_blocks_of_every_size_do() -> None:
+    ledger = BlockLedger(64, [FullAttention(8), FullAttention(4)])
+    names = [bytes([at + 1] * 8) for at in range(4)]
+    ledger.add("a", names)
+    assert ledger.allocate("a", 16) is not None
+    last_of_four = ledger.block_table("a", 1)[3:]
+    ledger.free("a")
+    ledger.add("b", names)
+    assert ledger.lookup("b", 100).num_tokens == 16
+    ledger.pool.evict(last_of_four)
+    # Three small blocks are there, but the second large one would be cut in half.
+    hit = ledger.lookup("b", 100)
+    assert (hit.num_tokens, [len(blocks) for blocks in hit.blocks]) == (8, [1, 2])
