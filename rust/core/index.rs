@@ -34,7 +34,8 @@ pub struct Index {
 /// Keys handled at a time: enough to keep the memory busy.
 const BATCH: usize = 32;
 
-/// So many blocks' keys stay in a core's own cache: reading them ahead would cost more than it saves.
+/// So many blocks' keys stay in a core's own cache: reading them ahead would cost more than it
+/// saves.
 const NUM_NEAR: usize = 1 << 15;
 
 const OLDER: usize = 0;
@@ -44,8 +45,8 @@ impl Index {
     /// An index for blocks `1..num_blocks`, all without a key.
     pub fn new(num_blocks: u32) -> Self {
         let n = num_blocks as usize;
-        // At most half full: most probes end at their first slot. Zeroed memory is the empty state of every array, so that
-        // a large pool is built without touching its pages.
+        // At most half full: most probes end at their first slot. Zeroed memory is the empty state
+        // of every array, so that a large pool is built without touching its pages.
         let capacity = (2 * n).next_power_of_two();
         Self {
             hashes: vec![0; n * MAX_HASH_BYTES],

@@ -45,9 +45,9 @@ impl Part {
 
 impl OffloadScheduler {
     /// Plans the stores that a step has made due, all in one job; None when there are none, as
-    /// always in lazy mode, where this only tells what was computed. Every
-    /// request in which a block has become full needs naming, before the device's next allocation:
-    /// that frees what falls out of a window.
+    /// always in lazy mode, where this only tells what was computed. Every request in which a block
+    /// has become full needs naming, before the device's next allocation: that frees what falls out
+    /// of a window.
     ///
     /// A key that is on the host or in flight is not stored again. With slots short, of a
     /// full-attention group a prefix of what is due is stored, and the rest is tried when the
