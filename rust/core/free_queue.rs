@@ -98,32 +98,33 @@ impl FreeQueue {
     /// Puts `id` at the tail: it will be the last to be taken. It must be out.
     #[inline]
     pub fn push_back(&mut self, id: BlockId) {
-        self.push_back_all(&[id]);
+        self.push_back_all(std::iter::once(id));
     }
 
     /// Puts ids at the tail, in this order. Each must be out.
     #[inline]
-    pub fn push_back_all(&mut self, ids: &[BlockId]) {
+    pub fn push_back_all(&mut self, ids: impl Iterator<Item = BlockId>) {
         self.insert_all_after(self.links[END as usize].prev, ids);
     }
 
     /// Puts ids at the head, in this order: they will be the first to be taken. Each must be out.
     #[inline]
-    pub fn push_front_all(&mut self, ids: &[BlockId]) {
+    pub fn push_front_all(&mut self, ids: impl Iterator<Item = BlockId>) {
         self.insert_all_after(END, ids);
     }
 
     #[inline]
-    fn insert_all_after(&mut self, before: u32, ids: &[BlockId]) {
+    fn insert_all_after(&mut self, before: u32, ids: impl Iterator<Item = BlockId>) {
         let next = self.links[before as usize].next;
-        let mut last = before;
+        let (mut last, mut num_ids) = (before, 0);
         for id in ids {
             self.links[last as usize].next = id.0;
             self.links[id.index()] = Link { prev: last, next };
             last = id.0;
+            num_ids += 1;
         }
         self.links[next as usize].prev = last;
-        self.len += ids.len();
+        self.len += num_ids;
     }
 
     /// The ids, next to be taken first.

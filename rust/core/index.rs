@@ -92,8 +92,9 @@ impl Index {
         let mark = mark(group);
         let mut found = Vec::with_capacity(hashes.len());
         for batch in hashes.chunks(BATCH) {
-            let (prints, homes) = self.prints(batch.iter().map(|hash| (hash, mark)));
-            for ((hash, print), entry) in batch.iter().zip(prints).zip(homes) {
+            let rest = self.follow(batch, mark, &mut found);
+            let (prints, homes) = self.prints(rest.iter().map(|hash| (hash, mark)));
+            for ((hash, print), entry) in rest.iter().zip(prints).zip(homes) {
                 // Most stand at their first slot, which has just been read.
                 let id = block_of(entry);
                 if print_of(entry) == print && self.is_marked(id, hash, mark) {
@@ -106,6 +107,29 @@ impl Index {
             }
         }
         found
+    }
+
+    /// Blocks that were free side by side are taken side by side: while the last two found tell
+    /// right where the next one stands, nothing is looked up. Returns the hashes left.
+    #[inline]
+    fn follow<'a>(
+        &self,
+        hashes: &'a [BlockHash],
+        mark: u32,
+        found: &mut Vec<BlockId>,
+    ) -> &'a [BlockHash] {
+        let [.., before, last] = found.as_slice() else { return hashes };
+        let (mut at, step) = (last.0, last.0.wrapping_sub(before.0));
+        for (place, hash) in hashes.iter().enumerate() {
+            at = at.wrapping_add(step);
+            let is_only_holder = self.same.get(at as usize) == Some(&[at; 2])
+                && self.is_marked(BlockId(at), hash, mark);
+            if !is_only_holder {
+                return &hashes[place..];
+            }
+            found.push(BlockId(at));
+        }
+        &[]
     }
 
     /// Gives each block the key of its place in `hashes`. Null blocks, and those that hold that

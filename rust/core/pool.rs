@@ -221,19 +221,41 @@ impl BlockPool {
     /// that has fewer references than it is named times.
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
-        let (mut keyed, mut unkeyed) = (Vec::with_capacity(ids.len()), Vec::new());
-        let mut num_freed = 0;
-        decrement(&mut self.refs, ids, "is free already: free each reference once", |id| {
-            num_freed += usize::from(self.pins[id.index()] == 0);
-            if self.index.has_key(id) { keyed.push(id) } else { unkeyed.push(id) }
-        })?;
-        self.num_free += num_freed;
-        self.queue.push_back_all(&keyed);
-        self.queue.push_front_all(&unkeyed);
+        decrement(&mut self.refs, ids, "is free already: free each reference once", |_| ())?;
+        for id in ids.iter().filter(|id| !id.is_null()) {
+            self.refs[id.index()] += 1; // all are there: now let them go one by one
+        }
+        self.release(ids.iter().copied());
+        Ok(())
+    }
+
+    /// As [`BlockPool::free`], of references that the caller is known to hold: in one pass.
+    #[inline]
+    pub(crate) fn release(&mut self, ids: impl Iterator<Item = BlockId>) {
+        let Self { refs, pins, index, num_free, .. } = self;
+        let mut unkeyed = Vec::new();
+        let goes_last = |id: &BlockId| {
+            if id.is_null() {
+                return false;
+            }
+            let num_refs = &mut refs[id.index()];
+            debug_assert!(*num_refs > 0, "a reference that the caller holds");
+            *num_refs = num_refs.saturating_sub(1);
+            if *num_refs > 0 {
+                return false;
+            }
+            *num_free += usize::from(pins[id.index()] == 0);
+            if !index.has_key(*id) {
+                unkeyed.push(*id);
+                return false;
+            }
+            true
+        };
+        self.queue.push_back_all(ids.filter(goes_last));
         if !unkeyed.is_empty() {
+            self.queue.push_front_all(unkeyed.into_iter());
             self.passed = BlockId::NULL;
         }
-        Ok(())
     }
 
     /// Holds each for a copy under way. The null block is ignored.

@@ -139,6 +139,39 @@ proptest! {
             pool.check().unwrap();
         }
     }
+
+    /// Chains in runs of neighbours, up and down, over several batches: some keys have an older
+    /// holder elsewhere, some blocks have lost theirs, and the run may end at the pool's edge.
+    #[test]
+    fn a_prefix_is_its_blocks_one_by_one(
+        runs in vec((1..40_usize, any::<bool>()), 1..6),
+        older in vec(0..200_u16, 0..4),
+        lost in vec(0..200_u16, 0..2),
+        pad in 0..2_usize,
+    ) {
+        let mut order: Vec<u32> = Vec::new();
+        for (len, down) in runs {
+            let run = (0..len).map(|at| u32::try_from(order.len() + at + 1).unwrap());
+            let run: Vec<_> = if down { run.rev().collect() } else { run.collect() };
+            order.extend(run);
+        }
+        let num_keys = order.len();
+        let mut pool = BlockPool::new(num_keys + older.len() + pad + 1, None).unwrap();
+        let mut taken = Vec::new();
+        pool.allocate(pool.num_usable(), &mut taken).unwrap();
+        for (at, &name) in older.iter().enumerate() {
+            pool.cache(&taken[num_keys + at..][..1], &hashes(&[name]), GroupId(0)).unwrap();
+        }
+        let names: Vec<u16> = (0..u16::try_from(num_keys).unwrap()).collect();
+        pool.cache(&ids(&order), &hashes(&names), GroupId(0)).unwrap();
+        for &name in lost.iter().filter(|&&name| usize::from(name) < num_keys) {
+            pool.evict(&ids(&order[usize::from(name)..][..1])).unwrap();
+        }
+        let all = hashes(&names);
+        let one_by_one: Vec<_> =
+            all.as_slice().iter().map_while(|hash| pool.get(hash, GroupId(0))).collect();
+        prop_assert_eq!(pool.lookup(&all, GroupId(0)).unwrap(), one_by_one);
+    }
 }
 
 /// Among so many keys some agree in the 32 bits that the table holds of them, and in their slot.

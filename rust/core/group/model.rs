@@ -231,11 +231,13 @@ impl Cached<'_> {
     fn blocks(&self, id: GroupId, range: Range<usize>) -> Vec<BlockId> {
         let start = range.start.max(self.num_local_blocks).min(range.end);
         let own = self.model.own_hashes(self.group, self.hashes, start..range.end);
-        let mut found = self.source.prefix(&own, id);
-        if start > 0 {
-            found.splice(..0, std::iter::repeat_n(BlockId::NULL, start));
+        let found = self.source.prefix(&own, id);
+        if start == 0 {
+            return found;
         }
-        found
+        let mut blocks = vec![BlockId::NULL; start];
+        blocks.extend(found);
+        blocks
     }
 }
 

@@ -249,7 +249,7 @@ impl Grant<'_> {
         num_processed: usize,
         taken: &mut Taken,
     ) -> Result<bool> {
-        self.free_skipped(num_processed)?;
+        self.free_skipped(num_processed);
         let num_needed = self.num_needed(num_slots, num_computed, None);
         if num_needed + self.args.reserve > self.pool.num_free() {
             return Ok(false);
@@ -273,18 +273,16 @@ impl Grant<'_> {
 
     /// Frees, group by group and from the right, the blocks that no token after the first
     /// `num_processed` reads.
-    fn free_skipped(&mut self, num_processed: usize) -> Result<()> {
+    fn free_skipped(&mut self, num_processed: usize) {
         for (table, group) in self.request.tables.iter_mut().zip(self.model.groups()) {
             let end = group.num_skipped_blocks(num_processed).min(table.blocks.len());
             if end > table.num_skipped {
                 let skipped = &mut table.blocks[table.num_skipped..end];
-                skipped.reverse();
-                self.pool.free(skipped)?;
+                self.pool.release(skipped.iter().rev().copied());
                 skipped.fill(BlockId::NULL);
                 table.num_skipped = end;
             }
         }
-        Ok(())
     }
 
     /// Blocks that leave the free queue so that the request has slots for `num_tokens`: those

@@ -191,9 +191,9 @@ impl BlockLedger {
     /// [`Error::UnknownRequest`].
     pub fn free(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.remove(request_id)?;
-        for mut table in request.tables {
-            table.blocks.reverse();
-            self.pool.free(&table.blocks)?;
+        for table in &request.tables {
+            let kept = table.blocks.get(table.num_skipped..).unwrap_or_default();
+            self.pool.release(kept.iter().rev().copied());
         }
         Ok(())
     }
