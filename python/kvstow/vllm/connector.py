@@ -1,0 +1,305 @@
+"""`KVStowConnector`: the class that vLLM loads, once beside its scheduler and once per worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+from kvstow import ConfigError
+from kvstow.vllm.messages import HostSize, StepJobs
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+from kvstow.vllm.scheduler import SchedulerHalf
+from kvstow.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsReporter
+from kvstow.vllm.worker import WorkerHalf
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM before 0.32 does not tell hits apart
+    CacheHitSource = None
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps prefixes in host memory when the device runs out of room.
+
+    Options are read from `kv_connector_extra_config`: see `kvstow.vllm.options.Options`.
+    """
+
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Set up one half.
+
+        Raises:
+            ConfigError: vLLM is configured in a way that kvstow cannot work with, or an option is
+                wrong; the message names the flag.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        _check_config(vllm_config)
+        model = Model.of(kv_cache_config)
+        parallel = vllm_config.parallel_config
+        num_host_blocks = options.num_host_blocks(model.slot_stride_bytes, parallel.world_size)
+        self._model = model
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._reporter: StatsReporter | None = None
+        if role == KVConnectorRole.WORKER:
+            self._worker = WorkerHalf(
+                model, options, rank=parallel.rank, world_size=parallel.world_size
+            )
+            return
+        _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        if model.tokens_per_hash % tokens_per_hash:
+            raise ConfigError(
+                f"vLLM hashes {tokens_per_hash} tokens at a time, which does not divide the block "
+                f"size {model.tokens_per_hash}: leave --hash-block-size out"
+            )
+        _warn(self._kv_transfer_config)
+        speculative = vllm_config.speculative_config
+        self._scheduler = SchedulerHalf(
+            model,
+            options,
+            world_size=parallel.world_size,
+            tokens_per_hash=tokens_per_hash,
+            horizon_blocks=_horizon_blocks(model, vllm_config),
+            drops_last_block=speculative is not None and speculative.use_eagle(),
+        )
+        # Until the ranks have told how much memory they have, what the options say.
+        self._agree(num_host_blocks)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a miss, no loss."""
+        return False
+
+    # -- worker half ----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the memory that vLLM has allocated."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler half how many host blocks this rank has."""
+        return None if self._worker is None else self._worker.host_size()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take a step's jobs."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepJobs):
+            self._worker.bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads."""
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only when its load has landed."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are stored in a later step."""
+
+    def wait_for_save(self) -> None:
+        """Begin this step's stores; their blocks are held until they have ended."""
+        if self._worker is not None:
+            self._worker.start_stores()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report the loads that have failed; those that landed the scheduler half tells itself."""
+        failed = set() if self._worker is None else self._worker.failed_request_ids()
+        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report the jobs that have ended."""
+        return None if self._worker is None else self._worker.reports()
+
+    # -- scheduler half -------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Take vLLM's own accounting."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Agree on the least number of host blocks that any rank has."""
+        sizes = [size.num_host_blocks for size in metadata.values() if isinstance(size, HostSize)]
+        if self._scheduler is not None and sizes:
+            self._agree(min(sizes))
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """As `set_xfer_handshake_metadata_pp_aware`, for one pipeline stage."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp): size for tp, size in metadata.items()})
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens after the local hit can be loaded; None: ask again later."""
+        if self._scheduler is None:
+            return 0, False
+        found = self._scheduler.lookup(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Plan the load of what vLLM has accepted."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Hand this step's jobs to the workers."""
+        return StepJobs() if self._scheduler is None else self._scheduler.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the workers' reports, tell which loads have landed, and plan stores."""
+        if self._scheduler is not None:
+            self._scheduler.processed(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Plan its last stores. vLLM may free its blocks: those under way have a reference more."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free when transfers end, so that nothing need be preempted."""
+        return self._scheduler is not None and self._scheduler.holds_freed_blocks
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must go on stepping so that stores land."""
+        return self._scheduler is not None and self._scheduler.has_pending_stores
+
+    def reset_cache(self) -> bool | None:
+        """Empty the tier; what is in flight ends without effect."""
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset()
+        return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Block events of the host tier."""
+        return ()
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What happened since the last call."""
+        if self._worker is not None:
+            return self._worker.stats()
+        if self._scheduler is None or self._scheduler.offload is None or self._reporter is None:
+            return None
+        return self._reporter.report(self._scheduler.offload.stats())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """Stats from their serialised form."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        """The connector's metrics for vLLM's `/metrics`."""
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Stop what runs, and give the host memory back."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _agree(self, num_host_blocks: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.agree(num_host_blocks)
+        tokens = num_host_blocks // len(self._model.groups) * self._model.tokens_per_hash
+        self._reporter = StatsReporter(num_host_blocks, tokens)
+
+
+def _check_config(config: VllmConfig) -> None:
+    """Refuse what cannot work, naming the flag."""
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "prefix caching is off, and a tier of prefixes has nothing to keep: start vLLM with "
+            "--enable-prefix-caching, or without the connector"
+        )
+    parallel = config.parallel_config
+    for name, flag in (
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(
+                f"{flag} is {getattr(parallel, name)}: kvstow does not know how vLLM spreads a "
+                "block over context-parallel ranks; leave it at 1"
+            )
+
+
+def _warn(transfer: Any) -> None:
+    """Say what works less well than it could."""
+    if transfer.kv_role != "kv_both":
+        logger.warning(
+            "kvstow: kv_role is %r; with kv_both vLLM also holds freed blocks back until the steps "
+            "that may still write them are over",
+            transfer.kv_role,
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvstow: kv_load_failure_policy is %r, so a request whose load fails ends in an error; "
+            'with "recompute" it is computed instead',
+            transfer.kv_load_failure_policy,
+        )
+
+
+def _horizon_blocks(model: Model, config: VllmConfig) -> int:
+    """Blocks that the next step may take: its tokens, and a load of the longest prompt."""
+    scheduler = config.scheduler_config
+    num_tokens: int = scheduler.max_num_batched_tokens + config.model_config.max_model_len
+    per_token = sum(-(-num_tokens // group.block_size) for group in model.groups)
+    return per_token + int(scheduler.max_num_seqs) * len(model.groups)

@@ -1,0 +1,58 @@
+"""What the two halves of the connector send each other, once per engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvstow import Job
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One job: `block_ids[i]` to or from `host_slots[i]`; group g from `offsets[g]` on."""
+
+    job_id: int
+    block_ids: npt.NDArray[np.int32]
+    host_slots: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, job: Job) -> Copies:
+        """What a worker needs to know of a job."""
+        return cls(job.job_id, job.block_ids, job.host_slots, job.offsets)
+
+
+@dataclass
+class StepJobs(KVConnectorMetadata):
+    """Scheduler to workers: what to begin in this step, and which requests to report as failed."""
+
+    loads: list[Copies] = field(default_factory=list)
+    stores: list[Copies] = field(default_factory=list)
+    failed_request_ids: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):
+    """Workers to scheduler: jobs that ended, as (job id, rank, whether it went well)."""
+
+    reports: list[tuple[int, int, bool]] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
+        """The reports of both."""
+        assert isinstance(other, StepReports)
+        return StepReports(self.reports + other.reports)
+
+
+@dataclass(frozen=True)
+class HostSize(KVConnectorHandshakeMetadata):
+    """How many host blocks a rank has memory for: the least of all ranks counts."""
+
+    num_host_blocks: int

@@ -1,0 +1,510 @@
+"""The scheduler half: turns what vLLM schedules into stores and loads, and keeps its blocks alive.
+
+```
+schedule()             lookup ............ get_num_new_matched_tokens
+                       allocated ......... update_state_after_alloc       plans loads
+                       end of the step ... build_connector_meta           hands jobs to the workers
+update_from_output()   finished .......... request_finished_all_groups    plans its last stores
+                       workers' reports .. update_connector_output        ends jobs, plans stores
+```
+
+Stores are planned right after a step was processed: its KV is written, and nothing that fell out
+of a window has been given away yet. A block that a job names is held by a reference in vLLM's own
+pool until every worker has reported the job, whatever becomes of the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvstow import Job, JobEnd, OffloadScheduler
+from kvstow.vllm.messages import Copies, StepJobs, StepReports
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What is kept of a request between its first lookup and its end."""
+
+    request: Request
+    # Hashes that kvstow has been told.
+    num_hashes: int
+    # Per group, blocks of its table that kvstow has been told.
+    num_told: list[int]
+    # Tokens that must be computed before there is anything new to tell.
+    due: int
+    num_local_tokens: int = 0
+    is_admitted: bool = False
+    # Admitted since the last step was built: a preemption that it names is an older one.
+    is_fresh: bool = False
+    # Its load is under way or has failed: what its table says is computed is not.
+    is_loading: bool = False
+    # Its blocks were computed before a reset: they are not for the tier.
+    is_stale: bool = False
+    # A load of it has failed: this time it computes what it needs.
+    recompute: bool = False
+    # Per group, the blocks that the steps under way make full, from `first` on: taken down when
+    # they were allocated, because a window gives blocks away as soon as it has moved past them.
+    filling: list[list[KVCacheBlock]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A job that has not ended."""
+
+    direction: Literal["store", "load"]
+    # References in vLLM's pool.
+    blocks: list[KVCacheBlock]
+    # A load's.
+    request_id: str = ""
+    is_late: bool = False
+
+
+class SchedulerHalf:
+    """Everything that runs beside vLLM's scheduler."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: Options,
+        *,
+        world_size: int,
+        tokens_per_hash: int,
+        horizon_blocks: int,
+        drops_last_block: bool = False,
+        events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wait for the pool (`bind`) and for the size of the host tier (`agree`).
+
+        Args:
+            model: as vLLM has laid it out.
+            options: the user's.
+            world_size: workers that report each job.
+            tokens_per_hash: of `Request.block_hashes`.
+            horizon_blocks: lazy, how much of the free queue is stored ahead of its eviction.
+            drops_last_block: a draft model reads one block less of a hit (EAGLE).
+            events: keep block and transfer events.
+            clock: seconds.
+        """
+        self._model = model
+        self._options = options
+        self._world_size = world_size
+        self._stride = model.tokens_per_hash // tokens_per_hash
+        self._horizon_blocks = horizon_blocks
+        self._drops_last_block = drops_last_block
+        self._events = events
+        self._clock = clock
+        self._group_suffixes = [g.to_bytes(4, "big") for g in range(len(model.groups))]
+        self._is_window = [type(group).__name__ != "FullAttention" for group in model.groups]
+        self._tracked: dict[str, _Tracked] = {}
+        self._due: dict[str, _Tracked] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._num_storing = 0
+        self._loads: list[Copies] = []
+        self._stores: list[Copies] = []
+        self._failed: list[str] = []
+        # Lazy: what was offered of the free queue, by block id; the place in it of what is stored.
+        self._offered: dict[int, bytes] = {}
+        self._places: dict[int, int] = {}
+        self._num_walked = 0
+        self._last_queue: tuple[object, object, int] | None = None
+        self._manager: KVCacheManager | None = None
+        self.offload: OffloadScheduler | None = None
+
+    # -- set-up ---------------------------------------------------------------------------------
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take vLLM's own accounting, whose blocks jobs hold."""
+        self._manager = manager
+
+    def agree(self, num_host_blocks: int) -> None:
+        """Make the host tier, as large as every rank has memory for."""
+        self.offload = OffloadScheduler(
+            num_host_blocks,
+            self._model.groups,
+            mode="lazy" if self._options.lazy_offload else "eager",
+            policy=self._options.eviction_policy,  # type: ignore[arg-type] # parsed
+            world_size=self._world_size,
+            num_device_blocks=self._model.num_blocks,
+            events=self._events,
+        )
+
+    # -- admission ------------------------------------------------------------------------------
+
+    def lookup(self, request: Request, num_local_tokens: int) -> int | None:
+        """Tokens after the local hit that the host can serve; None: ask again later."""
+        offload = self.offload
+        if offload is None:
+            return 0
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.is_admitted:
+            # Preempted, or its load has failed: it starts over.
+            has_failed = tracked.is_loading
+            self._forget(request.request_id)
+            tracked = self._track(request, recompute=has_failed)
+        elif tracked is None:
+            tracked = self._track(request)
+        self._tell_hashes(request.request_id, tracked)
+        tracked.num_local_tokens = num_local_tokens
+        if (
+            tracked.recompute
+            or request.skip_reading_prefix_cache
+            or num_local_tokens % self._model.tokens_per_hit
+        ):
+            offload.release(request.request_id)
+            return 0
+        # One token at least is left to compute.
+        found = offload.lookup(request.request_id, num_local_tokens, request.num_tokens - 1)
+        if found and self._drops_last_block:
+            end = num_local_tokens + found - self._model.tokens_per_hit
+            found = offload.lookup(request.request_id, num_local_tokens, end)
+        return found
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM has given the request blocks; the external ones are to be loaded."""
+        tracked = self._tracked.get(request.request_id)
+        if self.offload is None or tracked is None:
+            return
+        if tracked.is_admitted:
+            tracked.is_loading = False  # its load has landed, and it runs now
+            return
+        tracked.is_admitted = tracked.is_fresh = True
+        if num_external_tokens == 0:
+            self.offload.release(request.request_id)
+            return
+        start = tracked.num_local_tokens
+        end = start + num_external_tokens
+        targets: list[list[KVCacheBlock]] = []
+        for group, table in zip(self._model.groups, blocks.blocks, strict=True):
+            own = table[start // group.block_size : end // group.block_size]
+            targets.append([block for block in own if not block.is_null])
+        job = self.offload.load(
+            request.request_id,
+            num_external_tokens,
+            [[block.block_id for block in own] for own in targets],
+            deadline=self._deadline(),
+        )
+        tracked.is_loading = True
+        held = [block for own in targets for block in own]
+        self._begin(job, _Transfer("load", held, request.request_id))
+        self._loads.append(Copies.of(job))
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def build(self, scheduled: SchedulerOutput) -> StepJobs:
+        """What the workers begin in this step."""
+        if self.offload is None:
+            return StepJobs()
+        for request_id in scheduled.preempted_req_ids or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.is_admitted and not tracked.is_fresh:
+                self._forget(request_id)
+        tracked_of = self._tracked.get
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            tracked = tracked_of(request_id)
+            if tracked is not None:
+                num_computed = tracked.request.num_computed_tokens + num_tokens
+                if num_computed >= tracked.due:
+                    self._take_down(request_id, tracked, num_computed)
+                tracked.is_fresh = False
+        if self._transfers:
+            self._expire()
+        jobs = StepJobs(self._loads, self._stores, self._failed)
+        self._loads, self._stores, self._failed = [], [], []
+        return jobs
+
+    def processed(self, output: KVConnectorOutput) -> None:
+        """A step was processed: end the jobs that every worker has reported, plan new stores."""
+        if self.offload is None:
+            return
+        reports = output.kv_connector_worker_meta
+        if isinstance(reports, StepReports):
+            ends = [
+                end
+                for job_id, rank, ok in reports.reports
+                if (end := self.offload.complete(job_id, ok=ok, rank=rank)) is not None
+            ]
+            loaded = self._end(ends)
+            if loaded:
+                output.finished_recving = (output.finished_recving or set()) | loaded
+        if self._due:
+            self._store(list(self._due))
+        if self._options.lazy_offload:
+            self._store_evictable()
+
+    def finished(self, request: Request) -> None:
+        """A request is over, and its blocks are still its own: store what is due of them."""
+        tracked = self._tracked.get(request.request_id)
+        if self.offload is None or tracked is None:
+            return
+        if request.request_id in self._due:
+            self._store([request.request_id])
+        self._forget(request.request_id)
+
+    def reset(self) -> None:
+        """Empty the tier. Jobs in flight end without effect; their requests are recomputed."""
+        if self.offload is None:
+            return
+        self.offload.reset()
+        for tracked in self._tracked.values():
+            tracked.is_stale = tracked.is_stale or tracked.is_admitted
+
+    @property
+    def has_pending_stores(self) -> bool:
+        """Whether vLLM must go on stepping so that stores land and failures are told."""
+        return self._num_storing > 0 or bool(self._failed)
+
+    @property
+    def holds_freed_blocks(self) -> bool:
+        """Whether a job that will end gives blocks back that nobody else holds."""
+        return any(
+            block.ref_cnt == 1
+            for transfer in self._transfers.values()
+            if not transfer.is_late
+            for block in transfer.blocks
+        )
+
+    # -- what is kept of requests ---------------------------------------------------------------
+
+    def _track(self, request: Request, *, recompute: bool = False) -> _Tracked:
+        assert self.offload is not None
+        num_groups = len(self._model.groups)
+        tracked = _Tracked(
+            request, 0, [0] * num_groups, self._model.tokens_per_hash, recompute=recompute
+        )
+        self.offload.add(request.request_id, [])
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _forget(self, request_id: str) -> None:
+        assert self.offload is not None
+        del self._tracked[request_id]
+        self._due.pop(request_id, None)
+        self.offload.finish(request_id)
+
+    def _tell_hashes(self, request_id: str, tracked: _Tracked) -> None:
+        assert self.offload is not None
+        stride = self._stride
+        hashes: Sequence[bytes] = tracked.request.block_hashes
+        if len(hashes) // stride > tracked.num_hashes:
+            new = hashes[(tracked.num_hashes + 1) * stride - 1 :: stride]
+            self.offload.extend(request_id, new)
+            tracked.num_hashes += len(new)
+
+    def _take_down(self, request_id: str, tracked: _Tracked, num_computed: int) -> None:
+        """Remember the blocks that are full once `num_computed` tokens are computed."""
+        if tracked.is_stale or not tracked.is_admitted:
+            return
+        assert self._manager is not None
+        tables = self._manager.get_blocks(request_id).blocks
+        tracked.first = list(tracked.num_told)
+        tracked.filling = [
+            table[told : num_computed // group.block_size]
+            for table, told, group in zip(tables, tracked.num_told, self._model.groups, strict=True)
+        ]
+        self._due[request_id] = tracked
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def _store(self, request_ids: Iterable[str]) -> None:
+        """Tell the tier what was computed of these requests; eager, that plans its stores."""
+        assert self.offload is not None
+        named: list[str] = []
+        computed: list[int] = []
+        ids: list[int] = []
+        offsets = [0]
+        for request_id in request_ids:
+            tracked = self._due[request_id]
+            request = tracked.request
+            num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+            if num_computed < tracked.due:
+                continue  # its step is under way, or its drafts were rejected
+            if tracked.is_stale or tracked.is_loading:
+                del self._due[request_id]
+                continue
+            self._tell_hashes(request_id, tracked)
+            num_computed = min(num_computed, tracked.num_hashes * self._model.tokens_per_hash)
+            if num_computed < tracked.due:
+                continue
+            for g, group in enumerate(self._model.groups):
+                told = tracked.num_told[g]
+                full = num_computed // group.block_size
+                skipped = told - tracked.first[g]
+                own = tracked.filling[g][skipped : skipped + full - told]
+                if self._is_window[g]:
+                    ids.extend(self._cached_ids(own, tracked.request, told, g))
+                else:
+                    ids.extend([block.block_id for block in own])
+                tracked.num_told[g] = told + len(own)
+                offsets.append(len(ids))
+            if self._options.lazy_offload:
+                for block_id in ids[offsets[-1 - len(self._model.groups)] :]:
+                    self._offered.pop(block_id, None)  # used again: the host may have evicted it
+            named.append(request_id)
+            computed.append(num_computed)
+            unit = self._model.tokens_per_hash
+            tracked.due = (num_computed // unit + 1) * unit
+            del self._due[request_id]
+        if named:
+            job = self.offload.store(
+                named,
+                np.array(computed, dtype=np.int64),
+                np.array(ids, dtype=np.int32),
+                np.array(offsets, dtype=np.int32),
+                deadline=self._deadline(),
+            )
+            self._begin_store(job)
+
+    def _cached_ids(
+        self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
+    ) -> list[int]:
+        """Ids of a window's blocks; 0 where vLLM no longer has the block, or does not keep it.
+
+        vLLM gives hashes only to blocks at which a hit can end; and one that was given away may
+        by now be someone else's, which its hash tells.
+        """
+        size = self._model.groups[group].block_size
+        per_block = size // self._model.tokens_per_hash * self._stride
+        suffix = self._group_suffixes[group]
+        hashes: Sequence[bytes] = request.block_hashes
+        return [
+            block.block_id
+            if block.block_hash == hashes[(first + at + 1) * per_block - 1] + suffix
+            else 0
+            for at, block in enumerate(blocks)
+        ]
+
+    def _store_evictable(self) -> None:
+        """Lazy: plan the stores of what vLLM is about to overwrite."""
+        assert self.offload is not None
+        by_group: dict[bytes, list[KVCacheBlock]] = {}
+        for block in self._evictable():
+            by_group.setdefault(block.block_hash[-4:], []).append(block)
+        for suffix, blocks in by_group.items():
+            job = self.offload.store_candidates(
+                [block.block_id for block in blocks],
+                [block.block_hash[:-4] for block in blocks],
+                group=int.from_bytes(suffix, "big"),
+                deadline=self._deadline(),
+            )
+            self._begin_store(job)
+
+    def _evictable(self) -> list[KVCacheBlock]:
+        """The cached blocks among the next ones to be overwritten that were not offered before."""
+        queue = self._pool.free_block_queue
+        head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
+        ends = (head.next_free_block, tail.prev_free_block, queue.num_free_blocks)
+        if ends == self._last_queue:
+            return []  # as in most steps of decoding requests
+        self._last_queue = ends
+        found = []
+        offered = self._offered
+        block = head.next_free_block
+        for _ in range(min(self._horizon_blocks, queue.num_free_blocks)):
+            block_hash = block.block_hash
+            if block_hash is not None and offered.get(block.block_id) is not block_hash:
+                offered[block.block_id] = block_hash
+                self._num_walked += 1
+                self._places[block.block_id] = self._num_walked
+                found.append(block)
+            block = block.next_free_block
+        return found
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    @property
+    def _pool(self) -> BlockPool:
+        assert self._manager is not None
+        return self._manager.block_pool
+
+    def _begin_store(self, job: Job | None) -> None:
+        if job is not None:
+            blocks = self._pool.blocks
+            held = [blocks[block_id] for block_id in job.block_ids.tolist()]
+            self._begin(job, _Transfer("store", held))
+            self._num_storing += 1
+            self._stores.append(Copies.of(job))
+
+    def _begin(self, job: Job, transfer: _Transfer) -> None:
+        self._pool.touch(transfer.blocks)
+        self._transfers[job.job_id] = transfer
+
+    def _end(self, ends: Sequence[JobEnd]) -> set[str]:
+        """Let go of what jobs held. Returns the requests whose loads have landed."""
+        loaded = set()
+        unused: list[KVCacheBlock] = []
+        for end in ends:
+            transfer = self._transfers.pop(end.job_id)
+            if transfer.direction == "load":
+                # As vLLM frees a request: the tail is to be evicted before the head.
+                self._pool.free_blocks(reversed(transfer.blocks))
+                if end.ok:
+                    loaded.add(transfer.request_id)
+                elif not transfer.is_late:
+                    self._failed.append(transfer.request_id)
+                continue
+            self._num_storing -= not transfer.is_late
+            if not self._options.lazy_offload:
+                self._pool.free_blocks(reversed(transfer.blocks))
+                continue
+            unused += [block for block in transfer.blocks if block.ref_cnt == 1]
+            self._pool.free_blocks([block for block in transfer.blocks if block.ref_cnt > 1])
+            if not end.ok:
+                for block in transfer.blocks:
+                    self._offered.pop(block.block_id, None)
+        if unused:
+            self._put_back(unused)
+        return loaded
+
+    def _put_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Put blocks back at the head of vLLM's free queue, as if they had never left it.
+
+        A lazy store takes them from there, because vLLM has no pins; freed as usual they would be
+        the last to be overwritten, and what was used after them would go first.
+        """
+        places = self._places
+        blocks.sort(key=lambda block: places.get(block.block_id, 0))
+        for block in blocks:
+            block.ref_cnt = 0
+        self._pool.free_block_queue.prepend_n(blocks)
+
+    def _expire(self) -> None:
+        """Fail what is past its deadline; its blocks stay held until the copies have ended."""
+        assert self.offload is not None
+        for job_id in self.offload.expire(self._clock()):
+            transfer = self._transfers[job_id]
+            transfer.is_late = True
+            logger.warning(
+                "kvstow: %s job %d is late by its deadline of %g s; its %d blocks stay out of use "
+                "until the copy has ended",
+                transfer.direction,
+                job_id,
+                self._options.load_timeout_s,
+                len(transfer.blocks),
+            )
+            if transfer.direction == "store":
+                self._num_storing -= 1
+            else:
+                self._failed.append(transfer.request_id)
+
+    def _deadline(self) -> float:
+        return self._clock() + self._options.load_timeout_s

@@ -1,0 +1,192 @@
+"""The worker half: carries out what the scheduler half has planned, and reports how it went."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstow import ConfigError, KvstowError
+from kvstow.transfer.arena import HostArena
+from kvstow.transfer.host_mover import HostMover
+from kvstow.transfer.mover import READY, Mover, Ticket
+from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+@dataclass
+class _Running:
+    """A job under way: one ticket for each group that it touches."""
+
+    direction: Direction
+    tickets: list[Ticket]
+    num_blocks: int
+    num_bytes: int
+    begun: float = field(default_factory=time.monotonic)
+    error: KvstowError | None = None
+
+    def poll(self) -> bool:
+        return all(ticket.poll() for ticket in self.tickets)
+
+    def why(self) -> BaseException | None:
+        """Why it failed, once it has ended."""
+        errors = (ticket.error for ticket in self.tickets)
+        return self.error or next((error for error in errors if error is not None), None)
+
+
+class WorkerHalf:
+    """Everything that runs beside one of vLLM's workers."""
+
+    def __init__(self, model: Model, options: Options, *, rank: int, world_size: int) -> None:
+        """Wait for the KV caches (`register`)."""
+        self._model = model
+        self._options = options
+        self._rank = rank
+        self._num_host_blocks = options.num_host_blocks(model.slot_stride_bytes, world_size)
+        self.arena: HostArena | None = None
+        # Per group; groups that lie in the same bytes share one.
+        self.movers: list[Mover] = []
+        self._block_bytes: list[int] = []
+        self._jobs = StepJobs()
+        self._running: dict[int, _Running] = {}
+        self._reports: list[tuple[int, int, bool]] = []
+        self._stats = ConnectorStats()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the memory that vLLM has allocated, and map the host's.
+
+        Raises:
+            ConfigError: a layout that kvstow does not know, memory it cannot reach, or more host
+                memory than the machine has free.
+        """
+        self.close()
+        devices = {tensor.device.type for tensor in kv_caches.values()}
+        if devices != {"cpu"}:
+            raise ConfigError(
+                f"the KV cache lies on {', '.join(sorted(devices))}: this version of kvstow moves "
+                "blocks of the CPU engine only; start vLLM without the connector"
+            )
+        layouts = self._model.layouts(kv_caches)
+        num_bytes = self._num_host_blocks * self._model.slot_stride_bytes
+        _check_memory(num_bytes, self._num_host_blocks, self._model.slot_stride_bytes)
+        self.arena = HostArena(self._num_host_blocks, self._model.slot_bytes)
+        shared: dict[object, Mover] = {}
+        for layout in layouts:
+            if layout.regions not in shared:
+                shared[layout.regions] = HostMover(layout, self.arena)
+            self.movers.append(shared[layout.regions])
+        self._block_bytes = [layout.slot_bytes for layout in layouts]
+        logger.info(
+            "kvstow: %d host blocks of %d bytes (%.2f GiB) on rank %d, %s",
+            self._num_host_blocks,
+            self._model.slot_bytes,
+            num_bytes / 2**30,
+            self._rank,
+            "lazy" if self._options.lazy_offload else "eager",
+        )
+
+    def host_size(self) -> HostSize:
+        """What this rank has memory for."""
+        return HostSize(self._num_host_blocks)
+
+    def bind(self, jobs: StepJobs) -> None:
+        """Take a step's jobs."""
+        self._jobs = jobs
+
+    def start_loads(self) -> None:
+        """Begin this step's loads: the step's compute, which may still read, was submitted."""
+        loads, self._jobs.loads = self._jobs.loads, []  # once, should vLLM ask twice
+        for copies in loads:
+            self._start(LOAD, copies)
+
+    def start_stores(self) -> None:
+        """Begin this step's stores: what they read was computed in earlier steps."""
+        stores, self._jobs.stores = self._jobs.stores, []
+        for copies in stores:
+            self._start(STORE, copies)
+
+    def failed_request_ids(self) -> set[str]:
+        """Requests to report as failed, once: the scheduler half has given up on their loads."""
+        failed, self._jobs.failed_request_ids = self._jobs.failed_request_ids, []
+        return set(failed)
+
+    def reports(self) -> StepReports | None:
+        """The jobs that have ended since the last call."""
+        for job_id, running in list(self._running.items()):
+            if running.poll():
+                del self._running[job_id]
+                self._report(job_id, running)
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, []
+        return StepReports(reports)
+
+    def stats(self) -> ConnectorStats | None:
+        """What was moved since the last call."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats
+
+    def close(self) -> None:
+        """Stop the movers and give the host memory back."""
+        for mover in self.movers:
+            mover.close()
+        self.movers = []
+        self._running.clear()
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+    def _start(self, direction: Direction, copies: Copies) -> None:
+        running = _Running(direction, [], len(copies.block_ids), 0)
+        try:
+            for group, mover in enumerate(self.movers):
+                part = slice(copies.offsets[group], copies.offsets[group + 1])
+                ids, slots = copies.block_ids[part], copies.host_slots[part]
+                if len(ids) == 0:
+                    continue
+                running.num_bytes += len(ids) * self._block_bytes[group]
+                # On the CPU the step's compute is over by now: there is no event to wait for.
+                if direction == LOAD:
+                    running.tickets.append(mover.load(slots, ids, after=READY))
+                else:
+                    running.tickets.append(mover.store(ids, slots, after=READY))
+        except KvstowError as error:
+            running.error = error
+        self._running[copies.job_id] = running
+
+    def _report(self, job_id: int, running: _Running) -> None:
+        error = running.why()
+        if error is not None:
+            logger.warning("kvstow: %s job %d failed: %s", running.direction, job_id, error)
+        seconds = time.monotonic() - running.begun
+        self._stats.moved(
+            running.direction, running.num_blocks, running.num_bytes, seconds, ok=error is None
+        )
+        self._reports.append((job_id, self._rank, error is None))
+
+
+def _check_memory(num_bytes: int, num_blocks: int, stride: int) -> None:
+    """Refuse a tier that the machine has no memory for: mapping alone would not fail."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            values = dict(line.split(":", 1) for line in lines)
+        free = int(values["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return  # not Linux as we know it: mapping the memory will tell
+    if num_bytes > free:
+        raise ConfigError(
+            f"{num_blocks} host blocks of {stride} bytes are {num_bytes / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB of memory are free; lower cpu_bytes_to_use or num_cpu_blocks "
+            f"in {WHERE}, to at most {free // stride} blocks"
+        )
