@@ -11,17 +11,31 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
 send each other, `model` what of vLLM's configuration kvstow needs to know.
 """
 
-from kvstow.vllm.connector import KVStowConnector
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstow.vllm.connector import KVStowConnector
 
 __all__ = ["KVStowConnector", "register"]
 
 
+def __getattr__(name: str) -> type[KVStowConnector]:
+    """Import the connector when it is asked for: vLLM loads this module in every process."""
+    if name != "KVStowConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvstow.vllm.connector import KVStowConnector  # noqa: PLC0415
+
+    return KVStowConnector
+
+
 def register() -> None:
     """Make the connector known by name, for `MultiConnector`; vLLM calls this in every process."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415 - vLLM's plug-in point, imported when vLLM calls
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
 
-    name = KVStowConnector.__name__
+    name = "KVStowConnector"
     if name not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(name, KVStowConnector.__module__, name)
+        KVConnectorFactory.register_connector(name, "kvstow.vllm.connector", name)

@@ -79,8 +79,8 @@ class Model:
         cacheable = getattr(config, "prefix_cacheable_group_ids", range(len(groups)))
         if len(cacheable) < len(groups):
             raise ConfigError(
-                f"only the KV cache groups {list(cacheable)} of {len(groups)} can be prefix-cached: "
-                "kvstow does not support this model yet, start vLLM without it"
+                f"vLLM caches prefixes only of the KV cache groups {list(cacheable)}, of "
+                f"{len(groups)}: kvstow does not know such models, start vLLM without it"
             )
         return model
 

@@ -81,7 +81,7 @@ class _Transfer:
 class SchedulerHalf:
     """Everything that runs beside vLLM's scheduler."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what vLLM's configuration says, once
         self,
         model: Model,
         options: Options,

