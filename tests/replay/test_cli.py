@@ -268,7 +268,8 @@ def test_a_corrupt_block_is_status_1(
     assert captured.err.startswith(
         f"corrupt: request {first['request']}: block {first['position']} (id {first['trace_id']}) "
         "of group 0 (full attention) is corrupt in the host tier: "
-        f"device block {first['device_block']}, loaded from host slot {first['host_slot']}\n"
+        f"device block {first['device_block']} of rank 0, "
+        f"loaded from host slot {first['host_slot']}\n"
     )
 
 
