@@ -16,7 +16,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        f"kvstow.metrics needs {error.name}: pip install 'kvstow[metrics]'", name=error.name
+        "kvstow.metrics needs prometheus_client: pip install 'kvstow[metrics]'", name=error.name
     ) from error
 
 __all__ = ["METRICS", "Metric", "MetricsCollector"]
