@@ -564,6 +564,24 @@ def test_a_clock_that_is_wrong_leaves_nothing_behind() -> None:
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
 
+def test_a_clock_that_goes_wrong_ends_and_begins_no_transfer() -> None:
+    with world() as it:
+        it.admit("one", DOCUMENT)
+        it.compute("one", DOCUMENT[:8])
+        it.mover.stores[0].land()
+        before = state(it.engine)
+        it.now_s = float("inf")
+        for use in it.engine.poll, lambda: it.engine.computed(["one"], [16], after=READY):
+            with pytest.raises(ConfigError, match="clock says inf"):
+                use()
+        assert state(it.engine) == before
+        it.now_s = 1.0
+        assert it.engine.poll().num_stored_blocks == 2
+        transfer = it.engine.computed(["one"], [16], after=READY)
+        assert transfer is not None
+        assert len(transfer.job) == 2
+
+
 def test_an_admission_that_is_wrong_holds_nothing_on_the_host() -> None:
     with world(num_host_blocks=4) as it:
         it.put_on_the_host(DOCUMENT)

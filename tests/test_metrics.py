@@ -31,7 +31,9 @@ def scraped(collector: MetricsCollector) -> dict[str, float]:
     registry.register(collector)
     text = generate_latest(registry).decode()
     families = list(text_string_to_metric_families(text))
-    assert all(family.documentation and family.type != "unknown" for family in families)
+    kinds = {metric.name.removesuffix("_total"): metric.kind for metric in METRICS}
+    assert all(family.documentation for family in families)
+    assert {family.name: family.type for family in families}.items() <= kinds.items()
     samples = [sample for family in families for sample in family.samples]
     assert len(samples) == len({(one.name, *one.labels.values()) for one in samples})
     return {
