@@ -346,6 +346,15 @@ def test_the_command_writes_the_same_lines_each_time(
     assert "events file" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not FULL_DISK.exists(), reason="needs Linux's /dev/full")
+def test_the_command_tells_of_events_that_were_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["replay", "--limit", "20", "--device-blocks", "350"]
+    assert cli.main([*small, "--events", str(FULL_DISK)]) == 0
+    assert "/dev/full is not written" in capsys.readouterr().out
+    assert cli.main([*small, "--events", os.devnull]) == 0
+    assert "events lost" not in capsys.readouterr().out
+
+
 def test_kinds_of_events_are_all_known() -> None:
     assert set(events._FIELDS) == {
         BlockStored, BlockRemoved, AllBlocksCleared,
