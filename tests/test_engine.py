@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.movers import ManualMover, ManualTicket
 
 from kvstow import (
     Admission,
@@ -39,54 +40,6 @@ PENDING, NO_ROOM = AdmissionState.PENDING, AdmissionState.NO_ROOM
 NOTHING = Landed([], [], 0, 0)
 
 DOCUMENT = list(range(16))  # 4 blocks
-
-
-class ManualTicket(Ticket):
-    """A copy that is made, or fails, when the test says so."""
-
-    def __init__(self, copy: Callable[[], Ticket]) -> None:
-        self._copy = copy
-        self._ended = False
-        self._error: TransferError | None = None
-
-    def land(self) -> None:
-        self._copy().wait()
-        self._ended = True
-
-    def fail(self) -> None:
-        self._error = TransferError("the test says so")
-        self._ended = True
-
-    def poll(self) -> bool:
-        return self._ended
-
-    @property
-    def error(self) -> TransferError | None:
-        return self._error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        assert self._ended, "an engine that polls does not wait"
-        if self._error is not None:
-            raise self._error
-
-
-class ManualMover(HostMover):
-    """Keeps every copy on its ticket."""
-
-    def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
-        super().__init__(layout, arena)
-        self.stores: list[ManualTicket] = []
-        self.loads: list[ManualTicket] = []
-
-    def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
-        submit = super().store
-        self.stores.append(ManualTicket(lambda: submit(block_ids, host_slots, after=after)))
-        return self.stores[-1]
-
-    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
-        submit = super().load
-        self.loads.append(ManualTicket(lambda: submit(host_slots, block_ids, after=after)))
-        return self.loads[-1]
 
 
 class World:
@@ -609,6 +562,24 @@ def test_a_clock_that_is_wrong_leaves_nothing_behind() -> None:
         assert state(it.engine) == before
         it.now_s = 1.0
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
+
+
+def test_a_clock_that_goes_wrong_ends_and_begins_no_transfer() -> None:
+    with world() as it:
+        it.admit("one", DOCUMENT)
+        it.compute("one", DOCUMENT[:8])
+        it.mover.stores[0].land()
+        before = state(it.engine)
+        it.now_s = float("inf")
+        for use in it.engine.poll, lambda: it.engine.computed(["one"], [16], after=READY):
+            with pytest.raises(ConfigError, match="clock says inf"):
+                use()
+        assert state(it.engine) == before
+        it.now_s = 1.0
+        assert it.engine.poll().num_stored_blocks == 2
+        transfer = it.engine.computed(["one"], [16], after=READY)
+        assert transfer is not None
+        assert len(transfer.job) == 2
 
 
 def test_an_admission_that_is_wrong_holds_nothing_on_the_host() -> None:

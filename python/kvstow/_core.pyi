@@ -227,6 +227,9 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that hold a key, referenced or not."""
     @property
+    def num_evicted(self) -> int:
+        """Blocks that have lost their key to an `allocate`, since construction."""
+    @property
     def memory_bytes(self) -> int:
         """Bytes of memory the accounting itself takes."""
     def allocate(self, n: int) -> _Ids:
@@ -300,6 +303,8 @@ class LedgerPool:
     def num_free(self) -> int: ...
     @property
     def num_cached(self) -> int: ...
+    @property
+    def num_evicted(self) -> int: ...
     def pin(self, ids: _Ints) -> None:
         """As `BlockPool.pin`."""
     def unpin(self, ids: _Ints) -> None:
@@ -664,8 +669,10 @@ class OffloadScheduler:
 
         Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
         the tier had no room), evicted_blocks (for room), failed_stores, failed_loads, late_jobs
-        (jobs), pending_lookups, hit_tokens (accepted by loads). Gauges: resident_blocks,
+        (jobs), pending_lookups, query_tokens (in whole blocks, that a request's last lookup before
+        it loaded or computed asked for), hit_tokens (accepted by loads). Gauges: resident_blocks,
         storing_blocks, jobs_in_flight, and of late jobs quarantined_jobs and quarantined_blocks.
+        And capacity_tokens: of prompts, where every group keeps all of its blocks.
         """
     def take_events(self) -> list[_Event]:
         """The events since the last call, oldest first; always empty without `events=True`."""

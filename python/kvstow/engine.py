@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 from math import isfinite
+from os import PathLike
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
@@ -25,10 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import (
-    AllBlocksCleared,
     BlockLedger,
-    BlockRemoved,
-    BlockStored,
     ChunkedLocal,
     ConfigError,
     FullAttention,
@@ -40,15 +37,15 @@ from kvstow._core import (
     StateError,
     StateSpace,
     StepAllocation,
-    TransferError,
     UnknownRequest,
 )
-from kvstow.transfer import BlockLayout, Event, HostArena, HostMover, Mover, Ticket
+from kvstow.events import BlockEvent, EventFile, TransferEvent
+from kvstow.ranks import MakeMover, RankLayouts, Ranks, Transfer, checked_layouts
+from kvstow.transfer import Event, HostMover
 
 __all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Transfer"]
 
 Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
-BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 Ids: TypeAlias = npt.NDArray[np.int32]
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -65,35 +62,6 @@ class AdmissionState(Enum):
     NO_ROOM = "no room"
     """The device pool cannot give the blocks now. Nothing has changed, but that the host keeps what
     the request found there until another one is refused."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
-    """The copies of one job, on their way.
-
-    Attributes:
-        job: which blocks and slots.
-        direction: whether it brings blocks to the host or back.
-        num_bytes: of all its copies.
-        tickets: one for each group that has copies.
-        request_id: of a load, who asked for it; None of a store.
-        num_tokens: of a load, where the prefix ends that is there once it has landed.
-    """
-
-    job: Job
-    direction: Literal["store", "load"]
-    num_bytes: int
-    tickets: list[Ticket] = field(default_factory=list)
-    request_id: str | None = None
-    num_tokens: int = 0
-
-    def poll(self) -> bool:
-        """Whether all copies have ended, well or not. Never blocks."""
-        return all(ticket.poll() for ticket in self.tickets)
-
-    def wait(self) -> bool:
-        """Block until all copies have ended; whether all went well."""
-        return all([_went_well(ticket) for ticket in self.tickets])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +115,8 @@ class Engine:
     Attributes:
         ledger: the device's accounting, to look at.
         scheduler: the host tier's, to look at.
-        arena: the host memory.
-        movers: one per group.
+        arenas: the host memory, one per rank.
+        movers: one per group, rank by rank.
     """
 
     def __init__(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely made
@@ -156,7 +124,7 @@ class Engine:
         num_device_blocks: int,
         num_host_blocks: int,
         groups: Sequence[Group],
-        layouts: Sequence[BlockLayout],
+        layouts: RankLayouts,
         *,
         mode: Literal["eager", "lazy"] = "eager",
         policy: Literal["lru"] = "lru",
@@ -164,16 +132,21 @@ class Engine:
         load_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_in_flight_tokens: int | None = None,
+        world_size: int = 1,
+        blocks_per_slot: int = 1,
         events: bool = False,
-        mover: Callable[[BlockLayout, HostArena], Mover] = HostMover,
+        events_path: str | PathLike[str] | None = None,
+        mover: MakeMover = HostMover,
     ) -> None:
         """Build ledger, host tier, host memory and movers.
 
         Args:
             num_device_blocks: of the pool that all groups share, the null block included.
-            num_host_blocks: slots of the host tier; a block of any group takes one.
+            num_host_blocks: slots of the host tier; a block of any group takes one, or
+                `blocks_per_slot` consecutive blocks of a prompt do.
             groups: how the layers attend, in the order of the block tables.
-            layouts: one per group: where the bytes of its blocks lie.
+            layouts: one per group: where the bytes of its blocks lie. With several ranks one such
+                list for each: they hold different shards of a block, under the same id.
             mode: "eager" stores blocks as soon as they are computed, "lazy" when the device is
                 about to evict them.
             horizon_blocks: lazy, how many of the next blocks to be evicted are stored: what one
@@ -181,22 +154,22 @@ class Engine:
             policy: which slots the host tier gives up first.
             load_timeout_s: a load that takes longer fails its request, which then recomputes; its
                 blocks stay out of reach until the copy has really ended. None: never.
-            clock: seconds, of which `load_timeout_s` are counted.
+            clock: finite seconds, of which `load_timeout_s` are counted and by which transfers and
+                events are timed.
             max_in_flight_tokens: as `BlockLedger` takes it.
-            events: keep block events for `take_events`.
-            mover: makes the mover of a group.
+            world_size: ranks, each with device and host memory of its own; a transfer is one of
+                all of them, and fails or is late if it is so on one.
+            blocks_per_slot: more than 1 makes for longer runs of host memory, and stores no tail
+                that does not fill a slot; for an eager engine whose groups are all full attention.
+            events: keep events for `take_events` and `take_transfer_events`.
+            events_path: a file that all events are appended to, as `kvstow.events` says.
+            mover: makes the mover of a group; called for each group, rank by rank.
 
         Raises:
-            ConfigError: sizes that cannot be right, or that contradict each other.
+            ConfigError: sizes that cannot be right, or that contradict each other, or a file that
+                cannot be opened.
         """
-        if len(layouts) != len(groups):
-            raise ConfigError(f"{len(groups)} groups but {len(layouts)} layouts; pass one for each")
-        for index, layout in enumerate(layouts):
-            if layout.num_blocks < num_device_blocks:
-                raise ConfigError(
-                    f"layouts[{index}] has memory for {layout.num_blocks} blocks, the pool has "
-                    f"{num_device_blocks}; each group needs memory for every block of the pool"
-                )
+        rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
         if load_timeout_s is not None and not 0 < load_timeout_s < float("inf"):
             raise ConfigError(
                 f"load_timeout_s is {load_timeout_s}; pass seconds above 0, or None to wait for "
@@ -209,23 +182,33 @@ class Engine:
             )
         if horizon_blocks is not None and horizon_blocks < 1:
             raise ConfigError(f"horizon_blocks is {horizon_blocks}; it must be 1 or more")
+        has_events = events or events_path is not None
         self.ledger = BlockLedger(
-            num_device_blocks, groups, max_in_flight_tokens=max_in_flight_tokens, events=events
+            num_device_blocks, groups, max_in_flight_tokens=max_in_flight_tokens, events=has_events
         )
         self.scheduler = OffloadScheduler(
             num_host_blocks,
             groups,
             mode=mode,
             policy=policy,
+            blocks_per_slot=blocks_per_slot,
+            world_size=world_size,
             num_device_blocks=num_device_blocks,
-            events=events,
+            events=has_events,
         )
         with ExitStack() as built:
-            slot_bytes = max(layout.slot_bytes for layout in layouts)
-            self.arena = built.enter_context(HostArena(num_host_blocks, slot_bytes))
-            self.movers = [built.enter_context(mover(layout, self.arena)) for layout in layouts]
+            self._event_file: EventFile | None = None
+            if events_path is not None:
+                self._event_file = built.enter_context(EventFile(events_path, clock=clock))
+            num_places = num_host_blocks * blocks_per_slot
+            self._ranks = Ranks(rank_layouts, num_places, blocks_per_slot, mover)
             built.pop_all()
-        self._block_bytes = np.array([layout.slot_bytes for layout in layouts])
+        self.arenas, self.movers = self._ranks.arenas, self._ranks.movers
+        self._keeps_events = events
+        self._block_events: list[BlockEvent] = []
+        self._transfer_events: list[TransferEvent] = []
+        self._counts = _Counts(self._capacity_tokens(groups))
+        self._blocks_per_slot = blocks_per_slot
         self._horizon_blocks = horizon_blocks
         self._load_timeout_s = load_timeout_s
         self._clock = clock
@@ -320,7 +303,7 @@ class Engine:
             num_external = found
         num_new = 0 if num_external else min(num_tokens - num_hit, max_new_tokens)
         try:
-            deadline = self._deadline() if num_external else None
+            begin_s = self._now_s() if num_external else 0.0
             taken = self.ledger.allocate(
                 request_id,
                 num_new,
@@ -337,14 +320,18 @@ class Engine:
         if taken is None:
             self._keep_host_hit(request_id)
             return Admission(AdmissionState.NO_ROOM, num_hit, num_external)
+        self._count_query(request, num_tokens, num_hit)
         if not num_external:
             self._run(request_id, request)
             tables = self.tables(request_id)
             return Admission(AdmissionState.RUNS, num_hit, 0, num_new, tables)
+        deadline = None if self._load_timeout_s is None else begin_s + self._load_timeout_s
         job = self.scheduler.load(request_id, num_external, taken, deadline=deadline)
         request.state, request.load_id = "loading", job.job_id
         tables = self.tables(request_id)
-        transfer = self._start("load", job, after, request_id, num_hit + num_external)
+        num_bytes, num_loaded = self._ranks.num_bytes(job), num_hit + num_external
+        transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
+        self._start(transfer, after)
         return Admission(AdmissionState.LOADS, num_hit, num_external, 0, tables, transfer)
 
     def step(
@@ -403,10 +390,17 @@ class Engine:
             for name, count in zip(request_ids, counts, strict=True)
             if count >= requests[name].due_tokens
         ]
+        if not due and self._horizon_blocks is None:
+            return None
+        begin_s = self._now_s()
         job = self._planned(due) if due else None
         if self._horizon_blocks is not None:
             job = self.scheduler.store_evictable(self.ledger.pool, self._horizon_blocks)
-        return None if job is None else self._start("store", job, after)
+        if job is None:
+            return None
+        transfer = Transfer(job, "store", self._ranks.num_bytes(job), begin_s)
+        self._start(transfer, after)
+        return transfer
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back to this many (rejected drafts); see `BlockLedger.rewind`."""
@@ -457,7 +451,9 @@ class Engine:
                 num_failed_stores += not ok
             elif request_id is not None:
                 (loaded if ok else failed).append(request_id)
-        return Landed(loaded, failed + self.expire(), num_stored, num_failed_stores)
+        failed += self.expire()
+        self.flush_events()
+        return Landed(loaded, failed, num_stored, num_failed_stores)
 
     def end(self, transfer: Transfer) -> JobEnd:
         """Wait for one transfer and account for its end, as `poll` does for all that are done.
@@ -471,8 +467,14 @@ class Engine:
         job_id = transfer.job.job_id
         if self._transfers.get(job_id) is not transfer:
             raise StateError(f"job {job_id} is not in flight here; a transfer ends once")
-        end = self.scheduler.complete(job_id, ok=transfer.wait())
-        assert end is not None, f"job {job_id} has one rank, which has reported"
+        outcomes, end_s = transfer.outcomes(), self._now_s()
+        reports = [
+            self.scheduler.complete(job_id, ok=ok, rank=rank) for rank, ok in enumerate(outcomes)
+        ]
+        end = reports[-1]
+        assert end is not None, f"all ranks have reported job {job_id}"
+        if end.ok:
+            self._counts.ended(transfer, end_s)
         request_id = self._waiting_for(transfer)
         del self._transfers[job_id]
         self.ledger.pool.unpin(end.block_ids)
@@ -489,7 +491,7 @@ class Engine:
         """Fail the requests whose loads are late by now, and name them, each once."""
         if self._load_timeout_s is None:
             return []
-        late = [self._transfers[job_id] for job_id in self.scheduler.expire(self._clock())]
+        late = [self._transfers[job_id] for job_id in self.scheduler.expire(self._now_s())]
         failed = [name for name in map(self._waiting_for, late) if name is not None]
         for request_id in failed:
             self._restart(request_id, self._requests[request_id], recompute=True)
@@ -511,15 +513,56 @@ class Engine:
 
     def take_events(self) -> list[BlockEvent]:
         """The block events of both pools since the last call; always empty without `events`."""
-        return [*self.ledger.pool.take_events(), *self.scheduler.take_events()]
+        self.flush_events()
+        taken, self._block_events = self._block_events, []
+        return taken
 
-    def stats(self) -> dict[str, int]:
-        """Those of `OffloadScheduler.stats`, and gauges of the device pool and the requests."""
-        pool = self.ledger.pool
+    def take_transfer_events(self) -> list[TransferEvent]:
+        """What has happened to jobs since the last call; always empty without `events`.
+
+        Every `TransferInitiated` is followed by one `TransferCompleted`.
+        """
+        self.flush_events()
+        taken, self._transfer_events = self._transfer_events, []
+        return taken
+
+    def flush_events(self) -> None:
+        """Write what has happened to the events file, as `poll` and `close` do. Raises nothing."""
+        if self._event_file is None and not self._keeps_events:
+            return
+        blocks = [*self.ledger.pool.take_events(), *self.scheduler.take_events()]
+        transfers = self.scheduler.take_transfer_events()
+        if self._event_file is not None:
+            self._event_file.write([*blocks, *transfers])
+        if self._keeps_events:
+            self._block_events += blocks
+            self._transfer_events += transfers
+
+    def stats(self) -> dict[str, float]:
+        """Those of `OffloadScheduler.stats`, and what only the whole engine knows.
+
+        Counters: device_query_tokens (in whole blocks, that admitted requests looked for) and
+        device_hit_tokens (found), device_evicted_blocks; of transfers that went well, all ranks,
+        stored_bytes, loaded_bytes, and store_seconds and load_seconds from their submission until
+        `poll` or `end` saw their end; lost_events (that the events file lacks). Gauges: requests,
+        device_blocks_free, device_blocks_cached. And device_capacity_tokens.
+
+        May be called from any thread.
+        """
+        pool, counts, file = self.ledger.pool, self._counts, self._event_file
         return self.scheduler.stats() | {
             "requests": len(self._requests),
             "device_blocks_free": pool.num_free,
             "device_blocks_cached": pool.num_cached,
+            "device_evicted_blocks": pool.num_evicted,
+            "device_capacity_tokens": counts.capacity_tokens,
+            "device_query_tokens": counts.query_tokens,
+            "device_hit_tokens": counts.hit_tokens,
+            "stored_bytes": counts.num_bytes["store"],
+            "loaded_bytes": counts.num_bytes["load"],
+            "store_seconds": counts.seconds["store"],
+            "load_seconds": counts.seconds["load"],
+            "lost_events": 0 if file is None else file.num_lost,
         }
 
     def check(self) -> None:
@@ -545,15 +588,18 @@ class Engine:
 
         Requests can still be finished and looked at; those that were loading never will run.
         """
-        for mover in self.movers:
-            mover.close()
+        self._ranks.close()
         for end in self.scheduler.end_all():
             self.ledger.pool.unpin(end.block_ids)
         for request in self._requests.values():
             if request.state == "loading":
                 request.state, request.load_id = "stranded", 0
         self._transfers.clear()
-        self.arena.close()
+        for arena in self.arenas:
+            arena.close()
+        self.flush_events()
+        if self._event_file is not None:
+            self._event_file.close()
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -571,7 +617,7 @@ class Engine:
     # -- within --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self.arena.closed:
+        if self.arenas[0].closed:
             raise StateError("this Engine is closed; build a new one")
 
     def _no_blocks(self) -> list[int]:
@@ -617,7 +663,9 @@ class Engine:
             np.concatenate(appended),
             np.cumsum([0, *map(len, appended)], dtype=np.int32),
         )
-        size, lengths = self.ledger.hash_block_size, iter(map(len, appended))
+        # The next slot: what does not fill one is not stored.
+        size = self.ledger.hash_block_size * self._blocks_per_slot
+        lengths = iter(map(len, appended))
         for _, request, count in due:
             request.num_told = [told + next(lengths) for told in request.num_told]
             request.due_tokens = (count // size + 1) * size
@@ -650,12 +698,22 @@ class Engine:
             self.scheduler.release(self._refused_id)
         self._refused_id = request_id
 
-    def _deadline(self) -> float | None:
-        if self._load_timeout_s is None:
-            return None
+    def _now_s(self) -> float:
         if not isfinite(now_s := self._clock()):
             raise ConfigError(f"the clock says {now_s}; it must tell finite seconds")
-        return now_s + self._load_timeout_s
+        return now_s
+
+    def _capacity_tokens(self, groups: Sequence[Group]) -> int:
+        """Of prompts, on the device, where every group keeps all of its blocks."""
+        size, num_usable = self.ledger.hit_block_size, self.ledger.pool.num_blocks - 1
+        return num_usable // sum(size // group.block_size for group in groups) * size
+
+    def _count_query(self, request: "_Request", num_tokens: int, num_hit: int) -> None:
+        """Count what an admitted request looked for on the device, and found."""
+        size = self.ledger.hit_block_size
+        num_known = len(request.hashes) * self.ledger.hash_block_size
+        self._counts.query_tokens += min(num_tokens - 1, num_known) // size * size
+        self._counts.hit_tokens += num_hit
 
     def _waiting_for(self, transfer: Transfer) -> str | None:
         """The request that a load is to make run, unless it was finished, preempted or failed."""
@@ -663,32 +721,27 @@ class Engine:
         waits = request is not None and request.load_id == transfer.job.job_id
         return transfer.request_id if waits else None
 
-    def _start(
-        self,
-        direction: Literal["store", "load"],
-        job: Job,
-        after: Event,
-        request_id: str | None = None,
-        num_tokens: int = 0,
-    ) -> Transfer:
-        """Pin the blocks of a planned job and submit its copies; one that is refused has failed."""
-        self.ledger.pool.pin(job.block_ids)
-        num_bytes = int(np.diff(job.offsets) @ self._block_bytes)
-        transfer = Transfer(job, direction, num_bytes, [], request_id, num_tokens)
-        self._transfers[job.job_id] = transfer
-        for mover, (begin, end) in zip(self.movers, pairwise(job.offsets.tolist()), strict=True):
-            if begin == end:
-                continue
-            ids, slots = job.block_ids[begin:end], job.host_slots[begin:end]
-            try:
-                if direction == "store":
-                    ticket = mover.store(ids, slots, after=after)
-                else:
-                    ticket = mover.load(slots, ids, after=after)
-            except KvstowError as error:
-                ticket = _Refused(error)
-            transfer.tickets.append(ticket)
-        return transfer
+    def _start(self, transfer: Transfer, after: Event) -> None:
+        """Pin the blocks of a planned job and submit its copies."""
+        self.ledger.pool.pin(transfer.job.block_ids)
+        self._transfers[transfer.job.job_id] = transfer
+        self._ranks.submit(transfer, after)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What neither ledger nor scheduler counts: the tokens of lookups, bytes, and time."""
+
+    capacity_tokens: int
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    num_bytes: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: {"store": 0.0, "load": 0.0})
+
+    def ended(self, transfer: Transfer, end_s: float) -> None:
+        """Count a transfer that went well."""
+        self.num_bytes[transfer.direction] += transfer.num_bytes
+        self.seconds[transfer.direction] += end_s - transfer.begin_s
 
 
 @dataclass(slots=True)
@@ -711,32 +764,6 @@ class _Request:
     state: Literal["added", "loading", "running", "stranded"] = "added"
     load_id: int = 0
     recompute: bool = False
-
-
-class _Refused(Ticket):
-    """The ticket of a copy that its mover has not taken on."""
-
-    def __init__(self, error: KvstowError) -> None:
-        self._error = TransferError(f"the mover refused the transfer: {error}")
-        self._error.__cause__ = error
-
-    def poll(self) -> bool:
-        return True
-
-    @property
-    def error(self) -> TransferError:
-        return self._error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        raise self._error
-
-
-def _went_well(ticket: Ticket) -> bool:
-    try:
-        ticket.wait()
-    except TransferError:
-        return False
-    return True
 
 
 def _check_event(after: Event) -> None:

@@ -73,6 +73,11 @@ impl LedgerPool {
         self.with(|pool| pool.num_cached())
     }
 
+    #[getter]
+    fn num_evicted(&self) -> usize {
+        self.with(|pool| pool.num_evicted())
+    }
+
     /// As `BlockPool.pin`.
     fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::pin)

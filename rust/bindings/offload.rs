@@ -362,9 +362,11 @@ impl OffloadScheduler {
             ("jobs_in_flight", stats.jobs_in_flight),
             ("late_jobs", stats.late_jobs),
             ("pending_lookups", stats.pending_lookups),
+            ("query_tokens", stats.query_tokens),
             ("hit_tokens", stats.hit_tokens),
             ("quarantined_jobs", stats.quarantined_jobs),
             ("quarantined_blocks", stats.quarantined_blocks),
+            ("capacity_tokens", stats.capacity_tokens),
         ];
         let dict = PyDict::new(py);
         entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;

@@ -87,6 +87,11 @@ impl BlockPool {
         self.with(|pool| pool.num_cached())
     }
 
+    #[getter]
+    fn num_evicted(&self) -> usize {
+        self.with(|pool| pool.num_evicted())
+    }
+
     /// Bytes of memory the accounting itself takes.
     #[getter]
     fn memory_bytes(&self) -> usize {

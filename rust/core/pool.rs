@@ -59,6 +59,7 @@ pub struct BlockPool {
     num_free: usize,
     /// Every member from the head up to this one is pinned; null: none is known to be.
     passed: BlockId,
+    num_evicted: usize,
     width: HashWidth,
     log: Option<EventLog>,
 }
@@ -86,6 +87,7 @@ impl BlockPool {
             index: Index::new(count),
             num_free: num_blocks - 1,
             passed: BlockId::NULL,
+            num_evicted: 0,
             width: HashWidth::default(),
             log: events.map(EventLog::new),
         })
@@ -104,6 +106,11 @@ impl BlockPool {
     /// Blocks that hold a key.
     pub fn num_cached(&self) -> usize {
         self.index.num_cached()
+    }
+
+    /// Blocks that have lost their key to an allocation, since construction.
+    pub fn num_evicted(&self) -> usize {
+        self.num_evicted
     }
 
     /// Blocks that can never be all taken at once: all but the null block.
@@ -184,7 +191,9 @@ impl BlockPool {
         for id in taken {
             self.refs[id.index()] = 1;
         }
+        let num_cached = self.num_cached();
         self.drop_keys(taken);
+        self.num_evicted += num_cached - self.num_cached();
         self.num_free -= n;
         Ok(())
     }

@@ -154,8 +154,10 @@ def test_what_was_stored_comes_back() -> None:
     assert {name: num for name, num in rig.scheduler.stats().items() if num} == {
         "stored_blocks": 4,
         "loaded_blocks": 3,
+        "query_tokens": 4 * BLOCK_SIZE,
         "hit_tokens": 3 * BLOCK_SIZE,
         "resident_blocks": 4,
+        "capacity_tokens": 8 * BLOCK_SIZE,
     }
     # Of the second request only what the host does not have is stored.
     rest = some(rig.compute("second", 4))
@@ -340,7 +342,10 @@ def test_a_failed_store_gives_its_slots_back() -> None:
     job = some(rig.compute("a", 2))
     assert not rig.end(job, ok=False).ok
     assert rig.found("abc") == 0
-    assert {name: num for name, num in rig.scheduler.stats().items() if num} == {"failed_stores": 1}
+    assert {name: num for name, num in rig.scheduler.stats().items() if num} == {
+        "failed_stores": 1,
+        "capacity_tokens": 3 * BLOCK_SIZE,
+    }
     # The next step that confirms more of this request stores it from its start.
     rig.end(some(rig.compute("a", 3)))
     assert rig.found("abc") == 3
@@ -904,6 +909,41 @@ def test_of_a_slot_of_several_blocks_only_what_is_missing_is_loaded() -> None:
     assert scheduler.stats()["loaded_blocks"] == 3
     assert scheduler.stats()["stored_blocks"] == 6
     scheduler.check()
+
+
+def test_a_query_counts_once_however_often_a_request_asks() -> None:
+    rig = Rig(num_host_blocks=8)
+    rig.keep("ab")
+    rig.add("loads", "abc")
+    rig.scheduler.lookup("loads", 0, ALL)
+    loads = rig.load("loads", 2)
+    assert rig.stat("query_tokens") == 3 * BLOCK_SIZE
+    rig.add("waits", "wxyz")
+    for num_local in 0, 2, 1:
+        rig.scheduler.lookup("waits", num_local * BLOCK_SIZE, 4 * BLOCK_SIZE - 1)
+    assert rig.stat("query_tokens") == 3 * BLOCK_SIZE, "it still waits"
+    for num_blocks in 2, 3:
+        rig.compute("waits", num_blocks)
+    # Of 4 blocks one is on the device, and of the last a token is left to compute.
+    assert rig.stat("query_tokens") == (3 + 2) * BLOCK_SIZE
+    rig.end(loads)
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks_per_slot", "num_tokens"),
+    [
+        ([FullAttention(4)], 1, 40),
+        ([FullAttention(4)], 3, 120),
+        # 12 tokens are 3 blocks of 4 and 2 of 6: 10 slots hold that twice.
+        ([FullAttention(4), SlidingWindow(6, 20)], 1, 24),
+        ([FullAttention(4), FullAttention(4)], 2, 40),
+    ],
+)
+def test_capacity_in_tokens_counts_the_blocks_of_all_groups(
+    groups: list[FullAttention | SlidingWindow], blocks_per_slot: int, num_tokens: int
+) -> None:
+    scheduler = OffloadScheduler(10, groups, blocks_per_slot=blocks_per_slot)
+    assert scheduler.stats()["capacity_tokens"] == num_tokens
 
 
 def test_slots_that_cannot_be_are_refused() -> None:

@@ -143,6 +143,17 @@ def test_ids_come_in_any_integer_form(form: str) -> None:
     pool.check()
 
 
+def test_only_what_an_allocation_takes_counts_as_evicted() -> None:
+    pool = BlockPool(6)
+    pool.cache(pool.allocate(4), NAMES[:4])
+    assert pool.num_evicted == 0
+    pool.free([1, 2, 3, 4])
+    pool.evict([1])
+    pool.allocate(1)  # the one that never held anything
+    pool.allocate(3)
+    assert pool.num_evicted == 2
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if "numpy" not in form])
 def test_no_ids_are_fine_in_any_form(form: str) -> None:
     pool = BlockPool(4)

@@ -61,6 +61,8 @@ def prepared(
     max_requests: int = 256,
     model: ReplayModel | None = None,
     faults: int | None = None,
+    world_size: int = 1,
+    blocks_per_slot: int = 1,
 ) -> Iterator[ReplayEngine]:
     """An engine for the trace, not yet run; instant copies unless a bandwidth is given."""
     config = ReplayConfig(
@@ -70,6 +72,8 @@ def prepared(
         max_step_tokens=max_step_tokens,
         max_requests=max_requests,
         faults=faults,
+        world_size=world_size,
+        blocks_per_slot=blocks_per_slot,
     )
     engine = ReplayEngine(of, config, observer=observer or Checked(), model=model)
     try:

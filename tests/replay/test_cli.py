@@ -131,16 +131,18 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, "--limit", "3", "--device-blocks", "400", "--host-blocks", "77", "--verify", "off",
         "--step-ms", "1", "--prefill-token-ms", "2", "--decode-request-ms", "3",
         "--max-step-tokens", "1000", "--max-requests", "5", "--bandwidth", "inf", "--layers", "1",
-        "--bytes-per-token", "16",
+        "--bytes-per-token", "16", "--world-size", "2", "--blocks-per-slot", "3", "--events",
+        os.devnull,
     )  # fmt: skip
 
     assert found["options"] == {
         "device_blocks": 400, "host_blocks": 77, "policy": "lru", "mode": "eager", "mover": "auto",
         "verify": "off", "step_ms": 1.0, "prefill_token_ms": 2.0, "decode_request_ms": 3.0,
         "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "model": "full",
-        "num_layers": 1, "bytes_per_token": 16, "faults": None,
+        "num_layers": 1, "bytes_per_token": 16, "faults": None, "world_size": 2,
+        "blocks_per_slot": 3, "events_path": os.devnull,
     }  # fmt: skip
-    assert found["bytes_stored"] == 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
+    assert found["bytes_stored"] == 2 * 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
     assert found["verified_blocks"] == 0
 
 
@@ -268,7 +270,8 @@ def test_a_corrupt_block_is_status_1(
     assert captured.err.startswith(
         f"corrupt: request {first['request']}: block {first['position']} (id {first['trace_id']}) "
         "of group 0 (full attention) is corrupt in the host tier: "
-        f"device block {first['device_block']}, loaded from host slot {first['host_slot']}\n"
+        f"device block {first['device_block']} of rank 0, "
+        f"loaded from host slot {first['host_slot']}\n"
     )
 
 

@@ -171,7 +171,7 @@ def test_blocks_loaded_into_each_others_place_are_reported() -> None:
 def test_what_is_looked_at(verify: Verify, num_checked: int) -> None:
     """Of device memory that holds nothing but garbage; a sample goes by the digest's high bits."""
     with prepared(trace(request(1, range(64))), device_blocks=66) as engine:
-        verifier = Verifier(engine.model, engine.memory, engine.arena, verify)
+        verifier = Verifier(engine.model, engine.memory, engine.kv.arenas, verify)
         keys = np.array([high << 60 | low for high in range(16) for low in range(4)], np.uint64)
         someone = Request.arrived(engine.trace.requests[0], BLOCK)
         verifier.check_table(someone, 0, np.arange(1, 65), keys, 64 * BLOCK)

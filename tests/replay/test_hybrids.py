@@ -322,7 +322,7 @@ def test_the_null_block_is_wrong_only_where_it_would_be_read(group: int) -> None
         for position in range(num_full):
             table = whole.copy()
             table[position] = 0
-            verifier = Verifier(engine.model, engine.memory, engine.arena, "all")
+            verifier = Verifier(engine.model, engine.memory, engine.kv.arenas, "all")
             verifier.check_table(someone, group, table, keys, num_tokens)
             found += [report.position for report in verifier.reports]
         assert found == list(range(num_unread, num_full))

@@ -118,12 +118,11 @@ def test_the_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failed_load_that_counts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(transfer: Transfer) -> bool:
-        really_wait(transfer)
-        return True
+    def outcomes(transfer: Transfer) -> list[bool]:
+        return [True for _ in real_outcomes(transfer)]
 
-    really_wait = Transfer.wait
-    monkeypatch.setattr(Transfer, "wait", wait)
+    real_outcomes = Transfer.outcomes
+    monkeypatch.setattr(Transfer, "outcomes", outcomes)
 
     assert replayed(1, "jamba").verifier.num_corrupt > 0
 

@@ -42,6 +42,43 @@ def test_slots_are_aligned_rows(slot_bytes: int, stride: int) -> None:
         assert (arena.slots == np.arange(1, 6)[:, None]).all()
 
 
+@pytest.mark.parametrize(
+    ("slot_bytes", "slots_per_run", "stride"),
+    [
+        (1000, 1, 4096),
+        (1000, 2, 2048),
+        (1000, 4, 1024),
+        (1024, 16, 1024),
+        (1025, 16, 1280),
+        (1, 1024, 64),  # as a cache line, no less
+        (1000, 6, 2048),  # two parts of a page are whole only twice
+        (1000, 3, 4096),
+        (70_000, 4, 70_656),
+    ],
+)
+def test_runs_of_slots_lie_tight_and_begin_at_a_page(
+    slot_bytes: int, slots_per_run: int, stride: int
+) -> None:
+    with HostArena(3 * slots_per_run, slot_bytes, slots_per_run=slots_per_run) as arena:
+        assert (arena.slot_stride_bytes, arena.slots_per_run) == (stride, slots_per_run)
+        assert arena.slots.shape == (3 * slots_per_run, slot_bytes)
+        runs = arena.base_address + np.arange(3) * slots_per_run * arena.slots.strides[0]
+        assert not (runs % 4096).any()
+
+
+@pytest.mark.parametrize(
+    ("slots_per_run", "named"),
+    [
+        (0, "slots_per_run is 0, outside 1 to 6"),
+        (7, "slots_per_run is 7"),
+        (4, "num_slots is 6, no multiple of slots_per_run 4"),
+    ],
+)
+def test_runs_that_cannot_be_are_named(slots_per_run: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        HostArena(6, 100, slots_per_run=slots_per_run)
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statm")
 def test_untouched_memory_costs_nothing_and_prefault_touches_all() -> None:
     num_slots, slot_bytes = 64, 1 << 20

@@ -47,6 +47,9 @@ class _Options(TypedDict):
     num_layers: int | None
     bytes_per_token: int | None
     faults: int | None
+    world_size: int
+    blocks_per_slot: int
+    events_path: str | None
 
 
 def _choice(name: str, choices: Sequence[str], text: str) -> Callable[[_Command], _Command]:
@@ -113,6 +116,14 @@ def _number(
     metavar="SEED",
     help="Let some copies land late, some fail, and some loads get lost: they are given up after "
     "5 s of virtual time, and land later. A seed stands for one run.",
+)
+@_number("--world-size", 1, "Ranks, each with a shard of every block, on the device and the host.")
+@_number("--blocks-per-slot", 1, "Consecutive blocks that a host slot holds; eager, full model.")
+@click.option(
+    "--events",
+    "events_path",
+    metavar="FILE",
+    help="Append what happens to blocks and transfers, as JSON lines in virtual time.",
 )
 def replay(
     trace: Path | None,

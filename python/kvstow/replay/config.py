@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvstow._core import ConfigError
 from kvstow.replay.model import MODELS, ReplayModel, build_model
-from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
+from kvstow.transfer.arena import slot_stride_bytes
 
 __all__ = ["ReplayConfig", "Verify", "link_bytes_per_s"]
 
@@ -25,6 +25,8 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 _MAX_COUNT = 2**31 - 1
+_MAX_WORLD_SIZE = 64  # each has two threads per group
+_MAX_BLOCKS_PER_SLOT = 1024
 _MAX_STEP_MS = 1e6
 
 
@@ -59,6 +61,9 @@ class ReplayConfig:
         num_layers: layers whose K and V a block of the full model holds; None for its own.
         bytes_per_token: of the full model's KV, all layers; None for its own.
         faults: a seed for copies that are late, fail or get lost; None for none.
+        world_size: ranks that each hold, and copy, a shard of every block.
+        blocks_per_slot: consecutive blocks of a prompt that a host slot holds.
+        events_path: a file that the events are appended to; None for none.
 
     Raises:
         ConfigError: naming the option, its value and its bounds.
@@ -80,6 +85,9 @@ class ReplayConfig:
     num_layers: int | None = None
     bytes_per_token: int | None = None
     faults: int | None = None
+    world_size: int = 1
+    blocks_per_slot: int = 1
+    events_path: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("device-blocks", self.device_blocks, at_least=2)
@@ -97,6 +105,8 @@ class ReplayConfig:
             _check_count("bytes-per-token", self.bytes_per_token)
         if self.faults is not None:
             _check_count("faults", self.faults, at_least=0)
+        _check_count("world-size", self.world_size, at_most=_MAX_WORLD_SIZE)
+        _check_count("blocks-per-slot", self.blocks_per_slot, at_most=_MAX_BLOCKS_PER_SLOT)
         for name, value in (
             ("step-ms", self.step_ms),
             ("prefill-token-ms", self.prefill_token_ms),
@@ -120,13 +130,16 @@ class ReplayConfig:
 
     def check_memory(self, model: ReplayModel) -> None:
         """Raise `ConfigError` where both pools cannot be in memory."""
-        slot_bytes = -(-model.slot_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-        needed_bytes = self.device_blocks * (model.page_bytes + _ACCOUNTING_BYTES)
+        slot_bytes = slot_stride_bytes(model.slot_bytes, self.blocks_per_slot)
+        slot_bytes *= self.blocks_per_slot * self.world_size
+        page_bytes = model.page_bytes * self.world_size
+        needed_bytes = self.device_blocks * (page_bytes + _ACCOUNTING_BYTES)
         needed_bytes += self.host_blocks * (slot_bytes + _ACCOUNTING_BYTES)
         if needed_bytes > (memory_bytes := _memory_bytes()):
             raise ConfigError(
-                f"{self.device_blocks} device and {self.host_blocks} host blocks of "
-                f"{model.slot_bytes} bytes need {needed_bytes / 2**30:.1f} GiB; this machine "
+                f"{self.device_blocks} device and {self.host_blocks * self.blocks_per_slot} host "
+                f"blocks of {model.slot_bytes * self.world_size} bytes need "
+                f"{needed_bytes / 2**30:.1f} GiB; this machine "
                 f"has {memory_bytes / 2**30:.1f} GiB. Take fewer blocks or fewer bytes-per-token"
             )
 

@@ -118,8 +118,12 @@ def page_shape(geometries: Sequence[Geometry]) -> tuple[int, int]:
     return num_regions, max(geometry.region_bytes for geometry in geometries)
 
 
-def device_memory(num_blocks: int, geometries: Sequence[Geometry]) -> "list[GroupMemory]":
-    """The replay's device: a layer-major KV cache in plain memory, as each group sees it.
+def device_memory(
+    num_blocks: int, geometries: Sequence[Geometry], rank: int = 0
+) -> "list[GroupMemory]":
+    """One rank's device: a layer-major KV cache in plain memory, as each group sees it.
+
+    What a block holds differs from rank to rank, as the shards of a model do.
 
     Block i of one group and block i of another overlay each other, wherever that fits:
 
@@ -131,7 +135,8 @@ def device_memory(num_blocks: int, geometries: Sequence[Geometry]) -> "list[Grou
     pages = np.full((num_regions, num_blocks, region_bytes), GARBAGE, dtype=np.uint8)
     return [
         GroupMemory(
-            pages[: geometry.num_regions, :, : geometry.region_bytes], Content(geometry, group)
+            pages[: geometry.num_regions, :, : geometry.region_bytes],
+            Content(geometry, rank * len(geometries) + group),
         )
         for group, geometry in enumerate(geometries)
     ]

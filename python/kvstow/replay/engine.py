@@ -21,6 +21,7 @@ The clock of the machine is read only to say what the accounting cost.
 import random
 import time
 from collections import deque
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,8 @@ class ReplayEngine:
 
     Attributes:
         kv: what accounts and moves, told what the time is and when a copy has landed.
+        memory: what computes, one per group, rank by rank.
+        arena: the host memory of the first rank.
 
     Args:
         model: instead of the one that `config` names; its block size is the trace's.
@@ -80,16 +83,20 @@ class ReplayEngine:
         self.figures = Figures()
         self._block_size = trace.block_size
         self._watch = Stopwatch()
-        self.memory = device_memory(config.device_blocks, self.model.geometries)
+        self.now_s = trace.requests[0].arrival_s
+        self.memory = [
+            group
+            for rank in range(config.world_size)
+            for group in device_memory(config.device_blocks, self.model.geometries, rank)
+        ]
         self.kv = self._build_kv(max_blocks)
-        self.arena = self.kv.arena
+        self.arena = self.kv.arenas[0]
         block_bytes = [geometry.block_bytes for geometry in self.model.geometries]
         self.links = Links(block_bytes, config.bytes_per_s(self.model))
-        self.verifier = Verifier(self.model, self.memory, self.arena, config.verify)
+        self.verifier = Verifier(self.model, self.memory, self.kv.arenas, config.verify)
         num_seats = min(config.max_requests, len(trace.requests))
         self.batch = Batch(len(self.model.groups), num_seats, max_blocks)
         self.waiting: deque[Request] = deque()
-        self.now_s = trace.requests[0].arrival_s
         self._coming: deque[TraceRequest] = deque(trace.requests)
         self._loading: dict[str, int] = {}  # the seats of the requests that load
         self._num_landed_loads = 0
@@ -103,16 +110,24 @@ class ReplayEngine:
                 return FaultyMover(layout, arena, chances)
             return UntimedMover(layout, arena, self._watch)
 
+        layouts = [BlockLayout.from_arrays(group.regions) for group in self.memory]
+        num_groups = len(self.model.groups)
+        ranks = [
+            layouts[first : first + num_groups] for first in range(0, len(layouts), num_groups)
+        ]
         return Engine(
             config.device_blocks,
             config.host_blocks,
             [group.attention for group in self.model.groups],
-            [BlockLayout.from_arrays(group.regions) for group in self.memory],
+            ranks if config.world_size > 1 else layouts,
             mode=config.mode,
             horizon_blocks=self._horizon_blocks(max_blocks) if config.mode == "lazy" else None,
             policy=config.policy,
             load_timeout_s=None if seed is None else LOAD_TIMEOUT_S,
             clock=lambda: self.now_s,
+            world_size=config.world_size,
+            blocks_per_slot=config.blocks_per_slot,
+            events_path=config.events_path,
             mover=mover,
         )
 
@@ -144,6 +159,7 @@ class ReplayEngine:
         while transfer := self.links.due(self.now_s):
             self._land(transfer)
         self._expire()
+        self.kv.flush_events()
         self._arrive()
         seats, tokens, all_fitted = self._schedule()
         admitted: list[tuple[int, int]] = []
@@ -402,7 +418,7 @@ class ReplayEngine:
         single = stop - start == 1
         one, (block, offset) = seats[single], np.divmod(start[single], size)
         chunks = list(zip(*(part[~single].tolist() for part in (seats, start, stop)), strict=True))
-        for memory, tables in zip(self.memory, batch.tables, strict=True):
+        for memory, tables in zip(self.memory, cycle(batch.tables), strict=False):
             memory.write_tokens(tables[one, block], batch.keys[one, block], offset)
             for seat, begin, end in chunks:
                 memory.write_range(tables[seat], batch.keys[seat], begin, end)

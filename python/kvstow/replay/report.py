@@ -110,7 +110,8 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     yield "blocks stored", f"{figures.stored:,}", _mib(figures.stored_bytes)
     yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded_bytes)
     yield "evicted, device", f"{num_evicted:,}", f"from {config.device_blocks:,} blocks"
-    yield "evicted, host", f"{stats['evicted_blocks']:,}", f"from {config.host_blocks:,} blocks"
+    unit = "blocks" if config.blocks_per_slot == 1 else "slots"
+    yield "evicted, host", f"{stats['evicted_blocks']:,}", f"from {config.host_blocks:,} {unit}"
     if stats["dropped_blocks"]:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:
@@ -118,6 +119,12 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
         yield "failed", failed, "jobs that store / load"
     if figures.late_loads:
         yield "late loads", f"{figures.late_loads:,}", "of these, past their deadline"
+    if config.world_size > 1:
+        yield "ranks", f"{config.world_size}", "each with a shard of every block"
+    if config.blocks_per_slot > 1:
+        yield "blocks per slot", f"{config.blocks_per_slot}", "consecutive ones of a prompt"
+    if stats["lost_events"]:
+        yield "events lost", f"{stats['lost_events']:,}", f"{config.events_path} is not written"
     if config.faults is not None:
         yield "faults", f"{config.faults}", "the seed of copies made late, failing or lost"
     yield None

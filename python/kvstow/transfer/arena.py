@@ -6,11 +6,19 @@ base (4 KiB aligned)
 ```
 
 One address per block, one copy per run of slots, one I/O per block for the tiers below.
+
+Where a tier keeps k blocks under one key, k slots make a run that begins at 4 KiB, and lie in it as
+tight as even spacing allows: slot i is at base + i * stride all the same.
+
+```
+|slot 0|pad|slot 1|pad| ... |slot k - 1|pad|slot k|pad| ...      k * stride is a multiple of 4 KiB
+```
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -23,6 +31,8 @@ from kvstow._core import ConfigError, StateError
 from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS, checked_int
 
 SLOT_ALIGNMENT_BYTES = 4096
+# Of a slot within a run: a cache line, and what a device's widest access asks for.
+_MIN_ALIGNMENT_BYTES = 64
 _MAX_PREFAULT_THREADS = 1024
 _PREFAULT_CHUNK_BYTES = 64 << 20
 
@@ -33,12 +43,21 @@ class HostArena:
     Slots are 0 to `num_slots - 1`, all usable. Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, num_prefault_threads: int = 0) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        slots_per_run: int = 1,
+        num_prefault_threads: int = 0,
+    ) -> None:
         """Map the memory.
 
         Args:
             num_slots: blocks the arena holds.
             slot_bytes: bytes of one block over all regions: `BlockLayout.slot_bytes`.
+            slots_per_run: slots that belong together, `OffloadScheduler`'s `blocks_per_slot`; it
+                divides `num_slots`.
             num_prefault_threads: have this many threads touch every page now, so that no copy
                 meets a page fault; 0 leaves it to the first writes.
 
@@ -58,8 +77,15 @@ class HostArena:
             _MAX_PREFAULT_THREADS,
             "pass about the number of cores, or 0 for no prefault",
         )
-        num_units = -(-self._slot_bytes // SLOT_ALIGNMENT_BYTES)
-        self._slot_stride_bytes = num_units * SLOT_ALIGNMENT_BYTES
+        self._slots_per_run = checked_int(
+            "slots_per_run", slots_per_run, 1, self._num_slots, "pass the blocks of a tier's slot"
+        )
+        if self._num_slots % self._slots_per_run:
+            raise ConfigError(
+                f"num_slots is {self._num_slots}, no multiple of slots_per_run "
+                f"{self._slots_per_run}; pass the slots of whole runs"
+            )
+        self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
         self._map = self._map_memory()
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self._base_address = memory.ctypes.data
@@ -105,8 +131,16 @@ class HostArena:
 
     @property
     def slot_stride_bytes(self) -> int:
-        """From the start of one slot to the next: `slot_bytes` rounded up to 4 KiB."""
+        """From the start of one slot to the next: `slot_bytes` rounded up to 4 KiB.
+
+        In runs of several slots to less, such that each run begins at a multiple of 4 KiB.
+        """
         return self._slot_stride_bytes
+
+    @property
+    def slots_per_run(self) -> int:
+        """Slots that belong together, the first of them at a multiple of 4 KiB."""
+        return self._slots_per_run
 
     @property
     def num_bytes(self) -> int:
@@ -151,6 +185,13 @@ class HostArena:
     ) -> None:
         """Close it."""
         self.close()
+
+
+def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
+    """From one slot to the next, such that a run of them ends at a multiple of 4 KiB."""
+    shared = math.gcd(slots_per_run, SLOT_ALIGNMENT_BYTES)
+    alignment = max(SLOT_ALIGNMENT_BYTES // shared, _MIN_ALIGNMENT_BYTES)
+    return -(-slot_bytes // alignment) * alignment
 
 
 def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int) -> None:

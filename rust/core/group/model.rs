@@ -110,6 +110,13 @@ impl Model {
         self.hit_block_size
     }
 
+    /// Tokens of prompts that so many blocks hold, where every group keeps all of its own.
+    pub fn capacity_tokens(&self, num_blocks: usize) -> usize {
+        let blocks_per_hit: usize =
+            self.groups.iter().map(|group| self.hit_block_size / group.block_size).sum();
+        num_blocks / blocks_per_hit * self.hit_block_size
+    }
+
     /// Block hashes that one block of the group covers. The last of them is its own.
     #[inline]
     pub(crate) fn hashes_per_block(&self, group: Group) -> usize {

@@ -35,6 +35,10 @@ impl OffloadScheduler {
             return Ok(None);
         }
         self.tier.pin(&slots)?;
+        let hit_block_size = self.model.hit_block_size();
+        let num_known = request.hashes.len() * self.model.hash_block_size();
+        let num_whole = max_tokens.min(num_known) / hit_block_size * hit_block_size;
+        request.num_queried = num_whole.saturating_sub(num_local_tokens);
         let num_tokens = end.saturating_sub(num_local_tokens);
         request.held = Held { slots, num_local_tokens, num_tokens };
         Ok(Some(num_tokens))
@@ -119,6 +123,7 @@ impl OffloadScheduler {
         let request = self.requests.get_mut(request_id)?;
         self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
         self.tier.begin_loads(&slots);
+        self.counters.query_tokens += std::mem::take(&mut request.num_queried);
         self.counters.hit_tokens += num_tokens;
         let hashes = std::mem::take(&mut request.hashes);
         self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);

@@ -72,6 +72,8 @@ struct Tracked {
     /// Per group.
     tables: Vec<Table>,
     held: Held,
+    /// Tokens its last lookup asked for. They count once it is served: who waits asks again.
+    num_queried: usize,
 }
 
 /// A request's blocks in one group.
@@ -106,6 +108,7 @@ struct Counters {
     failed_loads: usize,
     late_jobs: usize,
     pending_lookups: usize,
+    query_tokens: usize,
     hit_tokens: usize,
 }
 
@@ -177,6 +180,9 @@ pub struct OffloadStats {
     pub late_jobs: usize,
     /// Lookups that were told to ask again.
     pub pending_lookups: usize,
+    /// Tokens, in whole blocks, that lookups asked for; of each request its last lookup before it
+    /// was loaded or computed.
+    pub query_tokens: usize,
     /// Tokens that requests were spared to compute: accepted by loads.
     pub hit_tokens: usize,
     /// Now: jobs in flight, those in quarantine not counted.
@@ -185,6 +191,8 @@ pub struct OffloadStats {
     pub quarantined_jobs: usize,
     /// Now: device blocks that these jobs pin.
     pub quarantined_blocks: usize,
+    /// Tokens of prompts that the tier holds, where every group keeps all of its blocks.
+    pub capacity_tokens: usize,
 }
 
 impl OffloadScheduler {
@@ -348,10 +356,12 @@ impl OffloadScheduler {
             storing_blocks: self.tier.num_in_flight(),
             late_jobs: self.counters.late_jobs,
             pending_lookups: self.counters.pending_lookups,
+            query_tokens: self.counters.query_tokens,
             hit_tokens: self.counters.hit_tokens,
             jobs_in_flight: self.jobs.len() - late().count(),
             quarantined_jobs: late().count(),
             quarantined_blocks: late().map(|job| job.block_ids.len()).sum(),
+            capacity_tokens: self.slot_model.capacity_tokens(self.tier.num_slots()),
         }
     }
 

@@ -79,6 +79,7 @@ impl OffloadScheduler {
         let mut tails = Vec::new();
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             let request = self.requests.get_mut(request_id)?;
+            self.counters.query_tokens += std::mem::take(&mut request.num_queried);
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {
                 let table = &mut request.tables[index];
                 table.blocks.extend_from_slice(new_blocks[index]);

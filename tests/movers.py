@@ -1,0 +1,55 @@
+"""Movers that a test drives by hand."""
+
+from collections.abc import Callable
+
+from kvstow import TransferError
+from kvstow.transfer import BlockLayout, Event, HostArena, HostMover, Ticket
+from kvstow.transfer.mover import Ints
+
+
+class ManualTicket(Ticket):
+    """A copy that is made, or fails, when the test says so."""
+
+    def __init__(self, copy: Callable[[], Ticket]) -> None:
+        self._copy = copy
+        self._ended = False
+        self._error: TransferError | None = None
+
+    def land(self) -> None:
+        self._copy().wait()
+        self._ended = True
+
+    def fail(self) -> None:
+        self._error = TransferError("the test says so")
+        self._ended = True
+
+    def poll(self) -> bool:
+        return self._ended
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        assert self._ended, "an engine that polls does not wait"
+        if self._error is not None:
+            raise self._error
+
+
+class ManualMover(HostMover):
+    """Keeps every copy on its ticket."""
+
+    def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
+        super().__init__(layout, arena)
+        self.stores: list[ManualTicket] = []
+        self.loads: list[ManualTicket] = []
+
+    def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
+        submit = super().store
+        self.stores.append(ManualTicket(lambda: submit(block_ids, host_slots, after=after)))
+        return self.stores[-1]
+
+    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
+        submit = super().load
+        self.loads.append(ManualTicket(lambda: submit(host_slots, block_ids, after=after)))
+        return self.loads[-1]

@@ -1,0 +1,323 @@
+"""Metrics against figures that are counted some other way."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.movers import ManualMover
+from tests.replay.scenario import BLOCK as REPLAY_BLOCK
+from tests.replay.scenario import comes_back, prepared, pushed_out
+
+from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
+from kvstow.metrics import METRICS, MetricsCollector
+from kvstow.replay import BUNDLED_TRACE, Observer, ReplayConfig, ReplayEngine, read_trace
+from kvstow.replay.batch import Request
+from kvstow.transfer import READY, BlockLayout
+
+BLOCK = 4
+BLOCK_BYTES = 2 * BLOCK * 8  # both ranks
+DOCUMENT = list(range(16))  # 4 blocks
+DOCS = Path(__file__).parents[1] / "docs" / "observability.md"
+
+
+def scraped(collector: MetricsCollector) -> dict[str, float]:
+    """Every sample of a registry of its own, as `name` or `name label`."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    families = list(text_string_to_metric_families(text))
+    kinds = {metric.name.removesuffix("_total"): metric.kind for metric in METRICS}
+    assert all(family.documentation for family in families)
+    assert {family.name: family.type for family in families}.items() <= kinds.items()
+    samples = [sample for family in families for sample in family.samples]
+    assert len(samples) == len({(one.name, *one.labels.values()) for one in samples})
+    return {
+        " ".join([one.name.removeprefix("kvstow_"), *one.labels.values()]): one.value
+        for one in samples
+    }
+
+
+class Script:
+    """An engine of two ranks under a clock, and the metrics as they ought to be."""
+
+    def __init__(self, num_host_blocks: int) -> None:
+        self.now_s = 100.0
+        layouts = [[BlockLayout.from_arrays([np.zeros((10, BLOCK))])] for _ in range(2)]
+        self.kv = Engine(
+            10, num_host_blocks, [FullAttention(BLOCK)], layouts,
+            world_size=2, load_timeout_s=60.0, clock=lambda: self.now_s, mover=ManualMover,
+        )  # fmt: skip
+        self.collector = MetricsCollector(self.kv.stats)
+        self.expected: dict[str, float] = dict.fromkeys(scraped(self.collector), 0.0)
+        capacity = {"device": 9 * BLOCK, "host": num_host_blocks * BLOCK}
+        self.expect(**{f"capacity_tokens {tier}": num for tier, num in capacity.items()})
+
+    def expect(self, **changes: float) -> None:
+        """These metrics have changed by so much, and no other."""
+        for name, change in changes.items():
+            self.expected[name] += change
+        assert scraped(self.collector) == self.expected
+
+    def admit(self, name: str, tokens: list[int]) -> AdmissionState:
+        self.kv.add(name, hash_tokens(tokens, BLOCK))
+        return self.kv.admit(name, len(tokens), 100, after=READY).state
+
+    def end(self, which: str, *, fail: bool = False) -> None:
+        """The last store, or load, of both ranks ends."""
+        for rank, mover in enumerate(self.kv.movers):
+            assert isinstance(mover, ManualMover)
+            ticket = getattr(mover, which)[-1]
+            ticket.fail() if fail and rank else ticket.land()
+        self.kv.poll()
+
+
+def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
+    it = Script(num_host_blocks=6)
+    kv = it.kv
+    with kv:
+        assert it.admit("first", [*DOCUMENT, 5]) is AdmissionState.RUNS
+        it.expect(**{"prefix_query_tokens_total device": 16, "cached_blocks device": 4})
+
+        kv.computed(["first"], [17], after=READY)
+        it.expect(transfers_in_flight=1, **{"prefix_query_tokens_total host": 16})
+        it.now_s += 2.5
+        it.end("stores")
+        it.expect(
+            transfers_in_flight=-1,
+            **{
+                "transfer_blocks_total store": 4,
+                "transfer_bytes_total store": 4 * BLOCK_BYTES,
+                "transfer_seconds_total store": 2.5,
+                "cached_blocks host": 4,
+            },
+        )
+        kv.finish("first")
+
+        # One is hit on the device, and all is known to the host that is looked for.
+        assert it.admit("hit", [*DOCUMENT[:8], 9, 9, 9]) is AdmissionState.RUNS
+        it.expect(**{"prefix_query_tokens_total device": 8, "prefix_hit_tokens_total device": 8})
+        kv.finish("hit")
+
+        assert kv.ledger.pool.reset()
+        it.expect(**{"cached_blocks device": -4})
+        assert it.admit("loads", [*DOCUMENT, 6]) is AdmissionState.LOADS
+        it.expect(
+            transfers_in_flight=1,
+            **{
+                "prefix_query_tokens_total device": 16,
+                "prefix_query_tokens_total host": 16,
+                "prefix_hit_tokens_total host": 16,
+            },
+        )
+        assert it.admit("waits", [*DOCUMENT, 7]) is AdmissionState.PENDING
+        it.expect(pending_lookups_total=1)
+        kv.finish("waits")
+        it.now_s += 0.25
+        it.end("loads")
+        it.expect(
+            transfers_in_flight=-1,
+            **{
+                "transfer_blocks_total load": 4,
+                "transfer_bytes_total load": 4 * BLOCK_BYTES,
+                "transfer_seconds_total load": 0.25,
+                "cached_blocks device": 4,
+            },
+        )
+        kv.finish("loads")
+
+        # A second document: one block of the device and two slots of the host make room.
+        other = list(range(50, 66))
+        assert it.admit("other", [*other, 5, 5, 5, 5]) is AdmissionState.RUNS
+        it.expect(
+            **{
+                "prefix_query_tokens_total device": 16,
+                # Of 9 blocks 4 hold the first document; 5 are taken, and none of it is evicted.
+                "cached_blocks device": 5,
+            }
+        )
+        kv.computed(["other"], [16], after=READY)
+        it.expect(
+            transfers_in_flight=1,
+            **{
+                "prefix_query_tokens_total host": 16,
+                "evicted_blocks_total host": 2,
+                "cached_blocks host": -2,
+            },
+        )
+        it.now_s += 7
+        it.end("stores", fail=True)
+        it.expect(transfers_in_flight=-1, **{"transfer_failures_total store": 1})
+        kv.finish("other")
+        it.expect()
+
+        # A third one, for which the device gives up what has been used least recently.
+        assert it.admit("third", list(range(70, 86))) is AdmissionState.RUNS
+        it.expect(
+            **{
+                "prefix_query_tokens_total device": 12,
+                "evicted_blocks_total device": 4,
+                "cached_blocks device": 0,
+            }
+        )
+        kv.finish("third")
+
+        # What is left of the document on the host is loaded, and gets late.
+        assert kv.ledger.pool.reset()
+        it.expected["cached_blocks device"] = 0
+        assert it.admit("late", [*DOCUMENT, 8]) is AdmissionState.LOADS
+        it.expect(
+            transfers_in_flight=1,
+            **{
+                "prefix_query_tokens_total device": 16,
+                "prefix_query_tokens_total host": 16,
+                "prefix_hit_tokens_total host": 8,
+            },
+        )
+        it.now_s += 61
+        assert kv.poll().failed == ["late"]
+        it.expect(
+            transfers_in_flight=-1,
+            transfers_in_quarantine=1,
+            blocks_in_quarantine=2,
+            late_transfers_total=1,
+        )
+        it.end("loads")
+        it.expect(
+            transfers_in_quarantine=-1,
+            blocks_in_quarantine=-2,
+            **{"transfer_failures_total load": 1},
+        )
+        kv.finish("late")
+
+
+def test_what_the_host_has_no_room_for_is_dropped() -> None:
+    it = Script(num_host_blocks=2)
+    with it.kv as kv:
+        it.admit("large", [*DOCUMENT, 5])
+        kv.computed(["large"], [17], after=READY)
+        kv.finish("large")
+        assert scraped(it.collector)["dropped_blocks_total"] == 4 - 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_lost_events_are_counted() -> None:
+    layouts = [BlockLayout.from_arrays([np.zeros((10, BLOCK))])]
+    with Engine(10, 10, [FullAttention(BLOCK)], layouts, events_path="/dev/full") as kv:
+        collector = MetricsCollector(kv.stats)
+        kv.add("one", hash_tokens(DOCUMENT, BLOCK))
+        kv.admit("one", 16, 16, after=READY)
+        assert scraped(collector)["lost_events_total"] == 0
+        kv.poll()
+        assert scraped(collector)["lost_events_total"] == 1
+
+
+def test_a_scheduler_alone_has_what_it_counts() -> None:
+    scheduler = OffloadScheduler(4, [FullAttention(BLOCK)])
+    found = scraped(MetricsCollector(scheduler.stats))
+    assert found["capacity_tokens host"] == 16
+    assert "prefix_query_tokens_total host" in found
+    assert not [name for name in found if "device" in name or "bytes" in name]
+
+
+class Tally(Observer):
+    """Counts what a replay does from what it is told."""
+
+    def __init__(self) -> None:
+        self.hit_tokens = [0, 0]
+
+    def looked_up(
+        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+    ) -> None:
+        state = engine.kv._requests[request.name].state
+        if state != "added":
+            self.hit_tokens[0] += device_tokens
+            self.hit_tokens[1] += host_tokens
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_the_metrics_of_a_replay_are_its_figures(seed: int | None) -> None:
+    tally = Tally()
+    config = ReplayConfig(device_blocks=350, host_blocks=1500, faults=seed)
+    replay = ReplayEngine(read_trace(BUNDLED_TRACE, limit=150), config, observer=tally)
+    try:
+        replay.run()
+        found = scraped(MetricsCollector(replay.kv.stats))
+    finally:
+        replay.close()
+    figures = replay.figures
+    assert found["transfer_blocks_total load"] == figures.loaded > 0
+    assert found["transfer_bytes_total load"] == figures.loaded_bytes
+    assert found["transfer_bytes_total store"] == figures.stored_bytes
+    assert found["transfer_failures_total load"] == figures.failed_loads
+    assert found["transfer_failures_total store"] == figures.failed_stores
+    assert found["late_transfers_total"] == figures.late_loads
+    num_cached = replay.kv.ledger.pool.num_cached
+    assert found["evicted_blocks_total device"] == figures.published - num_cached > 0
+    hits = [found[f"prefix_hit_tokens_total {tier}"] for tier in ("device", "host")]
+    assert hits == tally.hit_tokens
+    for tier, num_hit in zip(("device", "host"), hits, strict=True):
+        assert 0 < num_hit < found[f"prefix_query_tokens_total {tier}"]
+
+
+def test_what_the_device_lacks_is_looked_for_on_the_host() -> None:
+    """Prompts of 4, 7 and twice 5 blocks; the last two begin as the first does, which is gone."""
+    of = pushed_out(8, comes_back(3, at_s=200), comes_back(4, at_s=300))
+    with prepared(of, device_blocks=9) as replay:
+        replay.run()
+        found = scraped(MetricsCollector(replay.kv.stats))
+    # Of each prompt a token, and so its last block, is left to compute.
+    assert found["prefix_query_tokens_total device"] == (3 + 6 + 4 + 4) * REPLAY_BLOCK
+    assert found["prefix_hit_tokens_total device"] == 4 * REPLAY_BLOCK
+    assert found["prefix_query_tokens_total host"] == (3 + 6 + 4) * REPLAY_BLOCK
+    assert found["prefix_hit_tokens_total host"] == 4 * REPLAY_BLOCK
+
+
+# -- names and words ---------------------------------------------------------------------------
+
+
+def test_every_metric_has_a_name_of_its_own_that_follows_the_conventions() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert re.fullmatch(r"kvstow_[a-z]+(_[a-z]+)*", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert (metric.label == "") == (list(metric.keys) == [""])
+        assert metric.text.endswith(".")
+
+
+def test_every_number_that_is_read_is_counted() -> None:
+    it = Script(num_host_blocks=2)
+    with it.kv as kv:
+        keys = [key for metric in METRICS for key in metric.keys.values()]
+        assert set(keys) <= kv.stats().keys()
+        assert len(set(keys)) == len(keys)
+
+
+def test_the_documentation_has_every_metric() -> None:
+    rows = re.findall(r"^\| `(kvstow_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", DOCS.read_text(), re.M)
+    expected = [
+        (
+            metric.name,
+            metric.kind,
+            f"`{metric.label}`: {', '.join(metric.keys)}" if metric.label else "",
+            metric.text,
+        )
+        for metric in METRICS
+    ]
+    assert rows == expected
+
+
+def test_without_the_extra_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['prometheus_client'] = None; import kvstow.metrics"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: kvstow.metrics needs prometheus_client: pip install 'kvstow[metrics]'"
+    )
