@@ -19,11 +19,9 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
     TORCH_COMPILE_DISABLE="1",
-    # These models are too small for threads: waiting for one another would take all the time.
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import (
@@ -58,7 +56,9 @@ class Answer:
 
 def prompts(num_prompts: int, num_tokens: int, seed: int = 1) -> list[list[int]]:
     choose = random.Random(seed)
-    return [[choose.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(num_prompts)]
+    return [
+        [choose.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(num_prompts)
+    ]
 
 
 def difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
@@ -98,6 +98,8 @@ class Engine:
             "seed": 0,
         }
         self.llm = LLM(model=str(model), **(defaults | settings))
+        # These models are too small for threads: on a busy machine they would wait for each other.
+        torch.set_num_threads(1)
         self.core = self.llm.llm_engine.engine_core.engine_core
 
     @property

@@ -60,7 +60,7 @@ def make_model(config: dict[str, object], folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     loaded = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(loaded).to(torch.float32)
+    model = AutoModelForCausalLM.from_config(loaded).to(torch.float32)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -69,11 +69,9 @@ def make_model(config: dict[str, object], folder: Path, seed: int = 0) -> Path:
                 is_tied = "embed" in name and loaded.tie_word_embeddings
                 weight.normal_(0, 0.04 if is_tied else 0.15, generator=generator)
     model.save_pretrained(folder)
-    words = Tokenizer(
-        models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0")
-    )
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, unk_token="t0", bos_token="t1", eos_token="t2", pad_token="t0"
     ).save_pretrained(folder)
     return folder

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-
-from kvstow import TransferError
-from kvstow.transfer.mover import READY, Event, Ticket
 from tests.vllm import models
 from tests.vllm.engine import (
     BLOCK_SIZE,
@@ -22,6 +21,12 @@ from tests.vllm.engine import (
     difference,
     prompts,
 )
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvstow import TransferError
+from kvstow.transfer.mover import READY, Event, Ticket
+from kvstow.vllm.stats import ConnectorStats
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
@@ -55,7 +60,12 @@ def shared(reference: tuple[str, Path, list[Answer]]) -> Iterator[Engine]:
     engine = Engine(
         folder,
         num_blocks=num_blocks,
-        options={"num_cpu_blocks": num_host_blocks, "load_timeout_s": 30},
+        options={
+            "num_cpu_blocks": num_host_blocks,
+            "load_timeout_s": 30,
+            "events_path": str(folder / "events.jsonl"),
+        },
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
     )
     yield engine
     engine.close()
@@ -168,7 +178,7 @@ def test_a_failed_load_is_recomputed(engine: Engine, expected: list[Answer]) -> 
 class Losing(ChangedMover):
     """Loads never end until the test lets them."""
 
-    lost: list[Lost] = []
+    lost: ClassVar[list[Lost]] = []
 
     def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
         ticket = Lost()
@@ -236,8 +246,6 @@ def test_a_tier_too_small_for_one_request(engine: Engine, expected: list[Answer]
 
 
 def test_abort_storms_leak_nothing(engine: Engine, expected: list[Answer]) -> None:
-    from vllm import SamplingParams  # noqa: PLC0415
-
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
     core = engine.llm.llm_engine
     for storm in range(6):
@@ -255,7 +263,7 @@ def test_abort_storms_leak_nothing(engine: Engine, expected: list[Answer]) -> No
 class Holding(ChangedMover):
     """Loads and stores wait for the test, then are carried out."""
 
-    held: list[Held] = []
+    held: ClassVar[list[Held]] = []
 
     def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
         return self._hold(lambda: self.mover.store(block_ids, host_slots, after=READY))
@@ -292,8 +300,6 @@ class Held(Ticket):
 def test_reset_with_transfers_in_flight(
     engine: Engine, expected: list[Answer], direction: str
 ) -> None:
-    from vllm import SamplingParams  # noqa: PLC0415
-
     if direction == "load":
         engine.generate(PROMPTS)
         engine.settle()
@@ -329,3 +335,73 @@ def test_two_cache_salts_share_no_block(engine: Engine, expected: list[Answer]) 
     assert difference(again, expected) < TOLERANCE
 
 
+def test_block_events_tell_what_the_host_holds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    take = engine.connector.take_events
+
+    def taking() -> Any:
+        taken = list(take())
+        events.extend(taken)
+        return taken
+
+    monkeypatch.setattr(engine.connector, "take_events", taking)
+    engine.generate(PROMPTS)
+    engine.settle()
+    stored = [event for event in events if type(event).__name__ == "BlockStored"]
+    assert sum(len(event.block_hashes) for event in stored) == engine.stats()["resident_blocks"]
+    assert {event.medium for event in stored} == {"CPU"}
+    asked = [tuple(tokens) for tokens in PROMPTS]
+    for event in stored:
+        assert event.block_size == BLOCK_SIZE
+        assert len(event.token_ids) == BLOCK_SIZE * len(event.block_hashes)
+        assert any(contains(tokens, tuple(event.token_ids)) for tokens in asked)
+    full = [event for event in stored if event.kv_cache_spec_kind == "full_attention"]
+    assert sum(event.parent_block_hash is None for event in full) == len(PROMPTS)
+
+
+def contains(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    return any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
+
+
+def test_the_event_file_tells_of_every_transfer(
+    engine: Engine, reference: tuple[str, Path, list[Answer]]
+) -> None:
+    path = reference[1] / "events.jsonl"
+    num_before = len(path.read_text().splitlines())
+    for _ in range(2):
+        engine.generate(PROMPTS)
+        engine.settle()
+    lines = [json.loads(line) for line in path.read_text().splitlines()[num_before:]]
+    begun = Counter(line["job_id"] for line in lines if line["event"] == "TransferInitiated")
+    ended = Counter(line["job_id"] for line in lines if line["event"] == "TransferCompleted")
+    assert begun == ended and set(begun.values()) == {1}
+    committed = sum(e["num_blocks"] for e in lines if e["event"] == "CacheStoreCommitted")
+    assert committed == engine.stats()["stored_blocks"] > 0
+
+
+def test_metrics_count_what_was_moved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = ConnectorStats()
+    for half in (engine.connector, get_kv_transfer_group()):
+        ask = half.get_kv_connector_stats
+
+        def asking(ask: Any = ask) -> Any:
+            stats = ask()
+            if stats is not None:
+                total.aggregate(stats)
+            return stats
+
+        monkeypatch.setattr(half, "get_kv_connector_stats", asking)
+    for _ in range(2):
+        engine.generate(PROMPTS)
+        engine.settle()
+    told, counted = total.reduce(), engine.stats()
+    assert told["store_blocks"] == counted["stored_blocks"] > 0
+    assert told["load_blocks"] == counted["loaded_blocks"] > 0
+    assert told["hit_tokens"] == counted["hit_tokens"] == 8 * NUM_HIT
+    assert told["resident_blocks"] == counted["resident_blocks"]
+    layouts = engine.connector._model.layers
+    block_bytes = sum(layer.block_bytes for layer in layouts[0])
+    assert told["load_bytes"] == told["load_blocks"] * block_bytes  # groups are alike
+    assert told["store_seconds"] > 0 and "load_failed" not in told

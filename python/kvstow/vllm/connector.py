@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvstow import ConfigError
+from kvstow.events import EventFile
+from kvstow.vllm.events import HostEvents
 from kvstow.vllm.messages import HostSize, StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -71,6 +73,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._reporter: StatsReporter | None = None
+        self._host_events: HostEvents | None = None
+        self._event_file: EventFile | None = None
         if role == KVConnectorRole.WORKER:
             self._worker = WorkerHalf(
                 model, options, rank=parallel.rank, world_size=parallel.world_size
@@ -83,6 +87,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 f"size {model.tokens_per_hash}: leave --hash-block-size out"
             )
         _warn(self._kv_transfer_config)
+        kv_events = vllm_config.kv_events_config
+        if kv_events is not None and kv_events.enable_kv_cache_events:
+            # Lazy stores come long after the plan; a block is on the device until then.
+            self._host_events = HostEvents(kv_cache_config, max_blocks=2 * model.num_blocks)
+        if options.events_path is not None:
+            self._event_file = EventFile(options.events_path)
         speculative = vllm_config.speculative_config
         self._scheduler = SchedulerHalf(
             model,
@@ -91,6 +101,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             tokens_per_hash=tokens_per_hash,
             horizon_blocks=_horizon_blocks(model, vllm_config),
             drops_last_block=speculative is not None and speculative.use_eagle(),
+            events=self._host_events is not None or self._event_file is not None,
+            host_events=self._host_events,
         )
         # Until the ranks have told how much memory they have, what the options say.
         self._agree(num_host_blocks)
@@ -190,6 +202,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the workers' reports, tell which loads have landed, and plan stores."""
         if self._scheduler is not None:
             self._scheduler.processed(connector_output)
+            self._write_events()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -221,8 +234,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Block events of the host tier."""
-        return ()
+        """Block events of the host tier; transfer events are foreign to vLLM and go to the file."""
+        if self._scheduler is None or self._scheduler.offload is None:
+            return ()
+        events = self._scheduler.offload.take_events()
+        return () if self._host_events is None else list(self._host_events.convert(events))
 
     # -- both -----------------------------------------------------------------------------------
 
@@ -254,12 +270,23 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop what runs, and give the host memory back."""
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None and self._scheduler.offload is not None:
+            self._scheduler.offload.end_all()
+            self._write_events()
+        if self._event_file is not None:
+            self._event_file.close()
+
+    def _write_events(self) -> None:
+        """Write down what has happened to transfers; taken also where nobody wants to know."""
+        if self._scheduler is not None and self._scheduler.offload is not None:
+            events = self._scheduler.offload.take_transfer_events()
+            if self._event_file is not None:
+                self._event_file.write(events)
 
     def _agree(self, num_host_blocks: int) -> None:
         assert self._scheduler is not None
         self._scheduler.agree(num_host_blocks)
-        tokens = num_host_blocks // len(self._model.groups) * self._model.tokens_per_hash
-        self._reporter = StatsReporter(num_host_blocks, tokens)
+        self._reporter = StatsReporter(num_host_blocks)
 
 
 def _check_config(config: VllmConfig) -> None:

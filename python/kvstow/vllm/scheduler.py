@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvstow.vllm.events import HostEvents
+
 logger = logging.getLogger("vllm." + __name__)
 
 
@@ -91,6 +93,7 @@ class SchedulerHalf:
         horizon_blocks: int,
         drops_last_block: bool = False,
         events: bool = False,
+        host_events: HostEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wait for the pool (`bind`) and for the size of the host tier (`agree`).
@@ -103,6 +106,7 @@ class SchedulerHalf:
             horizon_blocks: lazy, how much of the free queue is stored ahead of its eviction.
             drops_last_block: a draft model reads one block less of a hit (EAGLE).
             events: keep block and transfer events.
+            host_events: is told what the blocks hold that may be stored.
             clock: seconds.
         """
         self._model = model
@@ -112,6 +116,7 @@ class SchedulerHalf:
         self._horizon_blocks = horizon_blocks
         self._drops_last_block = drops_last_block
         self._events = events
+        self._host_events = host_events
         self._clock = clock
         self._group_suffixes = [g.to_bytes(4, "big") for g in range(len(model.groups))]
         self._is_window = [type(group).__name__ != "FullAttention" for group in model.groups]
@@ -351,9 +356,17 @@ class SchedulerHalf:
                 skipped = told - tracked.first[g]
                 own = tracked.filling[g][skipped : skipped + full - told]
                 if self._is_window[g]:
-                    ids.extend(self._cached_ids(own, tracked.request, told, g))
+                    own_ids = self._cached_ids(own, request, told, g)
                 else:
-                    ids.extend([block.block_id for block in own])
+                    own_ids = [block.block_id for block in own]
+                ids.extend(own_ids)
+                if self._host_events is not None:
+                    stored = [
+                        (told + at, self._own_hash(request, told + at, g))
+                        for at, block_id in enumerate(own_ids)
+                        if block_id
+                    ]
+                    self._host_events.computed(request, g, group.block_size, stored)
                 tracked.num_told[g] = told + len(own)
                 offsets.append(len(ids))
             if self._options.lazy_offload:
@@ -382,16 +395,19 @@ class SchedulerHalf:
         vLLM gives hashes only to blocks at which a hit can end; and one that was given away may
         by now be someone else's, which its hash tells.
         """
-        size = self._model.groups[group].block_size
-        per_block = size // self._model.tokens_per_hash * self._stride
         suffix = self._group_suffixes[group]
-        hashes: Sequence[bytes] = request.block_hashes
         return [
             block.block_id
-            if block.block_hash == hashes[(first + at + 1) * per_block - 1] + suffix
+            if block.block_hash == self._own_hash(request, first + at, group) + suffix
             else 0
             for at, block in enumerate(blocks)
         ]
+
+    def _own_hash(self, request: Request, index: int, group: int) -> bytes:
+        """The hash of a request's block: the last of those that the block covers."""
+        per_block = self._model.groups[group].block_size // self._model.tokens_per_hash
+        own: bytes = request.block_hashes[(index + 1) * per_block * self._stride - 1]
+        return own
 
     def _store_evictable(self) -> None:
         """Lazy: plan the stores of what vLLM is about to overwrite."""

@@ -22,6 +22,7 @@ _MOVED = {
 }
 # Counters of `OffloadScheduler.stats`, by the names they have there.
 _COUNTED = {
+    "query_tokens": "Tokens that the device did not have and the host tier was asked for.",
     "hit_tokens": "Tokens that the host tier spared requests to compute.",
     "pending_lookups": "Lookups that were told to ask again: another load brings the blocks.",
     "dropped_blocks": "Blocks that were due for a store when there was no room for them.",
@@ -76,9 +77,9 @@ class ConnectorStats(KVConnectorStats):
 class StatsReporter:
     """Turns the tier's running counters into what was counted since the last report."""
 
-    def __init__(self, capacity_blocks: int, capacity_tokens: int) -> None:
+    def __init__(self, capacity_blocks: int) -> None:
         self._last = dict.fromkeys(_COUNTED, 0)
-        self._capacity = {"capacity_blocks": capacity_blocks, "capacity_tokens": capacity_tokens}
+        self._capacity_blocks = capacity_blocks
         self._gauges: dict[str, int] = {}
 
     def report(self, stats: dict[str, int]) -> ConnectorStats | None:
@@ -87,7 +88,8 @@ class StatsReporter:
             name: stats[name] - last for name, last in self._last.items() if stats[name] > last
         }
         self._last = {name: stats[name] for name in _COUNTED}
-        gauges = self._capacity | {name: stats[name] for name in _GAUGES if name in stats}
+        stats = stats | {"capacity_blocks": self._capacity_blocks}
+        gauges = {name: stats[name] for name in _GAUGES}
         data |= {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
         self._gauges = gauges
         return ConnectorStats(data=data) if data else None

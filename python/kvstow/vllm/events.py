@@ -1,0 +1,130 @@
+"""The host tier's block events as vLLM's own, with what they tell beyond hashes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed import kv_events
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+
+from kvstow import AllBlocksCleared, BlockRemoved, BlockStored
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvstow.events import BlockEvent
+
+_STORED_FIELDS = frozenset(kv_events.BlockStored.__struct_fields__)
+_REMOVED_FIELDS = frozenset(kv_events.BlockRemoved.__struct_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a block holds."""
+
+    token_ids: list[int]
+    extra_keys: tuple[Any, ...] | None
+    lora_id: int | None
+    lora_name: str | None
+
+
+class HostEvents:
+    """Remembers what blocks hold from the plan of their store on: when it is done, they are gone.
+
+    Content that is not remembered any more is left out of an event, as vLLM's own connectors do.
+    """
+
+    def __init__(self, config: KVCacheConfig, max_blocks: int) -> None:
+        """Remember the content of at most `max_blocks` blocks."""
+        self._kinds = [_kind(group.kv_cache_spec) for group in config.kv_cache_groups]
+        self._max_blocks = max_blocks
+        self._contents: OrderedDict[tuple[bytes, int], _Content] = OrderedDict()
+
+    def computed(
+        self, request: Request, group: int, block_size: int, blocks: Sequence[tuple[int, bytes]]
+    ) -> None:
+        """These blocks of a request, each an index and a hash, may be stored from now on."""
+        lora = request.lora_request
+        tokens = request.all_token_ids
+        for index, block_hash in blocks:
+            start, end = index * block_size, (index + 1) * block_size
+            extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+            self._contents[block_hash, group] = _Content(
+                list(tokens[start:end]),
+                extra_keys,
+                None if lora is None else lora.adapter_id,
+                None if lora is None else lora.name,
+            )
+        while len(self._contents) > self._max_blocks:
+            self._contents.popitem(last=False)
+
+    def convert(self, events: Sequence[BlockEvent]) -> Iterator[Any]:
+        """vLLM's events for ours."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                yield self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                fields = {
+                    "block_hashes": [maybe_convert_block_hash(h) for h in event.block_hashes],
+                    "medium": event.medium,
+                    "group_idx": event.group,
+                    "locality": "LOCAL",
+                }
+                yield kv_events.BlockRemoved(**_known(fields, _REMOVED_FIELDS))
+            elif isinstance(event, AllBlocksCleared):
+                yield kv_events.AllBlocksCleared()
+
+    def _stored(self, event: BlockStored) -> Any:
+        found = [self._contents.pop((h, event.group), None) for h in event.block_hashes]
+        contents = [content for content in found if content is not None]
+        is_known = len(contents) == len(found)
+        first = contents[0] if is_known else None
+        keys = [content.extra_keys for content in contents] if is_known else []
+        parent = event.parent_block_hash
+        fields = {
+            "block_hashes": [maybe_convert_block_hash(h) for h in event.block_hashes],
+            "parent_block_hash": None if parent is None else maybe_convert_block_hash(parent),
+            "token_ids": [t for content in contents for t in content.token_ids] if is_known else [],
+            "block_size": event.block_size,
+            "lora_id": None if first is None else first.lora_id,
+            "lora_name": None if first is None else first.lora_name,
+            "medium": event.medium,
+            "extra_keys": _untagged(keys),
+            "group_idx": event.group,
+            "locality": "LOCAL",
+        }
+        return kv_events.BlockStored(**_known(fields | self._kinds[event.group], _STORED_FIELDS))
+
+
+def _known(fields: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """The fields that the installed vLLM has: newer versions tell more."""
+    return {name: value for name, value in fields.items() if name in names}
+
+
+def _kind(spec: Any) -> dict[str, Any]:
+    """What a group's events tell of how it attends, where vLLM has names for it."""
+    try:
+        from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - not in every version
+            get_kv_cache_spec_kind,
+            get_kv_cache_spec_sliding_window,
+        )
+    except ImportError:
+        return {}
+    return {
+        "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+    }
+
+
+def _untagged(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
+    """Extra keys in the form that vLLM publishes."""
+    try:
+        from vllm.v1.core.kv_cache_utils import to_event_extra_keys  # noqa: PLC0415 - since 0.32
+    except ImportError:
+        return keys or None
+    converted: list[tuple[Any, ...] | None] | None = to_event_extra_keys(keys)
+    return converted
