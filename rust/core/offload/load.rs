@@ -35,6 +35,7 @@ impl OffloadScheduler {
             return Ok(None);
         }
         self.tier.pin(&slots)?;
+        request.num_hit_tokens = end.max(num_local_tokens);
         let num_tokens = end.saturating_sub(num_local_tokens);
         request.held = Held { slots, num_local_tokens, num_tokens };
         Ok(Some(num_tokens))
@@ -120,8 +121,10 @@ impl OffloadScheduler {
         self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
         self.tier.begin_loads(&slots);
         self.counters.hit_tokens += num_tokens;
+        request.num_hit_tokens = 0;
         let hashes = std::mem::take(&mut request.hashes);
-        self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);
+        let end = start + num_tokens;
+        self.rank(&hashes[..end / self.model.hash_block_size()], end);
         self.requests.get_mut(request_id)?.hashes = hashes;
         Ok(self.begin(copies, slots, Kind::Load, deadline))
     }
