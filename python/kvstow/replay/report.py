@@ -110,7 +110,8 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     yield "blocks stored", f"{figures.stored:,}", _mib(figures.stored_bytes)
     yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded_bytes)
     yield "evicted, device", f"{num_evicted:,}", f"from {config.device_blocks:,} blocks"
-    yield "evicted, host", f"{stats['evicted_blocks']:,}", f"from {config.host_blocks:,} blocks"
+    host = f"from {config.host_blocks:,} blocks, {config.policy}"
+    yield "evicted, host", f"{stats['evicted_blocks']:,}", host
     if stats["dropped_blocks"]:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:
