@@ -696,6 +696,25 @@ fn no_policy_makes_an_orphan() {
     }
 }
 
+/// The least recent slots are not leaves here: the block after them is just being stored.
+#[test]
+fn no_policy_evicts_what_a_store_in_flight_stands_below() {
+    for mut world in World::of_each_policy(5) {
+        prefill(&mut world, 0, 0, 2);
+        world.run(0, BLOCK_SIZE);
+        assert_eq!(world.copies.len(), 1);
+        world.admit(1, 3, 8, 0);
+        world.run(1, 4 * BLOCK_SIZE);
+        while world.copies.len() > 1 {
+            world.end(1, true);
+        }
+        world.leave(1);
+        settle(&mut world);
+        world.check();
+        assert_eq!((world.num_served(0), world.num_served(3)), (3, 2));
+    }
+}
+
 #[test]
 fn no_policy_evicts_what_a_lookup_holds() {
     for mut world in World::of_each_policy(5) {
