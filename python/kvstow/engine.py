@@ -43,9 +43,10 @@ from kvstow.events import BlockEvent, EventFile, TransferEvent
 from kvstow.ranks import MakeMover, RankLayouts, Ranks, Transfer, checked_layouts
 from kvstow.transfer import Event, HostMover
 
-__all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Transfer"]
+__all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Policy", "Transfer"]
 
 Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
+Policy: TypeAlias = Literal["lru", "hit-density"]
 Ids: TypeAlias = npt.NDArray[np.int32]
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -127,7 +128,7 @@ class Engine:
         layouts: RankLayouts,
         *,
         mode: Literal["eager", "lazy"] = "eager",
-        policy: Literal["lru"] = "lru",
+        policy: Policy = "lru",
         horizon_blocks: int | None = None,
         load_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -151,7 +152,8 @@ class Engine:
                 about to evict them.
             horizon_blocks: lazy, how many of the next blocks to be evicted are stored: what one
                 step may take, its tokens and the loads that may be admitted.
-            policy: which slots the host tier gives up first.
+            policy: which slots the host tier gives up first: "lru", or "hit-density", which
+                learns from what comes back.
             load_timeout_s: a load that takes longer fails its request, which then recomputes; its
                 blocks stay out of reach until the copy has really ended. None: never.
             clock: finite seconds, of which `load_timeout_s` are counted and by which transfers and

@@ -10,7 +10,9 @@ use kvstow_core::group::{Attention, Group, Model};
 use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::BlockKey;
 use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, Taken};
-use kvstow_core::offload::{Job, Mode, OffloadConfig, OffloadScheduler, Progress, TransferEvent};
+use kvstow_core::offload::{
+    EvictionPolicy, Job, Mode, OffloadConfig, OffloadScheduler, Progress, TransferEvent,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -121,11 +123,12 @@ struct Options {
     world_size: usize,
     mode: Mode,
     blocks_per_slot: usize,
+    policy: EvictionPolicy,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { world_size: 1, mode: Mode::Eager, blocks_per_slot: 1 }
+        Self { world_size: 1, mode: Mode::Eager, blocks_per_slot: 1, policy: EvictionPolicy::Lru }
     }
 }
 
@@ -135,10 +138,12 @@ fn options() -> impl Strategy<Value = Options> {
         1 => Just((Mode::Eager, 3)), // where all is full attention
         1 => Just((Mode::Lazy, 1)),
     ];
-    (1..4_usize, forms).prop_map(|(world_size, (mode, blocks_per_slot))| Options {
+    let policy = prop::sample::select(EvictionPolicy::ALL.to_vec());
+    (1..4_usize, forms, policy).prop_map(|(world_size, (mode, blocks_per_slot), policy)| Options {
         world_size,
         mode,
         blocks_per_slot,
+        policy,
     })
 }
 
@@ -154,13 +159,21 @@ impl World {
         Self::of(groups, num_device_blocks, num_host_blocks, Options::default())
     }
 
+    /// As [`World::new`], for every policy.
+    fn of_each_policy(num_host_blocks: usize) -> impl Iterator<Item = Self> {
+        EvictionPolicy::ALL.into_iter().map(move |policy| {
+            let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+            Self::of(groups, 32, num_host_blocks, Options { policy, ..Options::default() })
+        })
+    }
+
     fn of(
         groups: Vec<Group>,
         num_device_blocks: usize,
         num_host_blocks: usize,
         options: Options,
     ) -> Self {
-        let Options { world_size, mode, blocks_per_slot } = options;
+        let Options { world_size, mode, blocks_per_slot, policy } = options;
         Self {
             model: Model::new(groups.clone()).unwrap(),
             scheduler: OffloadScheduler::new(OffloadConfig {
@@ -168,6 +181,7 @@ impl World {
                 world_size,
                 mode,
                 blocks_per_slot,
+                policy,
                 events: true,
                 ..OffloadConfig::new(num_host_blocks, groups.clone())
             })
@@ -665,6 +679,58 @@ fn a_chain_that_was_used_again_stays() {
     serve(&mut world, 2, 2);
     // Chain 2 shares its root with chain 0 and needs one slot: the tail of chain 3 goes.
     assert_eq!((world.num_served(0), world.num_served(3), world.num_served(2)), (3, 2, 2));
+}
+
+/// All that is kept is served: of no chain the middle or the tail without what comes before it.
+#[test]
+fn no_policy_makes_an_orphan() {
+    for mut world in World::of_each_policy(7) {
+        for round in 0..60_usize {
+            serve(&mut world, round * round % NUM_CHAINS, 2 + round % 6);
+            assert!(world.ledger.pool_mut().reset());
+            let served: BTreeSet<u16> =
+                (0..NUM_CHAINS).flat_map(|which| chain(which, world.num_served(which))).collect();
+            assert_eq!(served.len(), world.scheduler.num_resident());
+        }
+        assert!(world.scheduler.stats().evicted_blocks > 50);
+    }
+}
+
+/// The least recent slots are not leaves here: the block after them is just being stored.
+#[test]
+fn no_policy_evicts_what_a_store_in_flight_stands_below() {
+    for mut world in World::of_each_policy(5) {
+        prefill(&mut world, 0, 0, 2);
+        world.run(0, BLOCK_SIZE);
+        assert_eq!(world.copies.len(), 1);
+        world.admit(1, 3, 8, 0);
+        world.run(1, 4 * BLOCK_SIZE);
+        while world.copies.len() > 1 {
+            world.end(1, true);
+        }
+        world.leave(1);
+        settle(&mut world);
+        world.check();
+        assert_eq!((world.num_served(0), world.num_served(3)), (3, 2));
+    }
+}
+
+#[test]
+fn no_policy_evicts_what_a_lookup_holds() {
+    for mut world in World::of_each_policy(5) {
+        serve(&mut world, 0, 3);
+        world.scheduler.add("holder", &hashes(&chain(0, 3))).unwrap();
+        let held = Some(3 * BLOCK_SIZE);
+        assert_eq!(world.scheduler.lookup("holder", 0, usize::MAX), Ok(held));
+        for _ in 0..5 {
+            serve(&mut world, 3, 4);
+            serve(&mut world, 2, 4);
+            assert_eq!(world.num_served(0), 3);
+        }
+        assert!(world.scheduler.stats().evicted_blocks > 0);
+        world.scheduler.finish("holder").unwrap();
+        world.check();
+    }
 }
 
 #[test]

@@ -504,8 +504,9 @@ def test_groups_and_options_that_do_not_fit_are_refused() -> None:
         OffloadScheduler(8, [GROUP], mode="\ud800")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="groups"):
         BlockLedger(8, [GROUP] * (2**16 + 1))
-    with pytest.raises(ConfigError, match=r'"fifo".*"lru"'):
-        OffloadScheduler(8, [GROUP], policy="fifo")  # type: ignore[arg-type]
+    nearest = r'"hit_density": the nearest known is "hit-density"; .* "lru", "hit-density"'
+    with pytest.raises(ConfigError, match=nearest):
+        OffloadScheduler(8, [GROUP], policy="hit_density")  # type: ignore[arg-type]
 
 
 def test_tokens_and_extra_keys_need_events() -> None:

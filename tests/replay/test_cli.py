@@ -105,6 +105,16 @@ def test_a_model_of_several_groups_shows_it_all_too(
     }[model]
 
 
+def test_the_bundled_slice_under_the_other_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    """It evicts other blocks, and serves nothing wrong."""
+    lru = figures(capsys, "--host-blocks", "2000")
+    found = figures(capsys, "--host-blocks", "2000", "--policy", "hit-density")
+
+    assert (found["corrupt_blocks"], found["finished_requests"]) == (0, 1000)
+    assert found["loaded_blocks"] > 300  # type: ignore[operator]
+    assert found["stored_blocks"] != lru["stored_blocks"]
+
+
 def test_two_runs_agree_in_all_but_wall_time(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = figures(capsys, *SMALL), figures(capsys, *SMALL)
     for found in (first, second):
@@ -122,7 +132,12 @@ def test_the_table_goes_to_stdout_and_json_to_its_file(tmp_path: Path) -> None:
 
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(path.read_text())
-    for text in ("hit on the device", "preemptions", f"{found['verified_blocks']:,}"):
+    for text in (
+        "hit on the device",
+        "preemptions",
+        f"{found['verified_blocks']:,}",
+        "blocks, lru",
+    ):
         assert text in done.stdout
 
 
@@ -161,7 +176,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--limit", "0"], "limit is 0"),
         (["--model", "gpt-2"], "'gpt-2' is not one of 'full', 'gemma-3', 'gpt-oss', 'jamba'"),
         (["--model", "jamba", "--layers", "3"], "layers and bytes-per-token belong to the model"),
-        (["--policy", "arc"], "'arc' is not 'lru'"),
+        (["--policy", "arc"], "'arc' is not one of 'lru', 'hit-density'"),
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),
         (["--json", "/nowhere/figures.json"], "/nowhere/figures.json: cannot be written"),

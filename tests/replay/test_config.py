@@ -27,7 +27,7 @@ NAN = math.nan
         ("decode_request_ms", 1e7, "decode-request-ms is 10000000.0"),
         ("bandwidth_bytes_per_s", 0.0, "bandwidth is 0.0; it must be at least 1 byte/s"),
         ("bandwidth_bytes_per_s", NAN, "bandwidth is nan"),
-        ("policy", "arc", "policy is 'arc'; it must be one of lru"),
+        ("policy", "arc", "policy is 'arc'; it must be one of lru, hit-density"),
         ("mode", "lazi", "mode is 'lazi'; it must be one of eager, lazy"),
         ("model", "gpt-2", "model is 'gpt-2'; it must be one of full, gemma-3, gpt-oss, jamba"),
         ("mover", "cuda", "mover is 'cuda'; it must be one of auto, host"),

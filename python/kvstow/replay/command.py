@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Literal, TypedDict, TypeVar, Unpack
+from typing import IO, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstow._core import ConfigError
+from kvstow.engine import Policy
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig, Verify
 from kvstow.replay.engine import ReplayEngine
@@ -33,7 +34,7 @@ class _Options(TypedDict):
 
     device_blocks: int
     host_blocks: int
-    policy: Literal["lru"]
+    policy: Policy
     mode: Literal["eager", "lazy"]
     mover: Literal["auto", "host"]
     verify: Verify
@@ -69,7 +70,12 @@ def _number(
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @_number("--device-blocks", 1024, "Blocks of the device pool, the null block included.")
 @_number("--host-blocks", 8192, "Slots of the host tier; each group's block takes one.")
-@_choice("--policy", ["lru"], "What the host tier evicts first.")
+@_choice(
+    "--policy",
+    get_args(Policy),
+    "What the host tier evicts first: the least recently used, or what promises the fewest hits "
+    "for the time that it stays, as learned from what was hit and what came back.",
+)
 @_choice(
     "--mode",
     ["eager", "lazy"],

@@ -4,9 +4,10 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from kvstow._core import ConfigError
+from kvstow.engine import Policy
 from kvstow.replay.model import MODELS, ReplayModel, build_model
 from kvstow.transfer.arena import slot_stride_bytes
 
@@ -18,7 +19,7 @@ Verify = Literal["all", "sample", "off"]
 _LINK_BYTES_PER_S = 50e9
 _MODEL_BYTES_PER_TOKEN = 131_072
 # What the accounting keeps per block, at most.
-_ACCOUNTING_BYTES = 100
+_ACCOUNTING_BYTES = 200
 # Where a container says how much memory it may use; a limit of none is a word or a huge number.
 _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -71,7 +72,7 @@ class ReplayConfig:
 
     device_blocks: int
     host_blocks: int
-    policy: Literal["lru"] = "lru"
+    policy: Policy = "lru"
     mode: Literal["eager", "lazy"] = "eager"
     mover: Literal["auto", "host"] = "auto"
     verify: Verify = "all"
@@ -92,7 +93,7 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         _check_count("device-blocks", self.device_blocks, at_least=2)
         _check_count("host-blocks", self.host_blocks)
-        _check_choice("policy", self.policy, ("lru",))
+        _check_choice("policy", self.policy, get_args(Policy))
         _check_choice("mode", self.mode, ("eager", "lazy"))
         _check_choice("mover", self.mover, ("auto", "host"))
         _check_choice("verify", self.verify, ("all", "sample", "off"))

@@ -111,7 +111,8 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded_bytes)
     yield "evicted, device", f"{num_evicted:,}", f"from {config.device_blocks:,} blocks"
     unit = "blocks" if config.blocks_per_slot == 1 else "slots"
-    yield "evicted, host", f"{stats['evicted_blocks']:,}", f"from {config.host_blocks:,} {unit}"
+    host = f"from {config.host_blocks:,} {unit}, {config.policy}"
+    yield "evicted, host", f"{stats['evicted_blocks']:,}", host
     if stats["dropped_blocks"]:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:

@@ -127,7 +127,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "cpu_bytes_to_use_per_rank": _count,
     "num_cpu_blocks": _count,
     "lazy_offload": _flag,
-    "eviction_policy": _one_of("lru"),
+    "eviction_policy": _one_of("lru", "hit-density"),
     "load_timeout_s": _seconds,
     "verify": _one_of("off", "checksum"),
     "events_path": _text,

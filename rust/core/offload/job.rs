@@ -224,10 +224,11 @@ impl OffloadScheduler {
                 let num_blocks = num_slots * self.blocks_per_slot;
                 self.counters.stored += num_blocks;
                 self.tell(TransferEvent::Committed { job_id, num_blocks });
+                // No hits: those its request's own lookup has found, and they are told of once.
                 // Where some groups skip blocks this would put one group's chain before all others'.
                 if self.is_full_attention() {
                     for &tail in tails {
-                        self.tier.rank_chain(tail);
+                        self.tier.rank_chain(tail, usize::MAX);
                     }
                 }
             }

@@ -39,6 +39,7 @@ impl OffloadScheduler {
         let num_known = request.hashes.len() * self.model.hash_block_size();
         let num_whole = max_tokens.min(num_known) / hit_block_size * hit_block_size;
         request.num_queried = num_whole.saturating_sub(num_local_tokens);
+        request.num_hit_tokens = end.max(num_local_tokens);
         let num_tokens = end.saturating_sub(num_local_tokens);
         request.held = Held { slots, num_local_tokens, num_tokens };
         Ok(Some(num_tokens))
@@ -125,8 +126,10 @@ impl OffloadScheduler {
         self.tier.begin_loads(&slots);
         self.counters.query_tokens += std::mem::take(&mut request.num_queried);
         self.counters.hit_tokens += num_tokens;
+        request.num_hit_tokens = 0;
         let hashes = std::mem::take(&mut request.hashes);
-        self.rank(&hashes[..(start + num_tokens) / self.model.hash_block_size()]);
+        let end = start + num_tokens;
+        self.rank(&hashes[..end / self.model.hash_block_size()], end);
         self.requests.get_mut(request_id)?.hashes = hashes;
         Ok(self.begin(copies, slots, Kind::Load, deadline))
     }

@@ -6,12 +6,13 @@
 mod job;
 mod lazy;
 mod load;
-mod lru;
+mod policy;
 mod store;
 mod tier;
 mod transfer;
 
 pub use job::{Job, JobEnd};
+pub use policy::EvictionPolicy;
 pub use store::Progress;
 pub use transfer::{Direction, TransferEvent};
 
@@ -38,9 +39,8 @@ pub const MAX_WORLD_SIZE: usize = 1 << 16;
 /// Plans stores and loads between a device's blocks and a host tier of its own.
 ///
 /// Eager, a block is due for a store once earlier steps have computed it; lazy, once the device is
-/// about to evict it. Eviction takes the least
-/// recently ranked blocks first, and of a full-attention group never one whose child is on the
-/// host.
+/// about to evict it. Which block goes for room is the [`EvictionPolicy`]'s choice, but of a
+/// full-attention group never one whose child is on the host.
 #[derive(Clone, Debug)]
 pub struct OffloadScheduler {
     tier: HostTier,
@@ -74,6 +74,9 @@ struct Tracked {
     held: Held,
     /// Tokens its last lookup asked for. They count once it is served: who waits asks again.
     num_queried: usize,
+    /// Tokens, from the first, that device and host had when it was last looked up, and that no rank
+    /// has told the policy of yet: once per request.
+    num_hit_tokens: usize,
 }
 
 /// A request's blocks in one group.
@@ -134,6 +137,8 @@ pub struct OffloadConfig {
     pub blocks_per_slot: usize,
     /// When blocks are stored.
     pub mode: Mode,
+    /// Which slots go first.
+    pub policy: EvictionPolicy,
     /// Workers that each copy their part of every job.
     pub world_size: usize,
     /// Blocks of the device pool, the null block included; ids outside it are refused.
@@ -143,13 +148,14 @@ pub struct OffloadConfig {
 }
 
 impl OffloadConfig {
-    /// Eager, one worker, any device block, no events.
+    /// Eager, LRU, one worker, any device block, no events.
     pub fn new(num_host_blocks: usize, groups: Vec<Group>) -> Self {
         Self {
             num_host_blocks,
             groups,
             blocks_per_slot: 1,
             mode: Mode::Eager,
+            policy: EvictionPolicy::Lru,
             world_size: 1,
             num_device_blocks: MAX_BLOCKS,
             events: false,
@@ -207,6 +213,7 @@ impl OffloadScheduler {
             groups,
             blocks_per_slot,
             mode,
+            policy,
             world_size,
             num_device_blocks,
             events,
@@ -245,7 +252,7 @@ impl OffloadScheduler {
             slot_model: model.coarser(blocks_per_slot)?,
             model,
             blocks_per_slot,
-            tier: HostTier::new(num_host_blocks, events)?,
+            tier: HostTier::new(num_host_blocks, policy, events)?,
             requests: Requests::default(),
             jobs: BTreeMap::new(),
             num_jobs: 0,
@@ -314,7 +321,7 @@ impl OffloadScheduler {
         for table in &request.tables {
             self.counters.dropped += table.num_confirmed - table.num_kept.min(table.num_confirmed);
         }
-        self.rank(&request.hashes);
+        self.rank(&request.hashes, request.num_hit_tokens);
         Ok(())
     }
 
@@ -420,10 +427,10 @@ impl OffloadScheduler {
     }
 
     /// Makes what the tier has of a prompt its most recent blocks: in every group the first of all
-    /// goes last.
-    fn rank(&mut self, hashes: &[BlockHash]) {
+    /// goes last. Those that end within `num_hit_tokens` are hits.
+    fn rank(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
         if self.is_full_attention() {
-            return self.rank_chains(hashes);
+            return self.rank_chains(hashes, num_hit_tokens);
         }
         let mut slots = Vec::new();
         for (id, group) in self.slot_model.enumerate() {
@@ -432,7 +439,7 @@ impl OffloadScheduler {
             let kept =
                 own.map(|&hash| self.tier.resident_or_in_flight(&BlockKey { hash, group: id }));
             let with_end =
-                |(index, slot): (usize, Option<_>)| Some(((index + 1) * per_block, slot?));
+                |(index, slot): (usize, Option<_>)| Some(((index + 1) * group.block_size, slot?));
             if group.attention == Attention::Full {
                 slots.extend(kept.take_while(Option::is_some).enumerate().filter_map(with_end));
             } else {
@@ -442,9 +449,7 @@ impl OffloadScheduler {
         // By where they end in the prompt, whatever their group: what is left when some have gone
         // is a shorter prefix that every group still serves.
         slots.sort_by_key(|&(end, _)| std::cmp::Reverse(end));
-        for (_, slot) in slots {
-            self.tier.ranked(slot);
-        }
+        self.tier.ranked(slots.into_iter().map(|(end, slot)| (slot, end <= num_hit_tokens)));
     }
 
     /// Whether no group skips blocks.
@@ -453,7 +458,7 @@ impl OffloadScheduler {
     }
 
     /// As [`rank`](Self::rank) where all groups are full attention: the tier knows their chains.
-    fn rank_chains(&mut self, hashes: &[BlockHash]) {
+    fn rank_chains(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
         for (id, group) in self.slot_model.enumerate() {
             let per_block = self.slot_model.hashes_per_block(group);
             let slot = |index: usize| {
@@ -466,7 +471,8 @@ impl OffloadScheduler {
                 if slot(middle).is_some() { num_kept = middle + 1 } else { end = middle }
             }
             if let Some(tail) = num_kept.checked_sub(1).and_then(slot) {
-                self.tier.rank_chain(tail);
+                let num_missed = num_kept.saturating_sub(num_hit_tokens / group.block_size);
+                self.tier.rank_chain(tail, num_missed);
             }
         }
     }

@@ -16,6 +16,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::iter::successors;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
@@ -25,7 +26,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::{BLOCK_BYTES, BlockPool, MAX_BLOCKS, check_memory};
 
-use super::lru::Lru;
+use super::policy::{AnyPolicy, EvictionPolicy, Pass};
 
 /// What the slots of a store are being filled with, known from its plan on.
 #[derive(Clone, Debug, Default)]
@@ -37,10 +38,10 @@ pub(super) struct Filling {
     pub(super) ends: Vec<usize>,
 }
 
-/// What a slot costs besides its block in the pool, in bytes.
-const SLOT_BYTES: usize = 21;
+/// What a slot costs besides its block in the pool and what its policy keeps, in bytes.
+const SLOT_BYTES: usize = 13;
 
-/// At most 113 bytes a slot, taken at construction.
+/// At most 113 bytes a slot, taken at construction; 196 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
     pool: BlockPool,
@@ -58,7 +59,7 @@ pub(super) struct HostTier {
     awaited: HashMap<BlockId, BlockKey, BuildHasherDefault<DefaultHasher>>,
     /// The same by that key.
     awaiting: HashMap<BlockKey, Vec<BlockId>, BuildHasherDefault<DefaultHasher>>,
-    lru: Lru,
+    pub(super) policy: AnyPolicy,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
 }
@@ -81,17 +82,17 @@ impl Source for HostTier {
 
 impl HostTier {
     /// A tier of `num_slots` empty slots.
-    pub(super) fn new(num_slots: usize, events: bool) -> Result<Self> {
+    pub(super) fn new(num_slots: usize, policy: EvictionPolicy, events: bool) -> Result<Self> {
         let num_blocks = num_slots.saturating_add(1);
-        let lru_size =
+        let policy_size =
             u32::try_from(num_blocks).ok().filter(|_| (1..MAX_BLOCKS).contains(&num_slots));
-        let Some(lru_size) = lru_size else {
+        let Some(policy_size) = policy_size else {
             return Err(Error::Config(format!(
                 "{num_slots} host blocks: at least 1 is needed, and at most {} are counted",
                 MAX_BLOCKS - 1
             )));
         };
-        check_memory(num_blocks, BLOCK_BYTES + SLOT_BYTES)?;
+        check_memory(num_blocks, BLOCK_BYTES + SLOT_BYTES + policy.slot_bytes())?;
         Ok(Self {
             pool: BlockPool::new(num_blocks, events.then_some(Medium::Host))?,
             parents: vec![0; num_blocks],
@@ -101,7 +102,7 @@ impl HostTier {
             num_filling: 0,
             awaited: HashMap::default(),
             awaiting: HashMap::default(),
-            lru: Lru::new(lru_size),
+            policy: policy.build(policy_size),
             num_evicted: 0,
         })
     }
@@ -111,7 +112,7 @@ impl HostTier {
     }
 
     pub(super) fn num_resident(&self) -> usize {
-        self.lru.len()
+        self.policy.len()
     }
 
     pub(super) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
@@ -162,8 +163,7 @@ impl HostTier {
         }
     }
 
-    /// At most `num_slots` empty slots, the caller's to [`fill`](Self::fill). Evicts for them,
-    /// least recent first.
+    /// At most `num_slots` empty slots, the caller's to [`fill`](Self::fill). Evicts for them.
     pub(super) fn reserve(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
         self.make_room(num_slots)?;
         let mut slots = Vec::new();
@@ -221,7 +221,7 @@ impl HostTier {
     }
 
     /// Slots for those of `keys`, a chain below `parent` (null: a root), that the tier does not
-    /// have: in flight from now on. Evicts leaves, least recent first, never of this chain. With
+    /// have: in flight from now on. Evicts leaves, never of this chain. With
     /// slots short the chain's head gets them. Returns each slot with its key's position, and
     /// how many keys, from the first, the tier now has.
     pub(super) fn reserve_chain(
@@ -280,7 +280,7 @@ impl HostTier {
                 continue;
             }
             self.end_filling(slot);
-            kept.push((ends[at], slot));
+            kept.push((ends[at], at));
             let goes_on = run.end == at
                 && at > 0
                 && keys[at - 1].group == key.group
@@ -296,9 +296,7 @@ impl HostTier {
         // shorter prefix that every group still serves.
         kept.reverse();
         kept.sort_by_key(|&(end, _)| Reverse(end));
-        for &(_, slot) in &kept {
-            self.lru.stored(slot);
-        }
+        self.policy.stored(kept.iter().map(|&(_, at)| (slots[at], &keys[at])));
         self.pool.free(&dropped)?;
         Ok(kept.len())
     }
@@ -328,28 +326,26 @@ impl HostTier {
         self.pool.free(slots)
     }
 
-    /// Makes a slot the most recent one.
-    pub(super) fn ranked(&mut self, slot: BlockId) {
-        self.lru.ranked(slot);
+    /// Makes slots the most recent ones, the last most of all; of each, whether it is a hit.
+    pub(super) fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
+        self.policy.ranked(slots);
     }
 
-    /// Ranks a whole chain, from `tail` up to its root.
-    pub(super) fn rank_chain(&mut self, tail: BlockId) {
-        let mut at = tail;
-        while !at.is_null() {
-            self.lru.ranked(at);
-            at = BlockId(self.parents[at.index()]);
-        }
+    /// Ranks a whole chain, from `tail` up to its root. All but the last `num_missed` slots are hits.
+    pub(super) fn rank_chain(&mut self, tail: BlockId, num_missed: usize) {
+        let above = |slot: &BlockId| Some(BlockId(self.parents[slot.index()]));
+        let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
+        self.policy.ranked(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
     }
 
     /// Drops everything. Slots in flight are emptied when their jobs end; pinned ones when they
     /// are unpinned.
     pub(super) fn reset(&mut self) -> Result<()> {
         let residents: Vec<BlockId> =
-            self.slots().filter(|&slot| self.lru.contains(slot)).collect();
+            self.slots().filter(|&slot| self.policy.contains(slot)).collect();
         self.pool.evict(&residents)?;
         self.pool.free(&residents)?;
-        self.lru.clear();
+        self.policy.clear();
         let filling: Vec<BlockId> =
             self.slots().filter(|slot| self.is_filling[slot.index()]).collect();
         self.pool.forget_hidden(&filling);
@@ -366,14 +362,14 @@ impl HostTier {
     fn make_room(&mut self, num_slots: usize) -> Result<()> {
         let num_missing = num_slots.saturating_sub(self.pool.num_free());
         let mut victims = Vec::new();
-        let mut at = self.lru.after(BlockId::NULL);
-        while victims.len() < num_missing && !at.is_null() {
-            let next = self.lru.after(at);
-            if self.num_children[at.index()] == 0 && self.pool.num_pins(at) == 0 {
-                self.forget(at);
-                victims.push(at);
-            }
-            at = next;
+        let mut pass = Pass::default();
+        while victims.len() < num_missing {
+            let is_unpinned_leaf = |slot: BlockId| {
+                self.num_children[slot.index()] == 0 && self.pool.num_pins(slot) == 0
+            };
+            let Some(slot) = self.policy.victim(&mut pass, is_unpinned_leaf) else { break };
+            self.forget(slot);
+            victims.push(slot);
         }
         // Slots are given out in the order they are emptied in: ascending, so that runs are long.
         victims.sort_unstable();
@@ -395,7 +391,7 @@ impl HostTier {
                 self.awaiting.remove(&parent);
             }
         }
-        self.lru.removed(slot);
+        self.policy.removed(slot);
     }
 
     /// Takes `lost`, and all slots below them, out of the tier. Those of jobs in flight stay
@@ -411,7 +407,7 @@ impl HostTier {
             self.end_filling(slot);
         }
         let residents: Vec<BlockId> =
-            all.iter().copied().filter(|&slot| self.lru.contains(slot)).collect();
+            all.iter().copied().filter(|&slot| self.policy.contains(slot)).collect();
         for slot in all {
             self.forget(slot);
         }
@@ -455,6 +451,7 @@ impl HostTier {
     /// Verifies every invariant of the tier.
     pub(super) fn check(&self) -> Result<()> {
         self.pool.check()?;
+        self.policy.check(|slot| self.pool.key(slot))?;
         let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
         let is_filling = &self.is_filling;
         if is_filling.iter().filter(|&&is_filling| is_filling).count() != self.num_filling {
@@ -462,7 +459,7 @@ impl HostTier {
         }
         let mut num_children = vec![0; self.pool.num_blocks()];
         for slot in self.slots() {
-            let is_resident = self.lru.contains(slot);
+            let is_resident = self.policy.contains(slot);
             if self.pool.key(slot).is_some() != (is_resident || is_filling[slot.index()]) {
                 return broken(format!("slot {slot} holds a key and nothing else, or no key"));
             }
@@ -478,7 +475,8 @@ impl HostTier {
                 return broken(format!("slot {slot} is empty and has the parent {parent}"));
             }
             if is_kept {
-                if !parent.is_null() && !self.lru.contains(parent) && !is_filling[parent.index()] {
+                if !parent.is_null() && !self.policy.contains(parent) && !is_filling[parent.index()]
+                {
                     return broken(format!("slot {slot} has lost its parent {parent}"));
                 }
                 num_children[parent.index()] += 1;
@@ -489,7 +487,7 @@ impl HostTier {
         }
         let num_awaiting: usize = self.awaiting.values().map(Vec::len).sum();
         for (slot, parent) in &self.awaited {
-            let is_kept = self.lru.contains(*slot) || is_filling[slot.index()];
+            let is_kept = self.policy.contains(*slot) || is_filling[slot.index()];
             let waits = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
             if !is_kept || !waits || self.parents[slot.index()] != 0 {
                 return broken(format!("slot {slot} does not wait for its parent as it should"));

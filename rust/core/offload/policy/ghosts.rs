@@ -1,0 +1,158 @@
+//! What the last evictions took: keys without their blocks, for policies that learn from those
+//! that come back.
+//!
+//! ```text
+//!   ring     [ g5 | g6 | -- | g1 | g2 | .. ]     one place per eviction; the oldest is overwritten
+//!                         ^next                  next, whether it is still kept (--: has come back)
+//!   buckets  [ g2 -> g6 | .. | g1 | .. ]         by fingerprint
+//! ```
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::error::{Error, Result};
+use crate::key::BlockKey;
+
+/// Of a key; never 0, which is no ghost. Two keys in one only mislead a policy.
+pub(super) fn fingerprint(key: &BlockKey) -> u64 {
+    xxh3_64_with_seed(&key.hash, u64::from(key.group.0)) | 1
+}
+
+/// What is kept of a block that went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ghost {
+    /// When it was last ranked.
+    pub(super) time: u32,
+    /// In which of its policy's orders it stood.
+    pub(super) order: u8,
+}
+
+/// The ghosts of so many evictions. 21 bytes for each, taken at construction: one array per field, as
+/// together they would be padded. Zeroed memory is the empty state of every array.
+#[derive(Clone, Debug)]
+pub(super) struct Ghosts {
+    /// By place in the ring, from 1 on; 0 for none.
+    fingerprints: Vec<u64>,
+    times: Vec<u32>,
+    orders: Vec<u8>,
+    /// The next place in the same bucket; 0 at its end.
+    after: Vec<u32>,
+    /// The first place in each bucket.
+    buckets: Vec<u32>,
+    /// The place before the one that is written next.
+    last: u32,
+    len: usize,
+}
+
+impl Ghosts {
+    pub(super) const GHOST_BYTES: usize = 21;
+
+    /// For the last `num_evictions`, at least one.
+    pub(super) fn new(num_evictions: u32) -> Self {
+        let num_places = num_evictions as usize + 1;
+        Self {
+            fingerprints: vec![0; num_places],
+            times: vec![0; num_places],
+            orders: vec![0; num_places],
+            after: vec![0; num_places],
+            buckets: vec![0; num_evictions as usize],
+            last: 0,
+            len: 0,
+        }
+    }
+
+    /// How many are kept.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// A block has gone. Returns the ghost that is too old now, unless it has come back.
+    pub(super) fn push(&mut self, fingerprint: u64, ghost: Ghost) -> Option<Ghost> {
+        let place = if self.last as usize == self.buckets.len() { 1 } else { self.last + 1 };
+        self.last = place;
+        let at = place as usize;
+        let oldest = (self.fingerprints[at] != 0).then(|| self.take_at(place));
+        let bucket = self.bucket(fingerprint);
+        self.fingerprints[at] = fingerprint;
+        self.times[at] = ghost.time;
+        self.orders[at] = ghost.order;
+        self.after[at] = self.buckets[bucket];
+        self.buckets[bucket] = place;
+        self.len += 1;
+        oldest
+    }
+
+    /// A block has come: its ghost, if there is one, is none any more.
+    pub(super) fn take(&mut self, fingerprint: u64) -> Option<Ghost> {
+        self.find(fingerprint).map(|place| self.take_at(place))
+    }
+
+    pub(super) fn contains(&self, fingerprint: u64) -> bool {
+        self.find(fingerprint).is_some()
+    }
+
+    fn find(&self, fingerprint: u64) -> Option<u32> {
+        let mut place = self.buckets[self.bucket(fingerprint)];
+        while place != 0 && self.fingerprints[place as usize] != fingerprint {
+            place = self.after[place as usize];
+        }
+        (place != 0).then_some(place)
+    }
+
+    fn take_at(&mut self, place: u32) -> Ghost {
+        let at = place as usize;
+        let bucket = self.bucket(self.fingerprints[at]);
+        let mut before = self.buckets[bucket];
+        if before == place {
+            self.buckets[bucket] = self.after[at];
+        } else {
+            while before != 0 && self.after[before as usize] != place {
+                before = self.after[before as usize];
+            }
+            self.after[before as usize] = self.after[at];
+        }
+        self.fingerprints[at] = 0;
+        self.len -= 1;
+        Ghost { time: self.times[at], order: self.orders[at] }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "below the number of buckets")]
+    fn bucket(&self, fingerprint: u64) -> usize {
+        ((u128::from(fingerprint) * self.buckets.len() as u128) >> 64) as usize
+    }
+
+    /// Forgets them all.
+    pub(super) fn clear(&mut self) {
+        self.fingerprints.fill(0);
+        self.buckets.fill(0);
+        (self.last, self.len) = (0, 0);
+    }
+
+    #[cfg(test)]
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.fingerprints.capacity() * size_of::<u64>()
+            + (self.times.capacity() + self.after.capacity() + self.buckets.capacity())
+                * size_of::<u32>()
+            + self.orders.capacity()
+    }
+
+    /// Verifies that each can be found, once, and that they are counted.
+    ///
+    /// # Errors
+    /// [`Error::Broken`].
+    pub(super) fn check(&self) -> Result<()> {
+        let broken = |what: String| Err(Error::Broken(format!("ghosts: {what}")));
+        let mut num_kept = 0;
+        for (place, &fingerprint) in (0_u32..).zip(&self.fingerprints) {
+            if fingerprint != 0 {
+                num_kept += 1;
+                if self.find(fingerprint) != Some(place) {
+                    return broken(format!("place {place} is not found, or another is"));
+                }
+            }
+        }
+        if num_kept != self.len {
+            return broken(format!("{num_kept} kept, {} counted", self.len));
+        }
+        Ok(())
+    }
+}

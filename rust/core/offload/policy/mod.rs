@@ -1,0 +1,211 @@
+//! Which slot goes when room is needed.
+//!
+//! The tier tells a policy what becomes resident, what is used and what goes, and asks it for one
+//! victim after the other; what may go at all (unpinned leaves) the tier alone knows. A policy is a
+//! file with a [`Policy`], and an arm in each of the `match`es below.
+
+mod ghosts;
+mod hit_density;
+mod lru;
+
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+use crate::free_queue::FreeQueue;
+use crate::ids::BlockId;
+use crate::key::BlockKey;
+
+use hit_density::HitDensity;
+use lru::Lru;
+
+/// Which slots a host tier gives up first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EvictionPolicy {
+    /// The least recently ranked ones.
+    #[default]
+    Lru,
+    /// Of the least recently ranked slot that was never hit and the one that was, the one that
+    /// promises fewer hits for the time that it stays.
+    HitDensity,
+}
+
+impl EvictionPolicy {
+    /// All there are, the default first.
+    pub const ALL: [Self; 2] = [Self::Lru, Self::HitDensity];
+
+    /// What it is chosen by.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::HitDensity => "hit-density",
+        }
+    }
+
+    /// What it keeps per slot, in bytes.
+    pub(super) fn slot_bytes(self) -> usize {
+        match self {
+            Self::Lru => Lru::SLOT_BYTES,
+            Self::HitDensity => HitDensity::SLOT_BYTES,
+        }
+    }
+
+    /// For slots `1..num_blocks`, none of them resident yet.
+    pub(super) fn build(self, num_blocks: u32) -> AnyPolicy {
+        match self {
+            Self::Lru => AnyPolicy::Lru(Lru::new(num_blocks)),
+            Self::HitDensity => AnyPolicy::HitDensity(Box::new(HitDensity::new(num_blocks))),
+        }
+    }
+}
+
+/// By name.
+impl FromStr for EvictionPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        if let Some(known) = Self::ALL.into_iter().find(|known| known.name() == name) {
+            return Ok(known);
+        }
+        let nearest = Self::ALL.into_iter().min_by_key(|known| distance(known.name(), name));
+        Err(Error::Config(format!(
+            "policy {name:?}: the nearest known is {:?}; it must be one of {}",
+            nearest.unwrap_or_default().name(),
+            Self::ALL.map(|known| format!("{:?}", known.name())).join(", ")
+        )))
+    }
+}
+
+/// How many letters must be put in, taken out or exchanged to make one name the other.
+fn distance(known: &str, given: &str) -> usize {
+    let known: Vec<char> = known.chars().collect();
+    let mut row: Vec<usize> = (0..=known.len()).collect();
+    for letter in given.chars() {
+        let mut diagonal = row[0];
+        row[0] += 1;
+        for at in 0..known.len() {
+            let exchanged = diagonal + usize::from(known[at] != letter);
+            diagonal = row[at + 1];
+            row[at + 1] = exchanged.min(diagonal + 1).min(row[at] + 1);
+        }
+    }
+    row[known.len()]
+}
+
+/// In each of a policy's orders the last slot that was passed over since room was first asked for:
+/// the next search begins behind it, so that a call which evicts many looks at each slot once.
+pub(super) type Pass = [BlockId; 2];
+
+/// An order of the resident slots in which they go.
+pub(super) trait Policy {
+    /// What it keeps per slot, in bytes, all of it taken at construction.
+    const SLOT_BYTES: usize;
+
+    /// Slots became resident, the last of them the most recent one.
+    fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>);
+
+    /// Slots are the most recent ones now, the last most of all. Each is a hit where a request has
+    /// found it, told once for each request that does. Those not resident are passed over.
+    fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>);
+
+    /// A slot is no longer resident, if it was.
+    fn removed(&mut self, slot: BlockId);
+
+    /// The slot to go next, of those that may; it stays until it is [`removed`](Self::removed).
+    fn victim(&self, pass: &mut Pass, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId>;
+
+    /// Forgets everything, as at construction.
+    fn clear(&mut self);
+
+    /// How many slots are resident.
+    fn len(&self) -> usize;
+
+    /// Whether `slot` is resident.
+    fn contains(&self, slot: BlockId) -> bool;
+
+    /// Bytes of heap it holds.
+    #[cfg(test)]
+    fn memory_bytes(&self) -> usize;
+
+    /// Verifies its own state against the keys of the resident slots.
+    ///
+    /// # Errors
+    /// [`Error::Broken`] names the first invariant that does not hold.
+    fn check(&self, key: impl Fn(BlockId) -> Option<BlockKey>) -> Result<()>;
+}
+
+/// One of them, told apart before each loop: slots are ranked by the thousand, and a call for each
+/// would show.
+#[derive(Clone, Debug)]
+pub(super) enum AnyPolicy {
+    Lru(Lru),
+    HitDensity(Box<HitDensity>),
+}
+
+macro_rules! delegate {
+    ($any:expr, $policy:ident => $call:expr) => {
+        match $any {
+            AnyPolicy::Lru($policy) => $call,
+            AnyPolicy::HitDensity($policy) => $call,
+        }
+    };
+}
+
+impl AnyPolicy {
+    pub(super) fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
+        delegate!(self, policy => policy.stored(slots));
+    }
+
+    pub(super) fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
+        delegate!(self, policy => policy.ranked(slots));
+    }
+
+    #[inline]
+    pub(super) fn removed(&mut self, slot: BlockId) {
+        delegate!(self, policy => policy.removed(slot));
+    }
+
+    #[inline]
+    pub(super) fn victim(
+        &self,
+        pass: &mut Pass,
+        may_go: impl Fn(BlockId) -> bool,
+    ) -> Option<BlockId> {
+        delegate!(self, policy => policy.victim(pass, may_go))
+    }
+
+    pub(super) fn clear(&mut self) {
+        delegate!(self, policy => policy.clear());
+    }
+
+    pub(super) fn len(&self) -> usize {
+        delegate!(self, policy => policy.len())
+    }
+
+    pub(super) fn contains(&self, slot: BlockId) -> bool {
+        delegate!(self, policy => policy.contains(slot))
+    }
+
+    pub(super) fn check(&self, key: impl Fn(BlockId) -> Option<BlockKey>) -> Result<()> {
+        delegate!(self, policy => policy.check(key))
+    }
+}
+
+/// The first slot of an order, behind what was passed over, that may go.
+fn first_that_may_go(
+    order: &FreeQueue,
+    passed: &mut BlockId,
+    may_go: impl Fn(BlockId) -> bool,
+) -> Option<BlockId> {
+    let mut at = order.next(*passed);
+    while !at.is_null() {
+        if may_go(at) {
+            return Some(at);
+        }
+        *passed = at;
+        at = order.next(at);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests;
