@@ -248,7 +248,7 @@ impl BlockLedger {
                 tokens.len()
             )));
         }
-        let wants = names.into_iter().zip(tokens);
+        let wants = names.iter().copied().zip(tokens.iter().copied());
         let taken = lock(&self.0)
             .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
             .map_err(to_py)?;

@@ -29,6 +29,17 @@ impl<T> Requests<T> {
         self.places.get(request_id).copied().ok_or_else(|| unknown(request_id))
     }
 
+    /// As [`Requests::place`], trying the place after `before` first: steps name requests in the
+    /// order in which they came.
+    #[inline]
+    pub(crate) fn place_after(&self, before: Option<usize>, request_id: &str) -> Result<usize> {
+        let next = before.map_or(0, |place| place + 1);
+        match self.requests.get(next) {
+            Some((name, _)) if **name == *request_id => Ok(next),
+            _ => self.place(request_id),
+        }
+    }
+
     /// The request at a place.
     #[inline]
     pub(crate) fn at(&self, place: usize) -> &T {

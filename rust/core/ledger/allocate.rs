@@ -94,9 +94,9 @@ impl BlockLedger {
     ) -> Result<Taken> {
         let mut args =
             AllocateArgs { num_lookahead_tokens, num_in_flight_tokens, ..AllocateArgs::default() };
-        let mut places = Vec::with_capacity(wants.size_hint().0);
+        let mut places: Vec<usize> = Vec::with_capacity(wants.size_hint().0);
         for (request_id, num_new_tokens) in wants.clone() {
-            let place = self.requests.place(request_id)?;
+            let place = self.requests.place_after(places.last().copied(), request_id)?;
             args.num_new_tokens = num_new_tokens;
             self.check_args(request_id, self.requests.at(place), &args)?;
             places.push(place);
