@@ -95,6 +95,22 @@ impl FreeQueue {
         }
     }
 
+    /// Moves a run of neighbours to the tail, from its first to its last: O(1) for any length.
+    #[inline]
+    pub fn move_run_to_back(&mut self, first: BlockId, last: BlockId) {
+        let (prev, next) = (self.links[first.index()].prev, self.links[last.index()].next);
+        if next == END {
+            return;
+        }
+        self.links[prev as usize].next = next;
+        self.links[next as usize].prev = prev;
+        let tail = self.links[END as usize].prev;
+        self.links[tail as usize].next = first.0;
+        self.links[first.index()].prev = tail;
+        self.links[last.index()].next = END;
+        self.links[END as usize].prev = last.0;
+    }
+
     /// Puts `id` at the tail: it will be the last to be taken. It must be out.
     #[inline]
     pub fn push_back(&mut self, id: BlockId) {

@@ -109,6 +109,18 @@ impl Index {
         found
     }
 
+    /// How many of `hashes` are held.
+    pub fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
+        let mark = mark(group);
+        let mut num_held = 0;
+        for batch in hashes.chunks(BATCH) {
+            let (prints, _) = self.prints(batch.iter().map(|hash| (hash, mark)));
+            let is_held = |(hash, print)| self.oldest(print, hash, mark).is_some();
+            num_held += batch.iter().zip(prints).filter(|&pair| is_held(pair)).count();
+        }
+        num_held
+    }
+
     /// Blocks that were free side by side are taken side by side: while the last two found tell
     /// right where the next one stands, nothing is looked up. Returns the hashes left.
     #[inline]

@@ -369,6 +369,28 @@ impl BlockPool {
         debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
     }
 
+    /// As [`BlockPool::hide`] for many. False, and nothing changed, unless each key is new.
+    pub(crate) fn hide_all(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+    ) -> bool {
+        let mut num_new = 0;
+        let inserted = self.index.insert_all(ids, hashes, group, |_| num_new += 1);
+        debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
+        let is_all_new = num_new == ids.len();
+        if !is_all_new {
+            self.index.remove_all(ids, |_| ());
+        }
+        is_all_new
+    }
+
+    /// How many of `hashes` are held, hidden or not.
+    pub(crate) fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
+        self.index.num_held(hashes, group)
+    }
+
     /// Tells of keys that were hidden until now.
     pub(crate) fn reveal(
         &mut self,

@@ -34,6 +34,11 @@ impl Default for Copies {
 }
 
 impl Copies {
+    pub(super) fn reserve(&mut self, num_copies: usize) {
+        self.block_ids.reserve(num_copies);
+        self.host_slots.reserve(num_copies);
+    }
+
     /// One between a device block and the place `at` of a slot.
     pub(super) fn push(&mut self, block: BlockId, slot: BlockId, at: usize, per_slot: usize) {
         // Slot i lies in block i + 1 of the tier's pool, whose block 0 is its null block.

@@ -33,6 +33,27 @@ pub(super) struct Part {
 }
 
 impl Part {
+    fn reserve(&mut self, num_slots: usize, blocks_per_slot: usize) {
+        self.block_ids.reserve(num_slots * blocks_per_slot);
+        self.slots.reserve(num_slots);
+        self.filling.keys.reserve(num_slots);
+        self.filling.parents.reserve(num_slots);
+        self.filling.ends.reserve(num_slots);
+    }
+
+    /// What is planned already, and then `other`.
+    fn append(&mut self, mut other: Self) {
+        if self.slots.is_empty() {
+            *self = other;
+            return;
+        }
+        self.block_ids.append(&mut other.block_ids);
+        self.slots.append(&mut other.slots);
+        self.filling.keys.append(&mut other.filling.keys);
+        self.filling.parents.append(&mut other.filling.parents);
+        self.filling.ends.append(&mut other.filling.ends);
+    }
+
     /// Puts the last slot first. For slots of one block.
     pub(super) fn reverse(&mut self) {
         self.block_ids.reverse();
@@ -115,17 +136,15 @@ impl OffloadScheduler {
     ) -> Option<Job> {
         let mut all = Part::default();
         let mut copies = Copies::default();
-        for mut part in parts {
+        for part in parts {
+            copies.reserve(part.block_ids.len());
             for (blocks, &slot) in part.block_ids.chunks(self.blocks_per_slot).zip(&part.slots) {
                 for (at, &block) in blocks.iter().enumerate() {
                     copies.push(block, slot, at, self.blocks_per_slot);
                 }
             }
             copies.end_group();
-            all.slots.append(&mut part.slots);
-            all.filling.keys.append(&mut part.filling.keys);
-            all.filling.parents.append(&mut part.filling.parents);
-            all.filling.ends.append(&mut part.filling.ends);
+            all.append(part);
         }
         let kind = Kind::Store { filling: all.filling, tails };
         (!all.slots.is_empty()).then(|| self.begin(copies, all.slots, kind, deadline))
@@ -173,9 +192,11 @@ impl Plan<'_> {
         let last_kept = table.num_kept.checked_sub(1).map(|at| self.key(at));
         let parent = last_kept.and_then(|key| tier.resident_or_in_flight(&key));
         let first = if parent.is_some() { table.num_kept } else { 0 };
-        let due: Vec<BlockKey> = (first..table.num_confirmed).map(|at| self.key(at)).collect();
-        let (placed, num_kept) = tier.reserve_chain(&due, parent.unwrap_or(BlockId::NULL))?;
+        let due = self.model.own_hashes(self.group, self.hashes, first..table.num_confirmed);
+        let above = parent.unwrap_or(BlockId::NULL);
+        let (placed, num_kept) = tier.reserve_chain(&due, self.id, above)?;
         table.num_kept = first + num_kept;
+        self.part.reserve(placed.len(), self.blocks_per_slot);
         for &(at, slot) in &placed {
             self.push(table, first + at, slot);
         }

@@ -173,6 +173,12 @@ impl HostTier {
 
     /// A reserved slot is in flight from now on, below `parent` (null: it can go at any time).
     pub(super) fn fill(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
+        self.pool.hide(slot, &key);
+        self.enter(slot, key, parent);
+    }
+
+    /// A slot that has its key takes its place in the chain.
+    fn enter(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
         self.parents[slot.index()] = parent.0;
         self.num_children[parent.index()] += 1;
         let children = if self.awaiting.is_empty() { None } else { self.awaiting.remove(&key) };
@@ -185,7 +191,6 @@ impl HostTier {
             self.num_children[BlockId::NULL.index()] -= 1;
             self.num_children[slot.index()] += 1;
         }
-        self.pool.hide(slot, &key);
         self.is_filling[slot.index()] = true;
         self.num_filling += 1;
     }
@@ -226,13 +231,13 @@ impl HostTier {
     /// how many keys, from the first, the tier now has.
     pub(super) fn reserve_chain(
         &mut self,
-        keys: &[BlockKey],
+        hashes: &[BlockHash],
+        group: GroupId,
         parent: BlockId,
     ) -> Result<(Vec<(usize, BlockId)>, usize)> {
-        let kept: Vec<BlockId> =
-            keys.iter().map_while(|key| self.resident_or_in_flight(key)).collect();
-        let is_missing = |key: &&BlockKey| self.resident_or_in_flight(key).is_none();
-        let num_missing = keys[kept.len()..].iter().filter(is_missing).count();
+        let kept = self.pool.prefix(hashes, group);
+        let due = &hashes[kept.len()..];
+        let num_missing = due.len() - self.pool.num_held(due, group);
         // All of them, not the last alone: in a list that is no true chain they need not stand
         // above one another, and a slot must not be evicted and then made its own parent.
         self.pool.pin(&[parent])?;
@@ -241,18 +246,27 @@ impl HostTier {
         self.pool.unpin(&kept)?;
         self.pool.unpin(&[parent])?;
         let empty = empty?;
+        let mut above = kept.last().copied().unwrap_or(parent);
+        if num_missing == due.len() && self.pool.hide_all(&empty, &due[..empty.len()], group) {
+            for (&slot, &hash) in empty.iter().zip(due) {
+                self.enter(slot, BlockKey { hash, group }, above);
+                above = slot;
+            }
+            let num_kept = kept.len() + empty.len();
+            return Ok(((kept.len()..).zip(empty).collect(), num_kept));
+        }
         let mut rest = empty.as_slice();
         let mut placed = Vec::with_capacity(rest.len());
         let mut num_kept = kept.len();
-        let mut above = kept.last().copied().unwrap_or(parent);
-        for (at, key) in keys.iter().enumerate().skip(kept.len()) {
+        for (at, &hash) in hashes.iter().enumerate().skip(kept.len()) {
+            let key = BlockKey { hash, group };
             // Asked again for each: the same key may stand twice in a list that is no true chain.
-            if let Some(slot) = self.resident_or_in_flight(key) {
+            if let Some(slot) = self.resident_or_in_flight(&key) {
                 above = slot;
             } else {
                 let Some((&slot, others)) = rest.split_first() else { break };
                 rest = others;
-                self.fill(slot, *key, above);
+                self.fill(slot, key, above);
                 placed.push((at, slot));
                 above = slot;
             }
@@ -374,7 +388,7 @@ impl HostTier {
         // Slots are given out in the order they are emptied in: ascending, so that runs are long.
         victims.sort_unstable();
         self.pool.evict(&victims)?;
-        self.pool.free(&victims)?;
+        self.pool.release(victims.iter().copied());
         self.num_evicted += victims.len();
         Ok(())
     }
@@ -383,7 +397,8 @@ impl HostTier {
     fn forget(&mut self, slot: BlockId) {
         let parent = std::mem::take(&mut self.parents[slot.index()]);
         self.num_children[parent as usize] -= 1;
-        if let Some(parent) = self.awaited.remove(&slot)
+        if !self.awaited.is_empty()
+            && let Some(parent) = self.awaited.remove(&slot)
             && let Some(children) = self.awaiting.get_mut(&parent)
         {
             children.retain(|&child| child != slot);

@@ -31,11 +31,23 @@ impl Policy for Lru {
     }
 
     fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
+        // A chain that was last ranked as a whole still stands together: it moves as a whole.
+        let mut run: Option<(BlockId, BlockId)> = None;
         for (slot, _) in slots {
-            if self.order.contains(slot) {
-                self.order.remove(slot);
-                self.order.push_back(slot);
+            if !self.order.contains(slot) {
+                continue;
             }
+            run = match run {
+                Some((first, last)) if self.order.next(last) == slot => Some((first, slot)),
+                Some((first, last)) => {
+                    self.order.move_run_to_back(first, last);
+                    Some((slot, slot))
+                }
+                None => Some((slot, slot)),
+            };
+        }
+        if let Some((first, last)) = run {
+            self.order.move_run_to_back(first, last);
         }
     }
 
