@@ -851,6 +851,25 @@ fn hashes_that_are_no_chain_make_no_slot_its_own_parent() {
     assert_eq!(scheduler.stats().evicted_blocks, 0);
 }
 
+/// In such a list a hash may stand twice: the tier has one slot for it.
+#[test]
+fn a_key_that_stands_twice_is_stored_once() {
+    let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+    let mut scheduler = OffloadScheduler::new(OffloadConfig::new(8, groups)).unwrap();
+    scheduler.add("a", &hashes(&[1, 2, 1, 3])).unwrap();
+    let new_blocks = ids(&[1, 2, 3, 4]);
+    let progress = Progress {
+        request_id: "a",
+        num_computed_tokens: 4 * BLOCK_SIZE,
+        new_blocks: &[&new_blocks],
+    };
+    let job = scheduler.store(std::iter::once(progress), None).unwrap().unwrap();
+    assert_eq!(raw(job.block_ids.iter().copied()), [1, 2, 4]);
+    scheduler.complete(job.job_id, 0, true).unwrap();
+    scheduler.check().unwrap();
+    assert_eq!(scheduler.stats().resident_blocks, 3);
+}
+
 /// Contract 1: whatever a caller claims, no more is stored than is hashed and was allocated.
 #[test]
 fn what_was_not_hashed_or_allocated_is_not_stored() {
