@@ -1,0 +1,473 @@
+"""The connector without an engine: what it refuses, how ranks agree, what a step costs it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm import models
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+import kvstow.vllm
+from kvstow import ConfigError
+from kvstow.vllm import KVStowConnector
+from kvstow.vllm.messages import HostSize, StepJobs, StepReports
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+from kvstow.vllm.scheduler import SchedulerHalf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
+)
+PAGE_BYTES = FULL.page_size_bytes
+
+
+def cache_config(*specs: Any) -> KVCacheConfig:
+    """Groups of one layer each, overlaid in one allocation, as vLLM lays hybrids out."""
+    size = PAGE_BYTES * NUM_BLOCKS
+    return KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[
+            KVCacheTensor(size, [str(at)], layer_stride=size, block_stride=PAGE_BYTES)
+            for at in range(len(specs))
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(specs)],
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+def engine_config(folder: Path, options: dict[str, Any], **settings: Any) -> Any:
+    transfer = {
+        "kv_connector": "KVStowConnector",
+        "kv_connector_module_path": "kvstow.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": options,
+    }
+    defaults = {"model": str(folder), "skip_tokenizer_init": True, "block_size": BLOCK_SIZE}
+    args = EngineArgs(**(defaults | settings), kv_transfer_config=transfer)
+    return args.create_engine_config()
+
+
+# -- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"cpu_bytes_touse": 1}, "did you mean 'cpu_bytes_to_use'"),
+        ({"lazy": True}, "lazy_offload"),
+        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use is 0"),
+        ({"cpu_bytes_to_use": "8GiB"}, "cpu_bytes_to_use is '8GiB'"),
+        ({"num_cpu_blocks": True}, "num_cpu_blocks is True"),
+        ({"num_cpu_blocks": 4, "cpu_bytes_to_use": 1 << 30}, "keep one"),
+        ({"lazy_offload": "yes"}, "true or false"),
+        ({"load_timeout_s": 0}, "seconds above 0"),
+        ({"load_timeout_s": float("inf")}, "seconds above 0"),
+        ({"eviction_policy": "fifo"}, "lru, hit-density"),
+        ({"verify": "md5"}, "off, checksum"),
+        ({"events_path": ""}, "events_path"),
+    ],
+)
+def test_options_that_cannot_be_right(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match="kv_connector_extra_config") as refused:
+        Options.parse(options)
+    assert told in str(refused.value)
+
+
+def test_a_budget_below_one_block_names_the_least_that_will_do() -> None:
+    with pytest.raises(ConfigError, match="raise cpu_bytes_to_use to at least 8192"):
+        Options(cpu_bytes_to_use=4096).num_host_blocks(4096, world_size=2)
+    assert Options(cpu_bytes_to_use=8192).num_host_blocks(4096, world_size=2) == 1
+    assert Options(cpu_bytes_to_use_per_rank=8192).num_host_blocks(4096, world_size=2) == 2
+    assert Options(num_cpu_blocks=7).num_host_blocks(4096, world_size=2) == 7
+
+
+def test_vllm_without_prefix_caching_is_refused(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 4}, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
+def test_a_typo_ends_the_start_in_both_roles(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_block": 4})
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match="did you mean 'num_cpu_blocks'"):
+            KVStowConnector(config, role, cache_config(FULL))
+
+
+def test_a_kind_of_attention_that_is_not_known_is_refused() -> None:
+    mamba = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigError, match="KV cache group 1 is of kind MambaSpec"):
+        Model.of(cache_config(FULL, mamba))
+
+
+def test_a_layout_that_is_not_where_vllm_says_is_refused() -> None:
+    model = Model.of(cache_config(FULL))
+    tensor = torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)
+    assert model.layouts({"0": tensor})[0].slot_bytes == PAGE_BYTES
+    with pytest.raises(ConfigError, match=r"layer '0' lies \+64 bytes from where"):
+        model.layouts({"0": tensor[64:]})
+    with pytest.raises(ConfigError, match=f"it should take {NUM_BLOCKS * PAGE_BYTES}"):
+        model.layouts({"0": tensor[:-1].clone()})
+    with pytest.raises(ConfigError, match="registers no KV cache for layer '0'"):
+        model.layouts({})
+
+
+def test_more_host_blocks_than_memory_are_refused(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 2**31 - 2})
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
+    tensor = torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="lower cpu_bytes_to_use or num_cpu_blocks"):
+        connector.register_kv_caches({"0": tensor})
+
+
+def test_layers_side_by_side_in_a_block_are_one_region() -> None:
+    size = 2 * PAGE_BYTES * NUM_BLOCKS
+    packed = KVCacheTensor(size, ["a", "b"], layer_stride=PAGE_BYTES, block_stride=2 * PAGE_BYTES)
+    model = Model.of(KVCacheConfig(NUM_BLOCKS, [packed], [KVCacheGroupSpec(["b", "a"], FULL)]))
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    (layout,) = model.layouts({"a": tensor, "b": tensor[PAGE_BYTES:]})
+    (region,) = layout.regions
+    assert (region.base_address, region.block_bytes) == (tensor.data_ptr(), 2 * PAGE_BYTES)
+
+
+# -- registration and ranks ---------------------------------------------------------------------
+
+
+def test_the_connector_is_known_by_name() -> None:
+    kvstow.vllm.register()
+    kvstow.vllm.register()
+    assert KVConnectorFactory.get_connector_class_by_name("KVStowConnector") is KVStowConnector
+
+
+def test_the_least_of_all_ranks_counts(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 9})
+    connector = KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    assert connector._scheduler is not None
+    sizes = {(pp, tp): HostSize(9 - pp - 2 * tp) for pp in range(2) for tp in range(2)}
+    connector.set_xfer_handshake_metadata_pp_aware(sizes)
+    assert connector._scheduler.offload is not None
+    assert connector._scheduler.offload.num_host_blocks == 6
+    connector.set_xfer_handshake_metadata({0: HostSize(5)})
+    assert connector._scheduler.offload.num_host_blocks == 5
+
+
+# -- the scheduler half beside vLLM's own accounting -----------------------------------------------
+
+
+@dataclass
+class Step:
+    """What of vLLM's `SchedulerOutput` the connector reads."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """As much of vLLM's scheduler as calls the connector, over its real `KVCacheManager`."""
+
+    def __init__(self, *specs: Any, world_size: int = 1, **options: Any) -> None:
+        init_none_hash(sha256_cbor)
+        config = cache_config(*specs)
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=1 << 20,
+            scheduler_block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            max_in_flight_tokens=None,
+        )
+        self.now = 0.0
+        self.half = SchedulerHalf(
+            Model.of(config),
+            Options(**options),
+            world_size=world_size,
+            tokens_per_hash=BLOCK_SIZE,
+            horizon_blocks=NUM_BLOCKS,
+            clock=lambda: self.now,
+        )
+        self.half.bind(self.manager)
+        self.half.agree(NUM_BLOCKS)
+        self.jobs = StepJobs()
+
+    def request(self, name: str, num_tokens: int, **settings: Any) -> Request:
+        return Request(
+            request_id=name,
+            prompt_token_ids=list(range(num_tokens)),
+            sampling_params=SamplingParams(max_tokens=8),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
+            **settings,
+        )
+
+    def admit(self, request: Request) -> int:
+        """Let it in; returns the tokens that are to be loaded."""
+        hit, num_local = self.manager.get_computed_blocks(request)[:2]
+        found = self.half.lookup(request, num_local)
+        assert found is not None
+        num_new = 0 if found else request.num_tokens - num_local
+        taken = self.manager.allocate_slots(
+            request,
+            num_new,
+            num_new_computed_tokens=num_local,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=found,
+            delay_cache_blocks=found > 0,
+        )
+        assert taken is not None
+        self.half.allocated(request, self.manager.get_blocks(request.request_id), found)
+        request.num_computed_tokens = num_local + found
+        return found
+
+    def step(self, *requests: Request, reports: Sequence[tuple[int, int, bool]] = ()) -> set[str]:
+        """Compute all that these requests have left; returns whose loads have landed."""
+        scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
+        self.jobs = self.half.build(Step(scheduled))  # type: ignore[arg-type]
+        for request in requests:
+            request.num_computed_tokens = request.num_tokens
+        output = KVConnectorOutput(kv_connector_worker_meta=StepReports(list(reports)))
+        self.half.processed(output)
+        return output.finished_recving or set()
+
+    def finish(self, request: Request) -> None:
+        self.half.finished(request)
+        self.manager.free(request)
+
+    def store_one(self, name: str = "a", num_tokens: int = 100, **settings: Any) -> None:
+        """A request that was computed, stored and forgotten by the device."""
+        request = self.request(name, num_tokens, **settings)
+        assert self.admit(request) == 0
+        self.step(request)
+        self.finish(request)
+        self.step()
+        self.step(reports=[(copies.job_id, 0, True) for copies in self.jobs.stores])
+        assert self.manager.reset_prefix_cache()
+
+
+def test_two_lora_names_share_no_block() -> None:
+    scheduler = Scheduler(FULL)
+    one, two = (LoRARequest(name, at, f"/{name}") for at, name in enumerate(("one", "two"), 1))
+    scheduler.store_one("a", lora_request=one)
+    assert scheduler.half.lookup(scheduler.request("b", 100, lora_request=two), 0) == 0
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
+    assert scheduler.half.lookup(scheduler.request("d", 100, lora_request=one), 0) == 96
+
+
+def test_a_window_is_stored_though_it_is_given_away_with_the_request() -> None:
+    """Of 100 tokens the last 32 are read by what follows: two blocks of the window's six."""
+    scheduler = Scheduler(FULL, WINDOW)
+    scheduler.store_one()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
+    """Its table says that the external tokens are computed, and they are not."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.admit(request) == 96
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    scheduler.half.reset()
+    scheduler.half.finished(request)
+    scheduler.step()
+    assert not scheduler.jobs.stores
+    scheduler.step(reports=[(load.job_id, 0, True)])
+    scheduler.step()
+    # vLLM frees its blocks once it is told of the end, as failed: the reset has voided the load.
+    assert scheduler.jobs.failed_request_ids == ["b"]
+    scheduler.manager.free(request)
+    assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_a_load_ends_when_the_last_rank_has_reported() -> None:
+    scheduler = Scheduler(FULL, world_size=2)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    scheduler.step(reports=[(store.job_id, 1, True)])
+    assert scheduler.half.has_pending_stores
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    assert not scheduler.half.has_pending_stores
+    scheduler.manager.reset_prefix_cache()
+
+    again = scheduler.request("b", 100)
+    assert scheduler.admit(again) == 96
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
+    assert scheduler.step(reports=[(load.job_id, 1, False)]) == set()
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == ["b"]
+
+
+def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
+    scheduler = Scheduler(FULL, load_timeout_s=5.0)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    scheduler.admit(request)
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    scheduler.now = 6.0
+    told = []
+    for _ in range(3):
+        scheduler.step()
+        told += scheduler.jobs.failed_request_ids
+    assert told == ["b"]
+    request.num_computed_tokens = 0
+    scheduler.manager.free(request)
+    pool = scheduler.manager.block_pool
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - 6
+    assert scheduler.admit(request) == 0, "it computes what it could not load"
+    assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
+    scheduler.finish(request)
+    for _ in range(2):
+        scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() -> None:
+    scheduler = Scheduler(FULL, lazy_offload=True)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    queue = scheduler.manager.block_pool.free_block_queue
+    order = [block.block_id for block in queue.get_all_free_blocks()]
+    scheduler.step()
+    assert queue.num_free_blocks == NUM_BLOCKS - 1 - 6
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    cached = [block.block_id for block in queue.get_all_free_blocks() if block.block_hash]
+    assert cached == [block_id for block_id in order if block_id in cached]
+    assert len(cached) == 6
+
+
+def test_a_rejected_draft_is_not_stored() -> None:
+    """Confirmed is what was computed less what is in flight, and a rejection takes tokens back."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 30)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 34}))  # type: ignore[arg-type] # four drafts make block 2 full
+    request.num_computed_tokens = 30
+    scheduler.half.processed(KVConnectorOutput())
+    jobs = scheduler.half.build(Step())  # type: ignore[arg-type]
+    (store,) = jobs.stores
+    assert len(store.block_ids) == 1
+
+
+def test_steps_in_flight_are_not_confirmed() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 100}))  # type: ignore[arg-type]
+    request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
+    scheduler.half.processed(KVConnectorOutput())
+    assert not scheduler.half.has_pending_stores
+    request.num_in_flight_tokens = 0
+    scheduler.half.processed(KVConnectorOutput())
+    assert scheduler.half.has_pending_stores
+
+
+def test_a_draft_model_reads_one_block_less_of_a_hit() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    scheduler.half._drops_last_block = True
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 80
+
+
+def test_what_is_no_multiple_of_the_block_size_is_not_looked_up() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 8) == 0
+    blind = scheduler.request("c", 100)
+    blind.skip_reading_prefix_cache = True
+    assert scheduler.half.lookup(blind, 0) == 0
+
+
+def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.manager.free(request)
+    request.num_computed_tokens = 0
+    scheduler.jobs = scheduler.half.build(Step(preempted_req_ids={"a"}))  # type: ignore[arg-type]
+    (store,) = scheduler.jobs.stores
+    assert not scheduler.half._tracked
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    scheduler.manager.reset_prefix_cache()
+    assert scheduler.admit(request) == 96
+    # Preempted before, admitted again in the same step: that is no new preemption.
+    scheduler.half.build(Step(preempted_req_ids={"a"}))  # type: ignore[arg-type]
+    assert "a" in scheduler.half._tracked
+
+
+def test_blocks_that_a_transfer_alone_holds_are_worth_waiting_for() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    assert not scheduler.half.holds_freed_blocks
+    scheduler.finish(request)
+    assert scheduler.half.holds_freed_blocks
+
+
+def test_nothing_is_left_of_a_request_that_never_ran() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.half.lookup(request, 0) == 96
+    scheduler.half.finished(request)
+    offload = scheduler.half.offload
+    assert offload is not None
+    offload.check()
+    assert not scheduler.half._tracked
+
+
+def test_jobs_name_plain_numbers_only() -> None:
+    """They are pickled, in every step, for each worker process."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    jobs = scheduler.half.build(Step())  # type: ignore[arg-type]
+    again = pickle.loads(pickle.dumps(jobs))
+    assert again.stores[0].block_ids.tolist() == jobs.stores[0].block_ids.tolist()
+    assert SimpleNamespace(**vars(again)).loads == []
