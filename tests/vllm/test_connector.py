@@ -254,7 +254,7 @@ class Scheduler:
     def step(self, *requests: Request, reports: Sequence[tuple[int, int, bool]] = ()) -> set[str]:
         """Compute all that these requests have left; returns whose loads have landed."""
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
-        self.jobs = self.half.build(Step(scheduled))  # type: ignore[arg-type]
+        self.jobs = self.half.build(Step(scheduled))
         for request in requests:
             request.num_computed_tokens = request.num_tokens
         output = KVConnectorOutput(kv_connector_worker_meta=StepReports(list(reports)))
@@ -384,10 +384,10 @@ def test_a_rejected_draft_is_not_stored() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 30)
     scheduler.admit(request)
-    scheduler.half.build(Step({"a": 34}))  # type: ignore[arg-type] # four drafts make block 2 full
+    scheduler.half.build(Step({"a": 34}))  # four drafts make block 2 full
     request.num_computed_tokens = 30
     scheduler.half.processed(KVConnectorOutput())
-    jobs = scheduler.half.build(Step())  # type: ignore[arg-type]
+    jobs = scheduler.half.build(Step())
     (store,) = jobs.stores
     assert len(store.block_ids) == 1
 
@@ -396,7 +396,7 @@ def test_steps_in_flight_are_not_confirmed() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
-    scheduler.half.build(Step({"a": 100}))  # type: ignore[arg-type]
+    scheduler.half.build(Step({"a": 100}))
     request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
     scheduler.half.processed(KVConnectorOutput())
     assert not scheduler.half.has_pending_stores
@@ -428,14 +428,14 @@ def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
     scheduler.step(request)
     scheduler.manager.free(request)
     request.num_computed_tokens = 0
-    scheduler.jobs = scheduler.half.build(Step(preempted_req_ids={"a"}))  # type: ignore[arg-type]
+    scheduler.jobs = scheduler.half.build(Step(preempted_req_ids={"a"}))
     (store,) = scheduler.jobs.stores
     assert not scheduler.half._tracked
     scheduler.step(reports=[(store.job_id, 0, True)])
     scheduler.manager.reset_prefix_cache()
     assert scheduler.admit(request) == 96
     # Preempted before, admitted again in the same step: that is no new preemption.
-    scheduler.half.build(Step(preempted_req_ids={"a"}))  # type: ignore[arg-type]
+    scheduler.half.build(Step(preempted_req_ids={"a"}))
     assert "a" in scheduler.half._tracked
 
 
@@ -467,7 +467,7 @@ def test_jobs_name_plain_numbers_only() -> None:
     request = scheduler.request("a", 100)
     scheduler.admit(request)
     scheduler.step(request)
-    jobs = scheduler.half.build(Step())  # type: ignore[arg-type]
+    jobs = scheduler.half.build(Step())
     again = pickle.loads(pickle.dumps(jobs))
     assert again.stores[0].block_ids.tolist() == jobs.stores[0].block_ids.tolist()
     assert SimpleNamespace(**vars(again)).loads == []
