@@ -133,13 +133,13 @@ class Server:
                 values[name] = values[name] + float((rest or line).rpartition(" ")[2])
         return values
 
-    async def rest(self, within_s: float = 30) -> None:
+    async def rest(self) -> None:
         """Wait until nothing runs, nothing is copied and no block is held.
 
         Raises:
             Failure: that does not come to pass: something hangs, or was leaked.
         """
-        end = time.monotonic() + within_s
+        end = time.monotonic() + self._asked.rest
         while True:
             counters = await self.counters()
             busy = [f"{name} is {counters[name]:g}" for name in AT_REST if counters[name]]
@@ -454,6 +454,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     option("--seed", type=int, default=time.time_ns() % 10**9, help="of the prompts (the time)")
     option("--timeout", type=float, default=600, metavar="S", help="per request (%(default)s)")
+    option(
+        "--rest",
+        type=float,
+        default=30,
+        metavar="S",
+        help="how long transfers may go on after the last answer (%(default)s)",
+    )
     option("--api-key", metavar="KEY", help="if the server asks for one")
     asked = parser.parse_args(arguments)
     asked.address = asked.address.rstrip("/")

@@ -8,7 +8,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
 from examples import check_server
 from tests.vllm import models
 from tests.vllm.server import MAX_NUM_BATCHED_TOKENS, served
@@ -79,6 +78,8 @@ def test_damage_on_the_way_shows(
         "kv_connector_extra_config": {"num_cpu_blocks": NUM_HOST_BLOCKS},
     }
     with served(model, tmp_path / "log", **connector) as address:
-        assert check(address, "--case", "TC1", "--case", "TC2", "--case", "TC3", "--case", "TC5") == 1
+        assert (
+            check(address, "--case", "TC1", "--case", "TC2", "--case", "TC3", "--case", "TC5") == 1
+        )
     printed = capsys.readouterr().out
     assert re.findall(r"^(TC\d) FAILED .* garbled", printed, re.MULTILINE) == ["TC3", "TC5"]
