@@ -12,7 +12,8 @@ class DamagingConnector(KVStowConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         assert self._worker is not None
-        self._worker.movers = [DamagingMover(mover) for mover in self._worker.movers]
+        changed = [DamagingMover(mover) for mover in self._worker.movers]
+        self._worker.movers = changed  # type: ignore[assignment] # all that a worker asks of them
 
 
 class DamagingMover:
