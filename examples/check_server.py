@@ -380,7 +380,8 @@ async def check(asked: argparse.Namespace) -> int:
     headers = {"Authorization": f"Bearer {asked.api_key}"} if asked.api_key else {}
     async with aiohttp.ClientSession(
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        # A connection each: the server closes idle ones, maybe just when they are used again.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=asked.timeout),
     ) as session:
         server = Server(session, asked)
