@@ -17,7 +17,7 @@ class DamagingConnector(KVStowConnector):
 
 
 class DamagingMover:
-    """Zeroes one layer of each fiftieth block on the host before it is loaded."""
+    """Zeroes one layer of each tenth block on the host before it is loaded."""
 
     def __init__(self, mover: Any) -> None:
         self._mover = mover
@@ -32,7 +32,7 @@ class DamagingMover:
         start = layout.offsets[-1]
         for slot in host_slots:
             self._num_blocks += 1
-            if self._num_blocks % 50 == 0:
+            if self._num_blocks % 10 == 0:
                 slots[slot, start : start + layout.regions[-1].block_bytes] = 0
         ticket: Ticket = self._mover.load(host_slots, block_ids, after=after)
         return ticket
