@@ -19,7 +19,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential soak lint bench wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full soak lint bench wheel pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=
 
 test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,000 random sequences of 150 operations
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
+
+test-vllm-full: $(VENV)/.test ## vLLM's server under 300 concurrent requests, and one that damages what it loads
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
 
 soak: ## random operations on the core, new ones until SECONDS=600 are over
 	@$(need_cargo)

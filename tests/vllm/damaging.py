@@ -1,0 +1,41 @@
+"""A connector that damages what it loads, so that a check of answers can be seen to fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstow.transfer.mover import Event, Ticket
+from kvstow.vllm.connector import KVStowConnector
+
+
+class DamagingConnector(KVStowConnector):
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self._worker is not None
+        changed = [DamagingMover(mover) for mover in self._worker.movers]
+        self._worker.movers = changed  # type: ignore[assignment] # all that a worker asks of them
+
+
+class DamagingMover:
+    """Zeroes one layer of each tenth block on the host before it is loaded."""
+
+    def __init__(self, mover: Any) -> None:
+        self._mover = mover
+        self._num_blocks = 0
+
+    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
+        ticket: Ticket = self._mover.store(block_ids, host_slots, after=after)
+        return ticket
+
+    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
+        layout, slots = self._mover.layout, self._mover.arena.slots
+        start = layout.offsets[-1]
+        for slot in host_slots:
+            self._num_blocks += 1
+            if self._num_blocks % 10 == 0:
+                slots[slot, start : start + layout.regions[-1].block_bytes] = 0
+        ticket: Ticket = self._mover.load(host_slots, block_ids, after=after)
+        return ticket
+
+    def close(self) -> None:
+        self._mover.close()

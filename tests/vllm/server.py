@@ -1,0 +1,107 @@
+"""The real server in a process of its own, with a pool so small that blocks really fall out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MAX_NUM_BATCHED_TOKENS = 128
+CONNECTOR = {
+    "kv_connector": "KVStowConnector",
+    "kv_connector_module_path": "kvstow.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+SETTINGS = {
+    "--host": "127.0.0.1",
+    "--dtype": "float32",
+    "--block-size": "32",
+    # Six prompts of 300 tokens fit, but not with their answers: some are preempted.
+    "--num-gpu-blocks-override": "64",
+    "--max-model-len": "512",
+    "--max-num-seqs": "16",
+    "--max-num-batched-tokens": str(MAX_NUM_BATCHED_TOKENS),
+    # Without it vLLM kills its engine at once, and nothing is closed.
+    "--shutdown-timeout": "30",
+}
+START_S, END_S = 240, 60
+
+
+@contextmanager
+def served(model: Path, log: Path, **connector: Any) -> Iterator[str]:
+    """Serve, and give the address; at the end, the server must go when it is told to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = SETTINGS | {"--port": str(port), "--model": str(model)}
+    flags["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += ["--disable-uvicorn-access-log", *(word for flag in flags.items() for word in flag)]
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(address, process, log)
+        yield address
+        assert process.poll() is None, f"the server has died:\n{_tail(log)}"
+        # Before its end: vLLM's front always logs the loss of its engine.
+        assert "Traceback" not in log.read_text(), _tail(log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0, _tail(log)
+        _wait_until_gone(process.pid, log)
+        assert "all workers exited gracefully" in log.read_text(), _tail(log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+            return
+        time.sleep(0.25)
+    raise AssertionError(f"the server does not start:\n{_tail(log)}")
+
+
+def _wait_until_gone(group: int, log: Path) -> None:
+    """Its engine and workers must go with it."""
+    end = time.monotonic() + END_S
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"processes of the server are left:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-4000:]

@@ -1,0 +1,142 @@
+"""What operators copy: the flag wherever it stands, the manifest, and the tables of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+import kvstow.vllm
+from kvstow.vllm.options import _READERS, DEFAULT_BYTES, Options
+from kvstow.vllm.stats import _COUNTED, _GAUGES, _MOVED, LOAD, STORE
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "vllm.md"
+MANIFEST = ROOT / "examples" / "kubernetes.yaml"
+GIB = 1 << 30
+
+
+def flags(text: str) -> list[dict[str, Any]]:
+    return [
+        json.loads(flag)
+        for flag in re.findall(r"--kv-transfer-config '(\{.*?\})'", text, re.DOTALL)
+    ]
+
+
+def manifest() -> dict[str, Any]:
+    parts = {part["kind"]: part for part in yaml.safe_load_all(MANIFEST.read_text())}
+    assert set(parts) == {"Deployment", "Service"}
+    return parts
+
+
+def container() -> dict[str, Any]:
+    (vllm,) = manifest()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(vllm, dict)
+    return vllm
+
+
+def manifest_flag() -> dict[str, Any]:
+    args = container()["args"]
+    flag = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert isinstance(flag, dict)
+    return flag
+
+
+def all_flags() -> dict[str, dict[str, Any]]:
+    texts = {
+        "docs/vllm.md": DOCS.read_text(),
+        "README.md": (ROOT / "README.md").read_text(),
+        "examples/serve.sh": (ROOT / "examples" / "serve.sh").read_text(),
+        "kvstow.vllm": kvstow.vllm.__doc__ or "",
+    }
+    found = {"examples/kubernetes.yaml": manifest_flag()}
+    for name, text in texts.items():
+        (found[name],) = flags(text)
+    return found
+
+
+@pytest.mark.parametrize(("where", "flag"), all_flags().items())
+def test_the_flag_can_be_copied(where: str, flag: dict[str, Any]) -> None:
+    options = Options.parse(flag.pop("kv_connector_extra_config"))
+    assert options.cpu_bytes_to_use == 32 * GIB
+    assert flag == {
+        "kv_connector": "KVStowConnector",
+        "kv_connector_module_path": "kvstow.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def test_the_script_hands_the_flag_to_vllm(tmp_path: Path) -> None:
+    program = tmp_path / "vllm"
+    program.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    program.chmod(0o755)
+    given = subprocess.run(
+        [ROOT / "examples" / "serve.sh", "a model", "--port=1"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.split("\0")[:-1]
+    assert given[:-1] == ["serve", "a model", "--port=1", "--kv-transfer-config"]
+    assert json.loads(given[-1])["kv_connector"] == "KVStowConnector"
+
+
+def test_the_manifest_holds_together() -> None:
+    parts, vllm = manifest(), container()
+    pod = parts["Deployment"]["spec"]["template"]
+    selector = parts["Deployment"]["spec"]["selector"]["matchLabels"]
+    assert selector == pod["metadata"]["labels"] == parts["Service"]["spec"]["selector"]
+    ports = {port["name"]: port["containerPort"] for port in vllm["ports"]}
+    assert f"--port={ports['http']}" in vllm["args"]
+    assert parts["Service"]["spec"]["ports"][0]["targetPort"] in ports
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert vllm[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    for one in (vllm, *pod["spec"]["initContainers"]):
+        assert {mount["name"] for mount in one["volumeMounts"]} <= volumes
+        assert one["image"] == vllm["image"]
+    # The host tier is the container's memory, and weights go through it as well.
+    tier = manifest_flag()["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    for kind in ("requests", "limits"):
+        memory = vllm["resources"][kind]["memory"]
+        assert memory.endswith("Gi") and int(memory[:-2]) * GIB >= tier + 16 * GIB
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its head."""
+    section = DOCS.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_the_docs_have_every_option_with_its_default() -> None:
+    documented = {name.strip("`"): default for name, default, _ in table("Options")}
+    defaults = {option.name: option.default for option in fields(Options)}
+    defaults["cpu_bytes_to_use"] = DEFAULT_BYTES
+    assert documented == {
+        name: "" if default is None else f"`{json.dumps(default)}`"
+        for name, default in defaults.items()
+    }
+    assert list(documented) == list(_READERS)
+
+
+def test_the_docs_have_every_metric() -> None:
+    documented = {
+        name: kind
+        for names, kind, _ in table("Metrics")
+        for name in re.findall(r"`kvstow:(\w+)`", names)
+    }
+    counters = [
+        *_COUNTED,
+        *(f"{direction}_{what}" for direction in (STORE, LOAD) for what in _MOVED),
+    ]
+    assert documented == dict.fromkeys((f"{name}_total" for name in counters), "counter") | (
+        dict.fromkeys(_GAUGES, "gauge")
+    )

@@ -1,0 +1,85 @@
+"""The connector behind the real server, checked by the script that operators run."""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+from examples import check_server
+from tests.vllm import models
+from tests.vllm.server import MAX_NUM_BATCHED_TOKENS, served
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
+
+IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
+# Enough to preempt, or as many as the script asks by itself.
+NUM_TC5 = 300 if IS_FULL else 40
+# Host blocks: room for all prompts of TC5 with their answers, and of TC3.
+NUM_HOST_BLOCKS = 4000 if IS_FULL else 1500
+
+
+def check(address: str, *arguments: str) -> int:
+    """As an operator would, but stricter: float32 answers are equal to much more than a tie."""
+    return check_server.main(
+        [
+            address,
+            *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
+            *("--prompt-tokens", "300", "--answer-tokens", "48"),
+            *("--tolerance", "1e-3", "--tc5", str(NUM_TC5), "--timeout", "300"),
+            *arguments,
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+def test_the_five_cases(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = tmp_path / "events.jsonl"
+    options = {"num_cpu_blocks": NUM_HOST_BLOCKS, "events_path": str(events)}
+    with served(model, tmp_path / "log", kv_connector_extra_config=options) as address:
+        status = check(address, "--events", str(events))
+        printed = capsys.readouterr().out
+        with urllib.request.urlopen(f"{address}/metrics") as reply:
+            metrics = reply.read().decode()
+    with capsys.disabled():
+        print(f"\n{printed}", end="")
+    assert status == 0
+    assert re.findall(r"^(TC\d) passed", printed, re.MULTILINE) == list(check_server.CASES)
+    counted = {
+        name: float(value)
+        for name, value in re.findall(r"^kvstow:(\w+)\{.*\} (\S+)$", metrics, re.MULTILINE)
+    }
+    # TC3's second round alone brings back most of its 9 whole blocks of each prompt.
+    assert counted["load_blocks_total"] >= 100 * 9 * 0.8
+    assert counted["hit_tokens_total"] >= counted["load_blocks_total"]
+    assert counted["store_bytes_total"] / counted["store_blocks_total"] == 131072
+    assert counted.get("store_failed_total", 0) == counted.get("load_failed_total", 0) == 0
+    # Under TC5's load, too, something came from the host.
+    (loaded,) = re.findall(r"^TC5 .* ([\d,]+) tokens from the host", printed, re.MULTILINE)
+    assert int(loaded.replace(",", "")) > 0
+    # What was begun has ended when the server is gone, too.
+    assert check_server.check_events(events)
+
+
+@pytest.mark.skipif(not IS_FULL, reason="a second server: make test-vllm-full")
+def test_damage_on_the_way_shows(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The negative control: the same server, one loaded block in ten damaged."""
+    connector = {
+        "kv_connector": "DamagingConnector",
+        "kv_connector_module_path": "tests.vllm.damaging",
+        "kv_connector_extra_config": {"num_cpu_blocks": NUM_HOST_BLOCKS},
+    }
+    cases = ("TC1", "TC2", "TC3", "TC5")
+    with served(model, tmp_path / "log", **connector) as address:
+        assert check(address, *(f"--case={case}" for case in cases), "--tc5=40") == 1
+    printed = capsys.readouterr().out
+    garbled = re.findall(r"^(TC\d) FAILED .* garbled", printed, re.MULTILINE)
+    assert {"TC3", "TC5"} <= set(garbled), printed
