@@ -186,6 +186,29 @@ def test_the_least_of_all_ranks_counts(folder: Path) -> None:
     assert connector._scheduler.offload.num_host_blocks == 5
 
 
+def test_stages_of_unlike_size_agree_on_the_blocks_of_the_larger_one(folder: Path) -> None:
+    """Each pipeline stage has layers of its own, and the same bytes for its host tier."""
+    size = PAGE_BYTES * NUM_BLOCKS
+    stages = []
+    for layers in ([str(at) for at in range(9)], ["a", "b"]):
+        tensor = KVCacheTensor(size * len(layers), layers, size, PAGE_BYTES)
+        stages.append(KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, FULL)]))
+    config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
+    sizes = {}
+    for stage, cache in enumerate(stages):
+        worker = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+        size_of_stage = worker.get_handshake_metadata()
+        assert size_of_stage is not None
+        sizes[stage, 0] = size_of_stage
+    own = {key: size.num_host_blocks for key, size in sizes.items() if isinstance(size, HostSize)}
+    assert PAGE_BYTES == 1024
+    assert own == {(0, 0): 60 // 3, (1, 0): 60}, "slots are whole pages of 4 KiB"
+    scheduler = KVStowConnector(config, KVConnectorRole.SCHEDULER, stages[0])
+    scheduler.set_xfer_handshake_metadata_pp_aware(sizes)
+    assert scheduler._scheduler is not None and scheduler._scheduler.offload is not None
+    assert scheduler._scheduler.offload.num_host_blocks == own[0, 0]
+
+
 # -- the scheduler half beside vLLM's own accounting -----------------------------------------------
 
 
