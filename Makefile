@@ -41,7 +41,8 @@ test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=
 test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,000 random sequences of 150 operations
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
 
-test-vllm-full: $(VENV)/.test ## vLLM's server under 300 concurrent requests, and one that damages what it loads
+test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, and its server under 300 requests at once
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
 
 soak: ## random operations on the core, new ones until SECONDS=600 are over

@@ -77,7 +77,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._event_file: EventFile | None = None
         if role == KVConnectorRole.WORKER:
             self._worker = WorkerHalf(
-                model, options, rank=parallel.rank, world_size=parallel.world_size
+                model,
+                options,
+                # Of its own engine: with data parallelism vLLM may count through all of them.
+                rank=parallel.rank % parallel.world_size,
+                world_size=parallel.world_size,
             )
             return
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvstow import Job, JobEnd, OffloadScheduler
+from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -204,13 +204,21 @@ class SchedulerHalf:
         for group, table in zip(self._model.groups, blocks.blocks, strict=True):
             own = table[start // group.block_size : end // group.block_size]
             targets.append([block for block in own if not block.is_null])
-        job = self.offload.load(
-            request.request_id,
-            num_external_tokens,
-            [[block.block_id for block in own] for own in targets],
-            deadline=self._deadline(),
-        )
         tracked.is_loading = True
+        try:
+            job = self.offload.load(
+                request.request_id,
+                num_external_tokens,
+                [[block.block_id for block in own] for own in targets],
+                deadline=self._deadline(),
+            )
+        except KvstowError:
+            # vLLM has accepted what was not offered. It waits for this load: fail it, or the
+            # request would wait for ever.
+            logger.exception("kvstow: the load of request %s was refused", request.request_id)
+            self.offload.release(request.request_id)
+            self._failed.append(request.request_id)
+            return
         held = [block for own in targets for block in own]
         self._begin(job, _Transfer("load", held, request.request_id))
         self._loads.append(Copies.of(job))
