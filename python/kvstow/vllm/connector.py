@@ -151,6 +151,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.start_stores()
 
+    def clear_connector_metadata(self) -> None:
+        """End a step: vLLM 0.30 leaves `wait_for_save` out of those without tokens."""
+        self.wait_for_save()
+        super().clear_connector_metadata()
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that have failed; those that landed the scheduler half tells itself."""
         failed = set() if self._worker is None else self._worker.failed_request_ids()
