@@ -461,7 +461,7 @@ class SchedulerHalf:
             self._stores.append(Copies.of(job))
 
     def _begin(self, job: Job, transfer: _Transfer) -> None:
-        self._pool.touch(transfer.blocks)
+        self._hold(transfer.blocks)
         self._transfers[job.job_id] = transfer
 
     def _end(self, ends: Sequence[JobEnd]) -> set[str]:
@@ -471,8 +471,7 @@ class SchedulerHalf:
         for end in ends:
             transfer = self._transfers.pop(end.job_id)
             if transfer.direction == "load":
-                # As vLLM frees a request: the tail is to be evicted before the head.
-                self._pool.free_blocks(reversed(transfer.blocks))
+                self._let_go(transfer.blocks)
                 if end.ok:
                     loaded.add(transfer.request_id)
                 elif not transfer.is_late:
@@ -480,7 +479,7 @@ class SchedulerHalf:
                 continue
             self._num_storing -= not transfer.is_late
             if not self._options.lazy_offload:
-                self._pool.free_blocks(reversed(transfer.blocks))
+                self._let_go(transfer.blocks)
                 continue
             unused += [block for block in transfer.blocks if block.ref_cnt == 1]
             self._pool.free_blocks([block for block in transfer.blocks if block.ref_cnt > 1])
@@ -490,6 +489,25 @@ class SchedulerHalf:
         if unused:
             self._put_back(unused)
         return loaded
+
+    def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """As `BlockPool.touch`, but that a copy is no access, which vLLM would count for each."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self._pool.free_block_queue.remove(block)
+            block.ref_cnt += 1
+
+    def _let_go(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As `BlockPool.free_blocks`, which is slow for blocks that someone else holds: most."""
+        unused = []
+        # As vLLM frees a request: the tail is to be evicted before the head.
+        for block in reversed(blocks):
+            if block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            else:
+                unused.append(block)
+        if unused:
+            self._pool.free_blocks(unused)
 
     def _put_back(self, blocks: list[KVCacheBlock]) -> None:
         """Put blocks back at the head of vLLM's free queue, as if they had never left it.
