@@ -122,7 +122,11 @@ class Engine:
         return connector._worker
 
     def generate(
-        self, asked: Sequence[Sequence[int]], max_tokens: int = 16, **prompt: Any
+        self,
+        asked: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        lora_request: Any = None,
+        **prompt: Any,
     ) -> list[Answer]:
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
@@ -131,6 +135,7 @@ class Engine:
             [{"prompt_token_ids": list(tokens), **prompt} for tokens in asked],
             sampling,
             use_tqdm=False,
+            lora_request=lora_request,
         )
         return [
             Answer(

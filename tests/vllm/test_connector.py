@@ -60,6 +60,7 @@ def cache_config(*specs: Any) -> KVCacheConfig:
             for at in range(len(specs))
         ],
         kv_cache_groups=[KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(specs)],
+        prefix_cache_retention_interval=0,  # vLLM's default
     )
 
 
@@ -289,6 +290,8 @@ def test_a_window_is_stored_though_it_is_given_away_with_the_request() -> None:
     """Of 100 tokens the last 32 are read by what follows: two blocks of the window's six."""
     scheduler = Scheduler(FULL, WINDOW)
     scheduler.store_one()
+    assert scheduler.half.offload is not None
+    assert scheduler.half.offload.num_resident == 6 + 2, "vLLM keeps the others for nobody"
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
 
 
@@ -355,6 +358,8 @@ def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - 6
     assert scheduler.admit(request) == 0, "it computes what it could not load"
     assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == []
     scheduler.finish(request)
     for _ in range(2):
         scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
@@ -363,20 +368,57 @@ def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
 
 def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() -> None:
     scheduler = Scheduler(FULL, lazy_offload=True)
-    request = scheduler.request("a", 100)
-    scheduler.admit(request)
-    scheduler.step(request)
-    scheduler.finish(request)
+    scheduler.half._horizon_blocks = 0
+    for name in ("a", "b"):
+        request = scheduler.request(name, 100, cache_salt=name)
+        scheduler.admit(request)
+        scheduler.step(request)
+        scheduler.finish(request)
     queue = scheduler.manager.block_pool.free_block_queue
     order = [block.block_id for block in queue.get_all_free_blocks()]
+    scheduler.half._horizon_blocks = NUM_BLOCKS - 1 - 6  # all but the second one's
     scheduler.step()
     assert queue.num_free_blocks == NUM_BLOCKS - 1 - 6
     scheduler.step()
     (store,) = scheduler.jobs.stores
     scheduler.step(reports=[(store.job_id, 0, True)])
+    is_cached = scheduler.manager.block_pool.blocks
     cached = [block.block_id for block in queue.get_all_free_blocks() if block.block_hash]
-    assert cached == [block_id for block_id in order if block_id in cached]
-    assert len(cached) == 6
+    assert cached == [block_id for block_id in order if is_cached[block_id].block_hash]
+    assert len(cached) == 12
+
+
+def test_a_request_that_ends_with_its_step_is_stored() -> None:
+    """vLLM ends requests before it tells of the step: then this is the last chance."""
+    scheduler = Scheduler(FULL, WINDOW)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 100}))
+    request.num_computed_tokens = 100
+    scheduler.manager.remove_skipped_blocks("a", 100, num_prompt_tokens=100)
+    scheduler.finish(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert store.offsets.tolist() == [0, 6, 6 + 2]
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 40}))
+    request.num_computed_tokens = 40
+    scheduler.half.reset()
+    scheduler.half.processed(KVConnectorOutput())
+    scheduler.step(request)
+    scheduler.finish(request)
+    scheduler.step()
+    assert not scheduler.jobs.stores
+    scheduler.store_one("b")
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
 
 
 def test_a_rejected_draft_is_not_stored() -> None:

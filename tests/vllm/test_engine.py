@@ -25,7 +25,8 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvstow import TransferError
-from kvstow.transfer.mover import READY, Event, Ticket
+from kvstow.transfer import VerifiedMover
+from kvstow.transfer.mover import READY, Event, Mover, Ticket
 from kvstow.vllm.stats import ConnectorStats
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
@@ -405,3 +406,22 @@ def test_metrics_count_what_was_moved(engine: Engine, monkeypatch: pytest.Monkey
     block_bytes = sum(layer.block_bytes for layer in layouts[0])
     assert told["load_bytes"] == told["load_blocks"] * block_bytes  # groups are alike
     assert told["store_seconds"] > 0 and "load_failed" not in told
+
+
+def test_a_damaged_slot_is_noticed_and_recomputed(engine: Engine, expected: list[Answer]) -> None:
+    """`verify: checksum`: what `Damaging` does here shows nowhere but in the figures."""
+    verified: dict[Mover, Mover] = {}
+
+    def verify(mover: Mover) -> Mover:
+        return verified.setdefault(mover, VerifiedMover(mover))
+
+    with engine.movers(verify):
+        engine.generate(PROMPTS)
+        engine.settle()
+        Damaging.is_done = False
+        with engine.movers(Damaging):  # type: ignore[arg-type]
+            answers = engine.generate(PROMPTS)
+        engine.settle()
+        assert difference(answers, expected) < TOLERANCE
+        assert Damaging.is_done and engine.stats()["failed_loads"] == 1
+        assert sorted(hits(answers)) == [0] + [NUM_HIT] * 7

@@ -4,6 +4,7 @@ from kvstow.transfer.arena import HostArena
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
+from kvstow.transfer.verified import VerifiedMover
 
 __all__ = [
     "READY",
@@ -16,4 +17,5 @@ __all__ = [
     "Region",
     "Ticket",
     "TransferTimeout",
+    "VerifiedMover",
 ]

@@ -131,6 +131,8 @@ class SchedulerHalf:
         self._offered: dict[int, bytes] = {}
         self._places: dict[int, int] = {}
         self._num_walked = 0
+        # Blocks that lazy stores have taken out of the queue: they lie before all that are in it.
+        self._num_taken = 0
         self._last_queue: tuple[object, object, int] | None = None
         self._manager: KVCacheManager | None = None
         self.offload: OffloadScheduler | None = None
@@ -340,16 +342,14 @@ class SchedulerHalf:
         for request_id in request_ids:
             tracked = self._due[request_id]
             request = tracked.request
-            num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-            if num_computed < tracked.due:
-                continue  # its step is under way, or its drafts were rejected
-            if tracked.is_stale or tracked.is_loading:
+            if tracked.is_stale:
                 del self._due[request_id]
                 continue
             self._tell_hashes(request_id, tracked)
+            num_computed = request.num_computed_tokens - request.num_in_flight_tokens
             num_computed = min(num_computed, tracked.num_hashes * self._model.tokens_per_hash)
             if num_computed < tracked.due:
-                continue
+                continue  # its step is under way, or its drafts were rejected
             for g, group in enumerate(self._model.groups):
                 told = tracked.num_told[g]
                 full = num_computed // group.block_size
@@ -435,7 +435,7 @@ class SchedulerHalf:
         found = []
         offered = self._offered
         block = head.next_free_block
-        for _ in range(min(self._horizon_blocks, queue.num_free_blocks)):
+        for _ in range(min(self._horizon_blocks - self._num_taken, queue.num_free_blocks)):
             block_hash = block.block_hash
             if block_hash is not None and offered.get(block.block_id) is not block_hash:
                 offered[block.block_id] = block_hash
@@ -458,6 +458,7 @@ class SchedulerHalf:
             held = [blocks[block_id] for block_id in job.block_ids.tolist()]
             self._begin(job, _Transfer("store", held))
             self._num_storing += 1
+            self._num_taken += len(held)
             self._stores.append(Copies.of(job))
 
     def _begin(self, job: Job, transfer: _Transfer) -> None:
@@ -478,6 +479,7 @@ class SchedulerHalf:
                     self._failed.append(transfer.request_id)
                 continue
             self._num_storing -= not transfer.is_late
+            self._num_taken -= len(transfer.blocks)
             if not self._options.lazy_offload:
                 self._let_go(transfer.blocks)
                 continue

@@ -120,6 +120,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             for name, text in _GAUGES.items()
         }
 
+        for labels in self.per_engine_labelvalues.values():
+            for metric in (*self._counters.values(), *self._gauges.values()):
+                metric.labels(*labels)  # from the start at 0, so that rates have no gap
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take over what an engine reports."""
         labels = self.per_engine_labelvalues[engine_idx]

@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstow import ConfigError, KvstowError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.mover import READY, Mover, Ticket
+from kvstow.transfer.verified import VerifiedMover
 from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
@@ -82,7 +84,9 @@ class WorkerHalf:
         shared: dict[object, Mover] = {}
         for layout in layouts:
             if layout.regions not in shared:
-                shared[layout.regions] = HostMover(layout, self.arena)
+                mover: Mover = HostMover(layout, self.arena)
+                is_verified = self._options.verify == "checksum"
+                shared[layout.regions] = VerifiedMover(mover) if is_verified else mover
             self.movers.append(shared[layout.regions])
         self._block_bytes = [layout.slot_bytes for layout in layouts]
         logger.info(
@@ -121,10 +125,7 @@ class WorkerHalf:
 
     def reports(self) -> StepReports | None:
         """The jobs that have ended since the last call."""
-        for job_id, running in list(self._running.items()):
-            if running.poll():
-                del self._running[job_id]
-                self._report(job_id, running)
+        self._poll()
         if not self._reports:
             return None
         reports, self._reports = self._reports, []
@@ -132,10 +133,18 @@ class WorkerHalf:
 
     def stats(self) -> ConnectorStats | None:
         """What was moved since the last call."""
+        # vLLM asks for this first: what `reports` will tell of is counted already.
+        self._poll()
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, ConnectorStats()
         return stats
+
+    def _poll(self) -> None:
+        for job_id, running in list(self._running.items()):
+            if running.poll():
+                del self._running[job_id]
+                self._report(job_id, running)
 
     def close(self) -> None:
         """Stop the movers and give the host memory back."""
@@ -178,15 +187,28 @@ class WorkerHalf:
 
 def _check_memory(num_bytes: int, num_blocks: int, stride: int) -> None:
     """Refuse a tier that the machine has no memory for: mapping alone would not fail."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            values = dict(line.split(":", 1) for line in lines)
-        free = int(values["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return  # not Linux as we know it: mapping the memory will tell
-    if num_bytes > free:
+    free = _free_memory()
+    if free is not None and num_bytes > free:
         raise ConfigError(
             f"{num_blocks} host blocks of {stride} bytes are {num_bytes / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB of memory are free; lower cpu_bytes_to_use or num_cpu_blocks "
             f"in {WHERE}, to at most {free // stride} blocks"
         )
+
+
+def _free_memory() -> int | None:
+    """Bytes that this machine, or the container it runs in, has left; None if nothing tells."""
+    left = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        values = dict(line.split(":", 1) for line in lines)
+        left.append(int(values["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        left.append(limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(left, default=None)

@@ -1,0 +1,93 @@
+"""A mover that checks what it loads against what was stored, slot by slot.
+
+```
+store   device -> slot, then the slot's checksum is taken down
+load    the slot's checksum is compared, then slot -> device; another one fails the load
+```
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kvstow._core import StateError, TransferError
+from kvstow.transfer.host_mover import HostTicket
+from kvstow.transfer.mover import Event, Index, Mover, Ticket
+
+
+class VerifiedMover(Mover):
+    """Wraps a mover: a block whose bytes changed on the host is a failed load, never served.
+
+    The checksum is CRC-32 of the slot's bytes (`zlib`, which lets go of the interpreter lock): it
+    guards against damaged memory and misdirected writes, not against an adversary. Slots that were
+    never stored through this mover fail to load.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        """Wrap `mover`, which is closed with this one."""
+        super().__init__(mover.layout, mover.arena)
+        self._mover = mover
+        self._checksums = np.full(mover.arena.num_slots, -1, dtype=np.int64)
+        # One thread each, as movers have: in a direction jobs keep their order.
+        self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstow-checksum")
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-verify")
+        self._is_open = True
+
+    def close(self) -> None:
+        """End every job, and close the mover."""
+        self._is_open = False
+        self._mover.close()
+        self._stores.shutdown(cancel_futures=True)
+        self._loads.shutdown(cancel_futures=True)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StateError("this VerifiedMover is closed; build a new one")
+
+    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
+        # Not to be found under the old checksum while it is overwritten.
+        self._checksums[host_slots] = -1
+        stored = self._mover.store(block_ids, host_slots, after=after)
+
+        def take_down() -> None:
+            stored.wait()
+            for slot in host_slots.tolist():
+                self._checksums[slot] = self._checksum(slot)
+
+        return _run(self._stores, take_down)
+
+    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
+        def check_and_load() -> None:
+            for slot in host_slots.tolist():
+                found, stored = self._checksum(slot), int(self._checksums[slot])
+                if found != stored:
+                    raise TransferError(
+                        f"host slot {slot} does not hold what was stored in it: its checksum is "
+                        f"{found:#010x}, not {stored:#010x}"
+                    )
+            self._mover.load(host_slots, block_ids, after=after).wait()
+
+        return _run(self._loads, check_and_load)
+
+    def _checksum(self, slot: int) -> int:
+        return zlib.crc32(self._arena.slots[slot, : self._layout.slot_bytes].data)
+
+
+def _run(threads: ThreadPoolExecutor, work: Callable[[], None]) -> Ticket:
+    """A ticket that ends with `work`."""
+    ticket = HostTicket()
+    threads.submit(work).add_done_callback(lambda future: ticket.end(_why(future)))
+    return ticket
+
+
+def _why(future: Future[None]) -> TransferError | None:
+    if future.cancelled():
+        return TransferError("the mover was closed before this transfer began")
+    error = future.exception()
+    if error is None or isinstance(error, TransferError):
+        return error
+    return TransferError(f"the transfer failed: {error!r}")

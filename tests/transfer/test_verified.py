@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstow import StateError, TransferError
+from kvstow.transfer import (
+    READY,
+    BlockLayout,
+    HostArena,
+    HostEvent,
+    HostMover,
+    TransferTimeout,
+    VerifiedMover,
+)
+
+NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6
+
+
+@pytest.fixture
+def device() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    random = np.random.default_rng(7)
+    return random.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+
+
+@pytest.fixture
+def mover(device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Iterator[VerifiedMover]:
+    layout = BlockLayout.from_arrays([device])
+    # Larger slots than blocks: another group's are.
+    with (
+        HostArena(NUM_SLOTS, BLOCK_BYTES + 50) as arena,
+        VerifiedMover(HostMover(layout, arena)) as mover,
+    ):
+        yield mover
+
+
+def test_what_was_stored_comes_back(
+    mover: VerifiedMover, device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+) -> None:
+    before = device.copy()
+    mover.store([1, 2, 3], [5, 0, 2], after=READY).wait(10)
+    device[:] = 0
+    mover.arena.slots[5, BLOCK_BYTES:] = 9  # beyond the block: not its bytes
+    mover.load([5, 0, 2], [4, 5, 6], after=READY).wait(10)
+    assert (device[4:7] == before[1:4]).all()
+
+
+@pytest.mark.parametrize("damaged", [0, 2, 5])
+def test_a_changed_byte_fails_the_load_and_nothing_is_loaded(
+    mover: VerifiedMover,
+    device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+    damaged: int,
+) -> None:
+    mover.store([1, 2, 3], [5, 0, 2], after=READY).wait(10)
+    mover.arena.slots[damaged, BLOCK_BYTES - 1] ^= 1
+    device[4:7] = 7
+    ticket = mover.load([5, 0, 2], [4, 5, 6], after=READY)
+    with pytest.raises(TransferError, match=f"host slot {damaged} does not hold what was stored"):
+        ticket.wait(10)
+    assert ticket.poll() and ticket.error is not None
+    assert (device[4:7] == 7).all()
+
+
+def test_a_slot_that_was_never_stored_or_is_being_overwritten_does_not_load(
+    mover: VerifiedMover,
+) -> None:
+    with pytest.raises(TransferError, match="host slot 3"):
+        mover.load([3], [1], after=READY).wait(10)
+    mover.store([1], [3], after=READY).wait(10)
+    mover.load([3], [2], after=READY).wait(10)
+    under_way = HostEvent()
+    ticket = mover.store([4], [3], after=under_way)
+    with pytest.raises(TransferError, match="host slot 3"):
+        mover.load([3], [2], after=READY).wait(10)
+    with pytest.raises(TransferTimeout):
+        ticket.wait(0.01)
+    assert not ticket.poll() and ticket.error is None
+    under_way.set()
+    ticket.wait(10)
+    mover.load([3], [2], after=READY).wait(10)
+
+
+def test_closing_ends_every_ticket(mover: VerifiedMover) -> None:
+    never = HostEvent()
+    tickets = [mover.store([at], [at], after=never) for at in (1, 2, 3)]
+    mover.close()
+    assert all(ticket.poll() and ticket.error is not None for ticket in tickets)
+    with pytest.raises(StateError, match="closed"):
+        mover.store([1], [1], after=READY)

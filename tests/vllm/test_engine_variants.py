@@ -1,0 +1,168 @@
+"""The connector on engines that are set up in other ways, an engine for each.
+
+All but the first are for `make test-vllm-full`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.vllm import models
+from tests.vllm.engine import (
+    BLOCK_SIZE,
+    CONNECTOR,
+    TOLERANCE,
+    Answer,
+    Engine,
+    difference,
+    prompts,
+)
+from vllm.lora.request import LoRARequest
+
+from kvstow.vllm import KVStowConnector
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
+
+IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
+full = pytest.mark.skipif(not IS_FULL, reason="an engine more: make test-vllm-full")
+
+PROMPTS = prompts(6, 300)
+# The last 150 tokens again: something for a draft to be found in.
+REPEATING = [tokens[:150] + tokens[:150] for tokens in PROMPTS]
+NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[Engine]:
+    defaults: dict[str, Any] = {"num_blocks": 40, "options": {"num_cpu_blocks": 400}}
+    engine = Engine(folder, **(defaults | settings))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[Answer]]:
+    """Without a connector, and nothing else out of the ordinary."""
+    with running(folder, options=None) as engine:
+        return {"plain": engine.generate(PROMPTS), "repeating": engine.generate(REPEATING)}
+
+
+def rounds_agree(
+    engine: Engine, asked: list[list[int]], expected: list[Answer], **settings: Any
+) -> None:
+    """A first round, and a second one that comes from the host."""
+    for hits in ([0] * len(asked), [NUM_HIT] * len(asked)):
+        answers = engine.generate(asked, **settings)
+        assert [answer.num_cached for answer in answers] == hits
+        assert difference(answers, expected) < TOLERANCE
+        engine.settle()
+
+
+def test_ngram_drafts(
+    folder: Path, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is rejected is never stored: later rounds would show it."""
+    # One token that stood in the prompt is enough for a draft: most are rejected.
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 1,
+    }
+    with running(folder, speculative_config=speculation) as engine:
+        num_drafted = 0
+        build = engine.half.build
+
+        def counting(scheduled: Any) -> Any:
+            nonlocal num_drafted
+            num_drafted += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+            return build(scheduled)
+
+        monkeypatch.setattr(engine.half, "build", counting)
+        rounds_agree(engine, REPEATING, expected["repeating"])
+        assert num_drafted > 0
+        engine.check_idle()
+
+
+@full
+def test_beside_another_connector(
+    folder: Path, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """Both are registered by name, and the other one has nothing to load."""
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    own = CONNECTOR | {"kv_connector_extra_config": {"num_cpu_blocks": 400}}
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [own, other]},
+    }
+    with running(folder, options=None, kv_transfer_config=transfer) as engine:
+        rounds_agree(engine, PROMPTS, expected["plain"])
+
+
+@full
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks(folder: Path, expected: dict[str, list[Answer]], kind: str) -> None:
+    with running(folder, **{kind: 2}) as engine:
+        assert isinstance(engine.connector, KVStowConnector)
+        rounds_agree(engine, PROMPTS, expected["plain"])
+        engine.check_idle()
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A low-rank change of the queries of every layer, large enough to change answers."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    size, rank = 256, 8
+    weights = {}
+    for layer in range(4):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, size, generator=generator) * 0.1
+        weights[f"{name}.lora_B.weight"] = torch.randn(size, rank, generator=generator) * 0.1
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@full
+def test_two_lora_names_share_no_block(folder: Path, tmp_path: Path) -> None:
+    adapters = [
+        LoRARequest(name, at, str(make_adapter(tmp_path / name, at)))
+        for at, name in enumerate(("one", "two"), 1)
+    ]
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with running(folder, options=None, **lora) as engine:
+        expected = [engine.generate(PROMPTS, lora_request=adapter) for adapter in adapters]
+    assert difference(*expected) > 0.01
+    with running(folder, **lora) as engine:
+        for adapter, answers in zip(adapters, expected, strict=True):
+            rounds_agree(engine, PROMPTS, answers, lora_request=adapter)
+        engine.check_idle()
