@@ -19,9 +19,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from kvstow import Job, JobEnd, OffloadScheduler
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
@@ -119,6 +118,7 @@ class SchedulerHalf:
         self._host_events = host_events
         self._clock = clock
         self._group_suffixes = [g.to_bytes(4, "big") for g in range(len(model.groups))]
+        self._tokens_per_hash = model.tokens_per_hash
         self._is_window = [type(group).__name__ != "FullAttention" for group in model.groups]
         self._tracked: dict[str, _Tracked] = {}
         self._due: dict[str, _Tracked] = {}
@@ -201,9 +201,11 @@ class SchedulerHalf:
         start = tracked.num_local_tokens
         end = start + num_external_tokens
         targets: list[list[KVCacheBlock]] = []
-        for group, table in zip(self._model.groups, blocks.blocks, strict=True):
+        for g, (group, table) in enumerate(zip(self._model.groups, blocks.blocks, strict=True)):
             own = table[start // group.block_size : end // group.block_size]
-            targets.append([block for block in own if not block.is_null])
+            if self._is_window[g]:
+                own = [block for block in own if not block.is_null]
+            targets.append(own)
         job = self.offload.load(
             request.request_id,
             num_external_tokens,
@@ -211,7 +213,7 @@ class SchedulerHalf:
             deadline=self._deadline(),
         )
         tracked.is_loading = True
-        held = [block for own in targets for block in own]
+        held = list(chain.from_iterable(targets))
         self._begin(job, _Transfer("load", held, request.request_id))
         self._loads.append(Copies.of(job))
 
@@ -296,7 +298,7 @@ class SchedulerHalf:
         assert self.offload is not None
         num_groups = len(self._model.groups)
         tracked = _Tracked(
-            request, 0, [0] * num_groups, self._model.tokens_per_hash, recompute=recompute
+            request, 0, [0] * num_groups, self._tokens_per_hash, recompute=recompute
         )
         self.offload.add(request.request_id, [])
         self._tracked[request.request_id] = tracked
@@ -337,6 +339,7 @@ class SchedulerHalf:
         assert self.offload is not None
         named: list[str] = []
         computed: list[int] = []
+        offered: list[KVCacheBlock] = []
         ids: list[int] = []
         offsets = [0]
         for request_id in request_ids:
@@ -347,7 +350,7 @@ class SchedulerHalf:
                 continue
             self._tell_hashes(request_id, tracked)
             num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-            num_computed = min(num_computed, tracked.num_hashes * self._model.tokens_per_hash)
+            num_computed = min(num_computed, tracked.num_hashes * self._tokens_per_hash)
             if num_computed < tracked.due:
                 continue  # its step is under way, or its drafts were rejected
             for g, group in enumerate(self._model.groups):
@@ -359,7 +362,8 @@ class SchedulerHalf:
                     own_ids = self._cached_ids(own, request, told, g)
                 else:
                     own_ids = [block.block_id for block in own]
-                ids.extend(own_ids)
+                offered += own
+                ids += own_ids
                 if self._host_events is not None:
                     stored = [
                         (told + at, self._own_hash(request, told + at, g))
@@ -374,18 +378,12 @@ class SchedulerHalf:
                     self._offered.pop(block_id, None)  # used again: the host may have evicted it
             named.append(request_id)
             computed.append(num_computed)
-            unit = self._model.tokens_per_hash
+            unit = self._tokens_per_hash
             tracked.due = (num_computed // unit + 1) * unit
             del self._due[request_id]
         if named:
-            job = self.offload.store(
-                named,
-                np.array(computed, dtype=np.int64),
-                np.array(ids, dtype=np.int32),
-                np.array(offsets, dtype=np.int32),
-                deadline=self._deadline(),
-            )
-            self._begin_store(job)
+            job = self.offload.store(named, computed, ids, offsets, deadline=self._deadline())
+            self._begin_store(job, offered)
 
     def _cached_ids(
         self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
@@ -422,7 +420,7 @@ class SchedulerHalf:
                 group=int.from_bytes(suffix, "big"),
                 deadline=self._deadline(),
             )
-            self._begin_store(job)
+            self._begin_store(job, blocks)
 
     def _evictable(self) -> list[KVCacheBlock]:
         """The cached blocks among the next ones to be overwritten that were not offered before."""
@@ -452,10 +450,11 @@ class SchedulerHalf:
         assert self._manager is not None
         return self._manager.block_pool
 
-    def _begin_store(self, job: Job | None) -> None:
+    def _begin_store(self, job: Job | None, offered: list[KVCacheBlock]) -> None:
         if job is not None:
-            blocks = self._pool.blocks
-            held = [blocks[block_id] for block_id in job.block_ids.tolist()]
+            held = offered
+            if len(job.block_ids) < len(offered):
+                held = list(map(self._pool.blocks.__getitem__, job.block_ids.tolist()))
             self._begin(job, _Transfer("store", held))
             self._num_storing += 1
             self._num_taken += len(held)
@@ -495,17 +494,19 @@ class SchedulerHalf:
     def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
         """As `BlockPool.touch`, but that a copy is no access, which vLLM would count for each."""
         for block in blocks:
-            if block.ref_cnt == 0:
+            num_refs = block.ref_cnt
+            if not num_refs:
                 self._pool.free_block_queue.remove(block)
-            block.ref_cnt += 1
+            block.ref_cnt = num_refs + 1
 
     def _let_go(self, blocks: Sequence[KVCacheBlock]) -> None:
         """As `BlockPool.free_blocks`, which is slow for blocks that someone else holds: most."""
         unused = []
         # As vLLM frees a request: the tail is to be evicted before the head.
         for block in reversed(blocks):
-            if block.ref_cnt > 1:
-                block.ref_cnt -= 1
+            num_refs = block.ref_cnt
+            if num_refs > 1:
+                block.ref_cnt = num_refs - 1
             else:
                 unused.append(block)
         if unused:
