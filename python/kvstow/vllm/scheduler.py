@@ -297,9 +297,7 @@ class SchedulerHalf:
     def _track(self, request: Request, *, recompute: bool = False) -> _Tracked:
         assert self.offload is not None
         num_groups = len(self._model.groups)
-        tracked = _Tracked(
-            request, 0, [0] * num_groups, self._tokens_per_hash, recompute=recompute
-        )
+        tracked = _Tracked(request, 0, [0] * num_groups, self._tokens_per_hash, recompute=recompute)
         self.offload.add(request.request_id, [])
         self._tracked[request.request_id] = tracked
         return tracked
