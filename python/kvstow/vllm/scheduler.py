@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from kvstow import Job, JobEnd, OffloadScheduler
@@ -200,20 +199,21 @@ class SchedulerHalf:
             return
         start = tracked.num_local_tokens
         end = start + num_external_tokens
-        targets: list[list[KVCacheBlock]] = []
+        target_ids: list[list[int]] = []
+        held: list[KVCacheBlock] = []
         for g, (group, table) in enumerate(zip(self._model.groups, blocks.blocks, strict=True)):
             own = table[start // group.block_size : end // group.block_size]
             if self._is_window[g]:
                 own = [block for block in own if not block.is_null]
-            targets.append(own)
+            target_ids.append([block.block_id for block in own])
+            held += own
         job = self.offload.load(
             request.request_id,
             num_external_tokens,
-            [[block.block_id for block in own] for own in targets],
+            target_ids,
             deadline=self._deadline(),
         )
         tracked.is_loading = True
-        held = list(chain.from_iterable(targets))
         self._begin(job, _Transfer("load", held, request.request_id))
         self._loads.append(Copies.of(job))
 
@@ -313,7 +313,9 @@ class SchedulerHalf:
         stride = self._stride
         hashes: Sequence[bytes] = tracked.request.block_hashes
         if len(hashes) // stride > tracked.num_hashes:
-            new = hashes[(tracked.num_hashes + 1) * stride - 1 :: stride]
+            new = hashes
+            if tracked.num_hashes or stride > 1:  # a whole prompt's are not copied to tell them
+                new = hashes[(tracked.num_hashes + 1) * stride - 1 :: stride]
             self.offload.extend(request_id, new)
             tracked.num_hashes += len(new)
 
