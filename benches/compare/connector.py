@@ -65,6 +65,8 @@ class Half(Protocol):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Any: ...
 
+    def reset(self) -> Any: ...
+
 
 class Ours:
     """kvstow's half under vLLM's names, as `KVStowConnector` calls it."""
@@ -102,6 +104,9 @@ class Ours:
     ) -> tuple[bool, None]:
         self.half.finished(request)
         return False, None
+
+    def reset(self) -> None:
+        self.half.reset()
 
 
 def our_report(jobs: StepJobs, loading: Request | None) -> KVConnectorOutput:
@@ -186,12 +191,14 @@ def sides(num_device_blocks: int, num_host_blocks: int, clock: Clock) -> tuple[S
 class Prompts:
     """A turn is one prompt on one side: computed, stored, forgotten by the device, and loaded.
 
-    The host holds one prompt, and they are two in turns: a store evicts as many blocks as it takes.
+    The host is empty before each; or it is full, holds one prompt, and they are two in turns: then
+    a store evicts as many blocks as it takes.
     """
 
-    def __init__(self, num_turns: int, *, chunk_tokens: int) -> None:
+    def __init__(self, num_turns: int, *, chunk_tokens: int, is_full: bool) -> None:
         self.num_turns = num_turns
         self.chunk_tokens = chunk_tokens
+        self.is_full = is_full
         self.clock = Clock()
         # One token more than the blocks hold: vLLM leaves the last one to compute.
         self.requests = [
@@ -210,8 +217,9 @@ class Prompts:
         gc.unfreeze()
         num_chunks = NUM_TOKENS // self.chunk_tokens
         chunks = "one chunk" if num_chunks == 1 else f"{num_chunks} chunks"
+        host = ", evicting as many" if self.is_full else ""
         return [
-            self._row(f"a prompt of {NUM_BLOCKS:,} blocks in {chunks}: all of it", "store", "load"),
+            self._row(f"a prompt of {NUM_BLOCKS:,} blocks in {chunks}{host}", "store", "load"),
             self._row("  missed, computed, stored, finished", "store", target=False),
             self._row("  found, loaded, finished", "load", target=False),
         ]
@@ -236,6 +244,8 @@ class Prompts:
         """What each of its steps copies."""
         manager, name, chunk = side.manager, request.request_id, self.chunk_tokens
         what = f"{side.name} store"
+        if not self.is_full:
+            side.half.reset()
 
         def step(
             output: SchedulerOutput, num_tokens: int = 0, loading: Request | None = None
@@ -353,8 +363,10 @@ if __name__ == "__main__":
     report.main(
         __doc__,
         [
-            functools.partial(Prompts, chunk_tokens=NUM_TOKENS),
-            functools.partial(Prompts, chunk_tokens=CHUNK_TOKENS),
+            functools.partial(Prompts, chunk_tokens=NUM_TOKENS, is_full=False),
+            functools.partial(Prompts, chunk_tokens=NUM_TOKENS, is_full=True),
+            functools.partial(Prompts, chunk_tokens=CHUNK_TOKENS, is_full=False),
+            functools.partial(Prompts, chunk_tokens=CHUNK_TOKENS, is_full=True),
             functools.partial(Decode, together=True),
             functools.partial(Decode, together=False),
         ],

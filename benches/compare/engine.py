@@ -130,6 +130,10 @@ def share(num_rounds: int) -> list[str]:
                 seconds = time.perf_counter() - start
                 steps[kind].append((seconds, calls.total - before))
             engine.settle()
+        # The last token of each is sampled and not computed.
+        num_full = NUM_REQUESTS * ((num_tokens + num_decoded - 1) // BLOCK_SIZE)
+        if engine.stats()["stored_blocks"] != num_full * (num_rounds + 1):
+            sys.exit("the connector did not store all that was computed")
         for kind in ("prompts come in", "all decode"):
             lines.append(_share_line(kind, steps[kind]))
         num_steps = sum(len(each) for each in steps.values())
@@ -171,7 +175,8 @@ def second_round(num_turns: int) -> list[str]:
         for num_tokens in lengths:
             (prompt,) = prompts(1, num_tokens, seed=num_tokens)
             others = prompts(2, max(lengths), seed=1)  # they take all of the device's pool
-            loaded, computed = [], []
+            loaded: list[float] = []
+            computed: list[float] = []
             expected = engine.generate([prompt], max_tokens=1)
             for turn in range(num_turns + 1):
                 for side in (loaded, computed)[:: 1 if turn % 2 else -1]:

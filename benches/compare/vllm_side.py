@@ -39,6 +39,7 @@ __all__ = [
     "BlockPool",
     "Group",
     "KVCacheManager",
+    "KVConnectorOutput",
     "Request",
     "SchedulerOutput",
     "SimpleCPUOffloadMetadata",

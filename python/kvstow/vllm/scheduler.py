@@ -357,7 +357,9 @@ class SchedulerHalf:
                 told = tracked.num_told[g]
                 full = num_computed // group.block_size
                 skipped = told - tracked.first[g]
-                own = tracked.filling[g][skipped : skipped + full - told]
+                own = tracked.filling[g]
+                if skipped or len(own) > full - told:
+                    own = own[skipped : skipped + full - told]
                 if self._is_window[g]:
                     own_ids = self._cached_ids(own, request, told, g)
                 else:
