@@ -39,6 +39,7 @@ __all__ = [
     "BlockPool",
     "Group",
     "KVCacheManager",
+    "KVConnectorOutput",
     "Request",
     "SchedulerOutput",
     "SimpleCPUOffloadMetadata",
@@ -113,8 +114,12 @@ def offload(
 def step(
     new: Sequence[tuple[Request, tuple[list[int], ...]]] = (),
     running: Sequence[tuple[Request, tuple[list[int], ...] | None]] = (),
+    num_tokens: int = 1,
 ) -> SchedulerOutput:
-    """What its scheduler says of a step: requests, each with the block ids it was just given."""
+    """What its scheduler says of a step: requests, each with the block ids it was just given.
+
+    Each of them computes `num_tokens` in it.
+    """
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [NewRequestData.from_request(each, ids) for each, ids in new]
     requests = [request for request, _ in running]
@@ -128,8 +133,8 @@ def step(
         num_output_tokens=[request.num_output_tokens for request in requests],
     )
     names = [request.request_id for request in [each for each, _ in new] + requests]
-    output.num_scheduled_tokens = dict.fromkeys(names, 1)
-    output.total_num_scheduled_tokens = len(names)
+    output.num_scheduled_tokens = dict.fromkeys(names, num_tokens)
+    output.total_num_scheduled_tokens = num_tokens * len(names)
     return output
 
 

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -119,6 +117,7 @@ class SchedulerHalf:
         self._host_events = host_events
         self._clock = clock
         self._group_suffixes = [g.to_bytes(4, "big") for g in range(len(model.groups))]
+        self._tokens_per_hash = model.tokens_per_hash
         self._is_window = [type(group).__name__ != "FullAttention" for group in model.groups]
         self._tracked: dict[str, _Tracked] = {}
         self._due: dict[str, _Tracked] = {}
@@ -200,17 +199,18 @@ class SchedulerHalf:
             return
         start = tracked.num_local_tokens
         end = start + num_external_tokens
-        targets: list[list[KVCacheBlock]] = []
-        for group, table in zip(self._model.groups, blocks.blocks, strict=True):
+        target_ids: list[list[int]] = []
+        held: list[KVCacheBlock] = []
+        for g, (group, table) in enumerate(zip(self._model.groups, blocks.blocks, strict=True)):
             own = table[start // group.block_size : end // group.block_size]
-            targets.append([block for block in own if not block.is_null])
+            if self._is_window[g]:
+                own = [block for block in own if not block.is_null]
+            target_ids.append([block.block_id for block in own])
+            held += own
         tracked.is_loading = True
         try:
             job = self.offload.load(
-                request.request_id,
-                num_external_tokens,
-                [[block.block_id for block in own] for own in targets],
-                deadline=self._deadline(),
+                request.request_id, num_external_tokens, target_ids, deadline=self._deadline()
             )
         except KvstowError:
             # vLLM has accepted what was not offered. It waits for this load: fail it, or the
@@ -219,7 +219,6 @@ class SchedulerHalf:
             self.offload.release(request.request_id)
             self._failed.append(request.request_id)
             return
-        held = [block for own in targets for block in own]
         self._begin(job, _Transfer("load", held, request.request_id))
         self._loads.append(Copies.of(job))
 
@@ -303,9 +302,7 @@ class SchedulerHalf:
     def _track(self, request: Request, *, recompute: bool = False) -> _Tracked:
         assert self.offload is not None
         num_groups = len(self._model.groups)
-        tracked = _Tracked(
-            request, 0, [0] * num_groups, self._model.tokens_per_hash, recompute=recompute
-        )
+        tracked = _Tracked(request, 0, [0] * num_groups, self._tokens_per_hash, recompute=recompute)
         self.offload.add(request.request_id, [])
         self._tracked[request.request_id] = tracked
         return tracked
@@ -321,7 +318,9 @@ class SchedulerHalf:
         stride = self._stride
         hashes: Sequence[bytes] = tracked.request.block_hashes
         if len(hashes) // stride > tracked.num_hashes:
-            new = hashes[(tracked.num_hashes + 1) * stride - 1 :: stride]
+            new = hashes
+            if tracked.num_hashes or stride > 1:  # a whole prompt's are not copied to tell them
+                new = hashes[(tracked.num_hashes + 1) * stride - 1 :: stride]
             self.offload.extend(request_id, new)
             tracked.num_hashes += len(new)
 
@@ -345,6 +344,7 @@ class SchedulerHalf:
         assert self.offload is not None
         named: list[str] = []
         computed: list[int] = []
+        offered: list[KVCacheBlock] = []
         ids: list[int] = []
         offsets = [0]
         for request_id in request_ids:
@@ -355,19 +355,22 @@ class SchedulerHalf:
                 continue
             self._tell_hashes(request_id, tracked)
             num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-            num_computed = min(num_computed, tracked.num_hashes * self._model.tokens_per_hash)
+            num_computed = min(num_computed, tracked.num_hashes * self._tokens_per_hash)
             if num_computed < tracked.due:
                 continue  # its step is under way, or its drafts were rejected
             for g, group in enumerate(self._model.groups):
                 told = tracked.num_told[g]
                 full = num_computed // group.block_size
                 skipped = told - tracked.first[g]
-                own = tracked.filling[g][skipped : skipped + full - told]
+                own = tracked.filling[g]
+                if skipped or len(own) > full - told:
+                    own = own[skipped : skipped + full - told]
                 if self._is_window[g]:
                     own_ids = self._cached_ids(own, request, told, g)
                 else:
                     own_ids = [block.block_id for block in own]
-                ids.extend(own_ids)
+                offered += own
+                ids += own_ids
                 if self._host_events is not None:
                     stored = [
                         (told + at, self._own_hash(request, told + at, g))
@@ -382,18 +385,12 @@ class SchedulerHalf:
                     self._offered.pop(block_id, None)  # used again: the host may have evicted it
             named.append(request_id)
             computed.append(num_computed)
-            unit = self._model.tokens_per_hash
+            unit = self._tokens_per_hash
             tracked.due = (num_computed // unit + 1) * unit
             del self._due[request_id]
         if named:
-            job = self.offload.store(
-                named,
-                np.array(computed, dtype=np.int64),
-                np.array(ids, dtype=np.int32),
-                np.array(offsets, dtype=np.int32),
-                deadline=self._deadline(),
-            )
-            self._begin_store(job)
+            job = self.offload.store(named, computed, ids, offsets, deadline=self._deadline())
+            self._begin_store(job, offered)
 
     def _cached_ids(
         self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
@@ -430,7 +427,7 @@ class SchedulerHalf:
                 group=int.from_bytes(suffix, "big"),
                 deadline=self._deadline(),
             )
-            self._begin_store(job)
+            self._begin_store(job, blocks)
 
     def _evictable(self) -> list[KVCacheBlock]:
         """The cached blocks among the next ones to be overwritten that were not offered before."""
@@ -460,17 +457,18 @@ class SchedulerHalf:
         assert self._manager is not None
         return self._manager.block_pool
 
-    def _begin_store(self, job: Job | None) -> None:
+    def _begin_store(self, job: Job | None, offered: list[KVCacheBlock]) -> None:
         if job is not None:
-            blocks = self._pool.blocks
-            held = [blocks[block_id] for block_id in job.block_ids.tolist()]
+            held = offered
+            if len(job.block_ids) < len(offered):
+                held = list(map(self._pool.blocks.__getitem__, job.block_ids.tolist()))
             self._begin(job, _Transfer("store", held))
             self._num_storing += 1
             self._num_taken += len(held)
             self._stores.append(Copies.of(job))
 
     def _begin(self, job: Job, transfer: _Transfer) -> None:
-        self._pool.touch(transfer.blocks)
+        self._hold(transfer.blocks)
         self._transfers[job.job_id] = transfer
 
     def _end(self, ends: Sequence[JobEnd]) -> set[str]:
@@ -480,8 +478,7 @@ class SchedulerHalf:
         for end in ends:
             transfer = self._transfers.pop(end.job_id)
             if transfer.direction == "load":
-                # As vLLM frees a request: the tail is to be evicted before the head.
-                self._pool.free_blocks(reversed(transfer.blocks))
+                self._let_go(transfer.blocks)
                 if end.ok:
                     loaded.add(transfer.request_id)
                 elif not transfer.is_late:
@@ -490,7 +487,7 @@ class SchedulerHalf:
             self._num_storing -= not transfer.is_late
             self._num_taken -= len(transfer.blocks)
             if not self._options.lazy_offload:
-                self._pool.free_blocks(reversed(transfer.blocks))
+                self._let_go(transfer.blocks)
                 continue
             unused += [block for block in transfer.blocks if block.ref_cnt == 1]
             self._pool.free_blocks([block for block in transfer.blocks if block.ref_cnt > 1])
@@ -500,6 +497,27 @@ class SchedulerHalf:
         if unused:
             self._put_back(unused)
         return loaded
+
+    def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """As `BlockPool.touch`, but that a copy is no access, which vLLM would count for each."""
+        for block in blocks:
+            num_refs = block.ref_cnt
+            if not num_refs:
+                self._pool.free_block_queue.remove(block)
+            block.ref_cnt = num_refs + 1
+
+    def _let_go(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As `BlockPool.free_blocks`, which is slow for blocks that someone else holds: most."""
+        unused = []
+        # As vLLM frees a request: the tail is to be evicted before the head.
+        for block in reversed(blocks):
+            num_refs = block.ref_cnt
+            if num_refs > 1:
+                block.ref_cnt = num_refs - 1
+            else:
+                unused.append(block)
+        if unused:
+            self._pool.free_blocks(unused)
 
     def _put_back(self, blocks: list[KVCacheBlock]) -> None:
         """Put blocks back at the head of vLLM's free queue, as if they had never left it.

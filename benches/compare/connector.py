@@ -1,0 +1,373 @@
+"""What does the connector's scheduler half cost vLLM's scheduler, beside vLLM's own?
+
+`SimpleCPUOffloadScheduler` and `kvstow.vllm.scheduler.SchedulerHalf`, both without an engine: each
+behind its own `KVCacheManager`, called as vLLM's scheduler calls a connector, with the same
+requests and the same schedule. Both must find, store and load the same blocks in the same steps.
+
+- Counted are the calls of the connector and nothing else: lookup, allocation, the end of
+  scheduling, the workers' reports, the end of a request. That includes the references that either
+  side takes and drops in vLLM's pool so that blocks outlive the copy.
+- Not counted: block hashes, made beforehand; the manager's own work; the objects in which vLLM
+  tells of a step (`SchedulerOutput`, `KVConnectorOutput`).
+- A copy takes no time: the workers report it in the step that begins it.
+- Events are off on both sides.
+
+Run it from the project's folder: `python -m benches.compare.connector [--json]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from kvstow import FullAttention
+from kvstow.vllm.messages import StepJobs, StepReports
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+from kvstow.vllm.scheduler import SchedulerHalf
+
+from . import report, vllm_side
+from .measure import Clock, Row, require_same, take_turns
+from .vllm_side import KVCacheManager, KVConnectorOutput, Request, SchedulerOutput
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 8_192
+NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
+NUM_SPARE_BLOCKS = 8
+NUM_REQUESTS = 256
+CHUNK_TOKENS = 512
+MOST_OF_VLLM = 10  # the target: at most a tenth of what vLLM's takes
+GROUPS = (FullAttention(block_size=BLOCK_SIZE),)
+
+# What a step copies: device blocks stored, device blocks loaded.
+Copied: TypeAlias = tuple[list[int], list[int]]
+
+
+class Half(Protocol):
+    """What both sides are called by: vLLM's names."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]: ...
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any: ...
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None: ...
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> Any: ...
+
+    def reset(self) -> Any: ...
+
+
+class Ours:
+    """kvstow's half under vLLM's names, as `KVStowConnector` calls it."""
+
+    def __init__(self, manager: KVCacheManager, num_host_blocks: int) -> None:
+        self.half = SchedulerHalf(
+            Model(manager.block_pool.num_gpu_blocks, GROUPS, ((),)),
+            Options(num_cpu_blocks=num_host_blocks),
+            world_size=1,
+            tokens_per_hash=BLOCK_SIZE,
+            horizon_blocks=0,
+        )
+        self.half.bind(manager)
+        self.half.agree(num_host_blocks)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found = self.half.lookup(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        self.half.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
+        return self.half.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.half.processed(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        self.half.finished(request)
+        return False, None
+
+    def reset(self) -> None:
+        self.half.reset()
+
+
+def our_report(jobs: StepJobs, loading: Request | None) -> KVConnectorOutput:
+    """What the worker says of a step whose copies have all ended in it."""
+    reports = [(copies.job_id, 0, True) for copies in (*jobs.loads, *jobs.stores)]
+    return KVConnectorOutput(kv_connector_worker_meta=StepReports(reports) if reports else None)
+
+
+def our_copies(jobs: StepJobs) -> Copied:
+    stored, loaded = (
+        [block for copies in each for block in copies.block_ids.tolist()]
+        for each in (jobs.stores, jobs.loads)
+    )
+    return stored, loaded
+
+
+def their_report(meta: Any, loading: Request | None) -> KVConnectorOutput:
+    if meta.load_event >= 0:
+        assert loading is not None
+        return vllm_side.loaded(loading)
+    return vllm_side.stored(meta) if meta.store_event >= 0 else KVConnectorOutput()
+
+
+def their_copies(meta: Any) -> Copied:
+    return meta.store_gpu_blocks, meta.load_gpu_blocks
+
+
+@dataclass(frozen=True)
+class Side:
+    """A connector's scheduler half over its own manager."""
+
+    name: str
+    manager: KVCacheManager
+    half: Half
+    clock: Clock
+    report: Callable[[Any, Request | None], KVConnectorOutput]
+    copies: Callable[[Any], Copied]
+
+    def admit(self, request: Request, num_tokens: int, what: str) -> int:
+        """Looks it up and gives it blocks: what is to be loaded, or for `num_tokens` to compute."""
+        time = self.clock.time
+        request.num_computed_tokens = 0
+        found, _ = time(what, self.half.get_num_new_matched_tokens, request, 0)
+        assert found is not None
+        if found:
+            num_tokens = 0
+        self.manager.allocate_slots(
+            request,
+            num_tokens,
+            num_external_computed_tokens=found,
+            delay_cache_blocks=found > 0,
+        )
+        blocks = self.manager.get_blocks(request.request_id)
+        time(what, self.half.update_state_after_alloc, request, blocks, found)
+        return found
+
+    def begin(self, what: str, output: SchedulerOutput) -> Any:
+        """The end of scheduling a step; returns what the workers are told."""
+        return self.clock.time(what, self.half.build_connector_meta, output)
+
+    def end(self, what: str, told: Any, loading: Request | None = None) -> Copied:
+        """What follows the step's compute; returns what its workers have copied."""
+        self.clock.time(what, self.half.update_connector_output, self.report(told, loading))
+        return self.copies(told)
+
+    def finish(self, request: Request, what: str) -> None:
+        table = self.manager.get_block_ids(request.request_id)
+        self.clock.time(what, self.half.request_finished_all_groups, request, table)
+        self.manager.free(request)
+
+
+def sides(num_device_blocks: int, num_host_blocks: int, clock: Clock) -> tuple[Side, Side]:
+    """vLLM's and kvstow's."""
+    theirs, ours = (vllm_side.manager(num_device_blocks, GROUPS) for _ in range(2))
+    offload = vllm_side.offload(theirs, num_host_blocks + 1, GROUPS)  # it has a null block
+    return (
+        Side("vllm", theirs, offload, clock, their_report, their_copies),
+        Side("kvstow", ours, Ours(ours, num_host_blocks), clock, our_report, our_copies),
+    )
+
+
+class Prompts:
+    """A turn is one prompt on one side: computed, stored, forgotten by the device, and loaded.
+
+    The host is empty before each; or it is full, holds one prompt, and they are two in turns: then
+    a store evicts as many blocks as it takes.
+    """
+
+    def __init__(self, num_turns: int, *, chunk_tokens: int, is_full: bool) -> None:
+        self.num_turns = num_turns
+        self.chunk_tokens = chunk_tokens
+        self.is_full = is_full
+        self.clock = Clock()
+        # One token more than the blocks hold: vLLM leaves the last one to compute.
+        self.requests = [
+            vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE) for at in range(2)
+        ]
+        self.sides = sides(NUM_BLOCKS + NUM_SPARE_BLOCKS + 1, NUM_BLOCKS, self.clock)
+        self.totals: dict[str, list[float]] = {}
+
+    def run(self) -> list[Row]:
+        gc.collect()
+        gc.freeze()
+        for turn in range(-2, self.num_turns):
+            if turn == 0:
+                self.totals.clear()  # the first two fill the host
+            self._turn(turn)
+        gc.unfreeze()
+        num_chunks = NUM_TOKENS // self.chunk_tokens
+        chunks = "one chunk" if num_chunks == 1 else f"{num_chunks} chunks"
+        host = ", evicting as many" if self.is_full else ""
+        return [
+            self._row(f"a prompt of {NUM_BLOCKS:,} blocks in {chunks}{host}", "store", "load"),
+            self._row("  missed, computed, stored, finished", "store", target=False),
+            self._row("  found, loaded, finished", "load", target=False),
+        ]
+
+    def _turn(self, turn: int) -> None:
+        request = self.requests[turn % 2]
+        did: dict[str, list[Copied]] = {}
+
+        def prompt(side: Side) -> None:
+            did[side.name] = list(self._prompt(side, request))
+
+        vllm, kvstow = self.sides
+        take_turns(turn, functools.partial(prompt, vllm), functools.partial(prompt, kvstow))
+        for at, steps in enumerate(zip(did["vllm"], did["kvstow"], strict=True)):
+            for what, theirs, ours in zip(("stored", "loaded"), *steps, strict=True):
+                require_same(f"blocks {what} in step {at}", theirs, ours)
+        for what, samples in self.clock.samples.items():
+            self.totals.setdefault(what, []).append(sum(samples))
+        self.clock.samples.clear()
+
+    def _prompt(self, side: Side, request: Request) -> Iterator[Copied]:
+        """What each of its steps copies."""
+        manager, name, chunk = side.manager, request.request_id, self.chunk_tokens
+        what = f"{side.name} store"
+        if not self.is_full:
+            side.half.reset()
+
+        def step(
+            output: SchedulerOutput, num_tokens: int = 0, loading: Request | None = None
+        ) -> Copied:
+            told = side.begin(what, output)
+            request.num_computed_tokens += num_tokens
+            return side.end(what, told, loading)
+
+        require_same("tokens found", [0], [side.admit(request, chunk, what)])
+        table = manager.get_block_ids(name)
+        yield step(vllm_side.step([(request, table)], num_tokens=chunk), chunk)
+        # Then the other chunks, and the last token: in its step the last stores begin.
+        for num_tokens in [chunk] * (NUM_TOKENS // chunk - 1) + [1]:
+            taken = manager.allocate_slots(request, num_tokens).get_block_ids(allow_none=True)
+            output = vllm_side.step(running=[(request, taken)], num_tokens=num_tokens)
+            yield step(output, num_tokens)
+        side.finish(request, what)
+        manager.reset_prefix_cache()
+
+        what = f"{side.name} load"
+        found = side.admit(request, 0, what)
+        require_same("tokens found", [NUM_TOKENS], [found])
+        # While a request waits for its load no step schedules it.
+        yield step(vllm_side.step(), loading=request)
+        manager.cache_blocks(request, found)
+        request.num_computed_tokens = found
+        manager.allocate_slots(request, 1)
+        blocks = manager.get_blocks(name)
+        side.clock.time(what, side.half.update_state_after_alloc, request, blocks, 0)
+        yield step(vllm_side.step([(request, blocks.get_block_ids())]), 1)
+        side.finish(request, what)
+        manager.reset_prefix_cache()
+
+    def _row(self, work: str, *whats: str, target: bool = True) -> Row:
+        vllm, kvstow = (
+            [sum(each) for each in zip(*(self.totals[f"{side} {w}"] for w in whats), strict=True)]
+            for side in ("vllm", "kvstow")
+        )
+        return Row(work, vllm, kvstow, target_ratio=MOST_OF_VLLM if target else None)
+
+
+class Decode:
+    """Steps of decoding requests, each done on one side after the other.
+
+    Either all requests fill a block in the same step (`together`), and 14 of 16 steps are idle; or
+    a sixteenth of them does so in each.
+    """
+
+    def __init__(self, num_turns: int, *, together: bool) -> None:
+        self.num_steps = num_turns * BLOCK_SIZE
+        self.together = together
+        self.clock = Clock()
+        lengths = [512 if together else 512 + at for at in range(NUM_REQUESTS)]
+        num_tokens = sum(lengths) + NUM_REQUESTS * (self.num_steps + 2 * BLOCK_SIZE)
+        num_blocks = num_tokens // BLOCK_SIZE + NUM_REQUESTS
+        self.sides = sides(num_blocks, num_blocks, self.clock)
+        self.requests = [
+            vllm_side.request(f"request-{at}", length, BLOCK_SIZE)
+            for at, length in enumerate(lengths)
+        ]
+
+    def run(self) -> list[Row]:
+        for side in self.sides:
+            for request in self.requests:
+                side.admit(request, request.num_tokens, "prefill")
+        self._step(0, is_first=True)
+        for step in range(BLOCK_SIZE):
+            self._step(step)
+        self.clock.samples.clear()
+        gc.collect()
+        gc.freeze()
+        for step in range(self.num_steps):
+            self._step(step)
+        gc.unfreeze()
+        if self.together:
+            return [self._row(f"a step of {NUM_REQUESTS} requests, none of which fills a block")]
+        num_full = NUM_REQUESTS // BLOCK_SIZE
+        return [self._row(f"a step in which {num_full} of {NUM_REQUESTS} fill a block")]
+
+    def _step(self, step: int, *, is_first: bool = False) -> None:
+        order = self.sides if step % 2 else self.sides[::-1]
+        begun = {}
+        for side in order:
+            tables = [self._allocate(side, request, is_first) for request in self.requests]
+            given = list(zip(self.requests, tables, strict=True))
+            output = vllm_side.step(new=given) if is_first else vllm_side.step(running=given)
+            if is_first:
+                output.num_scheduled_tokens = {r.request_id: r.num_tokens for r in self.requests}
+            begun[side.name] = side.begin(side.name, output)
+        for request in self.requests:
+            request.num_computed_tokens += request.num_tokens if is_first else 1
+            request.append_output_token_ids(request.num_tokens)
+        copied = {side.name: side.end(side.name, begun[side.name]) for side in order}
+        require_same(f"blocks stored in step {step}", copied["vllm"][0], copied["kvstow"][0])
+
+    def _allocate(self, side: Side, request: Request, is_first: bool) -> Any:
+        if is_first:
+            return side.manager.get_block_ids(request.request_id)
+        return side.manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+
+    def _row(self, work: str) -> Row:
+        vllm, kvstow = (self._per_step(side.name) for side in self.sides)
+        return Row(work, vllm, kvstow, target_ratio=MOST_OF_VLLM if self.together else None)
+
+    def _per_step(self, name: str) -> list[float]:
+        """Of the steps that count; kvstow plans a store in the last of 16, vLLM in the next."""
+        samples = self.clock.samples[name]
+        steps = [begin + end for begin, end in zip(samples[::2], samples[1::2], strict=True)]
+        if self.together:
+            return [each for at, each in enumerate(steps) if 0 < at % BLOCK_SIZE < BLOCK_SIZE - 1]
+        return steps
+
+
+if __name__ == "__main__":
+    report.main(
+        __doc__,
+        [
+            functools.partial(Prompts, chunk_tokens=NUM_TOKENS, is_full=False),
+            functools.partial(Prompts, chunk_tokens=NUM_TOKENS, is_full=True),
+            functools.partial(Prompts, chunk_tokens=CHUNK_TOKENS, is_full=False),
+            functools.partial(Prompts, chunk_tokens=CHUNK_TOKENS, is_full=True),
+            functools.partial(Decode, together=True),
+            functools.partial(Decode, together=False),
+        ],
+    )

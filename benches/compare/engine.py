@@ -1,0 +1,228 @@
+"""What does the connector cost vLLM's real engine, and what does it save?
+
+On the CPU engine with a small Llama model (`tests/vllm/models.py`), in this process, its threads
+set as the tests set them.
+
+- The share of a step: every method of the connector that vLLM calls, on both halves, is timed, and
+  every step of the engine. 32 requests run: they come in (prompts computed chunk by chunk), then
+  all decode. The copies themselves run in the movers' threads and are in no call; what they take of
+  the processor is in the steps.
+- The second round: a prompt that has fallen out of the device's pool comes again, and is loaded
+  from the host; or the host tier was emptied before, and it is computed. Time to first token, in
+  turns, with the connector on both sides. The answers must be the same.
+
+Both in time on the wall: say how loaded the machine was.
+
+Run it from the project's folder: `python -m benches.compare.engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import vllm
+from tests.vllm import models
+from tests.vllm.engine import BLOCK_SIZE, TOLERANCE, Engine, difference, prompts
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+import kvstow
+from kvstow._core import debug_build
+
+from .report import machine
+
+NUM_REQUESTS = 32
+MOST_PERCENT = 3.0
+
+
+def timed_methods(connector: Any) -> list[str]:
+    """Everything of the connector interface that is called, be it kvstow's or the base class's."""
+    names = {
+        name
+        for base in type(connector).__mro__
+        if issubclass(base, KVConnectorBase_V1)
+        for name, value in vars(base).items()
+        if callable(value) and not name.startswith("__") and not isinstance(value, classmethod)
+    }
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+class Calls:
+    """Seconds in the connector's methods; a method that another one calls counts once."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.is_inside = False
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def wrap(self, half: str, connector: Any) -> None:
+        for name in timed_methods(connector):
+            call = getattr(connector, name)
+            setattr(connector, name, functools.partial(self._timed, f"{half} {name}", call))
+
+    def _timed(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside:
+            return call(*args, **kwargs)
+        self.is_inside = True
+        start = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.seconds[what] += time.perf_counter() - start
+            self.is_inside = False
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[Engine]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(models.make_model(models.LLAMA, Path(folder)), **settings)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def share(num_rounds: int) -> list[str]:
+    """How much of a step the connector's calls take."""
+    num_tokens, num_decoded = 512, 128
+    lines = ["", "share of the connector's calls, both halves, in a step of 32 requests", ""]
+    with running(
+        num_blocks=NUM_REQUESTS * (num_tokens + num_decoded) // BLOCK_SIZE + 64,
+        options={"num_cpu_blocks": 2_000},
+        max_num_seqs=NUM_REQUESTS,
+        max_num_batched_tokens=512,
+    ) as engine:
+        calls = Calls()
+        calls.wrap("scheduler", engine.connector)
+        calls.wrap("worker", get_kv_transfer_group())
+        steps: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        for at in range(num_rounds + 1):
+            if at == 1:
+                steps.clear()  # the first round warms up
+                calls.seconds.clear()
+            for name, tokens in enumerate(prompts(NUM_REQUESTS, num_tokens, seed=at + 1)):
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=num_decoded, ignore_eos=True, detokenize=False
+                )
+                engine.llm.llm_engine.add_request(
+                    f"{at}-{name}", {"prompt_token_ids": tokens}, sampling
+                )
+            while engine.llm.llm_engine.has_unfinished_requests():
+                kind = _kind(engine)
+                before, start = calls.total, time.perf_counter()
+                engine.llm.llm_engine.step()
+                seconds = time.perf_counter() - start
+                steps[kind].append((seconds, calls.total - before))
+            engine.settle()
+        # The last token of each is sampled and not computed.
+        num_full = NUM_REQUESTS * ((num_tokens + num_decoded - 1) // BLOCK_SIZE)
+        if engine.stats()["stored_blocks"] != num_full * (num_rounds + 1):
+            sys.exit("the connector did not store all that was computed")
+        for kind in ("prompts come in", "all decode"):
+            lines.append(_share_line(kind, steps[kind]))
+        num_steps = sum(len(each) for each in steps.values())
+        lines += ["", "of it, per step:"]
+        for what, seconds in sorted(calls.seconds.items(), key=lambda item: -item[1])[:8]:
+            lines.append(f"  {what:50} {seconds / num_steps * 1e6:8.1f} us")
+    return lines
+
+
+def _kind(engine: Engine) -> str:
+    """Of the step to come."""
+    requests = engine.core.scheduler.requests.values()
+    if any(request.num_computed_tokens < request.num_prompt_tokens for request in requests):
+        return "prompts come in"
+    return "all decode" if len(requests) == NUM_REQUESTS else "some are over"
+
+
+def _share_line(kind: str, steps: list[tuple[float, float]]) -> str:
+    step, calls = (statistics.fmean(each) for each in zip(*steps, strict=True))
+    percent = 100 * calls / step
+    missed = "  MISSED" if percent > MOST_PERCENT else ""
+    return (
+        f"  {kind:20} {len(steps):5} steps, mean {step * 1e3:8.2f} ms, connector "
+        f"{calls * 1e3:7.3f} ms: {percent:5.2f}%  <= {MOST_PERCENT:g}%{missed}"
+    )
+
+
+def second_round(num_turns: int) -> list[str]:
+    """Loaded from the host, or computed."""
+    lines = ["", "time to first token of a prompt that comes again, medians", ""]
+    lengths = (1_000, 3_000)
+    with running(
+        # Room for one prompt, and no more.
+        num_blocks=max(lengths) // BLOCK_SIZE + 8,
+        options={"num_cpu_blocks": 1_000},
+        max_model_len=3_072,
+        max_num_batched_tokens=512,
+    ) as engine:
+        for num_tokens in lengths:
+            (prompt,) = prompts(1, num_tokens, seed=num_tokens)
+            others = prompts(2, max(lengths), seed=1)  # they take all of the device's pool
+            loaded: list[float] = []
+            computed: list[float] = []
+            expected = engine.generate([prompt], max_tokens=1)
+            for turn in range(num_turns + 1):
+                for side in (loaded, computed)[:: 1 if turn % 2 else -1]:
+                    if side is computed:
+                        engine.start_over()
+                    else:
+                        engine.generate([prompt], max_tokens=1)
+                        engine.settle()
+                        engine.generate(others, max_tokens=1)
+                        engine.settle()
+                    num_loaded = -engine.stats()["loaded_blocks"]
+                    start = time.perf_counter()
+                    answers = engine.generate([prompt], max_tokens=1)
+                    seconds = time.perf_counter() - start
+                    num_loaded += engine.stats()["loaded_blocks"]
+                    num_wanted = 0 if side is computed else (num_tokens - 1) // BLOCK_SIZE
+                    if num_loaded != num_wanted:
+                        sys.exit(f"{num_loaded} blocks were loaded, not {num_wanted}")
+                    if difference(answers, expected) > TOLERANCE:
+                        sys.exit("the answers differ: what was loaded is not what was computed")
+                    if turn:  # the first one warms up
+                        side.append(seconds * 1e3)
+            ratio = statistics.median(computed) / statistics.median(loaded)
+            lines.append(
+                f"  {num_tokens:5,} tokens: computed {statistics.median(computed):7.1f} ms (least "
+                f"{min(computed):.1f}), loaded {statistics.median(loaded):7.1f} ms (least "
+                f"{min(loaded):.1f}): {ratio:.1f}x" + ("  MISSED" if ratio <= 1 else "")
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of 32 requests")
+    parser.add_argument("--turns", type=int, default=9, help="of loading and of computing")
+    args = parser.parse_args()
+    if debug_build:
+        parser.error("this build of kvstow is not optimised: install it in release mode")
+    before = os.getloadavg()[0]
+    lines = [*share(args.rounds), *second_round(args.turns)]
+    print(
+        f"kvstow {kvstow.__version__} in vLLM {vllm.__version__}, CPU engine, Python "
+        f"{platform.python_version()}, {machine()} (load {before:.1f} to {os.getloadavg()[0]:.1f})"
+    )
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
