@@ -19,9 +19,12 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
     TORCH_COMPILE_DISABLE="1",
+    # One thread: these models gain nothing from more, and on a busy machine threads that wait for
+    # one another at every operation take a minute for what takes a second.
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
-import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import (
@@ -98,8 +101,6 @@ class Engine:
             "seed": 0,
         }
         self.llm = LLM(model=str(model), **(defaults | settings))
-        # These models are too small for threads: on a busy machine they would wait for each other.
-        torch.set_num_threads(1)
         self.core = self.llm.llm_engine.engine_core.engine_core
 
     @property
