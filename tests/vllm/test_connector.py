@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 
 import kvstow.vllm
 from kvstow import ConfigError
+from kvstow.transfer import READY
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.messages import HostSize, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -186,6 +187,29 @@ def test_the_least_of_all_ranks_counts(folder: Path) -> None:
     assert connector._scheduler.offload.num_host_blocks == 5
 
 
+def test_stages_of_unlike_size_agree_on_the_blocks_of_the_larger_one(folder: Path) -> None:
+    """Each pipeline stage has layers of its own, and the same bytes for its host tier."""
+    size = PAGE_BYTES * NUM_BLOCKS
+    stages = []
+    for layers in ([str(at) for at in range(9)], ["a", "b"]):
+        tensor = KVCacheTensor(size * len(layers), layers, size, PAGE_BYTES)
+        stages.append(KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, FULL)]))
+    config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
+    sizes = {}
+    for stage, cache in enumerate(stages):
+        worker = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+        size_of_stage = worker.get_handshake_metadata()
+        assert size_of_stage is not None
+        sizes[stage, 0] = size_of_stage
+    own = {key: size.num_host_blocks for key, size in sizes.items() if isinstance(size, HostSize)}
+    assert PAGE_BYTES == 1024
+    assert own == {(0, 0): 60 // 3, (1, 0): 60}, "slots are whole pages of 4 KiB"
+    scheduler = KVStowConnector(config, KVConnectorRole.SCHEDULER, stages[0])
+    scheduler.set_xfer_handshake_metadata_pp_aware(sizes)
+    assert scheduler._scheduler is not None and scheduler._scheduler.offload is not None
+    assert scheduler._scheduler.offload.num_host_blocks == own[0, 0]
+
+
 # -- the scheduler half beside vLLM's own accounting -----------------------------------------------
 
 
@@ -337,6 +361,42 @@ def test_a_load_ends_when_the_last_rank_has_reported() -> None:
     assert scheduler.step(reports=[(load.job_id, 1, False)]) == set()
     scheduler.step()
     assert scheduler.jobs.failed_request_ids == ["b"]
+
+
+def test_a_load_that_cannot_be_is_told_as_failed() -> None:
+    """vLLM waits for a load from the moment it has accepted one."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.half.lookup(request, 0) == 96
+    taken = scheduler.manager.allocate_slots(
+        request, 0, num_external_computed_tokens=112, delay_cache_blocks=True
+    )
+    assert taken is not None
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("b"), 112)
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == ["b"] and not scheduler.jobs.loads
+    scheduler.manager.free(request)
+    request.num_computed_tokens = 0
+    assert scheduler.admit(request) == 0
+    scheduler.step(request)
+    scheduler.finish(request)
+
+
+def test_registering_anew_keeps_what_the_host_holds(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
+    worker = connector._worker
+    assert worker is not None
+    tensors = [torch.full((NUM_BLOCKS * PAGE_BYTES,), at, dtype=torch.uint8) for at in (7, 8)]
+    connector.register_kv_caches({"0": tensors[0]})
+    worker.movers[0].store([1], [2], after=READY).wait(10)
+    connector.register_kv_caches({"0": tensors[1]})
+    worker.movers[0].load([2], [3], after=READY).wait(10)
+    loaded = tensors[1][3 * PAGE_BYTES : 4 * PAGE_BYTES]
+    assert loaded.eq(7).all() and tensors[1].eq(7).sum() == PAGE_BYTES
+    connector.shutdown()
+    assert worker.arena is None
 
 
 def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:

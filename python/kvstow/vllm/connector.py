@@ -77,7 +77,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._event_file: EventFile | None = None
         if role == KVConnectorRole.WORKER:
             self._worker = WorkerHalf(
-                model, options, rank=parallel.rank, world_size=parallel.world_size
+                model,
+                options,
+                # Of its own engine: with data parallelism vLLM may count through all of them.
+                rank=parallel.rank % parallel.world_size,
+                world_size=parallel.world_size,
             )
             return
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -146,6 +150,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin this step's stores; their blocks are held until they have ended."""
         if self._worker is not None:
             self._worker.start_stores()
+
+    def clear_connector_metadata(self) -> None:
+        """End a step: vLLM 0.30 leaves `wait_for_save` out of those without tokens."""
+        self.wait_for_save()
+        super().clear_connector_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that have failed; those that landed the scheduler half tells itself."""

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
 
 from kvstow import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -106,14 +110,7 @@ def _known(fields: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def _kind(spec: Any) -> dict[str, Any]:
-    """What a group's events tell of how it attends, where vLLM has names for it."""
-    try:
-        from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - not in every version
-            get_kv_cache_spec_kind,
-            get_kv_cache_spec_sliding_window,
-        )
-    except ImportError:
-        return {}
+    """What a group's events tell of how it attends."""
     return {
         "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
         "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
@@ -123,7 +120,7 @@ def _kind(spec: Any) -> dict[str, Any]:
 def _untagged(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
     """Extra keys in the form that vLLM publishes."""
     try:
-        from vllm.v1.core.kv_cache_utils import to_event_extra_keys  # noqa: PLC0415 - since 0.32
+        from vllm.v1.core.kv_cache_utils import to_event_extra_keys  # noqa: PLC0415 - since 0.31
     except ImportError:
         return keys or None
     converted: list[tuple[Any, ...] | None] | None = to_event_extra_keys(keys)

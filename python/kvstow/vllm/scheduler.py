@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kvstow import Job, JobEnd, OffloadScheduler
+from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -207,13 +207,18 @@ class SchedulerHalf:
                 own = [block for block in own if not block.is_null]
             target_ids.append([block.block_id for block in own])
             held += own
-        job = self.offload.load(
-            request.request_id,
-            num_external_tokens,
-            target_ids,
-            deadline=self._deadline(),
-        )
         tracked.is_loading = True
+        try:
+            job = self.offload.load(
+                request.request_id, num_external_tokens, target_ids, deadline=self._deadline()
+            )
+        except KvstowError:
+            # vLLM has accepted what was not offered. It waits for this load: fail it, or the
+            # request would wait for ever.
+            logger.exception("kvstow: the load of request %s was refused", request.request_id)
+            self.offload.release(request.request_id)
+            self._failed.append(request.request_id)
+            return
         self._begin(job, _Transfer("load", held, request.request_id))
         self._loads.append(Copies.of(job))
 

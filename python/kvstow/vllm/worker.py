@@ -70,7 +70,6 @@ class WorkerHalf:
             ConfigError: a layout that kvstow does not know, memory it cannot reach, or more host
                 memory than the machine has free.
         """
-        self.close()
         devices = {tensor.device.type for tensor in kv_caches.values()}
         if devices != {"cpu"}:
             raise ConfigError(
@@ -79,8 +78,11 @@ class WorkerHalf:
             )
         layouts = self._model.layouts(kv_caches)
         num_bytes = self._num_host_blocks * self._model.slot_stride_bytes
-        _check_memory(num_bytes, self._num_host_blocks, self._model.slot_stride_bytes)
-        self.arena = HostArena(self._num_host_blocks, self._model.slot_bytes)
+        self._stop()
+        if self.arena is None:
+            # Kept when vLLM registers anew: the scheduler half knows what lies in it.
+            _check_memory(num_bytes, self._num_host_blocks, self._model.slot_stride_bytes)
+            self.arena = HostArena(self._num_host_blocks, self._model.slot_bytes)
         shared: dict[object, Mover] = {}
         for layout in layouts:
             if layout.regions not in shared:
@@ -140,6 +142,13 @@ class WorkerHalf:
         stats, self._stats = self._stats, ConnectorStats()
         return stats
 
+    def _stop(self) -> None:
+        """End every job: what did not come to its end has failed, and is told so."""
+        for mover in self.movers:
+            mover.close()
+        self.movers = []
+        self._poll()
+
     def _poll(self) -> None:
         for job_id, running in list(self._running.items()):
             if running.poll():
@@ -148,10 +157,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Stop the movers and give the host memory back."""
-        for mover in self.movers:
-            mover.close()
-        self.movers = []
-        self._running.clear()
+        self._stop()
         if self.arena is not None:
             self.arena.close()
             self.arena = None
