@@ -83,6 +83,7 @@ bench: $(VENV)/.test ## criterion benches of the core, then the same work beside
 	@$(need_cargo)
 	cargo bench
 	$(BIN)/python -m benches.compare.accounting
+	$(BIN)/python -m benches.compare.connector
 
 wheel: $(VENV)/.run ## build dist/*.whl
 	@$(need_cargo)
