@@ -76,18 +76,28 @@ fn sequence_of_ints(
         )));
     }
     let mut numbers = Vec::with_capacity(capacity_hint(obj));
+    // A step's requests nearly all want as many tokens, and Python has one object for a small int.
+    let mut last: Option<(Bound<'_, PyAny>, i64)> = None;
     each_item(obj, "integers", |item| {
+        if let Some((same, number)) = &last
+            && item.is(same)
+        {
+            numbers.push(*number);
+            return Ok(());
+        }
         if item.is_exact_instance_of::<PyBool>() {
             return Err(ConfigError::new_err(format!(
                 "{item} is no integer: give ids, not a mask"
             )));
         }
-        numbers.push(item.extract::<i64>().map_err(|_| {
+        let number = item.extract::<i64>().map_err(|_| {
             if item.is_instance_of::<PyInt>() {
                 return too_large(item);
             }
             ConfigError::new_err(format!("{} is no integer", shown(item)))
-        })?);
+        })?;
+        numbers.push(number);
+        last = Some((item.clone(), number));
         Ok(())
     })?;
     Ok(numbers)

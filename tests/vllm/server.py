@@ -55,7 +55,6 @@ def served(model: Path, log: Path, **connector: Any) -> Iterator[str]:
         "TORCH_COMPILE_DISABLE": "1",
         # Other tests want these otherwise in this process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
