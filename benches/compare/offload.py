@@ -225,7 +225,8 @@ class OffloadPrompts:
 
         life = ("plan stores", "stored", "lookup", "plan load", "loaded")
         ends = ("add", "skip", "finish", "finish again")
-        target = 30 if self.num_host_blocks == NUM_BLOCKS else None
+        # The target is for a host with room; what one that is full costs is shown beside.
+        target = 30 if kind and self.num_host_blocks == NUM_BLOCKS else None
         return [
             row(f"store and load {NUM_BLOCKS:,} blocks, {host}", *life, target=target),
             row("  with add, the step after the load, finish", *life, *ends, ours=["add again"]),
