@@ -170,29 +170,23 @@ impl BlockPool {
         }
         taken.reserve(n);
         let first = taken.len();
+        let mut run = first;
         let mut at = self.queue.next(self.passed);
         for _ in 0..n {
             while self.pins[at.index()] > 0 {
+                // What is taken leaves the queue run by run, and a pinned block ends one.
+                self.queue.remove_run(&taken[run..]);
+                run = taken.len();
                 self.passed = at;
                 at = self.queue.next(at);
             }
             taken.push(at);
+            self.refs[at.index()] = 1;
             at = self.queue.next(at);
         }
-        let taken = &taken[first..];
-        let mut rest = taken;
-        while !rest.is_empty() {
-            let is_next = |pair: &[BlockId]| self.queue.next(pair[0]) == pair[1];
-            let len = 1 + rest.windows(2).take_while(|pair| is_next(pair)).count();
-            let (run, after) = rest.split_at(len);
-            self.queue.remove_run(run);
-            rest = after;
-        }
-        for id in taken {
-            self.refs[id.index()] = 1;
-        }
+        self.queue.remove_run(&taken[run..]);
         let num_cached = self.num_cached();
-        self.drop_keys(taken);
+        self.drop_keys(&taken[first..]);
         self.num_evicted += num_cached - self.num_cached();
         self.num_free -= n;
         Ok(())
