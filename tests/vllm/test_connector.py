@@ -523,6 +523,26 @@ def test_what_is_no_multiple_of_the_block_size_is_not_looked_up() -> None:
     assert scheduler.half.lookup(blind, 0) == 0
 
 
+def test_every_block_that_is_copied_is_held() -> None:
+    """Of a chain that the host has lost all is stored again, not only what was just computed."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 113)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 96}))
+    request.num_computed_tokens = 96
+    scheduler.half.processed(KVConnectorOutput())
+    scheduler.step(reports=[])
+    (first,) = scheduler.jobs.stores
+    scheduler.step(reports=[(first.job_id, 0, True)])
+    assert scheduler.half.offload is not None
+    scheduler.half.offload.reset()
+    scheduler.step(request)
+    scheduler.step()
+    (again,) = scheduler.jobs.stores
+    blocks = scheduler.manager.block_pool.blocks
+    assert [blocks[block_id].ref_cnt for block_id in again.block_ids] == [2] * 7
+
+
 def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)

@@ -344,7 +344,6 @@ class SchedulerHalf:
         assert self.offload is not None
         named: list[str] = []
         computed: list[int] = []
-        offered: list[KVCacheBlock] = []
         ids: list[int] = []
         offsets = [0]
         for request_id in request_ids:
@@ -369,7 +368,6 @@ class SchedulerHalf:
                     own_ids = self._cached_ids(own, request, told, g)
                 else:
                     own_ids = [block.block_id for block in own]
-                offered += own
                 ids += own_ids
                 if self._host_events is not None:
                     stored = [
@@ -390,7 +388,7 @@ class SchedulerHalf:
             del self._due[request_id]
         if named:
             job = self.offload.store(named, computed, ids, offsets, deadline=self._deadline())
-            self._begin_store(job, offered)
+            self._begin_store(job)
 
     def _cached_ids(
         self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
@@ -410,7 +408,7 @@ class SchedulerHalf:
 
     def _own_hash(self, request: Request, index: int, group: int) -> bytes:
         """The hash of a request's block: the last of those that the block covers."""
-        per_block = self._model.groups[group].block_size // self._model.tokens_per_hash
+        per_block = self._model.groups[group].block_size // self._tokens_per_hash
         own: bytes = request.block_hashes[(index + 1) * per_block * self._stride - 1]
         return own
 
@@ -427,7 +425,7 @@ class SchedulerHalf:
                 group=int.from_bytes(suffix, "big"),
                 deadline=self._deadline(),
             )
-            self._begin_store(job, blocks)
+            self._begin_store(job)
 
     def _evictable(self) -> list[KVCacheBlock]:
         """The cached blocks among the next ones to be overwritten that were not offered before."""
@@ -457,11 +455,10 @@ class SchedulerHalf:
         assert self._manager is not None
         return self._manager.block_pool
 
-    def _begin_store(self, job: Job | None, offered: list[KVCacheBlock]) -> None:
+    def _begin_store(self, job: Job | None) -> None:
         if job is not None:
-            held = offered
-            if len(job.block_ids) < len(offered):
-                held = list(map(self._pool.blocks.__getitem__, job.block_ids.tolist()))
+            # The job's own: it may store less than it was told of, or what it was told of before.
+            held = list(map(self._pool.blocks.__getitem__, job.block_ids.tolist()))
             self._begin(job, _Transfer("store", held))
             self._num_storing += 1
             self._num_taken += len(held)
