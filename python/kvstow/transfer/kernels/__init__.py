@@ -1,0 +1,91 @@
+"""What the host needs of the CUDA kernels in `pack.cu`: their text, their table, their checksum.
+
+Importing this needs no CUDA. The mover compiles `SOURCE`, and hands `gather` and `scatter` a
+`chunk_table` once per layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError
+from kvstow.transfer.layout import Region, checked_int
+
+SOURCE = files(__name__).joinpath("pack.cu").read_text(encoding="utf-8")
+
+# What a warp has under way at a time: 32 lanes, 4 loads of 16 bytes each. Shorter chunks waste
+# lanes, longer ones make turns that differ in length.
+CHUNK_BYTES = 2048
+# The kernels count the bytes of a slot in 32 bits.
+MAX_SLOT_BYTES = 2**32 - 1
+
+CHUNK_DTYPE = np.dtype(
+    [("base", np.uint64), ("stride", np.uint64), ("offset", np.uint32), ("num_bytes", np.uint32)]
+)
+"""`struct Chunk` of `pack.cu`."""
+
+
+def chunk_table(regions: Sequence[Region], offsets: Sequence[int]) -> npt.NDArray[np.void]:
+    """Cut the regions into chunks, in their order: an array of `CHUNK_DTYPE`, shape [num_chunks].
+
+    Args:
+        regions: `BlockLayout.regions`, at addresses that the device can use.
+        offsets: where each region begins within a slot: `BlockLayout.offsets`.
+
+    Raises:
+        ConfigError: no regions, not one offset per region, or a region that ends above 4 GiB in
+            the slot.
+    """
+    if not regions or len(regions) != len(offsets):
+        raise ConfigError(
+            f"{len(regions)} regions but {len(offsets)} offsets; pass regions and offsets of one "
+            "BlockLayout"
+        )
+    pieces = []
+    for position, (region, given) in enumerate(zip(regions, offsets, strict=True)):
+        offset = checked_int(
+            f"offsets[{position}]", given, 0, MAX_SLOT_BYTES, "pass BlockLayout.offsets"
+        )
+        if offset + region.block_bytes > MAX_SLOT_BYTES:
+            raise ConfigError(
+                f"regions[{position}] ends at byte {offset + region.block_bytes} of the slot, past "
+                f"{MAX_SLOT_BYTES}, the most the kernels address; make blocks of fewer tokens"
+            )
+        starts = np.arange(0, region.block_bytes, CHUNK_BYTES, dtype=np.uint64)
+        piece = np.empty(len(starts), dtype=CHUNK_DTYPE)
+        piece["base"] = starts + np.uint64(region.base_address)
+        piece["stride"] = region.block_stride_bytes
+        piece["offset"] = starts + np.uint64(offset)
+        piece["num_bytes"] = np.minimum(region.block_bytes - starts, CHUNK_BYTES)
+        pieces.append(piece)
+    return np.concatenate(pieces)
+
+
+def checksum(slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """The kernels' checksum of each slot, shape [n], for slots of shape [n, num_bytes].
+
+    Byte p of a slot, shifted left by `8 * (p % 4)`, times the weight of word `p // 4`, summed modulo
+    2**64; `pack.cu` says what it detects. A sum over parts is the sum of the parts' sums.
+
+    Raises:
+        ConfigError: not a 2-D array of uint8.
+    """
+    if slots.ndim != 2 or slots.dtype != np.uint8:  # noqa: PLR2004 - rows of bytes
+        raise ConfigError(
+            f"slots is {slots.dtype} of shape {slots.shape}; pass bytes of shape [n, num_bytes]"
+        )
+    num_slots, num_bytes = slots.shape
+    num_words = -(-num_bytes // 4)
+    mixed = np.arange(1, num_words + 1, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    weights = (mixed ^ (mixed >> np.uint32(16))).astype(np.uint64)
+    sums = np.empty(num_slots, dtype=np.uint64)
+    words = np.zeros(num_words, dtype="<u4")
+    # Slot by slot: the words of all at once, in 64 bits, would need twice the arena's memory.
+    for i, slot in enumerate(slots):
+        words.view(np.uint8)[:num_bytes] = slot
+        sums[i] = np.sum(words * weights, dtype=np.uint64)
+    return sums
