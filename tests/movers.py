@@ -13,11 +13,16 @@ class ManualTicket(Ticket):
     def __init__(self, copy: Callable[[], Ticket]) -> None:
         self._copy = copy
         self._ended = False
+        self._read = False
         self._error: TransferError | None = None
 
     def land(self) -> None:
         self._copy().wait()
         self._ended = True
+
+    def release(self) -> None:
+        """The source was read; the bytes are still on the way."""
+        self._read = True
 
     def fail(self) -> None:
         self._error = TransferError("the test says so")
@@ -25,6 +30,9 @@ class ManualTicket(Ticket):
 
     def poll(self) -> bool:
         return self._ended
+
+    def source_released(self) -> bool:
+        return self._ended or self._read
 
     @property
     def error(self) -> TransferError | None:

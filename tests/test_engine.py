@@ -183,6 +183,23 @@ def test_only_full_blocks_are_stored_and_each_once() -> None:
         assert sizes == [1, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_blocks_that_a_store_has_read_are_free_before_it_ends(ends_well: bool) -> None:
+    with world(num_device_blocks=5) as it:
+        it.admit("one", DOCUMENT)
+        it.compute("one", DOCUMENT)
+        it.engine.finish("one")
+        (store,) = it.mover.stores
+        assert it.engine.poll() == NOTHING
+        assert it.engine.ledger.pool.num_free == 0, "the copy may still read them"
+        store.release()
+        assert it.engine.poll() == it.engine.poll() == NOTHING
+        assert it.engine.ledger.pool.num_free == 4
+        assert it.admit("other", list(range(50, 66))).state is RUNS
+        store.land() if ends_well else store.fail()
+        assert it.engine.poll() == Landed([], [], 4 if ends_well else 0, 0 if ends_well else 1)
+
+
 def test_generated_blocks_are_stored_too() -> None:
     with world() as it:
         it.admit("one", DOCUMENT)

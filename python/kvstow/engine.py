@@ -41,7 +41,7 @@ from kvstow._core import (
 )
 from kvstow.events import BlockEvent, EventFile, TransferEvent
 from kvstow.ranks import MakeMover, RankLayouts, Ranks, Transfer, checked_layouts
-from kvstow.transfer import Event, HostMover
+from kvstow.transfer import Event, mover_for
 
 __all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Policy", "Transfer"]
 
@@ -137,7 +137,7 @@ class Engine:
         blocks_per_slot: int = 1,
         events: bool = False,
         events_path: str | PathLike[str] | None = None,
-        mover: MakeMover = HostMover,
+        mover: MakeMover = mover_for,
     ) -> None:
         """Build ledger, host tier, host memory and movers.
 
@@ -165,7 +165,8 @@ class Engine:
                 that does not fill a slot; for an eager engine whose groups are all full attention.
             events: keep events for `take_events` and `take_transfer_events`.
             events_path: a file that all events are appended to, as `kvstow.events` says.
-            mover: makes the mover of a group; called for each group, rank by rank.
+            mover: makes the mover of a group; called for each group, rank by rank. The one that
+                suits the device, unless given.
 
         Raises:
             ConfigError: sizes that cannot be right, or that contradict each other, or a file that
@@ -217,6 +218,8 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._running: set[str] = set()
         self._transfers: dict[int, Transfer] = {}
+        # Stores under way whose blocks are unpinned already.
+        self._released: set[int] = set()
         self._refused_id = ""
 
     # -- requests ------------------------------------------------------------------------------
@@ -445,6 +448,7 @@ class Engine:
         num_stored = num_failed_stores = 0
         for transfer in self.transfers:
             if not transfer.poll():
+                self._release_source(transfer)
                 continue
             request_id = self._waiting_for(transfer)
             ok = self.end(transfer).ok
@@ -479,7 +483,7 @@ class Engine:
             self._counts.ended(transfer, end_s)
         request_id = self._waiting_for(transfer)
         del self._transfers[job_id]
-        self.ledger.pool.unpin(end.block_ids)
+        self._unpin(end)
         if request_id is not None:
             request = self._requests[request_id]
             if end.ok:
@@ -592,7 +596,7 @@ class Engine:
         """
         self._ranks.close()
         for end in self.scheduler.end_all():
-            self.ledger.pool.unpin(end.block_ids)
+            self._unpin(end)
         for request in self._requests.values():
             if request.state == "loading":
                 request.state, request.load_id = "stranded", 0
@@ -722,6 +726,23 @@ class Engine:
         request = self._requests.get(transfer.request_id or "")
         waits = request is not None and request.load_id == transfer.job.job_id
         return transfer.request_id if waits else None
+
+    def _release_source(self, transfer: Transfer) -> None:
+        """Unpin the blocks of a store that has read them, though its bytes are still on the way."""
+        job_id = transfer.job.job_id
+        if (
+            transfer.direction == "store"
+            and job_id not in self._released
+            and transfer.source_released()
+        ):
+            self._released.add(job_id)
+            self.ledger.pool.unpin(transfer.job.block_ids)
+
+    def _unpin(self, end: JobEnd) -> None:
+        if end.job_id in self._released:
+            self._released.discard(end.job_id)
+        else:
+            self.ledger.pool.unpin(end.block_ids)
 
     def _start(self, transfer: Transfer, after: Event) -> None:
         """Pin the blocks of a planned job and submit its copies."""

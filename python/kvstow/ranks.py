@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, Job, KvstowError, TransferError
-from kvstow.transfer import BlockLayout, Event, HostArena, Mover, Ticket
+from kvstow.transfer import BlockLayout, Event, HostArena, Mover, Ticket, arena_for
 
 __all__ = ["MakeMover", "RankLayouts", "Ranks", "Transfer", "checked_layouts"]
 
@@ -53,6 +53,10 @@ class Transfer:
         """Whether all copies have ended, well or not. Never blocks."""
         return all(ticket.poll() for tickets in self.rank_tickets for ticket in tickets)
 
+    def source_released(self) -> bool:
+        """Whether no copy reads its source any more, on any rank. Never blocks."""
+        return all(ticket.source_released() for ticket in self.tickets)
+
     def outcomes(self) -> list[bool]:
         """Block until all copies have ended; per rank, whether all of its own went well."""
         return [all([_went_well(one) for one in tickets]) for tickets in self.rank_tickets]
@@ -82,8 +86,7 @@ class Ranks:
             self.arenas: list[HostArena] = []
             self.movers: list[Mover] = []
             for own in layouts:
-                slot_bytes = max(layout.slot_bytes for layout in own)
-                arena = HostArena(num_slots, slot_bytes, slots_per_run=slots_per_run)
+                arena = arena_for(own, num_slots, slots_per_run=slots_per_run)
                 self.arenas.append(built.enter_context(arena))
                 self.movers += [built.enter_context(mover(layout, arena)) for layout in own]
             built.pop_all()

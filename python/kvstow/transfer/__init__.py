@@ -1,14 +1,23 @@
 """Movement of bytes between a device's blocks and the host arena."""
 
 from kvstow.transfer.arena import HostArena
+from kvstow.transfer.choose import arena_for, mover_for
+from kvstow.transfer.cuda_link import CudaLink, cuda_link
+from kvstow.transfer.cuda_mover import CudaMover
+from kvstow.transfer.cuda_runtime import CudaError, CudaEvent, cuda_runtime
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
+from kvstow.transfer.pinning import pinned_arena
 from kvstow.transfer.verified import VerifiedMover
 
 __all__ = [
     "READY",
     "BlockLayout",
+    "CudaError",
+    "CudaEvent",
+    "CudaLink",
+    "CudaMover",
     "Event",
     "HostArena",
     "HostEvent",
@@ -18,4 +27,9 @@ __all__ = [
     "Ticket",
     "TransferTimeout",
     "VerifiedMover",
+    "arena_for",
+    "cuda_link",
+    "cuda_runtime",
+    "mover_for",
+    "pinned_arena",
 ]

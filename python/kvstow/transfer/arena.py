@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -50,6 +52,7 @@ class HostArena:
         *,
         slots_per_run: int = 1,
         num_prefault_threads: int = 0,
+        prefault_cpus: Collection[int] = (),
     ) -> None:
         """Map the memory.
 
@@ -60,6 +63,8 @@ class HostArena:
                 divides `num_slots`.
             num_prefault_threads: have this many threads touch every page now, so that no copy
                 meets a page fault; 0 leaves it to the first writes.
+            prefault_cpus: have those threads run on these processors, near which the system then
+                takes the memory; empty for any.
 
         Raises:
             ConfigError: a number outside its bounds, or more memory than the system gives.
@@ -92,7 +97,8 @@ class HostArena:
         rows = memory.reshape(self._num_slots, self._slot_stride_bytes)
         self._slots: npt.NDArray[np.uint8] | None = rows[:, : self._slot_bytes]
         if num_threads:
-            _touch_pages(memory, num_threads)
+            _touch_pages(memory, num_threads, prefault_cpus)
+        self._on_close: list[Callable[[], None]] = []
 
     def _map_memory(self) -> mmap.mmap:
         """Ask the system for all slots at once."""
@@ -162,11 +168,17 @@ class HostArena:
         """Whether `close` was called."""
         return self._slots is None
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have this called before the memory goes, to unpin it, say."""
+        self._on_close.append(callback)
+
     def close(self) -> None:
         """Give the memory back; calling it again does nothing.
 
         Views that others still hold (a mover's, say) stay valid: the memory goes with the last.
         """
+        while self._on_close:
+            self._on_close.pop()()
         self._slots = None
         # Refused while a view is alive, because unmapping under it would crash whoever uses it; the
         # mapping goes when its last view does.
@@ -194,13 +206,19 @@ def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
     return -(-slot_bytes // alignment) * alignment
 
 
-def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int) -> None:
+def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collection[int]) -> None:
     """Write a byte to each page, chunk by chunk; numpy's fill does so without the lock."""
     starts = range(0, len(memory), _PREFAULT_CHUNK_BYTES)
 
     def touch(start: int) -> None:
         memory[start : start + _PREFAULT_CHUNK_BYTES : SLOT_ALIGNMENT_BYTES].fill(0)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="kvstow-prefault") as pool:
+    def settle() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread
+
+    with ThreadPoolExecutor(
+        num_threads, thread_name_prefix="kvstow-prefault", initializer=settle
+    ) as pool:
         for _ in pool.map(touch, starts):
             pass

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, StateError, TransferError
+from kvstow._core import StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.mover import Event, Index, Mover, Ticket, TransferTimeout
+from kvstow.transfer.mover import Event, Index, Mover, Ticket, TransferTimeout, checked_timeout_s
 
 # A gather passes through a temporary of this size. Larger ones ask for the lock less often; above
 # about 24 MiB glibc maps and unmaps it anew each time, and its page faults cost more than the copy.
@@ -119,9 +119,7 @@ class HostTicket(Ticket):
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer has ended; see `Ticket.wait`."""
         if timeout_s is not None:
-            if math.isnan(timeout_s):
-                raise ConfigError("timeout_s is nan; pass seconds, or None to wait for ever")
-            timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+            timeout_s = checked_timeout_s(timeout_s)
         if not self._ended.wait(timeout_s):
             raise TransferTimeout(
                 f"the transfer has not ended within {timeout_s} s; keep its blocks and slots "

@@ -10,9 +10,10 @@ slot       |block i of region 0|block i of region 1| ...      tight, in the orde
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,56 @@ from kvstow._core import ConfigError
 MAX_ADDRESS = 2**63 - 1
 # Block ids are int32 everywhere.
 MAX_BLOCKS = 2**31 - 1
+
+
+class Device(Protocol):
+    """Of a tensor: "cpu", or "cuda" and which."""
+
+    @property
+    def type(self) -> str:
+        """Its kind."""
+
+    @property
+    def index(self) -> int | None:
+        """Which of its kind."""
+
+
+@runtime_checkable
+class Tensor(Protocol):
+    """What is asked of a tensor: torch's has it all, and torch need not be imported."""
+
+    @property
+    def device(self) -> Device:
+        """Where its memory is."""
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Items along each dimension."""
+
+    def __len__(self) -> int:
+        """Items along the first dimension."""
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        """A view of some of the first dimension."""
+
+    def data_ptr(self) -> int:
+        """The address of the first item."""
+
+    def element_size(self) -> int:
+        """Bytes of an item."""
+
+    def numel(self) -> int:
+        """Items in all."""
+
+    def stride(self) -> Sequence[int]:
+        """Items from one to the next, along each dimension."""
+
+    def is_contiguous(self) -> bool:
+        """Whether it is one run of bytes, in order."""
 
 
 def checked_int(name: str, value: object, low: int, high: int, way_out: str) -> int:
@@ -88,6 +139,7 @@ class BlockLayout:
         num_blocks: blocks in every region, the null block included.
         regions: in the order in which a slot holds them.
         owners: what the regions' memory belongs to.
+        device: the CUDA device that the addresses belong to; None for memory that the CPU reaches.
         slot_bytes: bytes of one block over all regions.
         offsets: where each region begins within a slot, in bytes.
 
@@ -99,6 +151,7 @@ class BlockLayout:
     num_blocks: int
     regions: tuple[Region, ...]
     owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    device: int | None = None
     slot_bytes: int = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
 
@@ -125,6 +178,8 @@ class BlockLayout:
                     f"regions[{position}] ends at {region.end_address(num_blocks)}, past the last "
                     f"address {MAX_ADDRESS}; lower num_blocks or block_stride_bytes"
                 )
+        if self.device is not None:
+            checked_int("device", self.device, 0, MAX_BLOCKS, "pass the number of a CUDA device")
         _refuse_shared_bytes(regions, num_blocks)
         ends = list(accumulate(region.block_bytes for region in regions))
         object.__setattr__(self, "num_blocks", num_blocks)
@@ -145,13 +200,45 @@ class BlockLayout:
                 not contiguous, or arrays that differ in `num_blocks` or share bytes.
         """
         regions = [_region_of(f"arrays[{i}]", array) for i, array in enumerate(arrays)]
-        counts = sorted({len(array) for array in arrays})
-        if len(counts) > 1:
+        return cls(_num_blocks("arrays", arrays), tuple(regions), owners=tuple(arrays))
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> BlockLayout:
+        """Describe tensors of shape [num_blocks, ...], one region each, and keep them alive.
+
+        Tensors of torch, on the CPU or on a CUDA device, as they are; all on the same one. The
+        first dimension may be strided; the bytes of one block must be contiguous. Of a tensor of
+        shape [2, num_blocks, ...] pass the halves `t[0]` and `t[1]`.
+
+        Raises:
+            ConfigError: something else than a tensor, one on another kind of device, blocks that
+                are not contiguous, or tensors that differ in device or in `num_blocks`, or that
+                share bytes.
+        """
+        regions = [_region_of_tensor(f"tensors[{i}]", t) for i, t in enumerate(tensors)]
+        devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+        if len(devices) > 1:
             raise ConfigError(
-                f"arrays differ in num_blocks, their first dimension: {counts}; "
-                "pass arrays of one pool"
+                f"tensors lie on several devices, {', '.join(devices)}; one layout is the memory "
+                "of one device, make one layout and one mover for each"
             )
-        return cls(counts[0] if counts else 1, tuple(regions), owners=tuple(arrays))
+        is_cuda = bool(tensors) and tensors[0].device.type == "cuda"
+        return cls(
+            _num_blocks("tensors", tensors),
+            tuple(regions),
+            owners=tuple(tensors),
+            device=(tensors[0].device.index or 0) if is_cuda else None,
+        )
+
+
+def _num_blocks(name: str, arrays: Sequence[Sized]) -> int:
+    """The first dimension, which all share."""
+    counts = sorted({len(array) for array in arrays})
+    if len(counts) > 1:
+        raise ConfigError(
+            f"{name} differ in num_blocks, their first dimension: {counts}; pass {name} of one pool"
+        )
+    return counts[0] if counts else 1
 
 
 def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
@@ -172,12 +259,43 @@ def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
     # A first dimension of 1 leaves contiguity to the block; its own stride says nothing then.
     stride_bytes = array.strides[0] if len(array) > 1 else block_bytes
     if not array[:1].flags.c_contiguous or stride_bytes < block_bytes:
-        raise ConfigError(
-            f"{name} has shape {array.shape} and strides {array.strides}: its blocks are not "
-            f"contiguous runs of {block_bytes} bytes in ascending order; pass a view whose "
-            "dimensions after the first are contiguous, or one array per contiguous part"
-        )
+        raise _not_contiguous(name, array.shape, array.strides, block_bytes)
     return Region(array.ctypes.data, stride_bytes, block_bytes)
+
+
+def _region_of_tensor(name: str, tensor: Tensor) -> Region:
+    """The region that a tensor of shape [num_blocks, ...] occupies."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__}, not a tensor; pass tensors of torch, numpy "
+            "arrays to from_arrays, or Region objects for other memory"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"{name} lies on {tensor.device}; blocks are moved from and to CUDA devices and the "
+            "CPU, put the tensor there"
+        )
+    if tensor.ndim == 0 or tensor.numel() == 0:
+        raise ConfigError(
+            f"{name} has shape {tuple(tensor.shape)}, which holds no block; pass [num_blocks, ...]"
+        )
+    item_bytes = tensor.element_size()
+    block_bytes = tensor.numel() // len(tensor) * item_bytes
+    strides = tuple(stride * item_bytes for stride in tensor.stride())
+    stride_bytes = strides[0] if len(tensor) > 1 else block_bytes
+    if not tensor[:1].is_contiguous() or stride_bytes < block_bytes:
+        raise _not_contiguous(name, tuple(tensor.shape), strides, block_bytes)
+    return Region(tensor.data_ptr(), stride_bytes, block_bytes)
+
+
+def _not_contiguous(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], block_bytes: int
+) -> ConfigError:
+    return ConfigError(
+        f"{name} has shape {shape} and strides {strides}: its blocks are not "
+        f"contiguous runs of {block_bytes} bytes in ascending order; pass a view whose "
+        "dimensions after the first are contiguous, or one array per contiguous part"
+    )
 
 
 def _refuse_shared_bytes(regions: Sequence[Region], num_blocks: int) -> None:

@@ -8,6 +8,7 @@ keep pinned.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -104,13 +105,19 @@ READY: Final[Event] = _set_event()
 class Ticket(ABC):
     """One submitted store or load.
 
-    Done means that every byte has arrived, and so also that the source is no longer read. A mover
-    that reads the device earlier than it is done may report that on a ticket of its own.
+    Done means that every byte has arrived, and so also that the source is no longer read.
     """
 
     @abstractmethod
     def poll(self) -> bool:
         """Whether the transfer has ended, well or not. Never blocks, never raises."""
+
+    def source_released(self) -> bool:
+        """Whether the source is no longer read, which may be before all has arrived.
+
+        Of a store: its device blocks may be given away. Never blocks, never raises.
+        """
+        return self.poll()
 
     @property
     @abstractmethod
@@ -258,6 +265,13 @@ class Mover(ABC):
     ) -> None:
         """Close it."""
         self.close()
+
+
+def checked_timeout_s(timeout_s: float) -> float:
+    """Return `timeout_s`, at most what a thread can wait, or raise `ConfigError` for no number."""
+    if math.isnan(timeout_s):
+        raise ConfigError("timeout_s is nan; pass seconds, or None to wait for ever")
+    return min(timeout_s, threading.TIMEOUT_MAX)
 
 
 def _checked_ids(name: str, values: Ints, bound: int) -> Index:

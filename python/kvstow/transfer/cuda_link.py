@@ -1,0 +1,377 @@
+"""The two lanes between a device and the host: streams, staging, and the order of things.
+
+Each lane, one for stores and one for loads, has two streams, so that the kernel of one batch runs
+while the copy engine still carries another, and a ring of staging places between them:
+
+```
+store   pack    wait(after)    wait(drained) gather filled!    wait(drained) gather filled! ...
+        link                   wait(filled)  copy  drained!    wait(filled)  copy  drained! ...
+
+load    link                   wait(drained) copy filled!      wait(drained) copy filled! ...
+        pack    wait(after)    wait(filled) scatter drained!   wait(filled) scatter drained! ...
+```
+
+`after` is the compute that fills the blocks, or may still read them; with staging only the kernel
+waits for it. Without staging (the direct path) the copy does. `filled` and `drained` belong to a
+place: they keep a batch from being read before it is there, and overwritten before it was read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstow._core import ConfigError, StateError, TransferError
+from kvstow.transfer.cuda_ring import IdRing
+from kvstow.transfer.cuda_runtime import CudaError, CudaEvent, Runtime, cuda_runtime
+from kvstow.transfer.layout import MAX_ADDRESS, checked_int
+from kvstow.transfer.mover import Event, Index, Ticket, TransferTimeout, checked_timeout_s
+
+__all__ = ["CudaJob", "CudaLink", "CudaTicket", "Lane", "Place", "cuda_link"]
+
+# Large enough that a launch costs nothing beside a copy of it (0.6 ms), small enough that the
+# engine's own small copies, which take turns with ours in the copy engine, hardly wait.
+STAGING_BYTES = 32 << 20
+# One is gathered, one is copied, one makes up for a kernel that comes late.
+NUM_PLACES = 3
+_MAX_PLACES = 64
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of the staging memory that holds one batch at a time.
+
+    Attributes:
+        address: on the device.
+        filled: the event of the batch in it being there.
+        drained: the event of it having been taken out.
+    """
+
+    address: int
+    filled: Any
+    drained: Any
+
+
+@dataclass(slots=True, eq=False)
+class CudaJob:
+    """A transfer in a lane.
+
+    Attributes:
+        owner: the mover that it came through.
+        after: what it waits for.
+        block_ids: shape [n], int64, in the order in which they are moved.
+        host_slots: shape [n], int64, one for each.
+        ring: where its ids go for the kernels to read.
+        enqueue: puts its work on the lane's streams.
+        landed: told when all has arrived; returns what is wrong with it.
+        is_staged: whether its source is read before the link's copies end.
+        ticket: reports its end.
+        first: where its ids begin in the ring.
+    """
+
+    owner: object
+    after: Event
+    block_ids: Index
+    host_slots: Index
+    ring: IdRing
+    enqueue: Callable[[CudaJob, Lane], None]
+    landed: Callable[[CudaJob], TransferError | None]
+    is_staged: bool
+    ticket: CudaTicket
+    first: int = 0
+    is_ready: bool = False
+    # Of the two streams: reached, they have carried out all of it.
+    done: list[Any] = field(default_factory=list)
+    error: TransferError | None = None
+
+
+class CudaTicket(Ticket):
+    """A ticket that ends when events of the device have been reached."""
+
+    def __init__(self, lane: Lane) -> None:
+        """Begin under way."""
+        self._lane = lane
+        self._ended = threading.Event()
+        self._error: TransferError | None = None
+        self.is_released = False
+
+    def poll(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+        if not self._ended.is_set():
+            self._lane.advance()
+        return self._ended.is_set()
+
+    def source_released(self) -> bool:
+        """Whether the source is read no more: of a store, once its blocks are gathered."""
+        return self.poll() or self.is_released
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why it failed; None while under way and after success."""
+        return self._error if self._ended.is_set() else None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the transfer has ended; see `Ticket.wait`."""
+        until_s = None if timeout_s is None else time.monotonic() + checked_timeout_s(timeout_s)
+        sleep_s = _FIRST_SLEEP_S
+        while not self.poll():
+            left_s = sleep_s if until_s is None else until_s - time.monotonic()
+            if left_s <= 0:
+                raise TransferTimeout(
+                    f"the transfer has not ended within {timeout_s} s; keep its blocks and slots "
+                    "pinned and wait again"
+                )
+            self._ended.wait(min(sleep_s, left_s))
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: TransferError | None) -> None:
+        """Report the end, once."""
+        self._error = error
+        self._ended.set()
+
+
+class Lane:
+    """One direction: jobs run in the order in which they were submitted.
+
+    Attributes:
+        runtime: the device.
+        pack: the stream of the kernels.
+        link: the stream of the copies.
+    """
+
+    def __init__(self, runtime: Runtime, staging_bytes: int, num_places: int) -> None:
+        """Make the streams and allocate the staging memory."""
+        self.runtime = runtime
+        self.pack = runtime.stream()
+        self.link = runtime.stream()
+        self._staging = runtime.allocate(staging_bytes * num_places)
+        self._places = deque(
+            Place(self._staging + i * staging_bytes, runtime.event(), runtime.event())
+            for i in range(num_places)
+        )
+        # Reentrant: an event that has happened already calls back from within `submit`.
+        self._lock = threading.RLock()
+        self._pending: deque[CudaJob] = deque()
+        self._in_flight: deque[CudaJob] = deque()
+        self._spare_events: list[Any] = []
+
+    def submit(self, job: CudaJob) -> None:
+        """Queue a job; it is launched as soon as its event and those before it allow.
+
+        Raises:
+            CudaError: the device is lost.
+        """
+        if self.runtime.lost is not None:
+            raise self.runtime.lost
+
+        def mark_ready() -> None:
+            job.is_ready = True
+            self.advance()
+
+        if isinstance(job.after, CudaEvent):
+            job.is_ready = True  # the device will wait for it
+        else:
+            job.after.add_done_callback(mark_ready)
+        with self._lock:
+            self._pending.append(job)
+            self.advance()
+
+    def advance(self) -> None:
+        """End the jobs that the device has carried out, and launch those that may begin."""
+        with self._lock:
+            try:
+                self._retire()
+                while self._pending and self._pending[0].is_ready:
+                    job = self._pending[0]
+                    first = job.ring.take(job.block_ids)
+                    if first is None:
+                        break
+                    self._pending.popleft()
+                    job.first = first
+                    self._launch(job)
+            except CudaError as error:
+                self._lose(error)
+
+    def finish(self, owner: object) -> None:
+        """Carry out what may begin of a mover's jobs and fail the others; wait for all of them."""
+        with self._lock:
+            self.advance()
+            while any(job.owner is owner for job in self._in_flight):
+                try:
+                    for event in self._in_flight[0].done:
+                        self.runtime.synchronize(event)
+                except CudaError as error:
+                    self._lose(error)
+                self.advance()
+            abandoned = [job for job in self._pending if job.owner is owner]
+            self._pending = deque(job for job in self._pending if job.owner is not owner)
+            for job in abandoned:
+                job.ticket.end(
+                    TransferError(
+                        "the mover was closed before the transfer began; nothing was copied"
+                    )
+                )
+            self.advance()
+
+    def close(self) -> None:
+        """Give the staging memory back, once nothing is in flight."""
+        self.runtime.free(self._staging)
+
+    # -- what movers put on the streams ---------------------------------------------------------
+
+    def wait_for(self, after: Event, stream: Any) -> None:
+        """Let a stream wait for what a job waits for; the host has waited for any other event."""
+        if isinstance(after, CudaEvent):
+            self.runtime.wait(stream, after.handle)
+
+    def next_place(self) -> Place:
+        """The place whose turn it is."""
+        self._places.rotate(-1)
+        return self._places[-1]
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _launch(self, job: CudaJob) -> None:
+        job.done = [self._event(), self._event()]
+        self._in_flight.append(job)
+        try:
+            if not isinstance(job.after, CudaEvent):
+                job.after.wait()  # it has happened; this tells whether it has failed
+            job.enqueue(job, self)
+        except CudaError as error:
+            if error.is_fatal:
+                raise
+            job.error = error
+        except TransferError as error:
+            job.error = error
+        # After a refusal too: it ends when what was queued of it has been carried out.
+        for event, stream in zip(job.done, (self.pack, self.link), strict=True):
+            self.runtime.record(event, stream)
+
+    def _event(self) -> Any:
+        return self._spare_events.pop() if self._spare_events else self.runtime.event()
+
+    def _retire(self) -> None:
+        is_done = self.runtime.is_done
+        for job in self._in_flight:
+            if job.is_staged and not job.ticket.is_released:
+                if not is_done(job.done[0]):
+                    break
+                job.ticket.is_released = True
+        while self._in_flight:
+            job = self._in_flight[0]
+            if not all(map(is_done, job.done)):
+                break
+            self._in_flight.popleft()
+            error = job.error or job.landed(job)
+            job.ring.give_back()
+            self._spare_events += job.done
+            job.ticket.end(error)
+
+    def _lose(self, error: CudaError) -> None:
+        """The device is gone: so is every job, and no slot that they would fill is ever shown."""
+        if self.runtime.lost is None:
+            self.runtime.lost = error
+        jobs = [*self._in_flight, *self._pending]
+        self._in_flight.clear()
+        self._pending.clear()
+        for job in jobs:
+            job.ticket.end(error)
+
+
+class CudaLink:
+    """What the movers of one device share: two lanes, and their staging memory on the device.
+
+    Movers of several groups need no more of it than one does. It is closed with the last of them.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        num_places: int = NUM_PLACES,
+    ) -> None:
+        """Allocate the staging memory: `2 * num_places * staging_bytes` on the device.
+
+        Args:
+            runtime: the device, as `cuda_runtime` gives it.
+            staging_bytes: of a place, which one batch goes through: also the longest copy. At
+                least one block must fit.
+            num_places: that take turns, in each direction.
+
+        Raises:
+            ConfigError: a number outside its bounds.
+            CudaError: the device has no memory for it.
+        """
+        checked_int("staging_bytes", staging_bytes, 1, MAX_ADDRESS, "pass 8 to 64 MiB")
+        checked_int("num_places", num_places, 1, _MAX_PLACES, "pass 3, or more under heavy load")
+        self.runtime = runtime
+        self.staging_bytes = -(-staging_bytes // 4096) * 4096
+        with ExitStack() as built:
+            self.stores = Lane(runtime, self.staging_bytes, num_places)
+            built.callback(self.stores.close)
+            self.loads = Lane(runtime, self.staging_bytes, num_places)
+            built.pop_all()
+        self._num_movers = 0
+        self._was_used = False
+
+    def attach(self, block_bytes: int) -> ExitStack:
+        """Let a mover use the lanes until it closes what is returned; the last closes the link.
+
+        Raises:
+            ConfigError: its blocks are larger than a place.
+            StateError: the link is closed.
+        """
+        if self.closed:
+            raise StateError("this CudaLink was closed with its last mover; build a new one")
+        if block_bytes > self.staging_bytes:
+            raise ConfigError(
+                f"a block takes {block_bytes} bytes and a place for staging {self.staging_bytes}; "
+                f"build CudaLink(runtime, staging_bytes={block_bytes}) or more"
+            )
+        self._num_movers += 1
+        self._was_used = True
+        attached = ExitStack()
+        attached.callback(self._detach)
+        return attached
+
+    @property
+    def closed(self) -> bool:
+        """Whether its last mover was closed."""
+        return self._was_used and not self._num_movers
+
+    def finish(self, mover: object) -> None:
+        """Carry out what may begin of a mover's jobs, fail the others, and wait for all of them."""
+        self.stores.finish(mover)
+        self.loads.finish(mover)
+
+    def _detach(self) -> None:
+        self._num_movers -= 1
+        if self.closed:
+            self.stores.close()
+            self.loads.close()
+
+
+_links: dict[int, CudaLink] = {}
+_links_lock = threading.Lock()
+
+
+def cuda_link(device: int, block_bytes: int = 0) -> CudaLink:
+    """The link that movers of this device share unless they are given one.
+
+    The first of them says how large a block its staging must have room for.
+    """
+    with _links_lock:
+        if device not in _links or _links[device].closed:
+            staging_bytes = max(STAGING_BYTES, block_bytes)
+            _links[device] = CudaLink(cuda_runtime(device), staging_bytes=staging_bytes)
+        return _links[device]

@@ -1,0 +1,369 @@
+"""The mover for a CUDA device: gathered by a kernel and sent in long copies, or copied directly.
+
+An engine's cache is layer-major, so a block lies in many small fragments, and a copy call for each
+would take longer than its bytes. On the packed path a kernel gathers the blocks of a batch side by
+side in staging memory, as they lie in host slots, and one copy carries each run of consecutive
+slots; loads go the other way. Where fragments are large the direct path copies them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ChecksumMismatch, ConfigError, StateError, TransferError
+from kvstow.transfer.arena import HostArena
+from kvstow.transfer.cuda_link import CudaJob, CudaLink, CudaTicket, Lane, Place, cuda_link
+from kvstow.transfer.cuda_ring import SUM_BYTES, IdRing
+from kvstow.transfer.cuda_runtime import Copies, Pack, Stream
+from kvstow.transfer.kernels import chunk_table
+from kvstow.transfer.layout import BlockLayout, Region
+from kvstow.transfer.link_speed import Direction, Path, link_speed
+from kvstow.transfer.mover import Event, Index, Mover, Ticket
+from kvstow.transfer.pinning import chunk_slots
+
+__all__ = ["CudaMover"]
+
+# (address on the host, offset in the staging place, blocks)
+_Run: TypeAlias = tuple[int, int, int]
+
+# What the kernels move at once; other memory they could only move byte by byte.
+_ACCESS_BYTES = 16
+# Up to this share of a slot, copying its padding along is cheaper than leaving it out.
+_MAX_PADDING = 1 / 16
+
+
+class CudaMover(Mover):
+    """Moves blocks between a CUDA device and host memory, ordered by events of the device.
+
+    `after` is best a `CudaEvent`: the device then waits for it, and submitting never does. With any
+    other event the job is launched once that has happened. Nothing polls by itself: jobs move on
+    when their tickets are polled or waited for, or another is submitted.
+
+    Attributes:
+        paths: which way stores and loads go.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        arena: HostArena,
+        *,
+        link: CudaLink | None = None,
+        path: Path | Literal["auto"] = "auto",
+        verify: bool = False,
+    ) -> None:
+        """Upload the layout; see `Mover` for the errors.
+
+        Args:
+            layout: of memory on a CUDA device.
+            arena: pinned, or copies are slow and hold up the caller: `pin_arena` does that.
+            link: by default the one that all movers of the device share.
+            path: "auto" goes by what was measured of the device, see `LinkSpeed`.
+            verify: sum up each block when it is stored and when it is loaded, on the device: a load
+                of anything else than what was stored fails with `ChecksumMismatch`. Packed only.
+
+        Raises:
+            ConfigError: cupy or the device is missing, the layout is not on a device or on another
+                than the link, is not aligned to 16 bytes, or has blocks larger than the staging
+                memory; or `verify` with the direct path.
+            CudaError: the device has no memory left.
+        """
+        super().__init__(layout, arena)
+        if layout.device is None:
+            raise ConfigError(
+                "the layout is of memory that the CPU reaches; give it to HostMover, or build it "
+                "from tensors on a CUDA device (BlockLayout.from_tensors)"
+            )
+        if path not in ("auto", "packed", "direct"):
+            raise ConfigError(f"path is {path!r}; choose 'auto', 'packed' or 'direct'")
+        if verify and path == "direct":
+            raise ConfigError(
+                "verify is for the packed path, whose kernels sum up what they move; leave out "
+                "path='direct'"
+            )
+        _check_alignment(layout)
+        if link is None:
+            link = cuda_link(layout.device, arena.slot_stride_bytes)
+        if link.runtime.device != layout.device:
+            raise ConfigError(
+                f"the layout is of CUDA device {layout.device}, the link of "
+                f"{link.runtime.device}; build a link for each device"
+            )
+        self._link, self._runtime, self._verify = link, link.runtime, verify
+        self._regions = _joined(layout)
+        self._offsets = [0, *accumulate(region.block_bytes for region in self._regions)][:-1]
+        self.paths = _paths(self._regions, link, "packed" if verify else path)
+        self._staging_stride = _staging_stride(layout, arena)
+        self._chunk_slots = chunk_slots(arena.slot_stride_bytes, arena.slots_per_run)
+        self._batch_blocks = link.staging_bytes // self._staging_stride
+        # Of what each slot holds since it was stored through this mover.
+        self._sums = np.zeros(arena.num_slots if verify else 0, dtype=np.uint64)
+        self._is_summed = np.zeros(arena.num_slots if verify else 0, dtype=np.bool_)
+        self._is_open = True
+        with ExitStack() as built:
+            self._build(built)
+            self._built = built.pop_all()
+
+    def _build(self, built: ExitStack) -> None:
+        """Allocate what the kernels read, to be given back once nothing is in flight."""
+        runtime, table = self._runtime, chunk_table(self._regions, self._offsets)
+        built.enter_context(self._link.attach(self._staging_stride))
+        self._num_chunks = len(table)
+        self._chunks = runtime.allocate(table.nbytes)
+        built.callback(runtime.free, self._chunks)
+        runtime.upload(self._chunks, table.tobytes())
+        # A job names each of its destinations once, so none is larger.
+        self._store_ring = IdRing(runtime, self._arena.num_slots, checksums=self._verify)
+        built.callback(self._store_ring.close)
+        self._load_ring = IdRing(runtime, self._layout.num_blocks, checksums=self._verify)
+        built.callback(self._load_ring.close)
+        built.callback(self._link.finish, self)
+
+    def close(self) -> None:
+        """End every job and give the device's memory back; see `Mover.close`."""
+        self._is_open = False
+        self._built.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StateError("this CudaMover is closed; build a new one")
+        if self._runtime.lost is not None:
+            raise self._runtime.lost
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
+        if self._verify:
+            self._is_summed[host_slots] = False  # not what they were, from now on
+        return self._submit("store", block_ids, host_slots, after)
+
+    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
+        return self._submit("load", block_ids, host_slots, after)
+
+    def _submit(
+        self, direction: Direction, block_ids: Index, host_slots: Index, after: Event
+    ) -> Ticket:
+        is_store = direction == "store"
+        is_packed = self.paths[direction] == "packed"
+        lane = self._link.stores if is_store else self._link.loads
+        ticket = CudaTicket(lane)
+        if len(block_ids) == 0:
+            ticket.end(None)
+            return ticket
+        order = np.argsort(host_slots, kind="stable")  # so that runs of slots are long
+        packed, landed = (
+            (self._gather, self._keep_sums) if is_store else (self._scatter, self._compare_sums)
+        )
+        job = CudaJob(
+            owner=self,
+            after=after,
+            block_ids=block_ids[order],
+            host_slots=host_slots[order],
+            ring=self._store_ring if is_store else self._load_ring,
+            enqueue=packed if is_packed else self._copy_directly,
+            landed=landed if self._verify else _nothing,
+            is_staged=is_store and is_packed,
+            ticket=ticket,
+        )
+        lane.submit(job)
+        return ticket
+
+    # -- the packed path --------------------------------------------------------------------------
+
+    def _gather(self, job: CudaJob, lane: Lane) -> None:
+        """Blocks to staging, staging to slots."""
+        runtime = self._runtime
+        lane.wait_for(job.after, lane.pack)
+        self._zero_sums(job, lane)
+        for begin, end, runs in self._batches(job.host_slots):
+            place = lane.next_place()
+            runtime.wait(lane.pack, place.drained)
+            runtime.gather(self._pack(job, begin, end, place), lane.pack)
+            runtime.record(place.filled, lane.pack)
+            runtime.wait(lane.link, place.filled)
+            runtime.copy(self._copies(runs, place, to_host=True), lane.link)
+            runtime.record(place.drained, lane.link)
+        self._fetch_sums(job, lane.link)
+
+    def _scatter(self, job: CudaJob, lane: Lane) -> None:
+        """Slots to staging, which waits for no compute, and staging to blocks, which does."""
+        runtime = self._runtime
+        lane.wait_for(job.after, lane.pack)
+        self._zero_sums(job, lane)
+        for begin, end, runs in self._batches(job.host_slots):
+            place = lane.next_place()
+            runtime.wait(lane.link, place.drained)
+            runtime.copy(self._copies(runs, place, to_host=False), lane.link)
+            runtime.record(place.filled, lane.link)
+            runtime.wait(lane.pack, place.filled)
+            runtime.scatter(self._pack(job, begin, end, place), lane.pack)
+            runtime.record(place.drained, lane.pack)
+        self._fetch_sums(job, lane.pack)
+
+    def _batches(self, slots: Index) -> Iterator[tuple[int, int, list[_Run]]]:
+        """Parts of a job that fill a staging place, each with its runs of consecutive slots."""
+        num, size = len(slots), self._batch_blocks
+        begins = np.arange(0, num, size)
+        is_first = self._begins_run(slots)
+        is_first[begins] = True
+        firsts = np.flatnonzero(is_first)
+        runs = list(
+            zip(
+                (self._arena.base_address + slots[firsts] * self._arena.slot_stride_bytes).tolist(),
+                (firsts % size * self._staging_stride).tolist(),
+                np.diff(firsts, append=num).tolist(),
+                strict=True,
+            )
+        )
+        cuts = [*np.searchsorted(firsts, begins).tolist(), len(runs)]
+        for batch, begin in enumerate(begins.tolist()):
+            yield begin, min(begin + size, num), runs[cuts[batch] : cuts[batch + 1]]
+
+    def _begins_run(self, slots: Index) -> npt.NDArray[np.bool_]:
+        """Which of these slots do not follow the one before, in memory that was pinned with it."""
+        begins = np.ones(len(slots), dtype=np.bool_)
+        begins[1:] = (np.diff(slots) != 1) | (slots[1:] % self._chunk_slots == 0)
+        return begins
+
+    def _copies(self, runs: Sequence[_Run], place: Place, *, to_host: bool) -> Copies:
+        staged, slots = self._staging_stride, self._arena.slot_stride_bytes
+        row_bytes = staged if staged == slots else self._layout.slot_bytes
+        if to_host:
+            ends = [(host, place.address + offset, num) for host, offset, num in runs]
+            return Copies(ends, slots, staged, row_bytes, to_host=True)
+        ends = [(place.address + offset, host, num) for host, offset, num in runs]
+        return Copies(ends, staged, slots, row_bytes, to_host=False)
+
+    def _pack(self, job: CudaJob, begin: int, end: int, place: Place) -> Pack:
+        return Pack(
+            chunks=self._chunks,
+            num_chunks=self._num_chunks,
+            block_ids=job.ring.ids_address(job.first + begin),
+            num_blocks=end - begin,
+            staging=place.address,
+            staging_stride_bytes=self._staging_stride,
+            checksums=job.ring.sums_address(job.first + begin),
+        )
+
+    # -- checksums --------------------------------------------------------------------------------
+
+    def _zero_sums(self, job: CudaJob, lane: Lane) -> None:
+        if self._verify:
+            num_bytes = SUM_BYTES * len(job.block_ids)
+            self._runtime.zero(job.ring.sums_address(job.first), num_bytes, lane.pack)
+
+    def _fetch_sums(self, job: CudaJob, stream: Stream) -> None:
+        """Bring the sums to the host, on the stream that has come after the last kernel."""
+        if self._verify:
+            to = job.ring.host_sums_address(job.first)
+            origin = job.ring.sums_address(job.first)
+            num_bytes = SUM_BYTES * len(job.block_ids)
+            copies = Copies([(to, origin, 1)], num_bytes, num_bytes, num_bytes, to_host=True)
+            self._runtime.copy(copies, stream)
+
+    def _keep_sums(self, job: CudaJob) -> None:
+        self._sums[job.host_slots] = job.ring.sums(job.first, len(job.host_slots))
+        self._is_summed[job.host_slots] = True
+
+    def _compare_sums(self, job: CudaJob) -> TransferError | None:
+        slots = job.host_slots
+        found = job.ring.sums(job.first, len(slots))
+        wrong = np.flatnonzero((found != self._sums[slots]) | ~self._is_summed[slots])
+        if len(wrong) == 0:
+            return None
+        slot = int(slots[wrong[0]])
+        return ChecksumMismatch(
+            f"host slot {slot} does not hold what was stored in it: its checksum is "
+            f"{int(found[wrong[0]]):#018x}, not {int(self._sums[slot]):#018x}"
+            if self._is_summed[slot]
+            else f"host slot {slot} was never stored through this mover, so nothing is known of it"
+        )
+
+    # -- the direct path --------------------------------------------------------------------------
+
+    def _copy_directly(self, job: CudaJob, lane: Lane) -> None:
+        """Fragments as they lie: per region one copy for each run on both sides."""
+        to_host = lane is self._link.stores
+        lane.wait_for(job.after, lane.link)
+        ids, slots = job.block_ids, job.host_slots
+        breaks = self._begins_run(slots)
+        breaks[1:] |= np.diff(ids) != 1
+        begins = np.flatnonzero(breaks)[np.cumsum(breaks) - 1]
+        for region, offset in zip(self._regions, self._offsets, strict=True):
+            # No longer than a place: the engine's own copies are to get in between.
+            max_rows = max(1, self._link.staging_bytes // region.block_bytes)
+            firsts = np.flatnonzero((np.arange(len(ids)) - begins) % max_rows == 0)
+            device = region.base_address + ids[firsts] * region.block_stride_bytes
+            host = self._arena.base_address + slots[firsts] * self._arena.slot_stride_bytes + offset
+            ends = [
+                (host.tolist(), self._arena.slot_stride_bytes),
+                (device.tolist(), region.block_stride_bytes),
+            ]
+            (to, to_pitch), (origin, origin_pitch) = ends if to_host else reversed(ends)
+            num_rows = np.diff(firsts, append=len(ids)).tolist()
+            runs = list(zip(to, origin, num_rows, strict=True))
+            copies = Copies(runs, to_pitch, origin_pitch, region.block_bytes, to_host=to_host)
+            self._runtime.copy(copies, lane.link)
+
+
+def _nothing(_: CudaJob) -> None:
+    """Of a job whose bytes are taken as they come."""
+
+
+def _check_alignment(layout: BlockLayout) -> None:
+    for position, region in enumerate(layout.regions):
+        for name in ("base_address", "block_stride_bytes"):
+            if (number := getattr(region, name)) % _ACCESS_BYTES:
+                raise ConfigError(
+                    f"regions[{position}] has a {name} of {number}, no multiple of "
+                    f"{_ACCESS_BYTES}, which the device moves at once; allocate the cache so that "
+                    f"every block begins at a multiple of {_ACCESS_BYTES} bytes"
+                )
+
+
+def _joined(layout: BlockLayout) -> list[Region]:
+    """The layout's regions, those in one that lie side by side in each block as in the slot."""
+    joined: list[Region] = []
+    for region in layout.regions:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.block_stride_bytes == region.block_stride_bytes
+            and last.base_address + last.block_bytes == region.base_address
+            and last.block_bytes + region.block_bytes <= region.block_stride_bytes
+        ):
+            num_bytes = last.block_bytes + region.block_bytes
+            joined[-1] = Region(last.base_address, region.block_stride_bytes, num_bytes)
+        else:
+            joined.append(region)
+    return joined
+
+
+def _paths(
+    regions: Sequence[Region], link: CudaLink, path: Path | Literal["auto"]
+) -> dict[Direction, Path]:
+    if path != "auto":
+        return {"store": path, "load": path}
+    speed = link_speed(link.runtime)
+    fragment_bytes = min(region.block_bytes for region in regions)
+    return {
+        "store": speed.path("store", fragment_bytes),
+        "load": speed.path("load", fragment_bytes),
+    }
+
+
+def _staging_stride(layout: BlockLayout, arena: HostArena) -> int:
+    """Blocks lie in staging as in host slots, so that runs are one copy; unless slots are larger.
+
+    They are where groups of several sizes share an arena.
+    """
+    padding = arena.slot_stride_bytes - layout.slot_bytes
+    if padding <= _MAX_PADDING * layout.slot_bytes:
+        return arena.slot_stride_bytes
+    return -(-layout.slot_bytes // _ACCESS_BYTES) * _ACCESS_BYTES

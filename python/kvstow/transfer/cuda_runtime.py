@@ -1,0 +1,504 @@
+"""What the CUDA mover asks of a device: memory, streams, events, copies and two kernels.
+
+`Runtime` is all that it sees, so that a test can put in its place one that carries out the queued
+work in any order that CUDA allows. `CudaRuntime` is the device itself, through cupy, which is
+imported only here and only when one is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError, StateError, TransferError
+from kvstow.transfer.kernels import SOURCE
+
+__all__ = [
+    "Copies",
+    "CudaError",
+    "CudaEvent",
+    "CudaRuntime",
+    "DeviceEvent",
+    "MappedMemory",
+    "Pack",
+    "Runtime",
+    "Stream",
+    "cuda_runtime",
+    "import_cupy",
+]
+
+# Enough threads in flight to fill the link several times over, few enough that compute hardly
+# notices: what gather and scatter cost others grows with the multiprocessors that they take.
+_GRID = 16
+_BLOCK = 512
+# The most urgent; CUDA takes the nearest that the device has. Kernels of a low priority would wait
+# for whole prefills, and the copies behind them too. (Copies themselves know no priority.)
+_PRIORITY = -100
+# cudaErrorInvalidValue, MemoryAllocation, HostMemoryAlreadyRegistered, HostMemoryNotRegistered,
+# NotPermitted, NotSupported: the call was refused, and the context is as it was. What else a launch
+# or a query says, an illegal address say, is said by every later call too.
+_RECOVERABLE = frozenset({1, 2, 712, 713, 800, 801})
+
+
+# Opaque to all but the runtime that made them.
+Stream: TypeAlias = Any
+DeviceEvent: TypeAlias = Any
+
+
+class CudaError(TransferError):
+    """CUDA refused a call, or a copy failed.
+
+    Attributes:
+        is_fatal: the process has lost the device: every later call fails, it must be restarted.
+    """
+
+    def __init__(self, message: str, *, is_fatal: bool) -> None:
+        """Say what happened, and whether anything can work after it."""
+        super().__init__(message)
+        self.is_fatal = is_fatal
+
+
+@dataclass(frozen=True, slots=True)
+class MappedMemory:
+    """Pinned host memory that the device reads where it lies.
+
+    Attributes:
+        host: shape [num_bytes], uint8.
+        device_address: where kernels find it.
+    """
+
+    host: npt.NDArray[np.uint8]
+    device_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The arguments of one gather or scatter; the kernels' source says what they mean.
+
+    Attributes:
+        chunks: device address of a table of `CHUNK_DTYPE`.
+        num_chunks: entries of it.
+        block_ids: device address of `num_blocks` int32.
+        num_blocks: blocks to move.
+        staging: device address of the first block's place.
+        staging_stride_bytes: from a block's place to the next.
+        checksums: device address of `num_blocks` uint64 that are added to; 0 for none.
+    """
+
+    chunks: int
+    num_chunks: int
+    block_ids: int
+    num_blocks: int
+    staging: int
+    staging_stride_bytes: int
+    checksums: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies between device and host, each of equal rows.
+
+    Attributes:
+        runs: (to, origin, num_rows), addresses of the first rows.
+        to_pitch_bytes: from row to row, where they go.
+        origin_pitch_bytes: from row to row, where they are.
+        row_bytes: of a row.
+        to_host: whether they go to the host.
+    """
+
+    runs: Sequence[tuple[int, int, int]]
+    to_pitch_bytes: int
+    origin_pitch_bytes: int
+    row_bytes: int
+    to_host: bool
+
+
+class Runtime(Protocol):
+    """One device; every call may raise `CudaError`.
+
+    Attributes:
+        device: its number.
+        identity: which device this is, and with which driver.
+        pci_bus_id: where it is plugged in, as /sys/bus/pci/devices names it.
+        lost: what the context was lost to; None while it works.
+    """
+
+    device: int
+    identity: str
+    pci_bus_id: str
+    lost: CudaError | None
+
+    def stream(self) -> Stream:
+        """A new stream, which does not wait for the legacy one."""
+
+    def event(self) -> DeviceEvent:
+        """A new event, which counts as reached until it is recorded."""
+
+    def record(self, event: DeviceEvent, stream: Stream) -> None:
+        """Let the event stand for all that is queued on the stream by now."""
+
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
+        """Let what is queued on the stream from now on wait for what the event stands for now."""
+
+    def is_done(self, event: DeviceEvent) -> bool:
+        """Whether what the event stands for has happened."""
+
+    def synchronize(self, event: DeviceEvent) -> None:
+        """Block until it has."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """Device memory."""
+
+    def free(self, address: int) -> None:
+        """Give device memory back; of a device that is lost it is gone already."""
+
+    def allocate_mapped(self, num_bytes: int) -> MappedMemory:
+        """Pinned host memory that kernels can read."""
+
+    def free_mapped(self, memory: MappedMemory) -> None:
+        """Give it back; see `free`."""
+
+    def upload(self, address: int, data: bytes) -> None:
+        """Write device memory, and return when that is done."""
+
+    def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
+        """Queue the zeroing of device memory."""
+
+    def copy(self, copies: Copies, stream: Stream) -> None:
+        """Queue copies, in their order; what lies between the rows of one is not touched."""
+
+    def gather(self, pack: Pack, stream: Stream) -> None:
+        """Queue the kernel that copies blocks to staging."""
+
+    def scatter(self, pack: Pack, stream: Stream) -> None:
+        """Queue the kernel that copies staging to blocks."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin host memory."""
+
+    def unregister(self, address: int) -> None:
+        """Unpin it; see `free`."""
+
+
+class CudaEvent:
+    """All that was queued on a stream when it was recorded: what a transfer waits for.
+
+    As an `Event` it serves any mover; `CudaMover` lets the device wait, and no thread.
+    """
+
+    def __init__(self, runtime: Runtime, handle: DeviceEvent) -> None:
+        """Wrap an event that was recorded; `record` makes one."""
+        self._runtime = runtime
+        self.handle = handle
+
+    @classmethod
+    def record(cls, stream: object, *, device: int | None = None) -> CudaEvent:
+        """Take down what is queued on a stream of torch or cupy, or on a raw one, by now.
+
+        Args:
+            stream: the stream that computes.
+            device: of a raw stream (an int), its device.
+
+        Raises:
+            ConfigError: no stream, or cupy or its device is missing.
+            StateError: the stream is being captured into a graph, which would capture the wait.
+        """
+        address, number = _stream_address(stream, device)
+        runtime = cuda_runtime(number)
+        return cls(runtime, runtime.record_external(address))
+
+    def wait(self) -> None:
+        """Block until it has happened."""
+        self._runtime.synchronize(self.handle)
+
+    def add_done_callback(self, callback: Callable[[], None], /) -> None:
+        """Call `callback` once it has happened; a thread waits for that."""
+
+        def wait_and_tell() -> None:
+            try:
+                self.wait()
+            finally:  # `wait` tells the caller why
+                callback()
+
+        threading.Thread(target=wait_and_tell, name="kvstow-event", daemon=True).start()
+
+
+@runtime_checkable
+class _TorchStream(Protocol):
+    @property
+    def cuda_stream(self) -> int: ...
+    @property
+    def device_index(self) -> int: ...
+
+
+@runtime_checkable
+class _CupyStream(Protocol):
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def device_id(self) -> int: ...
+
+
+def _stream_address(stream: object, device: int | None) -> tuple[int, int]:
+    """The address of a stream, and its device."""
+    if isinstance(stream, _TorchStream):
+        return stream.cuda_stream, stream.device_index
+    if isinstance(stream, _CupyStream):
+        # -1: one of cupy's constants, which stand for the current device's.
+        number = device if stream.device_id < 0 else stream.device_id
+        return stream.ptr, _current_device() if number is None else number
+    if isinstance(stream, int) and device is not None:
+        return stream, device
+    raise ConfigError(
+        f"stream is {stream!r}; pass a stream of torch.cuda or cupy.cuda, or the address of one "
+        "and its device"
+    )
+
+
+class CudaRuntime:
+    """A CUDA device, through cupy; see `Runtime`.
+
+    Attributes:
+        device: its number.
+        identity: which device this is, and with which driver.
+        pci_bus_id: where it is plugged in, as /sys/bus/pci/devices names it.
+        lost: what the context was lost to; None while it works.
+    """
+
+    def __init__(self, device: int) -> None:
+        """Take the device, and compile the kernels for it.
+
+        Raises:
+            ConfigError: cupy is missing or made for another CUDA, or there is no such device.
+        """
+        self._cupy = import_cupy()
+        count = self._cupy.cuda.runtime.getDeviceCount()
+        if not 0 <= device < count:
+            raise ConfigError(
+                f"there is no CUDA device {device}: this process sees {count}, from 0; check "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        self.device = device
+        self.lost: CudaError | None = None
+        self._api: Final[Any] = self._cupy.cuda.runtime
+        self._errors: tuple[Any, ...] = (
+            self._cupy.cuda.runtime.CUDARuntimeError,
+            self._cupy.cuda.driver.CUDADriverError,
+        )
+        with self._calls("asking for the device's properties"):
+            properties = self._api.getDeviceProperties(device)
+            name, uuid = bytes(properties["name"]).decode(), bytes(properties["uuid"]).hex()
+        self.pci_bus_id = str(self._api.deviceGetPCIBusId(device)).lower()
+        self.identity = f"{name}, {uuid}, CUDA {self._api.driverGetVersion()}"
+        with self._calls("compiling the kernels"):
+            module = self._cupy.RawModule(code=SOURCE, options=("-std=c++17",))
+            self._gather = module.get_function("gather")
+            self._scatter = module.get_function("scatter")
+            # Now, and not in a step.
+            self._gather.compile()
+            self._scatter.compile()
+
+    def stream(self) -> Stream:
+        """Make one of a high priority, for the sake of its kernels."""
+        with self._calls("making a stream"):
+            return self._cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY)
+
+    def event(self) -> DeviceEvent:
+        """Make one without timing, which would make it slower."""
+        with self._calls("making an event"):
+            return self._cupy.cuda.Event(disable_timing=True)
+
+    def record(self, event: DeviceEvent, stream: Stream) -> None:
+        """See `Runtime.record`."""
+        with self._calls("recording an event"):
+            event.record(stream)
+
+    def record_external(self, stream: int) -> DeviceEvent:
+        """Record a new event on a stream that is someone else's."""
+        with self._calls("recording an event"):
+            if self._api.streamIsCapturing(stream):
+                raise StateError(
+                    "the stream is being captured into a CUDA graph; record the event before the "
+                    "capture begins or after it ends"
+                )
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._api.eventRecord(event.ptr, stream)
+            return event
+
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
+        """See `Runtime.wait`."""
+        with self._calls("waiting for an event"):
+            stream.wait_event(event)
+
+    def is_done(self, event: DeviceEvent) -> bool:
+        """See `Runtime.is_done`."""
+        with self._calls("asking for an event"):
+            return bool(event.done)
+
+    def synchronize(self, event: DeviceEvent) -> None:
+        """See `Runtime.synchronize`."""
+        with self._calls("waiting for an event"):
+            event.synchronize()
+
+    def allocate(self, num_bytes: int) -> int:
+        """Take it from the device, past cupy's pool, whose memory could be reused unordered."""
+        with self._calls(f"allocating {num_bytes} bytes of device memory"):
+            return int(self._api.malloc(num_bytes))
+
+    def free(self, address: int) -> None:
+        """See `Runtime.free`."""
+        if self.lost is None:
+            with self._calls("freeing device memory"):
+                self._api.free(address)
+
+    def allocate_mapped(self, num_bytes: int) -> MappedMemory:
+        """See `Runtime.allocate_mapped`."""
+        with self._calls(f"allocating {num_bytes} bytes of pinned memory"):
+            flags = self._api.hostAllocMapped | self._api.hostAllocPortable
+            address = int(self._api.hostAlloc(num_bytes, flags))
+            device_address = int(self._api.pointerGetAttributes(address).devicePointer)
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return MappedMemory(np.frombuffer(memoryview(buffer), dtype=np.uint8), device_address)
+
+    def free_mapped(self, memory: MappedMemory) -> None:
+        """See `Runtime.free_mapped`."""
+        if self.lost is None:
+            with self._calls("freeing pinned memory"):
+                self._api.freeHost(memory.host.ctypes.data)
+
+    def upload(self, address: int, data: bytes) -> None:
+        """See `Runtime.upload`."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        with self._calls("writing device memory"):
+            kind = self._api.memcpyHostToDevice
+            self._api.memcpy(address, source.ctypes.data, len(data), kind)
+
+    def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
+        """See `Runtime.zero`."""
+        with self._calls("zeroing device memory"):
+            self._api.memsetAsync(address, 0, num_bytes, stream.ptr)
+
+    def copy(self, copies: Copies, stream: Stream) -> None:
+        """See `Runtime.copy`."""
+        api, address, row_bytes = self._api, stream.ptr, copies.row_bytes
+        to_pitch, origin_pitch = copies.to_pitch_bytes, copies.origin_pitch_bytes
+        kind = api.memcpyDeviceToHost if copies.to_host else api.memcpyHostToDevice
+        is_tight = to_pitch == origin_pitch == row_bytes
+        with self._calls("queueing a copy"):
+            for to, origin, num_rows in copies.runs:
+                if is_tight or num_rows == 1:
+                    api.memcpyAsync(to, origin, num_rows * row_bytes, kind, address)
+                else:
+                    api.memcpy2DAsync(
+                        to, to_pitch, origin, origin_pitch, row_bytes, num_rows, kind, address
+                    )
+
+    def gather(self, pack: Pack, stream: Stream) -> None:
+        """See `Runtime.gather`."""
+        self._launch(self._gather, pack, stream)
+
+    def scatter(self, pack: Pack, stream: Stream) -> None:
+        """See `Runtime.scatter`."""
+        self._launch(self._scatter, pack, stream)
+
+    def _launch(self, kernel: Any, pack: Pack, stream: Stream) -> None:
+        # With their types: cupy passes a Python int as 64 bits whatever the kernel takes.
+        arguments = (
+            np.uint64(pack.chunks),
+            np.uint32(pack.num_chunks),
+            np.uint64(pack.block_ids),
+            np.uint32(pack.num_blocks),
+            np.uint64(pack.staging),
+            np.uint64(pack.staging_stride_bytes),
+            np.uint64(pack.checksums),
+        )
+        with self._calls("launching a kernel"), stream:
+            kernel((_GRID,), (_BLOCK,), arguments)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin it for every device, and map it."""
+        portable, mapped = 1, 2  # cupy has no names for them
+        with self._calls(f"pinning {num_bytes} bytes"):
+            self._api.hostRegister(address, num_bytes, portable | mapped)
+
+    def unregister(self, address: int) -> None:
+        """See `Runtime.unregister`."""
+        if self.lost is None:
+            with self._calls("unpinning memory"):
+                self._api.hostUnregister(address)
+
+    @contextmanager
+    def _calls(self, doing: str) -> Iterator[None]:
+        """Make the device current in this thread, and CUDA's errors ours."""
+        if self.lost is not None:
+            raise self.lost
+        try:
+            with self._cupy.cuda.Device(self.device):
+                yield
+        except self._errors as error:
+            is_fatal = error.status not in _RECOVERABLE
+            advice = "; the device is lost to this process, restart it" if is_fatal else ""
+            failure = CudaError(f"{doing} failed: {error}{advice}", is_fatal=is_fatal)
+            if is_fatal:
+                self.lost = failure
+            raise failure from error
+
+
+_runtimes: dict[int, CudaRuntime] = {}
+_runtimes_lock = threading.Lock()
+
+
+def cuda_runtime(device: int) -> CudaRuntime:
+    """The device's one runtime in this process; see `CudaRuntime` for the errors."""
+    with _runtimes_lock:
+        if device not in _runtimes:
+            _runtimes[device] = CudaRuntime(device)
+        return _runtimes[device]
+
+
+def import_cupy() -> Any:
+    """The module, where it can reach a GPU.
+
+    Raises:
+        ConfigError: it is not installed, is made for a CUDA that the driver does not know, or there
+            is no GPU.
+    """
+    try:
+        import cupy  # noqa: PLC0415 - of an extra, and slow to import
+    except ImportError as error:
+        raise ConfigError(
+            f"moving blocks of a GPU needs cupy ({error}): pip install 'kvstow[cuda13]', or "
+            "'kvstow[cuda12]' with a driver of CUDA 12"
+        ) from error
+    api = cupy.cuda.runtime
+    driver, built_for = api.driverGetVersion() // 1000, api.runtimeGetVersion() // 1000
+    if driver == 0:
+        raise ConfigError(
+            "there is no CUDA driver on this machine, so no GPU can be reached; without one, move "
+            "blocks with HostMover (--mover host)"
+        )
+    if driver < built_for:
+        raise ConfigError(
+            f"the cupy that is installed is made for CUDA {built_for}, and the driver is of CUDA "
+            f"{driver}: pip uninstall cupy-cuda{built_for}x, pip install 'kvstow[cuda{driver}]'"
+        )
+    try:
+        count = api.getDeviceCount()
+    except api.CUDARuntimeError as error:
+        raise ConfigError(
+            f"no GPU can be reached ({error}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        ) from error
+    if count == 0:
+        raise ConfigError("this process sees no GPU; check CUDA_VISIBLE_DEVICES")
+    return cupy
+
+
+def _current_device() -> int:
+    return int(import_cupy().cuda.runtime.getDevice())

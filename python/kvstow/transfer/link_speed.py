@@ -1,0 +1,150 @@
+"""How fast a device's link is, measured once: which of the mover's paths a fragment size calls for.
+
+A copy call costs the same however little it carries (some microseconds), so fragments copied as
+they lie reach the link's peak only above `copy_seconds * peak` bytes. Below that they are packed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path as FilePath
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kvstow.transfer.cuda_runtime import Copies, Pack, Runtime, Stream
+from kvstow.transfer.kernels import chunk_table
+from kvstow.transfer.layout import Region
+
+__all__ = ["Direction", "LinkSpeed", "Path", "link_speed", "measure"]
+
+Direction: TypeAlias = Literal["store", "load"]
+Path: TypeAlias = Literal["packed", "direct"]
+
+_FORMAT = 1
+_LONG_BYTES = 64 << 20
+_SHORT_BYTES = 4096
+_NUM_SHORT = 1000
+_FRAGMENT_BYTES = 16 << 10
+_NUM_TURNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """What was measured of a device.
+
+    Attributes:
+        store_bytes_per_s: of one long copy from the device to pinned memory.
+        load_bytes_per_s: of one the other way.
+        copy_seconds: that a copy call takes at least, of the host or of the copy engine.
+        gather_bytes_per_s: of the kernel that packs blocks.
+    """
+
+    store_bytes_per_s: float
+    load_bytes_per_s: float
+    copy_seconds: float
+    gather_bytes_per_s: float
+
+    def direct_from_bytes(self, direction: Direction) -> int:
+        """From which size on fragments reach the link's peak when copied as they lie."""
+        peak = self.store_bytes_per_s if direction == "store" else self.load_bytes_per_s
+        return int(self.copy_seconds * peak)
+
+    def path(self, direction: Direction, fragment_bytes: int) -> Path:
+        """How blocks are moved whose bytes lie in fragments of this size."""
+        if fragment_bytes >= self.direct_from_bytes(direction):
+            return "direct"
+        return "packed"
+
+
+def link_speed(runtime: Runtime) -> LinkSpeed:
+    """What was measured of this device with this driver, by this machine's user; else measure it.
+
+    Kept in a file of `$XDG_CACHE_HOME/kvstow`, by default `~/.cache/kvstow`; delete it, and it is
+    measured anew. Takes well under a second.
+    """
+    name = re.sub(r"[^A-Za-z0-9]+", "-", runtime.identity)
+    folder = FilePath(os.environ.get("XDG_CACHE_HOME") or FilePath.home() / ".cache") / "kvstow"
+    file = folder / f"link-{_FORMAT}-{name}.json"
+    known = _read(file)
+    if known is None:
+        known = measure(runtime)
+        _write(file, known)
+    return known
+
+
+def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
+    """Measure a device: the best of a few turns each, because whatever disturbs makes it slower."""
+    with ExitStack() as stack:
+        host = runtime.allocate_mapped(_LONG_BYTES)
+        stack.callback(runtime.free_mapped, host)
+        host_address = host.host.ctypes.data
+        blocks = runtime.allocate(_LONG_BYTES)
+        stack.callback(runtime.free, blocks)
+        staging = runtime.allocate(_LONG_BYTES)
+        stack.callback(runtime.free, staging)
+        stream, event = runtime.stream(), runtime.event()
+
+        def seconds(queue: Callable[[Stream], None]) -> float:
+            best = float("inf")
+            for _ in range(_NUM_TURNS):
+                begin = clock()
+                queue(stream)
+                runtime.record(event, stream)
+                runtime.synchronize(event)
+                best = min(best, clock() - begin)
+            return best
+
+        def copies(num_bytes: int, num: int, *, to_host: bool) -> Copies:
+            ends = (host_address, blocks) if to_host else (blocks, host_address)
+            runs = [(ends[0] + i * num_bytes, ends[1] + i * num_bytes, 1) for i in range(num)]
+            return Copies(runs, num_bytes, num_bytes, num_bytes, to_host=to_host)
+
+        long_store = copies(_LONG_BYTES, 1, to_host=True)
+        long_load = copies(_LONG_BYTES, 1, to_host=False)
+        short = copies(_SHORT_BYTES, _NUM_SHORT, to_host=True)
+        num_blocks = _LONG_BYTES // _FRAGMENT_BYTES
+        table = chunk_table([Region(blocks, _FRAGMENT_BYTES, _FRAGMENT_BYTES)], [0])
+        chunks = runtime.allocate(table.nbytes)
+        stack.callback(runtime.free, chunks)
+        runtime.upload(chunks, table.tobytes())
+        host.host.view(np.int32)[:num_blocks] = np.arange(num_blocks)
+        ids = host.device_address
+        pack = Pack(chunks, len(table), ids, num_blocks, staging, _FRAGMENT_BYTES, 0)
+        gather_s = seconds(lambda stream: runtime.gather(pack, stream))
+        return LinkSpeed(
+            store_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_store, s)),
+            load_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_load, s)),
+            copy_seconds=seconds(lambda s: runtime.copy(short, s)) / _NUM_SHORT,
+            gather_bytes_per_s=_LONG_BYTES / gather_s,
+        )
+
+
+def _read(file: FilePath) -> LinkSpeed | None:
+    """What a file tells; None if it tells nothing that can be right."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        speed = LinkSpeed(**{field.name: float(content[field.name]) for field in fields(LinkSpeed)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return speed if all(0 < value < float("inf") for value in asdict(speed).values()) else None
+
+
+def _write(file: FilePath, speed: LinkSpeed) -> None:
+    """Keep it; whole or not at all. Where that cannot be, it is measured anew next time."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as kept:
+            json.dump(asdict(speed), kept, indent=2)
+        os.replace(kept.name, file)
+    except OSError:
+        pass

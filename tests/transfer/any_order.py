@@ -1,0 +1,249 @@
+"""A device whose queued work runs in any order that CUDA allows: a model checker for ordering.
+
+Streams are queues; work of one runs in its order, and between streams only events decide. What is
+queued is not carried out until the scheduler, `choose`, picks its stream; long copies and kernels
+are carried out in two halves, so that others can come in between. The host's calls take effect at
+once, as CUDA's do: between two of them the device gets as far as `choose` lets it.
+
+As in CUDA, an event stands for what it was recorded behind last, a wait is for what the event
+stands for when the wait is queued, and one that was never recorded is no wait at all.
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstow.transfer.cuda_runtime import Copies, CudaError, MappedMemory, Pack
+from kvstow.transfer.kernels import CHUNK_DTYPE, checksum
+
+GARBAGE = 0xDB
+
+Choose = Callable[[list[int | None]], int | None]
+"""Given the streams that could go on, and None where the host could, picks one."""
+
+
+@dataclass(eq=False)
+class FakeStream:
+    name: int
+    queue: deque["Work"] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    recorded: "Work | None" = None
+
+
+@dataclass(eq=False)
+class Work:
+    """Something queued: its halves, or what it waits for."""
+
+    parts: deque[Callable[[], None]]
+    stream: FakeStream
+    waits_for: "Work | None" = None
+    is_done: bool = False
+
+
+class AnyOrder:
+    """See `Runtime`.
+
+    Attributes:
+        dropped: waits to leave out: pairs of the stream that waits and the one it waits for.
+        seen: all pairs that were asked for.
+        blind: the host takes every event for reached.
+        fail: name of a call, and the error that it is to raise the next time.
+    """
+
+    def __init__(self, choose: Choose, *, dropped: tuple[int, int] | None = None) -> None:
+        self.device = 0
+        self.identity = "any order"
+        self.pci_bus_id = "nowhere"
+        self.lost: CudaError | None = None
+        self.dropped = dropped
+        self.seen: set[tuple[int, int]] = set()
+        self.blind = False
+        self.fail: dict[str, CudaError] = {}
+        self.streams: list[FakeStream] = []
+        self.allocated: dict[int, object] = {}
+        self._choose = choose
+
+    # -- the device -----------------------------------------------------------------------------
+
+    def _runnable(self) -> list[FakeStream]:
+        able = []
+        for stream in self.streams:
+            if stream.queue:
+                before = stream.queue[0].waits_for
+                if before is None or before.is_done:
+                    able.append(stream)
+        return able
+
+    def run(self) -> None:
+        """Let the device get as far as `choose` likes."""
+        while able := self._runnable():
+            if (chosen := self._choose([*(stream.name for stream in able), None])) is None:
+                return
+            self._run_part(self.streams[chosen])
+
+    def step(self) -> bool:
+        """Let it go on by one part; False where there is nothing that could."""
+        if not (able := self._runnable()):
+            return False
+        chosen = self._choose([stream.name for stream in able])
+        assert chosen is not None
+        self._run_part(self.streams[chosen])
+        return True
+
+    def run_all(self) -> None:
+        while self.step():
+            pass
+
+    def _run_part(self, stream: FakeStream) -> None:
+        work = stream.queue[0]
+        if work.parts:
+            work.parts.popleft()()
+        if not work.parts:
+            work.is_done = True
+            stream.queue.popleft()
+
+    def queue(self, stream: FakeStream, *parts: Callable[[], None]) -> Work:
+        work = Work(deque(parts), stream)
+        stream.queue.append(work)
+        return work
+
+    def _enter(self, call: str) -> None:
+        if call in self.fail:
+            error = self.fail.pop(call)
+            if error.is_fatal:
+                self.lost = error
+            raise error
+        if self.lost is not None:
+            raise self.lost
+        self.run()
+
+    # -- Runtime --------------------------------------------------------------------------------
+
+    def stream(self) -> FakeStream:
+        self.streams.append(FakeStream(len(self.streams)))
+        return self.streams[-1]
+
+    def event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def record(self, event: FakeEvent, stream: FakeStream) -> None:
+        self._enter("record")
+        event.recorded = self.queue(stream)
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        self._enter("wait")
+        if event.recorded is None:
+            return
+        pair = (stream.name, event.recorded.stream.name)
+        self.seen.add(pair)
+        if pair != self.dropped:
+            self.queue(stream).waits_for = event.recorded
+
+    def is_done(self, event: FakeEvent) -> bool:
+        self._enter("is_done")
+        return self.blind or event.recorded is None or event.recorded.is_done
+
+    def synchronize(self, event: FakeEvent) -> None:
+        self._enter("synchronize")
+        if event.recorded is not None:
+            while not event.recorded.is_done:
+                assert self.step(), "the host waits for what never happens"
+
+    def allocate(self, num_bytes: int) -> int:
+        self._enter("allocate")
+        memory = np.full(num_bytes + 256, GARBAGE, dtype=np.uint8)
+        address = -(-memory.ctypes.data // 256) * 256
+        self.allocated[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        is_busy = any(stream.queue for stream in self.streams)
+        assert self.lost or not is_busy, "freed while work is queued"
+        del self.allocated[address]
+
+    def allocate_mapped(self, num_bytes: int) -> MappedMemory:
+        address = self.allocate(num_bytes)
+        view = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return MappedMemory(np.frombuffer(memoryview(view), dtype=np.uint8), address)
+
+    def free_mapped(self, memory: MappedMemory) -> None:
+        self.free(memory.device_address)
+
+    def upload(self, address: int, data: bytes) -> None:
+        self._enter("upload")
+        ctypes.memmove(address, data, len(data))
+
+    def zero(self, address: int, num_bytes: int, stream: FakeStream) -> None:
+        self._enter("zero")
+
+        def clear() -> None:
+            ctypes.memset(address, 0, num_bytes)
+
+        self.queue(stream, clear)
+
+    def copy(self, copies: Copies, stream: FakeStream) -> None:
+        self._enter("copy")
+        for to, origin, num_rows in copies.runs:
+
+            def move(first: int, last: int, to: int = to, origin: int = origin) -> None:
+                for row in range(first, last):
+                    ctypes.memmove(
+                        to + row * copies.to_pitch_bytes,
+                        origin + row * copies.origin_pitch_bytes,
+                        copies.row_bytes,
+                    )
+
+            self.queue(stream, *_halves(num_rows, move))
+
+    def gather(self, pack: Pack, stream: FakeStream) -> None:
+        self._enter("gather")
+        self.queue(stream, *self._kernel(pack, is_gather=True))
+
+    def scatter(self, pack: Pack, stream: FakeStream) -> None:
+        self._enter("scatter")
+        self.queue(stream, *self._kernel(pack, is_gather=False))
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._enter("register")
+        assert address not in self.allocated
+        self.allocated[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.allocated[address]
+
+    def _kernel(self, pack: Pack, *, is_gather: bool) -> Iterator[Callable[[], None]]:
+        """What `pack.cu` does, read when it runs."""
+
+        def move(first: int, last: int) -> None:
+            table = np.frombuffer(_bytes(pack.chunks, pack.num_chunks * 24), dtype=CHUNK_DTYPE)
+            ids = np.frombuffer(_bytes(pack.block_ids, 4 * pack.num_blocks), dtype=np.int32)
+            num_bytes = int((table["offset"] + table["num_bytes"]).max())
+            for i in range(first, last):
+                place = pack.staging + i * pack.staging_stride_bytes
+                for base, stride, offset, size in table.tolist():
+                    ends = [place + offset, base + int(ids[i]) * stride]
+                    to, origin = ends if is_gather else reversed(ends)
+                    ctypes.memmove(to, origin, size)
+                if pack.checksums:
+                    slot = np.frombuffer(_bytes(place, num_bytes), dtype=np.uint8)
+                    sums = np.frombuffer(_bytes(pack.checksums, 8 * (i + 1)), dtype=np.uint64)
+                    sums[i] += checksum(slot[None])[0]
+
+        return _halves(pack.num_blocks, move)
+
+
+def _halves(num: int, move: Callable[[int, int], None]) -> Iterator[Callable[[], None]]:
+    middle = (num + 1) // 2
+    yield lambda: move(0, middle)
+    if middle < num:
+        yield lambda: move(middle, num)
+
+
+def _bytes(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))

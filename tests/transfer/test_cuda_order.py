@@ -1,0 +1,278 @@
+"""No order of the device's work may corrupt a byte; and each wait is there because one would."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.transfer.any_order import AnyOrder, Choose
+
+from kvstow.transfer import BlockLayout, HostArena, Ticket
+from kvstow.transfer.cuda_link import CudaLink
+from kvstow.transfer.cuda_mover import CudaMover
+from kvstow.transfer.cuda_runtime import CudaEvent
+
+NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS = 12, 16, 2
+# Blocks that fill a slot but for some padding, and blocks in slots of larger ones; two to a place.
+FRAGMENT_BYTES, STAGING_BYTES = (2032, 1008), (8192, 4096)
+NUM_SEEDS = 300
+
+Path = Literal["packed", "direct"]
+
+
+class RandomOrder:
+    """Evenly, or by priorities that change now and then: those starve a stream for long."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._is_even = self._random.random() < 0.3
+        self._change = self._random.choice([0.0, 0.02, 0.2])
+        self._priorities: dict[int | None, float] = {}
+
+    def __call__(self, able: list[int | None]) -> int | None:
+        if self._is_even:
+            return self._random.choice(able)
+        if self._random.random() < self._change:
+            self._priorities.clear()
+        for name in able:
+            self._priorities.setdefault(name, self._random.random())
+        return max(able, key=lambda name: self._priorities[name])
+
+
+class EveryOrder:
+    """One order after the other, until all that there are have been tried."""
+
+    def __init__(self) -> None:
+        self._path: list[list[int]] = []  # [taken, of how many]
+        self._at = 0
+
+    def __call__(self, able: list[int | None]) -> int | None:
+        if None in able:
+            return None  # the host goes on: what is queued can run later all the same
+        if self._at == len(self._path):
+            self._path.append([0, len(able)])
+        self._at += 1
+        return able[self._path[self._at - 1][0]]
+
+    def next(self) -> bool:
+        self._at = 0
+        while self._path and self._path[-1][0] + 1 == self._path[-1][1]:
+            self._path.pop()
+        if self._path:
+            self._path[-1][0] += 1
+        return bool(self._path)
+
+
+class Corrupt(Exception):
+    pass
+
+
+class World:
+    """A device that computes into blocks and reads them, and a mover beside it."""
+
+    def __init__(
+        self,
+        seed: int,
+        path: Path,
+        *,
+        order: Choose | None = None,
+        dropped: tuple[int, int] | None = None,
+        verify: bool = False,
+        num_places: int = 2,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.runtime = AnyOrder(order or RandomOrder(seed), dropped=dropped)
+        self.compute = self.runtime.stream()
+        size = FRAGMENT_BYTES[seed % 2]
+        memory = np.zeros((NUM_LAYERS, NUM_BLOCKS, size + 16), dtype=np.uint8)
+        # All words of a block say what was computed into it last.
+        self.words = memory[:, :, :size].view(np.uint64)
+        cpu = BlockLayout.from_arrays(list(memory[:, :, :size]))
+        layout = BlockLayout(NUM_BLOCKS, cpu.regions, cpu.owners, device=0)
+        self.arena = HostArena(NUM_SLOTS, layout.slot_bytes)
+        self.slots = self.arena.slots.view(np.uint64)
+        link = CudaLink(self.runtime, staging_bytes=STAGING_BYTES[seed % 2], num_places=num_places)
+        self.mover = CudaMover(layout, self.arena, link=link, path=path, verify=verify)
+        self.version = 0
+        self.device: dict[int, int] = {}  # what blocks hold, once all is done
+        self.host: dict[int, int] = {}
+
+    # -- the device's own work --------------------------------------------------------------------
+
+    def compute_into(self, ids: list[int]) -> list[int]:
+        versions = []
+        for block in ids:
+            self.version += 1
+            self.device[block] = self.version
+            versions.append(self.version)
+
+            def write(layer: int, block: int = block, version: int = self.version) -> None:
+                self.words[layer, block] = version
+
+            self.runtime.queue(self.compute, partial(write, 0), partial(write, 1))
+        return versions
+
+    def read(self, ids: list[int]) -> None:
+        """A step reads blocks: they must hold what they hold for whoever schedules it."""
+        for block in ids:
+
+            def look(block: int = block, version: int = self.device[block]) -> None:
+                _expect(self.words[:, block], version, f"block {block}")
+
+            self.runtime.queue(self.compute, look)
+
+    def after(self) -> CudaEvent:
+        event = self.runtime.event()
+        self.runtime.record(event, self.compute)
+        return CudaEvent(self.runtime, event)
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def store(self, ids: list[int], slots: list[int]) -> Ticket:
+        return self.mover.store(ids, slots, after=self.after())
+
+    def load(self, slots: list[int], ids: list[int]) -> Ticket:
+        return self.mover.load(slots, ids, after=self.after())
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Ask again and again, as an engine does each step."""
+        while not is_over():
+            if not self.runtime.step():
+                assert is_over(), "the device is idle, and the mover still waits"
+
+    def expect_slots(self, slots: list[int], versions: list[int]) -> None:
+        for slot, version in zip(slots, versions, strict=True):
+            _expect(self.slots[slot], version, f"slot {slot}")
+
+
+def _expect(words: npt.NDArray[np.uint64], version: int, where: str) -> None:
+    if not (words == version).all():
+        raise Corrupt(f"{where} holds {words.tolist()}, not {version}")
+
+
+def round_trips(world: World) -> None:
+    """Stores whose blocks are computed into as soon as they are released, and loads over blocks
+    that were just read, several in flight, each through several places of the staging memory."""
+    ids = list(range(1, NUM_BLOCKS))
+    for turn in range(2):
+        world.random.shuffle(ids)
+        mine, others = ids[:6], ids[6:]
+        slots = world.random.sample(range(NUM_SLOTS), 6)
+        versions = world.compute_into(mine)
+        store = world.store(mine, slots)
+        world.wait(store.source_released)
+        world.compute_into(mine)
+        late = world.compute_into(others[:3])
+        late_slots = [slot for slot in range(NUM_SLOTS) if slot not in slots][:3]
+        second = world.store(others[:3], late_slots)
+        world.wait(store.poll)
+        assert store.error is None
+        world.expect_slots(slots, versions)
+        # Into blocks that a step still reads, and out of both stores' slots.
+        world.wait(second.poll)
+        world.expect_slots(late_slots, late)
+        world.read(mine)
+        load = world.load(slots[:5], mine[:5])
+        other = world.load(late_slots, others[:3])
+        for block, version in zip([*mine[:5], *others[:3]], [*versions[:5], *late], strict=True):
+            world.device[block] = version
+        world.wait(load.poll)
+        world.read(mine[:5])
+        world.wait(other.poll)
+        assert load.error is None
+        assert other.error is None
+        # The slots are free again: whoever gets them writes.
+        world.slots[slots + late_slots] = turn
+        world.read([*mine[:5], *others[:3]])
+    world.runtime.run_all()
+
+
+def one_store(world: World) -> None:
+    """Of more batches than there are places, and one of its blocks is computed into at once."""
+    versions = [*world.compute_into([1]), 0, 0]
+    store = world.store([1, 2, 3], [4, 9, 5])
+    world.wait(store.source_released)
+    world.compute_into([1, 2])
+    world.wait(store.poll)
+    world.expect_slots([4, 9, 5], versions)
+    world.runtime.run_all()
+
+
+def one_load(world: World) -> None:
+    """Of more batches than there are places, over a block that a step reads."""
+    world.slots[[4, 9, 5]] = [[100], [101], [102]]
+    world.device[2] = 0
+    world.read([2])
+    load = world.load([4, 9, 5], [1, 2, 3])
+    world.device.update({1: 100, 2: 101, 3: 102})
+    world.wait(load.poll)
+    world.read([1, 2])
+    world.slots[[4, 9, 5]] = 0
+    world.runtime.run_all()
+
+
+def corrupts(seed: int, path: Path, **options: object) -> bool:
+    world = World(seed, path, **options)  # type: ignore[arg-type]
+    try:
+        round_trips(world)
+    except Corrupt:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("path", "verify"), [("packed", False), ("packed", True), ("direct", False)]
+)
+def test_no_order_corrupts(path: Path, verify: bool) -> None:
+    for seed in range(NUM_SEEDS):
+        assert not corrupts(seed, path, verify=verify), f"seed {seed}"
+
+
+@pytest.mark.parametrize("scenario", [one_store, one_load])
+@pytest.mark.parametrize("path", ["packed", "direct"])
+def test_every_order_of_a_small_job(path: Path, scenario: Callable[[World], None]) -> None:
+    order, num_orders = EveryOrder(), 0
+    while True:
+        scenario(World(1, path, order=order, num_places=1))
+        num_orders += 1
+        if not order.next():
+            break
+    assert num_orders > (10 if path == "packed" else 1)
+
+
+def waits(path: Path) -> list[tuple[int, int]]:
+    world = World(0, path)
+    round_trips(world)
+    return sorted(world.runtime.seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "dropped"),
+    [(path, pair) for path in ("packed", "direct") for pair in waits(path)],
+    ids=str,
+)
+def test_each_wait_keeps_some_order_from_corrupting(path: Path, dropped: tuple[int, int]) -> None:
+    assert any(corrupts(seed, path, dropped=dropped) for seed in range(10 * NUM_SEEDS))
+
+
+def test_there_are_as_many_waits_as_the_design_says() -> None:
+    # Streams: 0 computes; 1 and 2 are the store's kernels and copies, 3 and 4 the load's.
+    assert waits("packed") == [(1, 0), (1, 2), (2, 1), (3, 0), (3, 4), (4, 3)]
+    assert waits("direct") == [(2, 0), (4, 0)]
+
+
+@pytest.mark.parametrize("path", ["packed", "direct"])
+def test_a_host_that_does_not_ask_whether_it_is_done_corrupts(path: Path) -> None:
+    def is_blind(seed: int) -> bool:
+        world = World(seed, path)
+        world.runtime.blind = True
+        try:
+            round_trips(world)
+        except (Corrupt, AssertionError):
+            return True
+        return False
+
+    assert any(is_blind(seed) for seed in range(NUM_SEEDS))
