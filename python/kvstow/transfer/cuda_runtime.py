@@ -41,6 +41,7 @@ _BLOCK = 512
 # The most urgent; CUDA takes the nearest that the device has. Kernels of a low priority would wait
 # for whole prefills, and the copies behind them too. (Copies themselves know no priority.)
 _PRIORITY = -100
+_SUCCESS, _NOT_READY = 0, 600
 # cudaErrorInvalidValue, MemoryAllocation, HostMemoryAlreadyRegistered, HostMemoryNotRegistered,
 # NotPermitted, NotSupported: the call was refused, and the context is as it was. What else a launch
 # or a query says, an illegal address say, is said by every later call too.
@@ -340,7 +341,12 @@ class CudaRuntime:
     def is_done(self, event: DeviceEvent) -> bool:
         """See `Runtime.is_done`."""
         with self._calls("asking for an event"):
-            return bool(event.done)
+            # Not `event.done`, for which an event of a lost device is one that never comes: cupy
+            # raises nothing here, whatever the status.
+            status = int(self._api.eventQuery(event.ptr))
+            if status not in (_SUCCESS, _NOT_READY):
+                raise self._api.CUDARuntimeError(status)
+            return status == _SUCCESS
 
     def synchronize(self, event: DeviceEvent) -> None:
         """See `Runtime.synchronize`."""
