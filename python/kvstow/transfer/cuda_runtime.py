@@ -385,6 +385,9 @@ class CudaRuntime:
         with self._calls("writing device memory"):
             kind = self._api.memcpyHostToDevice
             self._api.memcpy(address, source.ctypes.data, len(data), kind)
+            # Of pageable memory it returns once that was read, which may be before the bytes arrive;
+            # and streams that do not wait for the legacy one would not wait for them.
+            self._api.streamSynchronize(0)
 
     def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
         """See `Runtime.zero`."""
