@@ -42,10 +42,11 @@ _BLOCK = 512
 # for whole prefills, and the copies behind them too. (Copies themselves know no priority.)
 _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
-# cudaErrorInvalidValue, MemoryAllocation, HostMemoryAlreadyRegistered, HostMemoryNotRegistered,
-# NotPermitted, NotSupported: the call was refused, and the context is as it was. What else a launch
-# or a query says, an illegal address say, is said by every later call too.
-_RECOVERABLE = frozenset({1, 2, 712, 713, 800, 801})
+# cudaErrorInvalidValue, MemoryAllocation, InvalidResourceHandle (of a stream that is gone),
+# HostMemoryAlreadyRegistered, HostMemoryNotRegistered, NotPermitted, NotSupported, and what breaks a
+# capture: the call was refused, and the context is as it was. What else a launch or a query says, an
+# illegal address say, is said by every later call too.
+_RECOVERABLE = frozenset({1, 2, 400, 712, 713, 800, 801, *range(900, 909)})
 
 
 # Opaque to all but the runtime that made them.
@@ -296,15 +297,27 @@ class CudaRuntime:
         with self._calls("asking for the device's properties"):
             properties = self._api.getDeviceProperties(device)
             name, uuid = bytes(properties["name"]).decode(), bytes(properties["uuid"]).hex()
-        self.pci_bus_id = str(self._api.deviceGetPCIBusId(device)).lower()
+            self.pci_bus_id = str(self._api.deviceGetPCIBusId(device)).lower()
         self.identity = f"{name}, {uuid}, CUDA {self._api.driverGetVersion()}"
-        with self._calls("compiling the kernels"):
-            module = self._cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-            self._gather = module.get_function("gather")
-            self._scatter = module.get_function("scatter")
-            # Now, and not in a step.
-            self._gather.compile()
-            self._scatter.compile()
+        self._gather, self._scatter = self._kernels()
+
+    def _kernels(self) -> tuple[Any, Any]:
+        """Compile them now, and not in a step."""
+        try:
+            with self._calls("loading the kernels"):
+                module = self._cupy.RawModule(code=SOURCE, options=("-std=c++17",))
+                kernels = module.get_function("gather"), module.get_function("scatter")
+                for kernel in kernels:
+                    kernel.compile()
+                return kernels
+        except CudaError:
+            raise
+        except Exception as error:  # of many kinds: no compiler, one too old for the device, ...
+            built_for = self._api.runtimeGetVersion() // 1000
+            raise ConfigError(
+                f"cupy cannot compile the kernels ({error}); it needs NVRTC of CUDA {built_for}: "
+                f"pip install 'cupy-cuda{built_for}x[ctk]', or install the CUDA toolkit"
+            ) from error
 
     def stream(self) -> Stream:
         """Make one of a high priority, for the sake of its kernels."""
