@@ -240,17 +240,14 @@ class Lane:
     # -- within ---------------------------------------------------------------------------------
 
     def _launch(self, job: CudaJob) -> None:
-        job.done = [self._event(), self._event()]
         self._in_flight.append(job)
+        job.done = [self._event(), self._event()]
         try:
-            if not isinstance(job.after, CudaEvent):
-                job.after.wait()  # it has happened; this tells whether it has failed
+            _raise_failure(job.after)
             job.enqueue(job, self)
-        except CudaError as error:
-            if error.is_fatal:
-                raise
-            job.error = error
         except TransferError as error:
+            if isinstance(error, CudaError) and error.is_fatal:
+                raise
             job.error = error
         # After a refusal too: it ends when what was queued of it has been carried out.
         for event, stream in zip(job.done, (self.pack, self.link), strict=True):
@@ -285,6 +282,18 @@ class Lane:
         self._pending.clear()
         for job in jobs:
             job.ticket.end(error)
+
+
+def _raise_failure(after: Event) -> None:
+    """Of an event that has happened; the device waits for its own."""
+    if isinstance(after, CudaEvent):
+        return
+    try:
+        after.wait()
+    except TransferError:
+        raise
+    except Exception as error:
+        raise TransferError(f"the event a transfer waited for failed: {error!r}") from error
 
 
 class CudaLink:
