@@ -1,0 +1,111 @@
+"""As much of cupy as `CudaRuntime` and `kvstow doctor` call, on a machine that a test describes."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+NO_DEVICE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_ELSEWHERE = 100, 600, 700, 906
+
+
+class FakeCudaError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class FakeDriverError(FakeCudaError):
+    pass
+
+
+class FakeKernel:
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def compile(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class FakeEvent:
+    def __init__(self, *, disable_timing: bool) -> None:
+        assert disable_timing
+        self.ptr = 7
+
+
+class FakeCupy(ModuleType):
+    """A machine with `num_devices` GPUs.
+
+    Attributes:
+        event_status: what asking for an event returns: like cupy's, it raises nothing.
+        capture_status: what asking for a capture raises, if not 0.
+        calls: of the copies and waits, in their order.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_devices: int = 1,
+        driver: int = 13000,
+        built_for: int = 13020,
+        compile_error: Exception | None = None,
+    ) -> None:
+        super().__init__("cupy")
+        self.__version__ = "14.2.0"
+        self.event_status = 0
+        self.capture_status = 0
+        self.calls: list[str] = []
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(
+                CUDARuntimeError=FakeCudaError,
+                driverGetVersion=lambda: driver,
+                runtimeGetVersion=lambda: built_for,
+                getDeviceCount=lambda: _count(num_devices),
+                getDeviceProperties=lambda _: {"name": b"Fake H1", "uuid": bytes(range(16))},
+                deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
+                memGetInfo=lambda: (3 << 30, 4 << 30),
+                eventQuery=lambda _: self.event_status,
+                eventRecord=lambda *_: self.calls.append("record"),
+                streamIsCapturing=lambda _: self._is_capturing(),
+                streamSynchronize=lambda stream: self.calls.append(f"synchronize {stream}"),
+                memcpy=lambda *_: self.calls.append("memcpy"),
+                memcpyHostToDevice=1,
+            ),
+            driver=SimpleNamespace(CUDADriverError=FakeDriverError),
+            Device=_device,
+            Event=FakeEvent,
+        )
+        self._compile_error = compile_error
+
+    def RawModule(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
+        assert code
+        assert options
+        return SimpleNamespace(get_function=lambda _: FakeKernel(self._compile_error))
+
+    def install(self, patch: pytest.MonkeyPatch) -> "FakeCupy":
+        """Be what `import cupy` gives."""
+        patch.setitem(sys.modules, "cupy", self)
+        return self
+
+    def _is_capturing(self) -> bool:
+        if self.capture_status:
+            raise FakeCudaError(self.capture_status)
+        return False
+
+
+def remove_cupy(patch: pytest.MonkeyPatch) -> None:
+    """Let `import cupy` fail."""
+    patch.setitem(sys.modules, "cupy", None)
+
+
+def _count(num_devices: int) -> int:
+    if num_devices == 0:
+        raise FakeCudaError(NO_DEVICE)
+    return num_devices
+
+
+@contextmanager
+def _device(_: int) -> Iterator[None]:
+    yield
