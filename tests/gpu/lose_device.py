@@ -1,0 +1,41 @@
+"""A program that loses its device on purpose: what a process is told, and that it can still end."""
+
+from kvstow.transfer import (
+    READY,
+    BlockLayout,
+    CudaError,
+    CudaLink,
+    CudaMover,
+    HostArena,
+    Region,
+    cuda_runtime,
+)
+
+ILLEGAL = BlockLayout(8, (Region(4096, 4096, 4096),), device=0)
+
+
+def main() -> None:
+    """Gather from where nothing is mapped."""
+    runtime = cuda_runtime(0)
+    link = CudaLink(runtime, staging_bytes=1 << 20)
+    with HostArena(8, 4096) as arena, CudaMover(ILLEGAL, arena, link=link, path="packed") as mover:
+        tickets = [mover.store([1], [i], after=READY) for i in range(3)]
+        for ticket in tickets:
+            try:
+                ticket.wait(60)
+            except CudaError as error:
+                assert error.is_fatal, error
+            else:
+                raise AssertionError("an illegal address was read")
+        assert runtime.lost is not None
+        try:
+            mover.load([1], [1], after=READY)
+        except CudaError as error:
+            assert error.is_fatal
+        else:
+            raise AssertionError("a lost device took on a job")
+    print("lost, and said so")
+
+
+if __name__ == "__main__":
+    main()
