@@ -1,0 +1,154 @@
+"""What the mover reaches: jobs of 512 blocks through `CudaMover`, both ways, and both at once."""
+
+import itertools
+import random
+import statistics
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from benches.gpu.device import Device, seconds
+
+from kvstow.transfer import BlockLayout, CudaEvent, CudaMover, Ticket, pinned_arena
+
+JOB_BLOCKS, JOB_BYTES = 512, 256 << 20
+NUM_BLOCKS = 2 * JOB_BLOCKS + 1
+
+
+class Cache:
+    """A layer-major cache of random bytes, a pinned arena, and a mover that packs.
+
+    Of the blocks after the null block, the first half is stored and the other loaded into; of the
+    arena, stores fill the lower half of the slots and loads read the upper.
+    """
+
+    def __init__(self, device: Device, fragment_bytes: int) -> None:
+        import torch  # noqa: PLC0415
+
+        self.torch, self.device, self.fragment_bytes = torch, device, fragment_bytes
+        self.num_layers = -(-JOB_BYTES // (JOB_BLOCKS * fragment_bytes))
+        self.block_bytes = self.num_layers * fragment_bytes
+        self.memory = torch.randint(
+            -(2**62),
+            2**62,
+            (self.num_layers, NUM_BLOCKS, fragment_bytes // 8),
+            dtype=torch.int64,
+            device="cuda:0",
+        )
+        self.layout = BlockLayout.from_tensors(list(self.memory))
+        self._built = ExitStack()
+        # Twice the slots of both jobs, so that they can be scattered.
+        self.arena = self._built.enter_context(
+            pinned_arena(4 * JOB_BLOCKS, self.layout.slot_bytes, device.runtime)
+        )
+        self.mover = self._built.enter_context(CudaMover(self.layout, self.arena, path="packed"))
+        self.idle = torch.cuda.Stream()
+        self.chances = map(np.random.default_rng, itertools.count())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._built.close()
+
+    def ids(self, direction: str, *, shuffled: bool) -> list[int]:
+        """Blocks of a job, in its order."""
+        first = 1 if direction == "store" else 1 + JOB_BLOCKS
+        ids = list(range(first, first + JOB_BLOCKS))
+        if shuffled:
+            random.Random(5).shuffle(ids)
+        return ids
+
+    def slots(self, direction: str, *, scattered: bool) -> list[int]:
+        """Slots of a job: one run, or none of them beside another."""
+        first = 0 if direction == "store" else 2 * JOB_BLOCKS
+        step = 2 if scattered else 1
+        return list(range(first, first + step * JOB_BLOCKS, step))
+
+    def after(self) -> CudaEvent:
+        """Nothing to wait for, as an engine would say it."""
+        return CudaEvent.record(self.idle)
+
+
+class Job:
+    """A store or a load to be repeated, with what submitting it cost."""
+
+    def __init__(self, cache: Cache, direction: str, *, shuffled: bool, scattered: bool) -> None:
+        self.cache, self.direction = cache, direction
+        self.ids = np.array(cache.ids(direction, shuffled=shuffled), dtype=np.int32)
+        self.slots = np.array(cache.slots(direction, scattered=scattered), dtype=np.int32)
+        self.cpu_s: list[float] = []
+
+    def submit(self) -> Ticket:
+        """Begin it."""
+        begin_s = time.thread_time()
+        after, mover = self.cache.after(), self.cache.mover
+        if self.direction == "store":
+            ticket = mover.store(self.ids, self.slots, after=after)
+        else:
+            ticket = mover.load(self.slots, self.ids, after=after)
+        self.cpu_s.append(time.thread_time() - begin_s)
+        return ticket
+
+    def is_right(self) -> bool:
+        """Carry it out once over other bytes, and compare."""
+        cache, torch = self.cache, self.cache.torch
+        ids = torch.from_numpy(self.ids.astype(np.int64)).cuda()
+        slots = cache.arena.slots
+        if self.direction == "store":
+            slots[self.slots] = 0xDB
+        else:
+            # Others each time, or a load that does nothing would be right the second time.
+            words = next(cache.chances).integers(0, 2**63, (JOB_BLOCKS, cache.block_bytes // 8))
+            slots[self.slots] = words.view(np.uint8)
+        torch.cuda.synchronize()
+        run([self])
+        found = cache.memory[:, ids].permute(1, 0, 2).contiguous().cpu().numpy()
+        return bool(np.array_equal(found.view(np.uint8).reshape(JOB_BLOCKS, -1), slots[self.slots]))
+
+
+def run(jobs: list[Job]) -> None:
+    """Submit and see them through. Asking without a pause: a wait would sleep past the end."""
+    tickets = [job.submit() for job in jobs]
+    for ticket in tickets:
+        while not ticket.poll():
+            pass
+        if ticket.error is not None:
+            raise ticket.error
+
+
+def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
+    """A row for each direction and kind of ids and slots."""
+    rows = []
+    for shuffled, scattered in ((False, False), (True, False), (True, True)):
+        job = {
+            direction: Job(cache, direction, shuffled=shuffled, scattered=scattered)
+            for direction in ("store", "load")
+        }
+        for direction in ("store", "load", "both"):
+            jobs = list(job.values()) if direction == "both" else [job[direction]]
+            is_right = all(one.is_right() for one in jobs)
+            for one in jobs:
+                one.cpu_s.clear()
+            wall_s = seconds(lambda jobs=jobs: run(jobs), num_turns)  # type: ignore[misc]
+            num_bytes = len(jobs) * JOB_BLOCKS * cache.block_bytes
+            rows.append(
+                {
+                    "fragment_kib": cache.fragment_bytes >> 10,
+                    "layers": cache.num_layers,
+                    "direction": direction,
+                    "ids": "shuffled" if shuffled else "sequential",
+                    "slots": "scattered" if scattered else "runs",
+                    "gb_per_s": num_bytes / 1e9 / wall_s,
+                    "submit_cpu_ms": 1e3 * statistics.median(s for one in jobs for s in one.cpu_s),
+                    "verified": is_right,
+                }
+            )
+    return rows

@@ -1,0 +1,154 @@
+"""What else could be done with the same blocks: a call per fragment, batched calls, zero copies.
+
+The batched calls run in a process of their own (`benches.gpu.batch`), for on some drivers they
+crash.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from benches.gpu.device import seconds
+from benches.gpu.moves import JOB_BLOCKS, Cache
+
+from kvstow.transfer.cuda_runtime import Copies, Pack
+from kvstow.transfer.kernels import chunk_table
+
+BATCH_LIMIT_S = 90
+NAMES = {
+    "call-per-fragment": "cudaMemcpyAsync per fragment",
+    "batched": "cuMemcpyBatchAsync",
+    "zero-copy": "kernel on pinned memory",
+}
+
+
+def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
+    """Rows of the calls per fragment and of the zero-copy kernel: shuffled ids, slots in runs."""
+    rows = []
+    for direction in ("store", "load"):
+        rows.append(
+            _row(cache, "call-per-fragment", direction, *_per_fragment(cache, direction), 3)
+        )
+        rows.append(_row(cache, "zero-copy", direction, *_zero_copy(cache, direction), num_turns))
+    return rows
+
+
+def batched(sizes_kib: Iterable[int], num_turns: int) -> list[dict[str, Any]]:
+    """Rows of the driver's batched copies, as many as came before it crashed, if it does."""
+    command = [sys.executable, "-m", "benches.gpu.batch", str(num_turns), *map(str, sizes_kib)]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=BATCH_LIMIT_S, check=False
+        )
+        output, why = ended.stdout, f"ended with status {ended.returncode}: {ended.stderr[-300:]}"
+        is_whole = ended.returncode == 0
+    except subprocess.TimeoutExpired as late:
+        said: object = late.stdout  # bytes, in spite of `text`
+        output = said.decode() if isinstance(said, bytes) else str(said or "")
+        why, is_whole = f"was still running after {BATCH_LIMIT_S} s", False
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if not is_whole:
+        rows.append({"rival": "batched", "failed": f"the process of the batched copies {why}"})
+    return rows
+
+
+def _row(
+    cache: Cache,
+    rival: str,
+    direction: str,
+    work: Callable[[], None],
+    close: Callable[[], None],
+    num_turns: int,
+) -> dict[str, Any]:
+    wall_s = seconds(work, num_turns)
+    close()
+    return {
+        "rival": rival,
+        "fragment_kib": cache.fragment_bytes >> 10,
+        "direction": direction,
+        "gb_per_s": JOB_BLOCKS * cache.block_bytes / 1e9 / wall_s,
+    }
+
+
+def fragments(cache: Cache, direction: str) -> tuple[list[int], list[int]]:
+    """The addresses (on the host, on the device) of every fragment of a job."""
+    ids = np.array(cache.ids(direction, shuffled=True), dtype=np.int64)
+    slots = np.array(cache.slots(direction, scattered=False), dtype=np.int64)
+    host = cache.arena.base_address + slots * cache.arena.slot_stride_bytes
+    regions, offsets = cache.layout.regions, cache.layout.offsets
+    ends = (
+        [host + offset for offset in offsets],
+        [region.base_address + ids * region.block_stride_bytes for region in regions],
+    )
+    on_host, on_device = (np.concatenate(part).tolist() for part in ends)
+    return on_host, on_device
+
+
+def _per_fragment(cache: Cache, direction: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    runtime, size = cache.device.runtime, cache.fragment_bytes
+    stream, event = runtime.stream(), runtime.event()
+    host, device = fragments(cache, direction)
+    to, origin = (host, device) if direction == "store" else (device, host)
+    runs = [(a, b, 1) for a, b in zip(to, origin, strict=True)]
+    copies = Copies(runs, size, size, size, to_host=direction == "store")
+
+    def work() -> None:
+        runtime.copy(copies, stream)
+        runtime.record(event, stream)
+        runtime.synchronize(event)
+
+    return work, lambda: None
+
+
+def _zero_copy(cache: Cache, direction: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    runtime = cache.device.runtime
+    stream, event = runtime.stream(), runtime.event()
+    pack, close = zero_copy_pack(cache, direction)
+    kernel = runtime.gather if direction == "store" else runtime.scatter
+
+    def work() -> None:
+        kernel(pack, stream)
+        runtime.record(event, stream)
+        runtime.synchronize(event)
+
+    return work, close
+
+
+def zero_copy_pack(cache: Cache, direction: str) -> tuple[Pack, Callable[[], None]]:
+    """The kernels' arguments with the pinned arena in the place of staging; what frees them."""
+    runtime, arena = cache.device.runtime, cache.arena
+    api = cache.device.cupy.cuda.runtime
+    table = chunk_table(cache.layout.regions, cache.layout.offsets)
+    chunks = runtime.allocate(table.nbytes)
+    runtime.upload(chunks, table.tobytes())
+    ids = runtime.allocate_mapped(4 * JOB_BLOCKS)
+    ids.host.view(np.int32)[:] = cache.ids(direction, shuffled=True)
+    first = cache.slots(direction, scattered=False)[0]
+    mapped = int(api.pointerGetAttributes(arena.base_address).devicePointer)
+    pack = Pack(
+        chunks=chunks,
+        num_chunks=len(table),
+        block_ids=ids.device_address,
+        num_blocks=JOB_BLOCKS,
+        staging=mapped + first * arena.slot_stride_bytes,
+        staging_stride_bytes=arena.slot_stride_bytes,
+        checksums=0,
+    )
+
+    def close() -> None:
+        runtime.free(chunks)
+        runtime.free_mapped(ids)
+
+    return pack, close
+
+
+def speeds(rows: Sequence[dict[str, Any]], rival: str, direction: str) -> dict[int, float]:
+    """GB/s by KiB of a fragment."""
+    return {
+        row["fragment_kib"]: row["gb_per_s"]
+        for row in rows
+        if row["rival"] == rival and row.get("direction") == direction  # not of a failure
+    }
