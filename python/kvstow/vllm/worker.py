@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstow import ConfigError, KvstowError
+from kvstow.memory import free_memory
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.mover import READY, Mover, Ticket
@@ -193,28 +193,10 @@ class WorkerHalf:
 
 def _check_memory(num_bytes: int, num_blocks: int, stride: int) -> None:
     """Refuse a tier that the machine has no memory for: mapping alone would not fail."""
-    free = _free_memory()
+    free = free_memory()
     if free is not None and num_bytes > free:
         raise ConfigError(
             f"{num_blocks} host blocks of {stride} bytes are {num_bytes / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB of memory are free; lower cpu_bytes_to_use or num_cpu_blocks "
             f"in {WHERE}, to at most {free // stride} blocks"
         )
-
-
-def _free_memory() -> int | None:
-    """Bytes that this machine, or the container it runs in, has left; None if nothing tells."""
-    left = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        values = dict(line.split(":", 1) for line in lines)
-        left.append(int(values["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())  # "max" where there is none
-        left.append(limit - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return min(left, default=None)
