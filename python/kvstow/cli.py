@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _commands() -> "click.Group":
     import click  # noqa: PLC0415
 
+    from kvstow.doctor.command import doctor  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
 
-    group = click.Group("kvstow", help="Stow the KV cache of an LLM server.", commands=[replay])
+    group = click.Group(
+        "kvstow", help="Stow the KV cache of an LLM server.", commands=[doctor, replay]
+    )
     return click.version_option(__version__, prog_name="kvstow")(group)

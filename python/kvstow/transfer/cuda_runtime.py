@@ -43,9 +43,9 @@ _BLOCK = 512
 _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
 # cudaErrorInvalidValue, MemoryAllocation, InvalidResourceHandle (of a stream that is gone),
-# HostMemoryAlreadyRegistered, HostMemoryNotRegistered, NotPermitted, NotSupported, and what breaks a
-# capture: the call was refused, and the context is as it was. What else a launch or a query says, an
-# illegal address say, is said by every later call too.
+# HostMemoryAlreadyRegistered, HostMemoryNotRegistered, NotPermitted, NotSupported, and what a
+# capture forbids: the call was refused, and the context is as it was. What else a launch or a query
+# says, an illegal address say, is said by every later call too.
 _RECOVERABLE = frozenset({1, 2, 400, 712, 713, 800, 801, *range(900, 909)})
 
 
@@ -398,8 +398,8 @@ class CudaRuntime:
         with self._calls("writing device memory"):
             kind = self._api.memcpyHostToDevice
             self._api.memcpy(address, source.ctypes.data, len(data), kind)
-            # Of pageable memory it returns once that was read, which may be before the bytes arrive;
-            # and streams that do not wait for the legacy one would not wait for them.
+            # Of pageable memory it returns once that was read, which may be before the bytes
+            # arrive; and streams that do not wait for the legacy one would not wait for them.
             self._api.streamSynchronize(0)
 
     def zero(self, address: int, num_bytes: int, stream: Stream) -> None:

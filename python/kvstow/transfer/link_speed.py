@@ -64,16 +64,16 @@ class LinkSpeed:
         return "packed"
 
 
-def link_speed(runtime: Runtime) -> LinkSpeed:
+def link_speed(runtime: Runtime, *, anew: bool = False) -> LinkSpeed:
     """What was measured of this device with this driver, by this machine's user; else measure it.
 
-    Kept in a file of `$XDG_CACHE_HOME/kvstow`, by default `~/.cache/kvstow`; delete it, and it is
-    measured anew. Takes well under a second.
+    Kept in a file of `$XDG_CACHE_HOME/kvstow`, by default `~/.cache/kvstow`. With `anew` it is
+    measured whatever is known. Takes well under a second.
     """
     name = re.sub(r"[^A-Za-z0-9]+", "-", runtime.identity)
     folder = FilePath(os.environ.get("XDG_CACHE_HOME") or FilePath.home() / ".cache") / "kvstow"
     file = folder / f"link-{_FORMAT}-{name}.json"
-    known = _read(file)
+    known = None if anew else _read(file)
     if known is None:
         known = measure(runtime)
         _write(file, known)

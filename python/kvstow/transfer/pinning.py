@@ -15,7 +15,7 @@ from pathlib import Path
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda_runtime import CudaError, Runtime
 
-__all__ = ["nearest_cpus", "pin", "pinned_arena"]
+__all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
 
 # CUDA refuses to pin 512 GiB at once. A copy must not cross from one chunk into the next, so chunks
 # end where slots do; and copies are of runs of slots, which are cut there too.
@@ -100,11 +100,21 @@ def _chunks(arena: HostArena) -> Iterator[tuple[int, int]]:
         yield begin, min(size, arena.num_bytes - begin)
 
 
+def memory_node(pci_bus_id: str) -> int | None:
+    """The memory node that a device is plugged in at; None if nobody tells."""
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{pci_bus_id}/numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
 def nearest_cpus(pci_bus_id: str) -> Collection[int]:
     """The processors on a device's memory node that this process may use; all if nobody tells."""
     allowed = os.sched_getaffinity(0)
+    if (node := memory_node(pci_bus_id)) is None:
+        return allowed
     try:
-        node = int(Path(f"/sys/bus/pci/devices/{pci_bus_id}/numa_node").read_text())
         text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text()
         near = {cpu for part in text.strip().split(",") for cpu in _cpus(part)}
     except (OSError, ValueError):

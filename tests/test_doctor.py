@@ -1,0 +1,213 @@
+import importlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.transfer.any_order import AnyOrder
+from tests.transfer.fake_cupy import FakeCupy, remove_cupy
+
+from kvstow import cli
+from kvstow.doctor import Finding, diagnose, gpu, probes
+from kvstow.doctor.findings import survived
+from kvstow.transfer import CudaError
+from kvstow.transfer.cuda_runtime import CudaRuntime
+
+NO_DRIVER, ONE_GPU = probes.Driver(None), probes.Driver(13000, num_devices=1)
+
+
+def machine(patch: pytest.MonkeyPatch, driver: probes.Driver) -> None:
+    """Be a machine with this driver, whatever this one has."""
+    patch.setattr(probes.Driver, "found", lambda: driver)
+
+
+def found(**options: bool) -> dict[str, Finding]:
+    return {finding.name: finding for finding in diagnose(**options)}
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AnyOrder:
+    """A machine with a GPU that is played."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine(monkeypatch, ONE_GPU)
+    FakeCupy().install(monkeypatch)
+    played = AnyOrder(lambda able: able[0])
+    monkeypatch.setattr(gpu, "cuda_runtime", lambda _: played)
+    # torch sees none, which is a finding of its own.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    return played
+
+
+def test_a_machine_without_a_gpu_is_fine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine(monkeypatch, NO_DRIVER)
+    remove_cupy(monkeypatch)
+
+    assert cli.main(["doctor", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    status = {finding["name"]: finding["status"] for finding in content["findings"]}
+    assert content["ok"]
+    assert status["GPU"] == status["cupy"] == "missing"
+    assert {"kvstow", "machine", "locked memory", "torch", "vLLM", "click"} <= status.keys()
+
+
+def test_the_table_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine(monkeypatch, probes.Driver(12080, num_devices=1))
+    remove_cupy(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "not installed: the GPU cannot be used" in printed
+    assert "pip install 'kvstow[cuda12]'" in printed
+
+
+def test_an_option_that_does_not_exist() -> None:
+    assert cli.main(["doctor", "--jsonn"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "status", "says"),
+    [
+        (NO_DRIVER, "missing", "there is no GPU here"),
+        (probes.Driver(13000, error=100), "missing", "there is no GPU here, though"),
+        (probes.Driver(13000), "missing", "there is no GPU here, though"),
+        (probes.Driver(13000, error=803), "broken", "does not start: CUDA error 803"),
+        (ONE_GPU, "ok", "1 GPU, driver of CUDA 13.0"),
+    ],
+)
+def test_what_the_driver_says(driver: probes.Driver, status: str, says: str) -> None:
+    (finding,) = driver.findings()
+    assert finding.status == status
+    assert says in finding.says
+
+
+def test_cupy_for_another_cuda_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, probes.Driver(12080, num_devices=1))
+    FakeCupy(driver=12080, built_for=13020).install(monkeypatch)
+    cupy = found()["cupy"]
+    assert cupy.status == "broken"
+    assert "pip install 'kvstow[cuda12]'" in cupy.says
+    assert cupy.figures["cuda"] == 13020
+
+
+def test_cupy_without_a_gpu_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, NO_DRIVER)
+    FakeCupy(driver=0).install(monkeypatch)
+    assert found()["cupy"].status == "ok"
+
+
+def test_a_gpu_without_a_compiler_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, ONE_GPU)
+    FakeCupy(compile_error=RuntimeError("no libnvrtc.so")).install(monkeypatch)
+    monkeypatch.setattr(gpu, "cuda_runtime", CudaRuntime)  # past the one that is kept
+    device = found()["GPU 0"]
+    assert device.status == "broken"
+    assert "cupy-cuda13x[ctk]" in device.says
+    assert device.figures["total_bytes"] == 4 << 30
+
+
+def test_all_of_a_gpu(runtime: AnyOrder) -> None:
+    findings = found()
+    assert "Fake H1, 4.0 GiB, of which 3.0 free" in findings["GPU 0"].says
+    assert findings["GPU 0 memory node"].figures["node"] is None
+    assert findings["GPU 0 pinning"].figures == {"is_pinned": True}
+    link = findings["GPU 0 link"].figures
+    copy_s, store, load = (
+        float(str(link[name])) for name in ("copy_seconds", "store_bytes_per_s", "load_bytes_per_s")
+    )
+    for direction, speed in (("store", store), ("load", load)):
+        figures = findings[f"GPU 0 link, {direction}s"].figures
+        bound = int(copy_s * speed)
+        assert figures["direct_from_bytes"] == bound
+        assert figures["path"] == {
+            str(kib << 10): "direct" if kib << 10 >= bound else "packed"
+            for kib in (4, 8, 16, 32, 64, 128, 256)
+        }
+    assert not runtime.allocated, "memory that is never given back"
+
+
+def test_the_link_is_measured_once_unless_asked(runtime: AnyOrder) -> None:
+    def link(**options: bool) -> object:
+        return found(**options)["GPU 0 link"].figures
+
+    first = link()
+    assert link() == first
+    assert link(anew=True) != first
+
+
+def test_memory_that_cannot_be_pinned_is_broken(runtime: AnyOrder) -> None:
+    runtime.fail["register"] = CudaError("no more of it", is_fatal=False)
+    findings = found()
+    assert findings["GPU 0 pinning"].status == "broken"
+    assert "memlock" in findings["GPU 0 pinning"].advice
+    assert findings["GPU 0 link"].status == "ok"
+
+
+@pytest.mark.parametrize("error", [OSError("libcudart.so is gone"), SystemExit(3)])
+def test_an_installation_that_breaks_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    machine(monkeypatch, NO_DRIVER)
+    real = importlib.import_module
+
+    def break_torch(name: str) -> object:
+        if name == "torch":
+            raise error
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", break_torch)
+    findings = found()
+    assert findings["torch"].status == "broken"
+    assert type(error).__name__ in findings["torch"].says
+    assert findings["vLLM"].name == "vLLM", "the others go on"
+
+
+def test_a_probe_that_fails_half_way_keeps_what_it_had() -> None:
+    def probe() -> Iterator[Finding]:
+        yield Finding("one", "ok", "")
+        raise ValueError("and no more")
+
+    assert [finding.status for finding in survived("two", probe)] == ["ok", "broken"]
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        (None, "missing"),
+        ("0.29.1", "broken"),
+        ("0.30.0", "ok"),
+        ("0.33.2+cu130", "ok"),
+        ("0.34.0rc1", "broken"),
+    ],
+)
+def test_vllm_in_and_out_of_range(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, status: str
+) -> None:
+    machine(monkeypatch, NO_DRIVER)
+    monkeypatch.setattr(probes, "_installed", installed({"vllm": version}))
+    vllm = found()["vLLM"]
+    assert vllm.status == status
+    assert vllm.figures["supported"] == ">=0.30,<0.34"
+
+
+def test_an_extra_that_is_missing_has_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, NO_DRIVER)
+    monkeypatch.setattr(probes, "_installed", installed({}))
+    findings = found()
+    assert findings["prometheus_client"].status == "missing"
+    assert findings["prometheus_client"].advice == "pip install 'kvstow[metrics]'"
+
+
+def installed(versions: dict[str, str | None]) -> Callable[[str], str | None]:
+    return versions.get
+
+
+def test_every_extra_is_one_of_ours() -> None:
+    ours = importlib.metadata.metadata("kvstow").get_all("Provides-Extra") or []
+    assert {extra for extra, _ in probes._EXTRAS.values()} <= set(ours)
