@@ -65,6 +65,7 @@ def test_the_table_says_what_helps(
     printed = capsys.readouterr().out
     assert "not installed: the GPU cannot be used" in printed
     assert "pip install 'kvstow[cuda12]'" in printed
+    assert found()["cupy"].status == "broken"
 
 
 def test_an_option_that_does_not_exist() -> None:
@@ -183,6 +184,7 @@ def test_a_probe_that_fails_half_way_keeps_what_it_had() -> None:
         ("0.29.1", "broken"),
         ("0.30.0", "ok"),
         ("0.33.2+cu130", "ok"),
+        ("0.34", "broken"),
         ("0.34.0rc1", "broken"),
     ],
 )
