@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import StateError, TransferError
+from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import Event, Index, Mover, Ticket, TransferTimeout, checked_timeout_s
@@ -57,8 +57,17 @@ class HostMover(Mover):
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
-        """Start the workers; see `Mover` for the errors."""
+        """Start the workers; see `Mover` for the errors.
+
+        Raises:
+            ConfigError: the layout is of memory on a device.
+        """
         super().__init__(layout, arena)
+        if layout.device is not None:
+            raise ConfigError(
+                f"the layout lies on CUDA device {layout.device}, which no HostMover reaches; "
+                "build a CudaMover, or let mover_for choose"
+            )
         host = tuple(
             Region(arena.base_address + offset, arena.slot_stride_bytes, region.block_bytes)
             for offset, region in zip(layout.offsets, layout.regions, strict=True)
