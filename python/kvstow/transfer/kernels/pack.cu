@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
     for (bool is_first = true; i < num_blocks; is_first = false) {
         if (is_first || i - kept_from >= LANES) {
             kept_from = i;
-            if (lane < num_blocks - i) kept_id = block_ids[i + lane];
+            if (lane < num_blocks - i) kept_id = __ldg(block_ids + i + lane);
         }
         const unsigned long long id = __shfl_sync(ALL_LANES, kept_id, i - kept_from);
         const Chunk chunk = chunks[chunk_index];
