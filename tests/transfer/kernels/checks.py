@@ -1,4 +1,4 @@
-"""What must hold of `pack.cu`, as functions of the compiled kernels: mutants go through them too."""
+"""What must hold of `pack.cu`, as functions of the compiled kernels; mutants go through them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
-
-from kvstow.transfer.kernels import CHUNK_DTYPE
 from tests.transfer.kernels.emulation import (
     Grid,
     Kernels,
@@ -17,6 +15,8 @@ from tests.transfer.kernels.emulation import (
     check,
     placements,
 )
+
+from kvstow.transfer.kernels import CHUNK_DTYPE
 
 # Regions of whole vectors, on both sides of what a warp takes at a time; then any other size.
 REGION_BYTES = (16, 48, 512, 2048, 2064, 8192, 1, 7, 17, 1000, 2049, 4111)
@@ -74,7 +74,7 @@ def check_many_blocks(kernels: Kernels) -> None:
 
 
 def check_far_addresses(kernels: Kernels) -> None:
-    """Strides past 32 bits: bases lie below the memory by as much, modulo 2**64, as ids reach up."""
+    """Strides past 32 bits: bases lie as far below the memory as ids reach, modulo 2**64."""
     rng = np.random.default_rng(2)
     low_id, stride, slot_stride = 2**31 - 3, 2**33 + 64, -(2**34) - 64
     device, staging = aligned_bytes(128, rng), aligned_bytes(128, rng)

@@ -1,9 +1,9 @@
 // Runs pack.cu on a CPU, warp by warp, and watches what it touches.
 //
-// The 32 lanes of a warp are fibers, each on a stack of its own. A lane runs until a shuffle, where it
-// leaves its value and waits until every other lane has arrived there; lanes that end or shuffle while
-// others do not have diverged, which on a device is undefined. Loads of ids, and loads and stores of
-// blocks, are checked against the memory they belong in; stores are counted byte by byte.
+// The 32 lanes of a warp are fibers, each on a stack of its own. A lane runs until a shuffle, where
+// it leaves its value and waits until every other lane has arrived there; lanes that end or shuffle
+// while others do not have diverged, which on a device is undefined. Loads of ids, and loads and
+// stores of blocks, are checked against the memory they belong in; stores are counted byte by byte.
 
 #include <ucontext.h>
 
@@ -71,7 +71,7 @@ constexpr unsigned int MAX_SHUFFLES = 1 << 14;
 
 struct Lane {
     ucontext_t context;
-    alignas(16) char stack[32 << 10];
+    alignas(16) char stack[256 << 10];
     // Of this shuffle and the one before: a lane may be at the next before all have read this one.
     std::uint64_t left[2];
     unsigned int num_shuffles;
@@ -167,7 +167,8 @@ void run_warp(unsigned int warp) {
 
 // Of a grid of `num_ctas` thread blocks, those from `begin` to `end - 1`.
 extern "C" void launch(bool is_gather, unsigned int num_ctas, unsigned int num_threads,
-                       unsigned int begin, unsigned int end, const Arguments* given, Watch* watched) {
+                       unsigned int begin, unsigned int end, const Arguments* given,
+                       Watch* watched) {
     kernel = is_gather ? gather : scatter;
     arguments = given;
     watch = watched;

@@ -180,7 +180,9 @@ def placements(num_layers: int, region_bytes: int, num_blocks: int) -> list[Plac
         bases = tuple(first + layer * (num_blocks * stride + 16) for layer in layers)
         return bases, (stride,) * num_layers, size, bases[-1] + num_blocks * stride
 
-    halves = tuple(layer * 2 * num_blocks * size + half * size for layer in layers for half in (0, 1))
+    halves = tuple(
+        layer * 2 * num_blocks * size + half * size for layer in layers for half in (0, 1)
+    )
     one_row = tuple(layer * size for layer in layers)
     return [
         Placement("tight", *apart(size)),

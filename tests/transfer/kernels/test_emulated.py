@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from kvstow.transfer import kernels as package
-from kvstow.transfer.kernels import CHUNK_DTYPE
 from tests.transfer.kernels.checks import CHECKS
 from tests.transfer.kernels.emulation import (
     OPTIMISED,
@@ -19,6 +16,9 @@ from tests.transfer.kernels.emulation import (
     Launch,
     aligned_bytes,
 )
+
+from kvstow.transfer import kernels as package
+from kvstow.transfer.kernels import CHUNK_DTYPE
 
 SOURCE = Path(package.__file__).with_name("pack.cu")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from kvstow.transfer.kernels import SOURCE
 from tests.transfer.kernels.checks import CHECKS
 from tests.transfer.kernels.emulation import Kernels
+
+from kvstow.transfer.kernels import SOURCE
 
 # What is wrong: (the text, what replaces it).
 MUTATIONS = {
@@ -37,7 +37,10 @@ MUTATIONS = {
         "i * staging_stride",
         "i * static_cast<unsigned int>(staging_stride)",
     ),
-    "thread blocks counted in 16 bits": ("warp = blockIdx.x * (", "warp = (blockIdx.x & 65535) * ("),
+    "thread blocks counted in 16 bits": (
+        "warp = blockIdx.x * (",
+        "warp = (blockIdx.x & 65535) * (",
+    ),
     "warps share work": (
         "chunk_step = num_warps % num_chunks",
         "chunk_step = (num_warps - 1) % num_chunks",
