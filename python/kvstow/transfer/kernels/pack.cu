@@ -28,9 +28,9 @@ constexpr unsigned int ALL_LANES = 0xffffffffu;
 constexpr unsigned int IN_FLIGHT = 4;
 
 // The factor of a slot's 4-byte word `index` in the checksum: never 0, and no two alike, since
-// adding 1, multiplying by an odd number and the shifted exclusive or are bijections of 32 bits, and
-// the last two leave 0 to 0. The upper half folded into the lower keeps the factors from being an
-// arithmetic progression, whose sums over even ranges end in many zero bits.
+// adding 1, multiplying by an odd number and the shifted exclusive or are bijections of 32 bits;
+// the last two leave 0 to 0. The upper half folded into the lower keeps the factors from being
+// an arithmetic progression, whose sums over even ranges end in many zero bits.
 __device__ __forceinline__ unsigned int weight(unsigned int index) {
     unsigned int mixed = (index + 1) * 0x9E3779B1u;
     return mixed ^ (mixed >> 16);
@@ -113,8 +113,8 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
                                             unsigned long long staging_stride,
                                             unsigned long long* __restrict__ checksums) {
     // Work is numbered i * num_chunks + chunk, and a warp's turns are num_warps apart. The number
-    // may pass 32 bits, so it is kept as the pair, which also spares a division per turn. A grid has
-    // fewer than 2**31 warps, there are fewer than 2**31 blocks and chunks: no sum of two wraps.
+    // may pass 32 bits, so it is kept as the pair, which also spares a division per turn. There are
+    // fewer than 2**31 warps, blocks and chunks: no sum of two wraps.
     const unsigned int lane = threadIdx.x % LANES;
     const unsigned int num_warps = gridDim.x * (blockDim.x / LANES);
     const unsigned int warp = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
@@ -152,9 +152,9 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
 
 // Block block_ids[i] of the cache into slot i of staging, for every i < num_blocks. Unless
 // `checksums` is null, checksums[i] is added what the slot's bytes sum up to: byte p of the slot,
-// shifted left by 8 * (p % 4), times weight(p / 4), modulo 2**64. One changed word always changes the
-// sum, and so do two that swap places: either way by the product of two numbers that are not 0 and
-// lie within 32 bits.
+// shifted left by 8 * (p % 4), times weight(p / 4), modulo 2**64. One changed word always changes
+// the sum, and so do two that swap places: either way by the product of two numbers that are not 0
+// and lie within 32 bits.
 extern "C" __global__ void gather(const Chunk* chunks, unsigned int num_chunks,
                                   const int* block_ids, unsigned int num_blocks,
                                   unsigned char* staging, unsigned long long staging_stride,
