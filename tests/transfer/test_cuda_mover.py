@@ -22,12 +22,13 @@ from kvstow.transfer import (
     HostArena,
     HostEvent,
     HostMover,
+    Mover,
     Region,
     Ticket,
     TransferTimeout,
 )
 from kvstow.transfer import pinning as pinning_module
-from kvstow.transfer.link_speed import LinkSpeed
+from kvstow.transfer.link_speed import LinkSpeed, Path
 
 LOST = CudaError("an illegal address; restart the process", is_fatal=True)
 REFUSED = CudaError("invalid value", is_fatal=False)
@@ -50,8 +51,8 @@ class Bench:
         self, *, num_blocks: int = 9, num_slots: int = 16, num_places: int = 2, **options: object
     ) -> None:
         self.runtime = AnyOrder(in_order)
-        self.memory = np.arange(2 * num_blocks * 2048, dtype=np.uint32).astype(np.uint8)
-        self.memory = self.memory.reshape(2, num_blocks, 2048)
+        content = np.arange(2 * num_blocks * 2048, dtype=np.uint32).astype(np.uint8)
+        self.memory = content.reshape(2, num_blocks, 2048)
         layout = on_device(list(self.memory))
         self.arena = HostArena(num_slots, layout.slot_bytes)
         self.link = CudaLink(self.runtime, staging_bytes=8192, num_places=num_places)
@@ -79,7 +80,7 @@ def bench(**options: object) -> Iterator[Bench]:
         assert not it.runtime.allocated, "memory of the device was left behind"
 
 
-# -- bytes ---------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 @given(st.data())
@@ -89,7 +90,7 @@ def test_it_moves_what_the_host_mover_moves(data: st.DataObject) -> None:
     num_blocks, num_slots = draw(st.integers(2, 9)), draw(st.integers(1, 9))
     slots_per_run = draw(st.sampled_from([k for k in (1, 2, 4) if num_slots % k == 0]))
     larger = draw(st.sampled_from([0, 0, 3000, 20000]))
-    path = draw(st.sampled_from(["packed", "direct"]))
+    path: Path = draw(st.sampled_from(["packed", "direct"]))
     num_places = draw(st.integers(1, 3))
     pairs = draw(st.integers(0, min(num_blocks - 1, num_slots)))
     ids = draw(st.permutations(range(1, num_blocks)))[:pairs]
@@ -110,7 +111,7 @@ def test_it_moves_what_the_host_mover_moves(data: st.DataObject) -> None:
         for arrays, is_store in ((blocks, True), (others, False)):
             if kind == "cuda":
                 link = CudaLink(runtime, staging_bytes=40_000, num_places=num_places)
-                mover = CudaMover(on_device(arrays), arena, link=link, path=path)
+                mover: Mover = CudaMover(on_device(arrays), arena, link=link, path=path)
             else:
                 mover = HostMover(BlockLayout.from_arrays(arrays), arena)
             with mover:
@@ -231,7 +232,7 @@ def test_jobs_wait_for_room_for_their_ids_and_keep_their_order() -> None:
             assert (it.block(block) == block - 1).all()
 
 
-# -- errors ------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["wait", "gather", "record", "copy"])
@@ -303,7 +304,7 @@ def test_a_mover_that_cannot_be_built_leaves_nothing_behind(call: str) -> None:
         assert it.runtime.allocated.keys() == before.keys()
 
 
-# -- checksums ---------------------------------------------------------------------------------------
+# -- checksums -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 2047, 2048, 4095])
@@ -333,7 +334,7 @@ def test_a_slot_that_was_not_stored_is_not_loaded() -> None:
             it.land(it.mover.load([3], [1], after=it.after()))
 
 
-# -- bad input ---------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_what_it_refuses() -> None:
