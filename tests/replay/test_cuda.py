@@ -19,7 +19,6 @@ from kvstow.replay.trace import read_trace
 from kvstow.transfer import BlockLayout, CudaEvent, Event, HostArena, Mover
 from kvstow.transfer.link_speed import LinkSpeed
 
-
 NUM_REQUESTS = 200  # as many as it takes for prefixes to come back from the host
 
 
