@@ -211,9 +211,10 @@ class _Worker:
             return job.ticket
 
         def mark_ready() -> None:
-            with self._changed:
-                job.ready = True
-                self._wake()
+            job.ready = True
+            if self._queue:  # or else it is not in it yet: whoever puts it there sees it ready
+                with self._changed:
+                    self._wake()
 
         # Before it is queued, so that an event that refuses leaves nothing behind.
         after.add_done_callback(mark_ready)

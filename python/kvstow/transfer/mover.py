@@ -81,7 +81,8 @@ class HostEvent:
 
     def wait(self) -> None:
         """Block until `set`; raise `TransferError` from the error it was set with, if any."""
-        self._happened.wait()
+        if not self._happened.is_set():
+            self._happened.wait()
         if self._error is not None:
             raise TransferError(
                 f"the event a transfer waited for failed: {self._error!r}"
@@ -89,10 +90,11 @@ class HostEvent:
 
     def add_done_callback(self, callback: Callable[[], None], /) -> None:
         """Call `callback` from `set`, or at once if it is set."""
-        with self._lock:
-            if not self._happened.is_set():
-                self._callbacks.append(callback)
-                return
+        if not self._happened.is_set():
+            with self._lock:
+                if not self._happened.is_set():
+                    self._callbacks.append(callback)
+                    return
         callback()
 
 
