@@ -295,6 +295,9 @@ impl HostTier {
             }
             self.end_filling(slot);
             kept.push((ends[at], at));
+            if self.pool.medium().is_none() {
+                continue; // no events are kept: there are no runs to tell of
+            }
             let goes_on = run.end == at
                 && at > 0
                 && keys[at - 1].group == key.group
