@@ -7,6 +7,7 @@ use kvstow_core::key::BlockKey;
 use kvstow_core::offload::{self, Direction, Mode, OffloadConfig, Progress, TransferEvent};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -42,12 +43,24 @@ impl Job {
 }
 
 /// How a job ended.
-#[pyclass(module = "kvstow", frozen, get_all)]
+#[pyclass(module = "kvstow", frozen)]
 pub(crate) struct JobEnd {
+    #[pyo3(get)]
     job_id: u64,
-    block_ids: Py<PyArray1<i32>>,
+    block_ids: Vec<BlockId>,
+    #[pyo3(get)]
     ok: bool,
+    #[pyo3(get)]
     late: bool,
+}
+
+#[pymethods]
+impl JobEnd {
+    /// An array only for those who ask: who holds blocks as objects need not.
+    #[getter]
+    fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        to_array(py, self.block_ids.iter().copied())
+    }
 }
 
 /// A job was planned.
@@ -314,13 +327,12 @@ impl OffloadScheduler {
     )]
     fn complete(
         &self,
-        py: Python<'_>,
         job_id: &Bound<'_, PyAny>,
         ok: bool,
         rank: Count,
     ) -> PyResult<Option<JobEnd>> {
         let end = lock(&self.0).complete(self::job_id(job_id)?, rank.0, ok).map_err(to_py)?;
-        Ok(end.map(|end| to_end(py, end)))
+        Ok(end.map(to_end))
     }
 
     /// The jobs whose deadline lies before `now`, each told once.
@@ -333,8 +345,8 @@ impl OffloadScheduler {
     /// End every job as failed: for movers that have been stopped.
     fn end_all<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let ends = lock(&self.0).end_all().map_err(to_py)?;
-        let ends: Vec<_> = ends.into_iter().map(|end| to_end(py, end)).collect();
-        PyList::new(py, ends.into_iter().map(|end| Py::new(py, end)).collect::<PyResult<Vec<_>>>()?)
+        let ends = ends.into_iter().map(|end| Py::new(py, to_end(end)));
+        PyList::new(py, ends.collect::<PyResult<Vec<_>>>()?)
     }
 
     /// Forget a request that finished, was preempted or aborted; its jobs go on.
@@ -351,22 +363,22 @@ impl OffloadScheduler {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = lock(&self.0).stats();
         let entries = [
-            ("stored_blocks", stats.stored_blocks),
-            ("loaded_blocks", stats.loaded_blocks),
-            ("dropped_blocks", stats.dropped_blocks),
-            ("evicted_blocks", stats.evicted_blocks),
-            ("failed_stores", stats.failed_stores),
-            ("failed_loads", stats.failed_loads),
-            ("resident_blocks", stats.resident_blocks),
-            ("storing_blocks", stats.storing_blocks),
-            ("jobs_in_flight", stats.jobs_in_flight),
-            ("late_jobs", stats.late_jobs),
-            ("pending_lookups", stats.pending_lookups),
-            ("query_tokens", stats.query_tokens),
-            ("hit_tokens", stats.hit_tokens),
-            ("quarantined_jobs", stats.quarantined_jobs),
-            ("quarantined_blocks", stats.quarantined_blocks),
-            ("capacity_tokens", stats.capacity_tokens),
+            (intern!(py, "stored_blocks"), stats.stored_blocks),
+            (intern!(py, "loaded_blocks"), stats.loaded_blocks),
+            (intern!(py, "dropped_blocks"), stats.dropped_blocks),
+            (intern!(py, "evicted_blocks"), stats.evicted_blocks),
+            (intern!(py, "failed_stores"), stats.failed_stores),
+            (intern!(py, "failed_loads"), stats.failed_loads),
+            (intern!(py, "resident_blocks"), stats.resident_blocks),
+            (intern!(py, "storing_blocks"), stats.storing_blocks),
+            (intern!(py, "jobs_in_flight"), stats.jobs_in_flight),
+            (intern!(py, "late_jobs"), stats.late_jobs),
+            (intern!(py, "pending_lookups"), stats.pending_lookups),
+            (intern!(py, "query_tokens"), stats.query_tokens),
+            (intern!(py, "hit_tokens"), stats.hit_tokens),
+            (intern!(py, "quarantined_jobs"), stats.quarantined_jobs),
+            (intern!(py, "quarantined_blocks"), stats.quarantined_blocks),
+            (intern!(py, "capacity_tokens"), stats.capacity_tokens),
         ];
         let dict = PyDict::new(py);
         entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;
@@ -416,13 +428,9 @@ enum AnyPool<'py> {
     Ledger(PyRef<'py, LedgerPool>),
 }
 
-fn to_end(py: Python<'_>, end: offload::JobEnd) -> JobEnd {
-    JobEnd {
-        job_id: end.job_id.0,
-        block_ids: to_array(py, end.block_ids).unbind(),
-        ok: end.is_ok,
-        late: end.is_late,
-    }
+fn to_end(end: offload::JobEnd) -> JobEnd {
+    let offload::JobEnd { job_id, block_ids, is_ok: ok, is_late: late } = end;
+    JobEnd { job_id: job_id.0, block_ids, ok, late }
 }
 
 fn check_time(what: &str, time: Option<f64>) -> PyResult<()> {

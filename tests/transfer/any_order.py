@@ -136,6 +136,11 @@ class AnyOrder:
         self._enter("record")
         event.recorded = self.queue(stream)
 
+    def record_external(self, stream: FakeStream) -> FakeEvent:
+        event = self.event()
+        self.record(event, stream)
+        return event
+
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         self._enter("wait")
         if event.recorded is None:
@@ -163,7 +168,7 @@ class AnyOrder:
         return address
 
     def free(self, address: int) -> None:
-        is_busy = any(stream.queue for stream in self.streams)
+        is_busy = any(work.parts for stream in self.streams for work in stream.queue)
         assert self.lost or not is_busy, "freed while work is queued"
         del self.allocated[address]
 

@@ -72,15 +72,29 @@ def setup() -> Iterator[Setup]:
 
 
 class Observed:
-    """An event that has happened, and that knows when a worker passed it."""
+    """An event that has happened, and that knows when and by whom it was passed."""
 
     passed = False
+    thread: threading.Thread | None = None
 
     def wait(self) -> None:
         self.passed = True
+        self.thread = threading.current_thread()
 
     def add_done_callback(self, callback: Callable[[], None], /) -> None:
         callback()
+
+
+class Held(Observed):
+    """An event that has happened, and at which the copying thread is held until `go`."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        super().wait()
+        self.reached.set()
+        assert self.go.wait(LONG_S)
 
 
 # --- bytes ------------------------------------------------------------------------------------
@@ -105,12 +119,15 @@ def memories(draw: st.DrawFn) -> tuple[Bytes, tuple[Region, ...], int]:
 
 
 @contextmanager
-def tuned(chunk_bytes: int, brief_bytes: int, short_row_bytes: int) -> Iterator[None]:
+def tuned(
+    chunk_bytes: int, brief_bytes: int, few_blocks: int, short_row_bytes: int
+) -> Iterator[None]:
     """Drive small jobs down the paths of large ones."""
     with mock.patch.multiple(
         host_mover,
         CHUNK_BYTES=chunk_bytes,
         _BRIEF_BYTES=brief_bytes,
+        _FEW_BLOCKS=few_blocks,
         _SHORT_ROW_BYTES=short_row_bytes,
     ):
         yield
@@ -136,6 +153,7 @@ def positions(base: int, layout: BlockLayout, block_id: int) -> list[int]:
     st.integers(1, 9),
     st.sampled_from([1, 100, 1 << 24]),
     st.sampled_from([0, 1 << 18]),
+    st.sampled_from([0, 16]),
     st.sampled_from([0, 512]),
     st.data(),
 )
@@ -144,6 +162,7 @@ def test_blocks_arrive_and_nothing_else_changes(
     num_slots: int,
     chunk_bytes: int,
     brief_bytes: int,
+    few_blocks: int,
     short_row_bytes: int,
     data: st.DataObject,
 ) -> None:
@@ -160,7 +179,7 @@ def test_blocks_arrive_and_nothing_else_changes(
     )
     rest_bytes = data.draw(st.sampled_from([0, 0, 1, 5000]))  # of a slot made for larger blocks
     with (
-        tuned(chunk_bytes, brief_bytes, short_row_bytes),
+        tuned(chunk_bytes, brief_bytes, few_blocks, short_row_bytes),
         HostArena(num_slots, layout.slot_bytes + rest_bytes) as arena,
         HostMover(layout, arena) as mover,
     ):
@@ -340,6 +359,99 @@ def test_events_may_happen_in_any_order(setup: Setup) -> None:
     assert np.array_equal(setup.arena.slots, [setup.block(i) for i in range(1, 7)])
 
 
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_brief_job_is_over_when_submitted(setup: Setup, direction: str) -> None:
+    event = Observed()
+    if direction == "store":
+        ticket = setup.mover.store([2, 4], [5, 1], after=event)
+    else:
+        ticket = setup.mover.load([5, 1], [2, 4], after=event)
+    assert ticket.poll()
+    ticket.wait(0)
+    assert event.thread is threading.current_thread()
+    assert np.array_equal(setup.arena.slots[[5, 1]], [setup.block(2), setup.block(4)])
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_job_that_is_not_brief_is_a_workers(setup: Setup, direction: str) -> None:
+    event = Observed()
+    num_bytes = 2 * setup.layout.slot_bytes
+    with mock.patch.object(host_mover, "_BRIEF_BYTES", num_bytes - 1):
+        if direction == "store":
+            setup.mover.store([2, 4], [5, 1], after=event).wait(LONG_S)
+        else:
+            setup.mover.load([5, 1], [2, 4], after=event).wait(LONG_S)
+    assert event.thread is not threading.current_thread()
+    assert np.array_equal(setup.arena.slots[[5, 1]], [setup.block(2), setup.block(4)])
+
+
+def test_a_brief_job_waits_for_one_that_waits(setup: Setup) -> None:
+    event = HostEvent()
+    first = setup.mover.store([1], [0], after=event)
+    brief = Observed()
+    second = setup.mover.store([2], [0], after=brief)
+    assert not second.poll()
+    assert not brief.passed
+    event.set()
+    second.wait(LONG_S)
+    assert first.poll()
+    assert brief.thread is not threading.current_thread()
+    assert np.array_equal(setup.arena.slots[0], setup.block(2))
+
+
+def test_a_brief_job_waits_for_one_under_way(setup: Setup) -> None:
+    long = Held()
+    with mock.patch.object(host_mover, "_BRIEF_BYTES", 0):
+        first = setup.mover.store([1], [0], after=long)
+    assert long.reached.wait(LONG_S)  # so it has left the queue
+    second = setup.mover.store([2], [0], after=READY)
+    with pytest.raises(TransferTimeout):
+        second.wait(SHORT_S)
+    other_direction = setup.mover.load([3], [4], after=READY)
+    assert other_direction.poll()
+    long.go.set()
+    second.wait(LONG_S)
+    assert first.poll()
+    assert np.array_equal(setup.arena.slots[0], setup.block(2))
+
+
+def test_brief_and_long_jobs_keep_their_order(setup: Setup) -> None:
+    # One block is brief here, more are not. All name slot 0: whichever is last is what it holds.
+    choose = np.random.default_rng(4)
+    with mock.patch.object(host_mover, "_BRIEF_BYTES", setup.layout.slot_bytes):
+        for _ in range(300):
+            submitted = [
+                (setup.mover.store(ids, range(len(ids)), after=READY), int(ids[0]))
+                for ids in (
+                    choose.permutation(np.arange(1, 8))[:num_blocks]
+                    for num_blocks in choose.choice([1, 1, 3, 6], size=4).tolist()
+                )
+            ]
+            ticket, last = submitted[-1]
+            ticket.wait(LONG_S)
+            assert np.array_equal(setup.arena.slots[0], setup.block(last))
+
+
+def test_brief_jobs_of_several_threads_are_copied_one_at_a_time(setup: Setup) -> None:
+    first = Held()
+    others = [Observed() for _ in range(3)]
+    threads = [
+        threading.Thread(target=setup.mover.store, args=([1], [0]), kwargs={"after": event})
+        for event in (first, *others)
+    ]
+    threads[0].start()
+    assert first.reached.wait(LONG_S)
+    for thread in threads[1:]:
+        thread.start()
+        thread.join(SHORT_S)
+    assert not any(event.passed for event in others)
+    first.go.set()
+    for thread in threads:
+        thread.join(LONG_S)
+    setup.mover.store([1], [0], after=READY).wait(LONG_S)
+    assert all(event.passed for event in others)
+
+
 def test_nothing_can_be_submitted_without_an_event(setup: Setup) -> None:
     with pytest.raises(TypeError, match="after"):
         setup.mover.store([1], [0])  # type: ignore[call-arg]
@@ -402,6 +514,42 @@ def test_a_copy_that_fails_fails_its_job_and_only_that(setup: Setup) -> None:
     assert np.array_equal(setup.arena.slots[2], want)
 
 
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_brief_job_whose_event_has_failed_fails(setup: Setup, direction: str) -> None:
+    event = HostEvent()
+    event.set(ValueError("the step failed"))
+    before = setup.snapshot()
+    if direction == "store":
+        ticket = setup.mover.store([1], [2], after=event)
+    else:
+        ticket = setup.mover.load([2], [1], after=event)
+    assert ticket.poll()
+    assert "the step failed" in str(ticket.error)
+    with pytest.raises(TransferError, match="the step failed"):
+        ticket.wait(0)
+    assert setup.unchanged(before)
+    setup.mover.store([1], [2], after=READY).wait(0)
+    assert np.array_equal(setup.arena.slots[2], setup.block(1))
+
+
+def test_an_interrupt_of_a_brief_job_is_its_submitters(setup: Setup) -> None:
+    class Interrupted(Observed):
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+    before = setup.snapshot()
+    with pytest.raises(KeyboardInterrupt):
+        setup.mover.store([1], [2], after=Interrupted())
+    assert setup.unchanged(before)
+    # On a worker it is the job's: others go on.
+    with mock.patch.object(host_mover, "_BRIEF_BYTES", 0):
+        ticket = setup.mover.store([1], [2], after=Interrupted())
+        with pytest.raises(TransferError, match="KeyboardInterrupt"):
+            ticket.wait(LONG_S)
+    setup.mover.store([1], [2], after=READY).wait(LONG_S)
+    assert np.array_equal(setup.arena.slots[2], setup.block(1))
+
+
 def test_a_late_transfer_is_no_failed_one(setup: Setup) -> None:
     event = HostEvent()
     ticket = setup.mover.store([1], [0], after=event)
@@ -458,6 +606,37 @@ def test_a_closed_mover_or_arena_takes_nothing(setup: Setup) -> None:
     assert np.array_equal(view, before[1])
     with pytest.raises(StateError, match="HostArena is closed"):
         HostMover(setup.layout, setup.arena)
+
+
+def test_close_waits_for_a_brief_job_of_another_thread(setup: Setup) -> None:
+    brief = Held()
+    submitter = threading.Thread(target=setup.mover.store, args=([1], [0]), kwargs={"after": brief})
+    submitter.start()
+    assert brief.reached.wait(LONG_S)
+    closer = threading.Thread(target=setup.mover.close)
+    closer.start()
+    closer.join(SHORT_S)
+    assert closer.is_alive()
+    brief.go.set()
+    closer.join(LONG_S)
+    assert not closer.is_alive()
+    assert np.array_equal(setup.arena.slots[0], setup.block(1))
+    submitter.join(LONG_S)
+
+
+def test_several_may_wait_for_one_ticket(setup: Setup) -> None:
+    event = HostEvent()
+    ticket = setup.mover.store([1], [0], after=event)
+    waiting = [threading.Thread(target=ticket.wait) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+        thread.join(SHORT_S)
+        assert thread.is_alive()
+    event.set()
+    for thread in waiting:
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    ticket.wait(0)
 
 
 def test_an_arena_closed_under_a_job_stays_mapped_until_it_ends(setup: Setup) -> None:

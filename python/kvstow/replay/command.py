@@ -16,6 +16,7 @@ from kvstow._core import ConfigError
 from kvstow.engine import Policy
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig, Verify
+from kvstow.replay.device import MoverKind
 from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.model import MODELS
 from kvstow.replay.observer import Observer
@@ -36,7 +37,7 @@ class _Options(TypedDict):
     host_blocks: int
     policy: Policy
     mode: Literal["eager", "lazy"]
-    mover: Literal["auto", "host"]
+    mover: MoverKind
     verify: Verify
     step_ms: float
     prefill_token_ms: float
@@ -82,7 +83,12 @@ def _number(
     "When blocks are stored: eager, as soon as they are computed; lazy, when the device is about "
     "to evict them.",
 )
-@_choice("--mover", ["auto", "host"], "What copies the bytes.")
+@_choice(
+    "--mover",
+    get_args(MoverKind),
+    "Where blocks live and what copies them: on a GPU, in this machine's memory; auto, on a GPU if "
+    "there is one.",
+)
 @click.option("--limit", type=int, help="Replay only the first requests of the trace.")
 @_choice("--verify", ["all", "sample", "off"], "Which blocks are checked: all, 1 in 16, or none.")
 @click.option(

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
+from kvstow.replay.device import MoverKind
 from kvstow.replay.model import MODELS, ReplayModel, build_model
 from kvstow.transfer.arena import slot_stride_bytes
 
@@ -49,7 +50,8 @@ class ReplayConfig:
         host_blocks: slots of the host tier.
         policy: which slots the host tier gives up first.
         mode: when blocks are stored.
-        mover: what copies the bytes; "auto" takes the best there is.
+        mover: where blocks live and what copies them; "auto" takes a GPU if there is one, but for
+            faults, which are made in host memory.
         verify: "all" blocks, a "sample" (1 in 16, by digest), or "off".
         step_ms: virtual time of a step, before what is computed in it.
         prefill_token_ms: and for each token of a prefill.
@@ -74,7 +76,7 @@ class ReplayConfig:
     host_blocks: int
     policy: Policy = "lru"
     mode: Literal["eager", "lazy"] = "eager"
-    mover: Literal["auto", "host"] = "auto"
+    mover: MoverKind = "auto"
     verify: Verify = "all"
     step_ms: float = 5.0
     prefill_token_ms: float = 0.1
@@ -95,7 +97,9 @@ class ReplayConfig:
         _check_count("host-blocks", self.host_blocks)
         _check_choice("policy", self.policy, get_args(Policy))
         _check_choice("mode", self.mode, ("eager", "lazy"))
-        _check_choice("mover", self.mover, ("auto", "host"))
+        _check_choice("mover", self.mover, get_args(MoverKind))
+        if self.mover == "cuda" and self.faults is not None:
+            raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
         _check_choice("verify", self.verify, ("all", "sample", "off"))
         _check_count("max-step-tokens", self.max_step_tokens)
         _check_count("max-requests", self.max_requests)

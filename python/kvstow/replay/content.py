@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError
+from kvstow.replay.device import Array, HostDevice
+from kvstow.transfer import BlockLayout
 
 __all__ = ["Content", "Geometry", "GroupMemory", "device_memory", "page_shape"]
 
@@ -119,9 +121,9 @@ def page_shape(geometries: Sequence[Geometry]) -> tuple[int, int]:
 
 
 def device_memory(
-    num_blocks: int, geometries: Sequence[Geometry], rank: int = 0
+    num_blocks: int, geometries: Sequence[Geometry], rank: int = 0, device: HostDevice | None = None
 ) -> "list[GroupMemory]":
-    """One rank's device: a layer-major KV cache in plain memory, as each group sees it.
+    """One rank's memory of a device: a layer-major KV cache, as each group sees it.
 
     What a block holds differs from rank to rank, as the shards of a model do.
 
@@ -132,12 +134,10 @@ def device_memory(
         region 1   ...
     """
     num_regions, region_bytes = page_shape(geometries)
-    pages = np.full((num_regions, num_blocks, region_bytes), GARBAGE, dtype=np.uint8)
+    device = device or HostDevice()
+    pages = device.full((num_regions, num_blocks, region_bytes), GARBAGE)
     return [
-        GroupMemory(
-            pages[: geometry.num_regions, :, : geometry.region_bytes],
-            Content(geometry, rank * len(geometries) + group),
-        )
+        GroupMemory(pages, Content(geometry, rank * len(geometries) + group), device)
         for group, geometry in enumerate(geometries)
     ]
 
@@ -150,18 +150,27 @@ class GroupMemory:
             then of layer 1, and so on.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], content: Content) -> None:
+    def __init__(self, pages: Array, content: Content, device: HostDevice) -> None:
         self.content = content
         self.geometry = content.geometry
-        self._bytes = memory
-        self._words = memory.view("<u8")
-        self._units = memory.view(f"<u{content.unit_bytes}")
-        self.regions = list(memory)
+        self._device = device
+
+        def view(item_bytes: int) -> Array:
+            num_items = self.geometry.region_bytes // item_bytes
+            return pages.view(f"<u{item_bytes}")[: self.geometry.num_regions, :, :num_items]
+
+        self._bytes, self._words, self._units = map(view, (1, WORD_BYTES, content.unit_bytes))
+        self.regions = list(self._bytes)
+
+    def layout(self) -> BlockLayout:
+        """Where the blocks lie."""
+        return self._device.layout(self.regions)
 
     def write_tokens(self, blocks: Ids, keys: Keys, offsets: Ids) -> None:
         """Compute one token in each block, at its offset within the block."""
         units = self.content.token_units_at(offsets)
-        self._units[:, blocks[:, None], units] = self.content.tokens(keys, offsets)
+        put = self._device.put
+        self._units[:, put(blocks[:, None]), put(units)] = put(self.content.tokens(keys, offsets))
 
     def write_range(self, table: Ids, keys: Keys, start: int, stop: int) -> None:
         """Compute tokens `start` to `stop` of a request, whose block table and keys these are."""
@@ -174,25 +183,28 @@ class GroupMemory:
             self._write_part(table[first - 1], keys[first - 1], start % size, size)
         if first < last:
             words = self.content.blocks(keys[first:last])
-            self._words[:, table[first:last]] = words.swapaxes(0, 1)
+            put = self._device.put
+            self._words[:, put(table[first:last])] = put(words.swapaxes(0, 1))
         if stop > last * size:
             self._write_part(table[last], keys[last], 0, stop - last * size)
 
     def _write_part(self, block: int, key: np.uint64, start: int, stop: int) -> None:
         token_bytes = self.geometry.region_token_bytes
         part = slice(start * token_bytes, stop * token_bytes)
-        self._bytes[:, block, part] = self.content.block_bytes(key)[:, part]
+        content = self._device.put(self.content.block_bytes(key)[:, part])
+        self._bytes[:, int(block), part] = content
 
     def wrong_blocks(self, blocks: Ids, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of these whole blocks do not hold what their keys ask for."""
         expected = self.content.blocks(keys).swapaxes(0, 1)
-        wrong: npt.NDArray[np.bool_] = (self._words[:, blocks] != expected).any(axis=(0, 2))
+        held = self._device.get(self._words[:, self._device.put(blocks)])
+        wrong: npt.NDArray[np.bool_] = (held != expected).any(axis=(0, 2))
         return wrong
 
     def wrong_part(self, block: int, key: np.uint64, num_tokens: int) -> bool:
         """Whether the first tokens of a block do not hold what its key asks for."""
         part = slice(0, num_tokens * self.geometry.region_token_bytes)
-        held = self._bytes[:, block, part]
+        held = self._device.get(self._bytes[:, int(block), part])
         return not np.array_equal(held, self.content.block_bytes(key)[:, part])
 
 

@@ -31,15 +31,16 @@ from kvstow.engine import Admission, AdmissionState, Engine, Transfer
 from kvstow.replay.batch import Batch, Request, Seats, longest_table
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.content import device_memory
+from kvstow.replay.device import device_for
 from kvstow.replay.faults import LOAD_TIMEOUT_S, FaultyMover
 from kvstow.replay.figures import Figures
 from kvstow.replay.link import Links
 from kvstow.replay.model import ReplayModel
 from kvstow.replay.observer import Observer
-from kvstow.replay.stopwatch import Stopwatch, UntimedMover
+from kvstow.replay.stopwatch import Stopwatch
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
-from kvstow.transfer import READY, BlockLayout, HostArena, Mover
+from kvstow.transfer import BlockLayout, HostArena, Mover
 
 __all__ = ["ReplayEngine"]
 
@@ -84,10 +85,13 @@ class ReplayEngine:
         self._block_size = trace.block_size
         self._watch = Stopwatch()
         self.now_s = trace.requests[0].arrival_s
+        self._device = device_for(config.mover if config.faults is None else "host")
         self.memory = [
             group
             for rank in range(config.world_size)
-            for group in device_memory(config.device_blocks, self.model.geometries, rank)
+            for group in device_memory(
+                config.device_blocks, self.model.geometries, rank, self._device
+            )
         ]
         self.kv = self._build_kv(max_blocks)
         self.arena = self.kv.arenas[0]
@@ -108,9 +112,9 @@ class ReplayEngine:
         def mover(layout: BlockLayout, arena: HostArena) -> Mover:
             if seed is not None:
                 return FaultyMover(layout, arena, chances)
-            return UntimedMover(layout, arena, self._watch)
+            return self._device.mover(layout, arena, self._watch)
 
-        layouts = [BlockLayout.from_arrays(group.regions) for group in self.memory]
+        layouts = [group.layout() for group in self.memory]
         num_groups = len(self.model.groups)
         ranks = [
             layouts[first : first + num_groups] for first in range(0, len(layouts), num_groups)
@@ -335,7 +339,9 @@ class ReplayEngine:
         if request.pending_since == self._num_landed_loads:
             return None
         with self._watch:
-            admission = self.kv.admit(request.name, request.known_tokens, budget, after=READY)
+            admission = self.kv.admit(
+                request.name, request.known_tokens, budget, after=self._device.computed()
+            )
         if admission.state is AdmissionState.PENDING:
             request.pending_since = self._num_landed_loads
             return None
@@ -431,7 +437,7 @@ class ReplayEngine:
             return
         names, computed = self.batch.names(seats.tolist()), self.batch.computed[seats].tolist()
         with self._watch:
-            transfer = self.kv.computed(names, computed, after=READY)
+            transfer = self.kv.computed(names, computed, after=self._device.computed())
         if transfer is not None:
             self.links.submit(transfer, self.now_s)
 

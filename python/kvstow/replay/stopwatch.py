@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstow.transfer import BlockLayout, Event, HostArena, HostMover, Ticket
+from kvstow.transfer import BlockLayout, CudaMover, Event, HostArena, HostMover, Mover, Ticket
 from kvstow.transfer.mover import Ints
 
-__all__ = ["Stopwatch", "UntimedMover"]
+__all__ = ["Stopwatch", "UntimedCudaMover", "UntimedHostMover"]
 
 
 class Stopwatch:
@@ -38,7 +38,7 @@ class Stopwatch:
         return total_ns / 1000
 
 
-class UntimedMover(HostMover):
+class _Untimed(Mover):
     """A mover whose work on a submission the stopwatch leaves out."""
 
     def __init__(self, layout: BlockLayout, arena: HostArena, watch: Stopwatch) -> None:
@@ -54,3 +54,11 @@ class UntimedMover(HostMover):
         """As any mover."""
         with self._watch.paused():
             return super().load(host_slots, block_ids, after=after)
+
+
+class UntimedHostMover(_Untimed, HostMover):
+    """Moves blocks in host memory."""
+
+
+class UntimedCudaMover(_Untimed, CudaMover):
+    """Moves blocks of a CUDA device."""

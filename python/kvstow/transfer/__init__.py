@@ -2,9 +2,9 @@
 
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.choose import arena_for, mover_for
-from kvstow.transfer.cuda_link import CudaLink, cuda_link
+from kvstow.transfer.cuda_link import CudaLink
 from kvstow.transfer.cuda_mover import CudaMover
-from kvstow.transfer.cuda_runtime import CudaError, CudaEvent, cuda_runtime
+from kvstow.transfer.cuda_runtime import CudaError, CudaEvent
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
@@ -28,8 +28,6 @@ __all__ = [
     "TransferTimeout",
     "VerifiedMover",
     "arena_for",
-    "cuda_link",
-    "cuda_runtime",
     "mover_for",
     "pinned_arena",
 ]

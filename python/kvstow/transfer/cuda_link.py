@@ -188,6 +188,8 @@ class Lane:
         """End the jobs that the device has carried out, and launch those that may begin."""
         with self._lock:
             try:
+                if self.runtime.lost is not None:
+                    raise self.runtime.lost
                 self._retire()
                 while self._pending and self._pending[0].is_ready:
                     job = self._pending[0]

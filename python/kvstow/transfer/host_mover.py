@@ -6,6 +6,10 @@ take to copy. So all regions of a job are copied by the same few numpy calls, ea
 none of which holds the lock: the index arrays are made by the submitting thread, and the worker
 only copies.
 
+A brief copy holds the lock whichever thread makes it, so a worker would hold up the submitting
+thread just as long, and waking it takes longer than the copy. Where such a job need wait for
+nothing, the submitting thread makes the copy itself, and its ticket has ended when it gets it.
+
 One call can reach every region because rows are addressed by base + stride + index, as a device
 kernel would: memory is viewed as one array of overlapping rows, `unit` bytes apart, where `unit`
 divides every stride and every distance between regions.
@@ -29,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import StateError, TransferError
+from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import Event, Index, Mover, Ticket, TransferTimeout, checked_timeout_s
@@ -37,8 +41,12 @@ from kvstow.transfer.mover import Event, Index, Mover, Ticket, TransferTimeout, 
 # A gather passes through a temporary of this size. Larger ones ask for the lock less often; above
 # about 24 MiB glibc maps and unmaps it anew each time, and its page faults cost more than the copy.
 CHUNK_BYTES = 16 << 20
-# Below this a copy is so short (some 50 us) that giving the lock away costs more than holding it.
+# Up to this a copy is so short (some 50 us) that giving the lock away costs more than holding it,
+# and a job so short that waking a worker for it costs more than carrying it out.
 _BRIEF_BYTES = 256 << 10
+# So many blocks of a brief job are copied one by one, at about a microsecond each: after a step of
+# compute the caches hold none of the code that plans for many, which then takes 100 us and more.
+_FEW_BLOCKS = 16
 # numpy lets go of the lock in a flat indexed copy only above 500 items. Shorter rows than this are
 # always more than 500 items when they are more than `_BRIEF_BYTES`, and a flat copy is faster.
 _SHORT_ROW_BYTES = 512
@@ -49,16 +57,27 @@ _Memory = npt.NDArray[np.uint8] | npt.NDArray[np.void]
 
 
 class HostMover(Mover):
-    """Moves blocks between two memories of this process, really asynchronously.
+    """Moves blocks between two memories of this process, asynchronously unless the job is brief.
 
     One worker carries out the stores, another the loads, each in the order submitted; neither
-    holds up the other. A ticket reports the release of the source and the end together. The
-    layout's addresses must be readable and writable by the CPU: nothing can check that here.
+    holds up the other. A brief job, of some 50 us, whose event has happened and that has no other
+    of its direction before it, is over when it is submitted. A ticket reports the release of the
+    source and the end together. The layout's addresses must be readable and writable by the CPU:
+    nothing can check that here.
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
-        """Start the workers; see `Mover` for the errors."""
+        """Start the workers; see `Mover` for the errors.
+
+        Raises:
+            ConfigError: the layout is of memory on a device.
+        """
         super().__init__(layout, arena)
+        if layout.device is not None:
+            raise ConfigError(
+                f"the layout lies on CUDA device {layout.device}, which no HostMover reaches; "
+                "build a CudaMover, or let mover_for choose"
+            )
         host = tuple(
             Region(arena.base_address + offset, arena.slot_stride_bytes, region.block_bytes)
             for offset, region in zip(layout.offsets, layout.regions, strict=True)
@@ -86,52 +105,66 @@ class HostMover(Mover):
             raise StateError("this HostMover is closed; build a new one")
 
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
-        order = np.argsort(host_slots)
-        ids, slots = block_ids[order], host_slots[order]
+        ids, slots, is_brief = self._ordered(block_ids, host_slots)
         copies = [c for device, host in self._sides for c in _plan(host, slots, device, ids)]
-        return self._stores.submit(copies, after, self)
+        return self._stores.submit(copies, after, self, is_brief=is_brief)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
-        # Sorted by slot, so that runs are long and the arena is walked in one direction.
-        order = np.argsort(host_slots)
-        ids, slots = block_ids[order], host_slots[order]
+        ids, slots, is_brief = self._ordered(block_ids, host_slots)
         copies = [c for device, host in self._sides for c in _plan(device, ids, host, slots)]
-        return self._loads.submit(copies, after, self)
+        return self._loads.submit(copies, after, self, is_brief=is_brief)
+
+    def _ordered(self, block_ids: Index, host_slots: Index) -> tuple[Index, Index, bool]:
+        """The pairs, by slot unless they are brief, and whether they are.
+
+        So runs are long, and the arena is walked in one direction.
+        """
+        if len(block_ids) * self._layout.slot_bytes <= _BRIEF_BYTES:
+            return block_ids, host_slots, True
+        order = np.argsort(host_slots)
+        return block_ids[order], host_slots[order], False
 
 
 class HostTicket(Ticket):
-    """A ticket that a worker thread ends."""
+    """A ticket that whoever makes the copy ends."""
 
     def __init__(self) -> None:
         """Begin under way."""
-        self._ended = threading.Event()
+        # A lock and not an event: one is made for each job, and nearly none is waited for.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        self._has_ended = False
         self._error: TransferError | None = None
 
     def poll(self) -> bool:
         """Whether the transfer has ended, well or not."""
-        return self._ended.is_set()
+        return self._has_ended
 
     @property
     def error(self) -> TransferError | None:
         """Why it failed; None while under way and after success."""
-        return self._error if self._ended.is_set() else None
+        return self._error if self._has_ended else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer has ended; see `Ticket.wait`."""
+        patience_s = -1.0  # a lock's for ever
         if timeout_s is not None:
-            timeout_s = checked_timeout_s(timeout_s)
-        if not self._ended.wait(timeout_s):
-            raise TransferTimeout(
-                f"the transfer has not ended within {timeout_s} s; keep its blocks and slots "
-                "pinned and wait again"
-            )
+            patience_s = checked_timeout_s(timeout_s)
+        if not self._has_ended:
+            if not self._under_way.acquire(timeout=patience_s):
+                raise TransferTimeout(
+                    f"the transfer has not ended within {timeout_s} s; keep its blocks and slots "
+                    "pinned and wait again"
+                )
+            self._under_way.release()  # for whoever else waits
         if self._error is not None:
             raise self._error
 
     def end(self, error: TransferError | None) -> None:
         """Report the end, once."""
         self._error = error
-        self._ended.set()
+        self._has_ended = True
+        self._under_way.release()
 
 
 @dataclass(slots=True)
@@ -139,9 +172,9 @@ class _Copy:
     """One call: rows `source_rows` of `source`, or all of it, into rows `target_rows`."""
 
     target: _Memory
-    target_rows: Index
+    target_rows: Index | int
     source: _Memory
-    source_rows: Index | None
+    source_rows: Index | int | None
 
     def run(self) -> None:
         """Copy. Both halves run without the interpreter lock, unless they are brief."""
@@ -160,35 +193,55 @@ class _Job:
 
 
 class _Worker:
-    """A thread that carries out jobs in order, each when its event has happened."""
+    """A thread that carries out jobs in order, each when its event has happened.
+
+    Brief jobs are carried out in `submit`, under the lock, if none is queued or under way: so no
+    other can begin before they are over, and `stop` waits for them.
+    """
 
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
+        # The thread carries out a job that has left the queue.
+        self._is_busy = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, copies: list[_Copy], after: Event, keep_alive: object) -> HostTicket:
-        """Queue a job; one that copies nothing has ended already."""
+    def submit(
+        self, copies: list[_Copy], after: Event, keep_alive: object, *, is_brief: bool
+    ) -> HostTicket:
+        """Queue a job, or carry it out; one that copies nothing has ended already."""
         job = _Job(copies, after, HostTicket(), keep_alive)
         if not copies:
             job.ticket.end(None)
             return job.ticket
 
         def mark_ready() -> None:
-            with self._changed:
-                job.ready = True
-                self._changed.notify()
+            job.ready = True
+            if self._queue:  # or else it is not in it yet: whoever puts it there sees it ready
+                with self._changed:
+                    self._wake()
 
         # Before it is queued, so that an event that refuses leaves nothing behind.
         after.add_done_callback(mark_ready)
         with self._changed:
             if self._closing:
                 raise StateError("this HostMover is closed; build a new one")
-            self._queue.append(job)
-            self._changed.notify()
+            if is_brief and job.ready and not self._queue and not self._is_busy:
+                error = _carry_out(job)
+                job.ticket.end(error)
+                if error is not None and not isinstance(error.__cause__, Exception | None):
+                    raise error.__cause__  # an interrupt is this thread's own
+            else:
+                self._queue.append(job)
+                self._wake()
         return job.ticket
+
+    def _wake(self) -> None:
+        """Wake the thread if there is work: only the job in front can be what it waits for."""
+        if self._queue and self._queue[0].ready:
+            self._changed.notify()
 
     def stop(self) -> None:
         """Let the thread end once no job in front is ready; does not wait for it."""
@@ -211,11 +264,13 @@ class _Worker:
     def _next(self) -> _Job | None:
         """Wait for the job in front to be ready; None, and all others failed, when closing."""
         with self._changed:
+            self._is_busy = False
             while not (self._queue and self._queue[0].ready):
                 if self._closing:
                     break
                 self._changed.wait()
             else:
+                self._is_busy = True
                 return self._queue.popleft()
             abandoned = list(self._queue)
             self._queue.clear()
@@ -254,6 +309,7 @@ class _Rows:
     Attributes:
         flat: shape [num_units], one item per row; no inner loop, for short rows.
         wide: shape [num_units, row_bytes], uint8; its copies never hold the interpreter lock.
+        blocks: shape [num_blocks, num_regions], an item per row; None if not evenly spaced.
         num_regions: rows that make up one block here.
         row_bytes: bytes of one row.
     """
@@ -275,10 +331,27 @@ class _Rows:
         self._is_even = bool(
             np.all(spacings == spacings[:1]) and np.all(self._strides == self._strides[0])
         )
+        self.blocks = self._blocks(num_blocks)
 
     def rows(self, positions: Index) -> Index:
         """The rows of these blocks, shape [n, num_regions]."""
         return positions[:, None] * self._strides + self._starts
+
+    def _blocks(self, num_blocks: int) -> npt.NDArray[np.void] | None:
+        if not self._is_even:
+            return None
+        first, stride = int(self._starts[0]), int(self._strides[0])
+        return np.lib.stride_tricks.as_strided(
+            self.flat[first:],
+            shape=(num_blocks, self.num_regions),
+            strides=(stride * self._unit_bytes, self._spacing_bytes),
+        )
+
+    @property
+    def _spacing_bytes(self) -> int:
+        """From one region to the next, where they are evenly spaced."""
+        is_one = self.num_regions == 1
+        return 0 if is_one else int(self._starts[1] - self._starts[0]) * self._unit_bytes
 
     def stretch(self, first: int, step: int, num_blocks: int) -> npt.NDArray[np.uint8] | None:
         """Blocks first, first + step, ... as a view of shape [num_blocks, num_regions, row_bytes].
@@ -288,11 +361,10 @@ class _Rows:
         if not self._is_even:
             return None
         unit, stride = self._unit_bytes, int(self._strides[0])
-        spacing = int(self._starts[1] - self._starts[0]) if self.num_regions > 1 else 0
         return np.lib.stride_tricks.as_strided(
             self.wide[first * stride + int(self._starts[0]) :],
             shape=(num_blocks, self.num_regions, self.row_bytes),
-            strides=(step * stride * unit, spacing * unit, 1),
+            strides=(step * stride * unit, self._spacing_bytes, 1),
             writeable=False,
         )
 
@@ -354,14 +426,25 @@ def _plan(
 ) -> Iterator[_Copy]:
     """The calls that copy block `source_positions[i]` to `target_positions[i]`, for every i.
 
-    Long stretches of evenly spaced source blocks are read where they lie: one call each. All other
-    blocks are gathered into a temporary and scattered from there, chunk by chunk.
+    Few blocks of few bytes are one call each. Long stretches of evenly spaced source blocks are
+    read where they lie: one call each. All other blocks are gathered into a temporary and scattered
+    from there, chunk by chunk.
     """
     block_bytes = source.row_bytes * source.num_regions
-    rest = np.ones(len(source_positions), dtype=np.bool_)
+    num_bytes = len(source_positions) * block_bytes
+    if (
+        len(source_positions) <= _FEW_BLOCKS
+        and num_bytes <= _BRIEF_BYTES
+        and target.blocks is not None
+        and source.blocks is not None
+    ):
+        for to, of in zip(target_positions.tolist(), source_positions.tolist(), strict=True):
+            yield _Copy(target.blocks, to, source.blocks, of)
+        return
     # numpy copies a source that might overlap the target, going by first and last byte only: where
     # one memory lies between the regions of the other, that would be a temporary of any size.
-    if rest.size * block_bytes >= CHUNK_BYTES and not np.may_share_memory(target.wide, source.wide):
+    if num_bytes >= CHUNK_BYTES and not np.may_share_memory(target.wide, source.wide):
+        rest = np.ones(len(source_positions), dtype=np.bool_)
         for first, last in _stretches(source_positions, max(2, -(-CHUNK_BYTES // block_bytes))):
             step = int(source_positions[first + 1] - source_positions[first])
             blocks = source.stretch(int(source_positions[first]), step, last - first)
@@ -369,8 +452,9 @@ def _plan(
                 rows = target.rows(target_positions[first:last])
                 yield _Copy(target.wide, rows, blocks, None)
                 rest[first:last] = False
-    target_rows = target.rows(target_positions[rest]).reshape(-1)
-    source_rows = source.rows(source_positions[rest]).reshape(-1)
+        target_positions, source_positions = target_positions[rest], source_positions[rest]
+    target_rows = target.rows(target_positions).reshape(-1)
+    source_rows = source.rows(source_positions).reshape(-1)
     is_brief = target_rows.size * source.row_bytes <= _BRIEF_BYTES
     is_flat = is_brief or source.row_bytes < _SHORT_ROW_BYTES
     into: _Memory = target.flat if is_flat else target.wide

@@ -286,7 +286,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._event_file.close()
 
     def _write_events(self) -> None:
-        """Write down what has happened to transfers; taken also where nobody wants to know."""
+        """Write down what has happened to transfers; taken also if only block events are wanted."""
+        if self._event_file is None and self._host_events is None:
+            return  # none are kept
         if self._scheduler is not None and self._scheduler.offload is not None:
             events = self._scheduler.offload.take_transfer_events()
             if self._event_file is not None:

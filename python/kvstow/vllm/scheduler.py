@@ -345,6 +345,7 @@ class SchedulerHalf:
         named: list[str] = []
         computed: list[int] = []
         ids: list[int] = []
+        told_blocks: list[KVCacheBlock] = []
         offsets = [0]
         for request_id in request_ids:
             tracked = self._due[request_id]
@@ -369,6 +370,7 @@ class SchedulerHalf:
                 else:
                     own_ids = [block.block_id for block in own]
                 ids += own_ids
+                told_blocks += own
                 if self._host_events is not None:
                     stored = [
                         (told + at, self._own_hash(request, told + at, g))
@@ -388,7 +390,7 @@ class SchedulerHalf:
             del self._due[request_id]
         if named:
             job = self.offload.store(named, computed, ids, offsets, deadline=self._deadline())
-            self._begin_store(job)
+            self._begin_store(job, ids, told_blocks)
 
     def _cached_ids(
         self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
@@ -455,10 +457,15 @@ class SchedulerHalf:
         assert self._manager is not None
         return self._manager.block_pool
 
-    def _begin_store(self, job: Job | None) -> None:
+    def _begin_store(
+        self, job: Job | None, told_ids: Sequence[int] = (), told: list[KVCacheBlock] | None = None
+    ) -> None:
         if job is not None:
             # The job's own: it may store less than it was told of, or what it was told of before.
-            held = list(map(self._pool.blocks.__getitem__, job.block_ids.tolist()))
+            ids = job.block_ids.tolist()
+            held = told
+            if held is None or ids != told_ids:
+                held = list(map(self._pool.blocks.__getitem__, ids))
             self._begin(job, _Transfer("store", held))
             self._num_storing += 1
             self._num_taken += len(held)

@@ -78,20 +78,23 @@ class StatsReporter:
     """Turns the tier's running counters into what was counted since the last report."""
 
     def __init__(self, capacity_blocks: int) -> None:
-        self._last = dict.fromkeys(_COUNTED, 0)
+        self._last: dict[str, int] = {}
         self._capacity_blocks = capacity_blocks
-        self._gauges: dict[str, int] = {}
 
     def report(self, stats: dict[str, int]) -> ConnectorStats | None:
         """What has changed; None if nothing has."""
-        data: dict[str, Any] = {
-            name: stats[name] - last for name, last in self._last.items() if stats[name] > last
-        }
-        self._last = {name: stats[name] for name in _COUNTED}
-        stats = stats | {"capacity_blocks": self._capacity_blocks}
-        gauges = {name: stats[name] for name in _GAUGES}
-        data |= {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
-        self._gauges = gauges
+        if stats == self._last:
+            return None
+        last, self._last = self._last, stats
+        data: dict[str, Any] = {}
+        if not last:
+            data["capacity_blocks"] = self._capacity_blocks
+        for name, value in stats.items():
+            if value != last.get(name):
+                if name in _GAUGES:
+                    data[name] = value
+                elif name in _COUNTED and value:
+                    data[name] = value - last.get(name, 0)
         return ConnectorStats(data=data) if data else None
 
 

@@ -150,6 +150,8 @@ class WorkerHalf:
         self._poll()
 
     def _poll(self) -> None:
+        if not self._running:
+            return
         for job_id, running in list(self._running.items()):
             if running.poll():
                 del self._running[job_id]
@@ -165,12 +167,13 @@ class WorkerHalf:
     def _start(self, direction: Direction, copies: Copies) -> None:
         running = _Running(direction, [], len(copies.block_ids), 0)
         try:
+            offsets = copies.offsets.tolist()
             for group, mover in enumerate(self.movers):
-                part = slice(copies.offsets[group], copies.offsets[group + 1])
-                ids, slots = copies.block_ids[part], copies.host_slots[part]
-                if len(ids) == 0:
+                start, end = offsets[group], offsets[group + 1]
+                if start == end:
                     continue
-                running.num_bytes += len(ids) * self._block_bytes[group]
+                ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
+                running.num_bytes += (end - start) * self._block_bytes[group]
                 # On the CPU the step's compute is over by now: there is no event to wait for.
                 if direction == LOAD:
                     running.tickets.append(mover.load(slots, ids, after=READY))

@@ -16,7 +16,6 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
-use std::iter::successors;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
@@ -41,7 +40,7 @@ pub(super) struct Filling {
 /// What a slot costs besides its block in the pool and what its policy keeps, in bytes.
 const SLOT_BYTES: usize = 13;
 
-/// At most 113 bytes a slot, taken at construction; 196 where the policy has ghosts.
+/// At most 121 bytes a slot, taken at construction; 196 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
     pool: BlockPool,
@@ -188,6 +187,7 @@ impl HostTier {
                 continue; // in a list that is no true chain: the two would be each other's parents
             }
             self.parents[child.index()] = slot.0;
+            self.policy.attached(child);
             self.num_children[BlockId::NULL.index()] -= 1;
             self.num_children[slot.index()] += 1;
         }
@@ -295,6 +295,9 @@ impl HostTier {
             }
             self.end_filling(slot);
             kept.push((ends[at], at));
+            if self.pool.medium().is_none() {
+                continue; // no events are kept: there are no runs to tell of
+            }
             let goes_on = run.end == at
                 && at > 0
                 && keys[at - 1].group == key.group
@@ -345,11 +348,10 @@ impl HostTier {
         self.policy.ranked(slots);
     }
 
-    /// Ranks a whole chain, from `tail` up to its root. All but the last `num_missed` slots are hits.
+    /// Ranks a whole chain, from `tail` up to its root. All but the `num_missed` next to the tail are
+    /// hits.
     pub(super) fn rank_chain(&mut self, tail: BlockId, num_missed: usize) {
-        let above = |slot: &BlockId| Some(BlockId(self.parents[slot.index()]));
-        let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
-        self.policy.ranked(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
+        self.policy.ranked_chain(tail, &self.parents, num_missed);
     }
 
     /// Drops everything. Slots in flight are emptied when their jobs end; pinned ones when they
@@ -466,7 +468,8 @@ impl HostTier {
     /// Verifies every invariant of the tier.
     pub(super) fn check(&self) -> Result<()> {
         self.pool.check()?;
-        self.policy.check(|slot| self.pool.key(slot))?;
+        let parent = |slot: BlockId| BlockId(self.parents[slot.index()]);
+        self.policy.check(|slot| self.pool.key(slot), parent)?;
         let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
         let is_filling = &self.is_filling;
         if is_filling.iter().filter(|&&is_filling| is_filling).count() != self.num_filling {

@@ -68,8 +68,8 @@ def chunk_table(regions: Sequence[Region], offsets: Sequence[int]) -> npt.NDArra
 def checksum(slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     """The kernels' checksum of each slot, shape [n], for slots of shape [n, num_bytes].
 
-    Byte p of a slot, shifted left by `8 * (p % 4)`, times the weight of word `p // 4`, summed modulo
-    2**64; `pack.cu` says what it detects. A sum over parts is the sum of the parts' sums.
+    Byte p of a slot, shifted left by `8 * (p % 4)`, times the weight of word `p // 4`, summed
+    modulo 2**64; `pack.cu` says what it detects. A sum over parts is the sum of the parts' sums.
 
     Raises:
         ConfigError: not a 2-D array of uint8.

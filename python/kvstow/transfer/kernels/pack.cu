@@ -6,11 +6,11 @@
 //   staging    |region 0, region 1, ... of block_ids[0]|pad|... of block_ids[1]|pad| ...
 //                 chunk: staging + i * staging_stride + offset
 //
-// A chunk of one block is one warp's work, and the warps of the grid take turns: a small grid leaves
-// the other multiprocessors to the model. Any grid is right, and any block of whole warps.
+// A chunk of one block is one warp's work, and the warps of the grid take turns: a small grid
+// leaves the other multiprocessors to the model. Any grid is right, and any block of whole warps.
 //
-// The text needs nothing but the language, so that g++ compiles it as well and the tests run it on
-// a CPU: no barriers, no shared memory, no inline assembly.
+// Without barriers, shared memory and inline assembly, it is C++ to any compiler that is told the
+// few names of CUDA: so the tests run this very text on a CPU.
 
 // A piece of one region. At most 2**31 bytes; a table of 2 KiB ones keeps a warp's turn short.
 struct Chunk {
@@ -23,14 +23,14 @@ static_assert(sizeof(Chunk) == 24, "the host builds the table with this layout")
 
 constexpr unsigned int LANES = 32;
 constexpr unsigned int ALL_LANES = 0xffffffffu;
-// Loads that a lane issues before its first store. Device memory takes 0.7 us to answer, so the rate
-// is what is under way divided by that: 2 KiB per warp.
+// Loads that a lane issues before its first store. Device memory takes some 0.7 us to answer, and
+// the rate is what is under way divided by that: 2 KiB per warp.
 constexpr unsigned int IN_FLIGHT = 4;
 
-// The factor of a slot's 4-byte word `index` in the checksum: never 0, and no two alike, since adding
-// 1, multiplying by an odd number and the shifted exclusive or are bijections of 32 bits, the last
-// two of which leave 0 to 0. The upper half folded into the lower keeps the factors from being an
-// arithmetic progression, whose sums over even ranges end in many zero bits.
+// The factor of a slot's 4-byte word `index` in the checksum: never 0, and no two alike, since
+// adding 1, multiplying by an odd number and the shifted exclusive or are bijections of 32 bits;
+// the last two leave 0 to 0. The upper half folded into the lower keeps the factors from being
+// an arithmetic progression, whose sums over even ranges end in many zero bits.
 __device__ __forceinline__ unsigned int weight(unsigned int index) {
     unsigned int mixed = (index + 1) * 0x9E3779B1u;
     return mixed ^ (mixed >> 16);
@@ -48,7 +48,8 @@ __device__ __forceinline__ unsigned long long weighted_at(unsigned int position,
 }
 
 // What one byte adds: its share of the little-endian word it belongs to.
-__device__ __forceinline__ unsigned long long weighted_at(unsigned int position, unsigned char byte) {
+__device__ __forceinline__ unsigned long long weighted_at(unsigned int position,
+                                                          unsigned char byte) {
     return weighted(static_cast<unsigned int>(byte) << (position % 4 * 8), position / 4);
 }
 
@@ -81,9 +82,9 @@ __device__ __forceinline__ unsigned long long copy_units(unsigned long long sour
     return sum;
 }
 
-// 16 bytes at a time if both sides are aligned to it, the rest byte by byte. With an aligned slot the
-// third condition follows from the first two; with another, words of the checksum would not be words
-// of memory.
+// 16 bytes at a time if both sides are aligned to it, the rest byte by byte. With an aligned slot
+// the third condition follows from the first two; with another, words of the checksum would not be
+// words of memory.
 __device__ __forceinline__ unsigned long long copy_chunk(unsigned long long source,
                                                          unsigned long long target,
                                                          unsigned int num_bytes,
@@ -111,9 +112,9 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
                                             unsigned int num_blocks, unsigned long long staging,
                                             unsigned long long staging_stride,
                                             unsigned long long* __restrict__ checksums) {
-    // Work is numbered i * num_chunks + chunk, and a warp's turns are num_warps apart. The number may
-    // pass 32 bits, so it is kept as the pair, which also spares a division per turn. A grid has
-    // fewer than 2**31 warps, ids are int32, and the table fits in memory: none of these sums wraps.
+    // Work is numbered i * num_chunks + chunk, and a warp's turns are num_warps apart. The number
+    // may pass 32 bits, so it is kept as the pair, which also spares a division per turn. There are
+    // fewer than 2**31 warps, blocks and chunks: no sum of two wraps.
     const unsigned int lane = threadIdx.x % LANES;
     const unsigned int num_warps = gridDim.x * (blockDim.x / LANES);
     const unsigned int warp = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
     for (bool is_first = true; i < num_blocks; is_first = false) {
         if (is_first || i - kept_from >= LANES) {
             kept_from = i;
-            if (lane < num_blocks - i) kept_id = block_ids[i + lane];
+            if (lane < num_blocks - i) kept_id = __ldg(block_ids + i + lane);
         }
         const unsigned long long id = __shfl_sync(ALL_LANES, kept_id, i - kept_from);
         const Chunk chunk = chunks[chunk_index];
@@ -149,10 +150,11 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
     }
 }
 
-// Block block_ids[i] of the cache into slot i of staging, for every i < num_blocks. Unless `checksums`
-// is null, checksums[i] is added what the slot's bytes sum up to: byte p of the slot, shifted left by
-// 8 * (p % 4), times weight(p / 4), modulo 2**64. One changed word always changes the sum, and so do
-// two that swap places: either way by the product of two numbers below 2**32 that are not 0.
+// Block block_ids[i] of the cache into slot i of staging, for every i < num_blocks. Unless
+// `checksums` is null, checksums[i] is added what the slot's bytes sum up to: byte p of the slot,
+// shifted left by 8 * (p % 4), times weight(p / 4), modulo 2**64. One changed word always changes
+// the sum, and so do two that swap places: either way by the product of two numbers that are not 0
+// and lie within 32 bits.
 extern "C" __global__ void gather(const Chunk* chunks, unsigned int num_chunks,
                                   const int* block_ids, unsigned int num_blocks,
                                   unsigned char* staging, unsigned long long staging_stride,

@@ -199,7 +199,11 @@ impl Policy for HitDensity {
             + self.times.capacity() * size_of::<u32>()
     }
 
-    fn check(&self, key: impl Fn(BlockId) -> Option<BlockKey>) -> Result<()> {
+    fn check(
+        &self,
+        key: impl Fn(BlockId) -> Option<BlockKey>,
+        _: impl Fn(BlockId) -> BlockId,
+    ) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("hit density: {what}")));
         self.ghosts.check()?;
         let max_ghosts = self.num_slots() as usize * GHOSTS_PER_SLOT as usize;

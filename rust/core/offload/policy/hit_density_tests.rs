@@ -56,7 +56,7 @@ impl Tier {
     }
 
     fn check(&self) {
-        self.0.check(|slot| self.1.get(&slot.0).copied().map(key)).unwrap();
+        self.0.check(|slot| self.1.get(&slot.0).copied().map(key), |_| BlockId::NULL).unwrap();
         assert_eq!(self.0.len(), self.1.len());
         assert!(self.1.keys().all(|&slot| self.0.contains(BlockId(slot))));
     }

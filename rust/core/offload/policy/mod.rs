@@ -8,6 +8,7 @@ mod ghosts;
 mod hit_density;
 mod lru;
 
+use std::iter::successors;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
@@ -107,6 +108,17 @@ pub(super) trait Policy {
     /// found it, told once for each request that does. Those not resident are passed over.
     fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>);
 
+    /// As [`ranked`](Self::ranked), of the chain from `tail` up to its root: `parents` by slot, null
+    /// above a root. All but the `num_missed` next to the tail are hits.
+    fn ranked_chain(&mut self, tail: BlockId, parents: &[u32], num_missed: usize) {
+        let above = |slot: &BlockId| Some(BlockId(parents[slot.index()]));
+        let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
+        self.ranked(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
+    }
+
+    /// A slot that was a root has a parent from now on.
+    fn attached(&mut self, _root: BlockId) {}
+
     /// A slot is no longer resident, if it was.
     fn removed(&mut self, slot: BlockId);
 
@@ -126,11 +138,15 @@ pub(super) trait Policy {
     #[cfg(test)]
     fn memory_bytes(&self) -> usize;
 
-    /// Verifies its own state against the keys of the resident slots.
+    /// Verifies its own state against the keys and parents of the resident slots.
     ///
     /// # Errors
     /// [`Error::Broken`] names the first invariant that does not hold.
-    fn check(&self, key: impl Fn(BlockId) -> Option<BlockKey>) -> Result<()>;
+    fn check(
+        &self,
+        key: impl Fn(BlockId) -> Option<BlockKey>,
+        parent: impl Fn(BlockId) -> BlockId,
+    ) -> Result<()>;
 }
 
 /// One of them, told apart before each loop: slots are ranked by the thousand, and a call for each
@@ -159,6 +175,14 @@ impl AnyPolicy {
         delegate!(self, policy => policy.ranked(slots));
     }
 
+    pub(super) fn ranked_chain(&mut self, tail: BlockId, parents: &[u32], num_missed: usize) {
+        delegate!(self, policy => policy.ranked_chain(tail, parents, num_missed));
+    }
+
+    pub(super) fn attached(&mut self, root: BlockId) {
+        delegate!(self, policy => policy.attached(root));
+    }
+
     #[inline]
     pub(super) fn removed(&mut self, slot: BlockId) {
         delegate!(self, policy => policy.removed(slot));
@@ -185,8 +209,12 @@ impl AnyPolicy {
         delegate!(self, policy => policy.contains(slot))
     }
 
-    pub(super) fn check(&self, key: impl Fn(BlockId) -> Option<BlockKey>) -> Result<()> {
-        delegate!(self, policy => policy.check(key))
+    pub(super) fn check(
+        &self,
+        key: impl Fn(BlockId) -> Option<BlockKey>,
+        parent: impl Fn(BlockId) -> BlockId,
+    ) -> Result<()> {
+        delegate!(self, policy => policy.check(key, parent))
     }
 }
 

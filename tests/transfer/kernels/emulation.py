@@ -1,0 +1,286 @@
+"""`pack.cu` compiled as C++, and memory in which nothing it does goes unnoticed.
+
+Expectations are made with plain slices, block by block and region by region: nothing here knows of
+chunks or warps. Device and staging are two arrays of random bytes, which are compared whole, and
+every byte's stores are counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstow.transfer.kernels import CHUNK_DTYPE, checksum, chunk_table
+from kvstow.transfer.layout import Region
+
+SHIM = Path(__file__).with_name("emulated_cuda.cpp")
+# `#pragma unroll` is for the other compiler.
+WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
+OPTIMISED = ("-O2", *WARNINGS)
+SANITISED = ("-O1", "-fsanitize=undefined", "-static-libubsan", *WARNINGS)
+# Memory on either side that no block lies in, so that a stray store has somewhere to be seen.
+MARGIN_BYTES = 256
+
+Bytes = npt.NDArray[np.uint8]
+Table = npt.NDArray[np.void]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("chunks", ctypes.c_void_p),
+        ("num_chunks", ctypes.c_uint32),
+        ("block_ids", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_uint32),
+        ("staging", ctypes.c_uint64),
+        ("staging_stride", ctypes.c_uint64),
+        ("checksums", ctypes.c_void_p),
+    )
+
+
+class _Watch(ctypes.Structure):
+    _fields_ = (
+        ("source_begin", ctypes.c_uint64),
+        ("source_end", ctypes.c_uint64),
+        ("target_begin", ctypes.c_uint64),
+        ("target_end", ctypes.c_uint64),
+        ("ids_begin", ctypes.c_uint64),
+        ("ids_end", ctypes.c_uint64),
+        ("num_stores", ctypes.c_void_p),
+        ("num_outside", ctypes.c_uint64),
+        ("num_misaligned", ctypes.c_uint64),
+        ("num_diverged", ctypes.c_uint64),
+        ("num_endless", ctypes.c_uint64),
+        ("num_id_loads", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A launch: `num_ctas` thread blocks, of which all run, or those in `ran`."""
+
+    num_ctas: int
+    num_threads: int
+    ran: range | None = None
+
+
+@dataclass
+class Launch:
+    """What the kernels are given. `staging` is an address modulo 2**64, as on a device."""
+
+    table: Table
+    block_ids: Sequence[int]
+    staging: int
+    staging_stride: int
+    checksums: npt.NDArray[np.uint64] | None = None
+
+
+class Kernels:
+    """The compiled kernels."""
+
+    def __init__(self, source: Path, folder: Path, flags: Sequence[str]) -> None:
+        compiler = shutil.which("g++")
+        if compiler is None:
+            pytest.skip("there is no C++ compiler (g++) to compile the kernels with")
+        library = folder / f"{source.stem}.so"
+        command = [compiler, "-std=c++17", *flags, "-shared", "-fPIC", f'-DKERNELS="{source}"']
+        completed = subprocess.run(
+            [*command, "-o", str(library), str(SHIM)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        if completed.returncode:
+            pytest.fail(completed.stderr)  # no AssertionError, which a mutant is to raise
+        self._launch = ctypes.CDLL(str(library)).launch
+        self._launch.restype = None
+        self.num_id_loads = 0  # by the last launch, of every lane
+
+    def run(
+        self, is_gather: bool, launch: Launch, grid: Grid, source: Bytes, target: Bytes
+    ) -> npt.NDArray[np.uint16]:
+        """Run one kernel. Returns how often each byte of `target` was stored to."""
+        # One chunk more than there are, of nothing: reading past the table moves nothing.
+        table = np.zeros(len(launch.table) + 1, dtype=CHUNK_DTYPE)
+        table[:-1] = launch.table
+        ids = np.asarray(launch.block_ids, dtype=np.int32)
+        stores = np.zeros(target.shape, dtype=np.uint16)
+        arguments = _Arguments(
+            table.ctypes.data,
+            len(launch.table),
+            ids.ctypes.data,
+            len(ids),
+            launch.staging % 2**64,
+            launch.staging_stride % 2**64,
+            None if launch.checksums is None else launch.checksums.ctypes.data,
+        )
+        watch = _Watch(
+            source.ctypes.data,
+            source.ctypes.data + source.nbytes,
+            target.ctypes.data,
+            target.ctypes.data + target.nbytes,
+            ids.ctypes.data,
+            ids.ctypes.data + ids.nbytes,
+            stores.ctypes.data,
+        )
+        ran = range(grid.num_ctas) if grid.ran is None else grid.ran
+        self._launch(
+            ctypes.c_bool(is_gather),
+            ctypes.c_uint(grid.num_ctas),
+            ctypes.c_uint(grid.num_threads),
+            ctypes.c_uint(ran.start),
+            ctypes.c_uint(ran.stop),
+            ctypes.byref(arguments),
+            ctypes.byref(watch),
+        )
+        assert watch.num_outside == 0, "loads or stores outside of the memory given"
+        assert watch.num_misaligned == 0, "misaligned loads or stores"
+        assert watch.num_diverged == 0, "lanes of a warp not at the same shuffle"
+        assert watch.num_endless == 0, "a warp that never ends"
+        self.num_id_loads = int(watch.num_id_loads)
+        return stores
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Regions within one array, and slots within another, all in bytes from their starts."""
+
+    name: str
+    bases: tuple[int, ...]
+    strides: tuple[int, ...]
+    region_bytes: int
+    device_bytes: int
+    staging_base: int = 0
+    staging_pad: int = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.region_bytes * len(self.bases)
+
+    @property
+    def offsets(self) -> list[int]:
+        return [self.region_bytes * r for r in range(len(self.bases))]
+
+
+def placements(num_layers: int, region_bytes: int, num_blocks: int) -> list[Placement]:
+    """The ways in which caches lie in memory, and one in which nothing is aligned."""
+    size = region_bytes
+    layers = range(num_layers)
+    padded = size + 48
+
+    def apart(stride: int, first: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+        bases = tuple(first + layer * (num_blocks * stride + 16) for layer in layers)
+        return bases, (stride,) * num_layers, size, bases[-1] + num_blocks * stride
+
+    halves = tuple(
+        layer * 2 * num_blocks * size + half * size for layer in layers for half in (0, 1)
+    )
+    one_row = tuple(layer * size for layer in layers)
+    return [
+        Placement("tight", *apart(size)),
+        Placement("padded", *apart(padded), staging_pad=64),
+        Placement(
+            "K and V interleaved",
+            halves,
+            (2 * size,) * len(halves),
+            size,
+            2 * size * num_blocks * num_layers,
+        ),
+        Placement(
+            "all layers of a block in a row",
+            one_row,
+            (num_layers * size,) * num_layers,
+            size,
+            num_layers * size * num_blocks,
+        ),
+        Placement("odd device", *apart(padded + 3, first=5)),
+        Placement("odd staging", *apart(padded), staging_base=9, staging_pad=7),
+        # Wide accesses, and a tail.
+        Placement("aligned", *apart(size + -size % 16), staging_pad=-(size * num_layers) % 16),
+        # Layer 1 aligned in both memories, but not within the slot: a word of the checksum is no
+        # word of memory.
+        Placement(
+            "aligned across words",
+            *apart(size + -size % 16),
+            staging_base=-size % 16,
+            staging_pad=-(size * num_layers) % 16,
+        ),
+    ]
+
+
+def aligned_bytes(num_bytes: int, rng: np.random.Generator) -> Bytes:
+    """Random bytes from an address that is a multiple of 64, with a margin on either side."""
+    room = rng.integers(0, 256, num_bytes + 2 * MARGIN_BYTES + 64, dtype=np.uint8)
+    return room[-room.ctypes.data % 64 :][: num_bytes + 2 * MARGIN_BYTES]
+
+
+def whole_regions(regions: Sequence[Region], offsets: Sequence[int]) -> Table:
+    """A table with one chunk per region, however long."""
+    rows = [
+        (region.base_address, region.block_stride_bytes, offset, region.block_bytes)
+        for region, offset in zip(regions, offsets, strict=True)
+    ]
+    return np.array(rows, dtype=CHUNK_DTYPE)
+
+
+def check(
+    kernels: Kernels,
+    placement: Placement,
+    block_ids: Sequence[int],
+    grid: Grid,
+    *,
+    is_gather: bool,
+    is_summed: bool = False,
+    is_cut: bool = True,
+    seed: int = 0,
+) -> None:
+    """Run one kernel over `placement`, and compare all there is with what numpy's slices give."""
+    rng = np.random.default_rng(seed)
+    stride = placement.slot_bytes + placement.staging_pad
+    device = aligned_bytes(placement.device_bytes, rng)
+    staging = aligned_bytes(placement.staging_base + len(block_ids) * stride, rng)
+    regions = [
+        Region(device.ctypes.data + MARGIN_BYTES + base, region_stride, placement.region_bytes)
+        for base, region_stride in zip(placement.bases, placement.strides, strict=True)
+    ]
+    table = (chunk_table if is_cut else whole_regions)(regions, placement.offsets)
+    source, target = (device, staging) if is_gather else (staging, device)
+    first_slot = MARGIN_BYTES + placement.staging_base
+
+    expected, expected_stores = target.copy(), np.zeros(target.shape, dtype=np.uint16)
+    for i, block_id in enumerate(block_ids):
+        for r, base in enumerate(placement.bases):
+            there = MARGIN_BYTES + base + block_id * placement.strides[r]
+            here = first_slot + i * stride + r * placement.region_bytes
+            read, written = (there, here) if is_gather else (here, there)
+            expected[written : written + placement.region_bytes] = source[
+                read : read + placement.region_bytes
+            ]
+            expected_stores[written : written + placement.region_bytes] += 1
+
+    begun = rng.integers(0, 2**64, len(block_ids), dtype=np.uint64)
+    launch = Launch(
+        table,
+        block_ids,
+        staging.ctypes.data + first_slot,
+        stride,
+        begun.copy() if is_summed else None,
+    )
+    untouched = source.copy()
+    stores = kernels.run(is_gather, launch, grid, source, target)
+    np.testing.assert_array_equal(source, untouched)
+    np.testing.assert_array_equal(target, expected)
+    np.testing.assert_array_equal(stores, expected_stores)
+    if launch.checksums is not None:
+        slots = np.lib.stride_tricks.as_strided(
+            staging[first_slot:], (len(block_ids), placement.slot_bytes), (stride, 1)
+        )
+        np.testing.assert_array_equal(launch.checksums, begun + checksum(slots))

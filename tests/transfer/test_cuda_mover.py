@@ -1,0 +1,383 @@
+"""The CUDA mover on a device that is played: bytes, tickets, errors, and memory given back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.transfer.any_order import AnyOrder
+from tests.transfer.test_cuda_order import RandomOrder
+
+from kvstow import ChecksumMismatch, ConfigError, StateError, TransferError
+from kvstow.transfer import (
+    READY,
+    BlockLayout,
+    CudaError,
+    CudaEvent,
+    CudaLink,
+    CudaMover,
+    HostArena,
+    HostEvent,
+    HostMover,
+    Mover,
+    Region,
+    Ticket,
+    TransferTimeout,
+)
+from kvstow.transfer import pinning as pinning_module
+from kvstow.transfer.link_speed import LinkSpeed, Path
+
+LOST = CudaError("an illegal address; restart the process", is_fatal=True)
+REFUSED = CudaError("invalid value", is_fatal=False)
+
+
+def in_order(able: list[int | None]) -> int | None:
+    """The host first, as if the device were far slower: nothing runs until it is asked for."""
+    return None if None in able else able[0]
+
+
+def on_device(arrays: list[npt.NDArray[np.uint8]], device: int = 0) -> BlockLayout:
+    layout = BlockLayout.from_arrays(arrays)
+    return BlockLayout(layout.num_blocks, layout.regions, layout.owners, device=device)
+
+
+class Bench:
+    """Blocks of two fragments, and an idle device that runs what it is asked to."""
+
+    def __init__(
+        self, *, num_blocks: int = 9, num_slots: int = 16, num_places: int = 2, **options: object
+    ) -> None:
+        self.runtime = AnyOrder(in_order)
+        content = np.arange(2 * num_blocks * 2048, dtype=np.uint32).astype(np.uint8)
+        self.memory = content.reshape(2, num_blocks, 2048)
+        layout = on_device(list(self.memory))
+        self.arena = HostArena(num_slots, layout.slot_bytes)
+        self.link = CudaLink(self.runtime, staging_bytes=8192, num_places=num_places)
+        self.mover = CudaMover(layout, self.arena, link=self.link, path="packed", **options)  # type: ignore[arg-type]
+
+    def block(self, block: int) -> npt.NDArray[np.uint8]:
+        return self.memory[:, block].reshape(-1)
+
+    def land(self, ticket: Ticket) -> None:
+        """Let the device go on until the job has ended, and raise what it failed with."""
+        while not ticket.poll():
+            assert self.runtime.step(), "the device is idle, and the job is not done"
+        ticket.wait(0)
+
+    def after(self) -> CudaEvent:
+        return CudaEvent(self.runtime, self.runtime.event())
+
+
+@contextmanager
+def bench(**options: object) -> Iterator[Bench]:
+    it = Bench(**options)  # type: ignore[arg-type]
+    yield it
+    it.mover.close()
+    if it.runtime.lost is None:
+        assert not it.runtime.allocated, "memory of the device was left behind"
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_it_moves_what_the_host_mover_moves(data: st.DataObject) -> None:
+    draw = data.draw
+    sizes = draw(st.lists(st.sampled_from([16, 48, 100, 1024, 4096, 5000]), min_size=1, max_size=4))
+    num_blocks, num_slots = draw(st.integers(2, 9)), draw(st.integers(1, 9))
+    slots_per_run = draw(st.sampled_from([k for k in (1, 2, 4) if num_slots % k == 0]))
+    larger = draw(st.sampled_from([0, 0, 3000, 20000]))
+    path: Path = draw(st.sampled_from(["packed", "direct"]))
+    num_places = draw(st.integers(1, 3))
+    pairs = draw(st.integers(0, min(num_blocks - 1, num_slots)))
+    ids = draw(st.permutations(range(1, num_blocks)))[:pairs]
+    slots = draw(st.permutations(range(num_slots)))[:pairs]
+
+    def memory(fill: int) -> list[npt.NDArray[np.uint8]]:
+        rng = np.random.default_rng(fill)
+        padded = [
+            rng.integers(0, 256, (num_blocks, -(-s // 16) * 16 + 32), np.uint8) for s in sizes
+        ]
+        return [one[:, :size] for one, size in zip(padded, sizes, strict=True)]
+
+    results = []
+    for kind in ("cuda", "host"):
+        blocks, others = memory(1), memory(2)
+        runtime = AnyOrder(RandomOrder(pairs))
+        arena = HostArena(num_slots, sum(sizes) + larger, slots_per_run=slots_per_run)
+        for arrays, is_store in ((blocks, True), (others, False)):
+            if kind == "cuda":
+                link = CudaLink(runtime, staging_bytes=40_000, num_places=num_places)
+                mover: Mover = CudaMover(on_device(arrays), arena, link=link, path=path)
+            else:
+                mover = HostMover(BlockLayout.from_arrays(arrays), arena)
+            with mover:
+                ticket = (
+                    mover.store(ids, slots, after=READY)
+                    if is_store
+                    else mover.load(slots, ids, after=READY)
+                )
+                while kind == "cuda" and not ticket.poll():
+                    assert runtime.step()
+                ticket.wait(10)
+        bytes_of = [np.ascontiguousarray(array.base) for array in blocks + others]
+        results.append([*bytes_of, arena.slots[:, : sum(sizes)].copy()])
+        assert not runtime.allocated
+    for ours, theirs in zip(*results, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_consecutive_slots_are_one_copy_and_what_was_pinned_apart_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinning_module, "MAX_CHUNK_BYTES", 4 * 4096)
+    with bench(num_places=3) as it:
+        copies: list[list[int]] = []
+        copy = it.runtime.copy
+
+        def spy(made: object, stream: object) -> None:
+            copies.append([num for _, _, num in made.runs])  # type: ignore[attr-defined]
+            copy(made, stream)  # type: ignore[arg-type]
+
+        it.runtime.copy = spy  # type: ignore[method-assign, assignment]
+        # Places hold two blocks; slots 4 and 8 begin another chunk.
+        it.land(it.mover.store([1, 2, 3, 4, 5, 6], [9, 2, 3, 8, 4, 5], after=it.after()))
+    assert copies == [[2], [2], [2]]
+    with bench() as it:
+        it.runtime.copy = spy  # type: ignore[method-assign, assignment]
+        copy = AnyOrder.copy.__get__(it.runtime)
+        copies.clear()
+        it.land(it.mover.store([1, 2, 3], [3, 4, 7], after=it.after()))
+    assert copies == [[1, 1], [1]]
+
+
+# -- tickets and events ----------------------------------------------------------------------------
+
+
+def test_a_store_is_released_before_it_has_landed() -> None:
+    with bench(num_places=3) as it:
+        ticket = it.mover.store([1, 2], [0, 1], after=it.after())
+        assert not ticket.source_released()
+        pack = it.runtime.streams[0]
+        while pack.queue:
+            it.runtime._run_part(pack)
+        assert ticket.source_released()
+        assert not ticket.poll()
+        it.land(ticket)
+        assert ticket.poll()
+        assert ticket.error is None
+
+
+def test_with_an_event_of_the_host_a_job_begins_when_that_has_happened() -> None:
+    with bench() as it:
+        filled = HostEvent()
+        first = it.mover.store([1], [0], after=filled)
+        second = it.mover.store([2], [1], after=it.after())
+        it.runtime.run_all()
+        assert not first.poll()
+        assert not second.poll(), "stores keep their order"
+        assert not it.arena.slots.any()
+        it.memory[:, 1] = 7
+        filled.set()
+        it.land(second)
+        assert first.poll()
+        assert (it.arena.slots[0] == 7).all()
+        assert np.array_equal(it.arena.slots[1], it.block(2))
+
+
+def test_an_event_that_fails_fails_its_job_and_no_other() -> None:
+    with bench() as it:
+        filled = HostEvent()
+        first = it.mover.store([1], [0], after=filled)
+        second = it.mover.store([2], [1], after=READY)
+        filled.set(RuntimeError("the step has crashed"))
+        it.land(second)
+        with pytest.raises(TransferError, match="the step has crashed"):
+            it.land(first)
+        assert not it.arena.slots[0].any()
+
+
+def test_wait_gives_up_in_time() -> None:
+    with bench() as it:
+        filled = HostEvent()
+        ticket = it.mover.store([1], [0], after=filled)
+        with pytest.raises(TransferTimeout, match=r"0\.01 s"):
+            ticket.wait(0.01)
+        with pytest.raises(ConfigError, match="nan"):
+            ticket.wait(float("nan"))
+        filled.set()
+        it.land(ticket)
+
+
+def test_a_job_that_moves_nothing_has_ended() -> None:
+    with bench() as it:
+        assert it.mover.store([], [], after=HostEvent()).poll()
+
+
+def test_jobs_wait_for_room_for_their_ids_and_keep_their_order() -> None:
+    with bench() as it:
+        ids = list(range(1, 9))
+        tickets = [it.mover.load(range(8), ids, after=it.after()) for _ in range(4)]
+        it.arena.slots[:8] = np.arange(8, dtype=np.uint8)[:, None]
+        assert not any(ticket.poll() for ticket in tickets)
+        it.land(tickets[2])
+        assert tickets[0].poll()
+        assert tickets[1].poll()
+        assert not tickets[3].poll()
+        it.land(tickets[3])
+        for block in ids:
+            assert (it.block(block) == block - 1).all()
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["wait", "gather", "record", "copy"])
+def test_a_refused_call_fails_its_job_once_what_was_queued_of_it_has_run(call: str) -> None:
+    with bench() as it:
+        good = it.mover.store([1], [0], after=it.after())
+        it.runtime.fail[call] = REFUSED
+        bad = it.mover.store([2, 3, 4], [1, 2, 3], after=it.after())
+        assert not bad.poll()
+        next_one = it.mover.store([5], [4], after=it.after())
+        it.land(next_one)
+        assert bad.poll()
+        assert bad.error is REFUSED
+        assert good.error is None
+        assert np.array_equal(it.arena.slots[4], it.block(5))
+
+
+@pytest.mark.parametrize("call", ["gather", "copy", "record", "is_done"])
+def test_a_lost_device_fails_all_jobs_and_takes_no_more(call: str) -> None:
+    with bench() as it:
+        flying = it.mover.store([1], [0], after=it.after())
+        waiting = it.mover.load([4], [7], after=HostEvent())
+        loading = it.mover.load([5], [6], after=it.after())
+        it.runtime.fail[call] = LOST
+        struck = it.mover.store([2], [1], after=it.after())
+        for ticket in (flying, struck, waiting, loading):
+            assert ticket.poll()
+            assert ticket.error is LOST
+        with pytest.raises(CudaError, match="restart the process"):
+            it.mover.store([3], [2], after=it.after())
+
+
+def test_closing_carries_out_what_may_begin_and_fails_the_rest() -> None:
+    with bench() as it:
+        begun = it.mover.store([1], [0], after=it.after())
+        never = it.mover.store([2], [1], after=HostEvent())
+        behind = it.mover.store([3], [2], after=it.after())
+        it.mover.close()
+        it.mover.close()
+        assert begun.error is None
+        assert np.array_equal(it.arena.slots[0], it.block(1))
+        for ticket in (never, behind):
+            with pytest.raises(TransferError, match="closed before the transfer began"):
+                it.land(ticket)
+        with pytest.raises(StateError, match="closed"):
+            it.mover.store([1], [0], after=READY)
+
+
+def test_movers_share_a_link_that_the_last_one_closes() -> None:
+    with bench() as it:
+        other = CudaMover(it.mover.layout, it.arena, link=it.link, path="packed")
+        it.mover.close()
+        it.land(other.store([1], [3], after=it.after()))
+        assert np.array_equal(it.arena.slots[3], it.block(1))
+        assert not it.link.closed
+        other.close()
+        assert it.link.closed
+        with pytest.raises(StateError, match="build a new one"):
+            CudaMover(it.mover.layout, it.arena, link=it.link, path="packed")
+
+
+@pytest.mark.parametrize("call", ["allocate", "upload"])
+def test_a_mover_that_cannot_be_built_leaves_nothing_behind(call: str) -> None:
+    with bench() as it:
+        before = dict(it.runtime.allocated)
+        it.runtime.fail[call] = REFUSED
+        with pytest.raises(CudaError):
+            CudaMover(it.mover.layout, it.arena, link=it.link, path="packed", verify=True)
+        assert it.runtime.allocated.keys() == before.keys()
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 2047, 2048, 4095])
+def test_a_slot_that_has_changed_is_not_loaded(at: int) -> None:
+    with bench(verify=True) as it:
+        it.land(it.mover.store([1, 2, 3], [4, 0, 2], after=it.after()))
+        it.land(it.mover.load([4, 0, 2], [5, 6, 7], after=it.after()))
+        assert np.array_equal(it.block(5), it.block(1))
+        it.arena.slots[0, at] ^= 1
+        ticket = it.mover.load([4, 0], [5, 6], after=it.after())
+        with pytest.raises(ChecksumMismatch, match="host slot 0 does not hold"):
+            it.land(ticket)
+        it.land(it.mover.load([4, 2], [5, 6], after=it.after()))
+        it.land(it.mover.store([2], [0], after=it.after()))
+        it.land(it.mover.load([0], [6], after=it.after()))
+
+
+def test_a_slot_that_was_not_stored_is_not_loaded() -> None:
+    with bench(verify=True) as it:
+        with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
+            it.land(it.mover.load([3], [1], after=it.after()))
+        it.land(it.mover.store([1], [3], after=it.after()))
+        it.runtime.fail["copy"] = REFUSED
+        with pytest.raises(CudaError):
+            it.land(it.mover.store([1], [3], after=it.after()))
+        with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
+            it.land(it.mover.load([3], [1], after=it.after()))
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def test_what_it_refuses() -> None:
+    with bench() as it:
+        regions = it.mover.layout.regions
+
+        def build(*regions: Region, device: int | None = 0, **options: object) -> None:
+            layout = BlockLayout(9, regions, device=device)
+            CudaMover(layout, it.arena, link=it.link, **options)  # type: ignore[arg-type]
+
+        with pytest.raises(ConfigError, match="of memory that the CPU reaches; give it to HostM"):
+            build(*regions, device=None)
+        with pytest.raises(ConfigError, match="is of CUDA device 1, the link of 0"):
+            build(*regions, device=1, path="packed")
+        with pytest.raises(
+            ConfigError, match=r"regions\[0\] has a base_address of .*multiple of 16"
+        ):
+            build(Region(regions[0].base_address + 8, 2048, 1024))
+        with pytest.raises(ConfigError, match="block_stride_bytes of 1000, no multiple of 16"):
+            build(Region(regions[0].base_address, 1000, 1000))
+        with pytest.raises(ConfigError, match="choose 'auto', 'packed' or 'direct'"):
+            build(*regions, path="fast")
+        with pytest.raises(ConfigError, match="leave out path='direct'"):
+            build(*regions, path="direct", verify=True)
+        small = CudaLink(it.runtime, staging_bytes=4096)
+        with (
+            HostArena(2, 8192) as arena,
+            pytest.raises(ConfigError, match="staging_bytes=8192"),
+        ):
+            layout = BlockLayout(9, (Region(regions[0].base_address, 8192, 8192),), device=0)
+            CudaMover(layout, arena, link=small, path="packed")
+        for lane in (small.stores, small.loads):
+            lane.close()
+        with pytest.raises(ConfigError, match="device is -1"):
+            BlockLayout(9, regions, device=-1)
+        with pytest.raises(ConfigError, match="on CUDA device 0, which no HostMover"):
+            HostMover(it.mover.layout, it.arena)
+
+
+def test_the_path_follows_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench() as it:
+        for copy_seconds, expected in ((2047 / 50e9, "direct"), (2049 / 50e9, "packed")):
+            speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9)
+            monkeypatch.setattr("kvstow.transfer.cuda_mover.link_speed", lambda _, s=speed: s)
+            with CudaMover(it.mover.layout, it.arena, link=it.link) as mover:
+                assert mover.paths == {"store": expected, "load": expected}
