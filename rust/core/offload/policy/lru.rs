@@ -13,7 +13,7 @@ use super::{Pass, Policy, first_that_may_go};
 /// parent: the least recent slot that is not pinned is nearly always a leaf. 8 bytes a slot.
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct Lru {
-    order: FreeQueue,
+    pub(super) order: FreeQueue,
 }
 
 impl Lru {
