@@ -742,6 +742,11 @@ class OffloadScheduler:
 
         Block ids are those that the ledger had. Raises `StateError` where none is held.
         """
+    def used_slots(self) -> _Ids:
+        """The slots that hold anything, ascending: resident blocks, stores, a sleep image's own.
+
+        0 to `num_host_blocks - 1`; slot i is the places i * `blocks_per_slot` and on.
+        """
     def release_image(self) -> None:
         """Let the image go, if one is held: the device has its blocks, or will not need them."""
     def stats(self) -> dict[str, int]:

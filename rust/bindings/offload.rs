@@ -197,6 +197,12 @@ impl OffloadScheduler {
         Ok(to_job(py, unnamed(copies)))
     }
 
+    /// The slots that hold anything.
+    fn used_slots<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        let slots: Vec<i32> = lock(&self.0).used_slots().map(u32::cast_signed).collect();
+        slots.into_pyarray(py)
+    }
+
     /// Let the image go, if one is held.
     fn release_image(&self) -> PyResult<()> {
         lock(&self.0).release_image().map_err(to_py)

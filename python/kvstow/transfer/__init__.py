@@ -4,7 +4,7 @@ from kvstow.transfer.arena import HostArena
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
-from kvstow.transfer.verified import VerifiedMover
+from kvstow.transfer.verified import ProvingMover, VerifiedMover
 
 __all__ = [
     "READY",
@@ -14,6 +14,7 @@ __all__ = [
     "HostEvent",
     "HostMover",
     "Mover",
+    "ProvingMover",
     "Region",
     "Ticket",
     "TransferTimeout",

@@ -147,6 +147,12 @@ impl OffloadScheduler {
         self.image.as_ref().map(|image| &image.copies).ok_or_else(none)
     }
 
+    /// The slots that hold anything, counted from 0: what lookup finds, what stores fill, and the
+    /// image's own.
+    pub fn used_slots(&self) -> impl Iterator<Item = u32> {
+        self.tier.used_slots().map(|slot| slot.0 - 1)
+    }
+
     /// Lets the image go, if one is held: the device has its blocks, or will never need them.
     ///
     /// # Errors

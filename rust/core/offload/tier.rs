@@ -555,8 +555,13 @@ impl HostTier {
         self.slots().map(|slot| self.pool.num_pins(slot) as usize).sum()
     }
 
-    /// How many slots are in use: resident, or given to a store.
+    /// Slots in use: resident, given to a store, or of a sleep image.
+    pub(super) fn used_slots(&self) -> impl Iterator<Item = BlockId> {
+        self.slots().filter(|&slot| self.pool.num_refs(slot) > 0)
+    }
+
+    /// How many slots are in use.
     pub(super) fn num_referenced(&self) -> usize {
-        self.slots().filter(|&slot| self.pool.num_refs(slot) > 0).count()
+        self.used_slots().count()
     }
 }
