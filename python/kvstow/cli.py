@@ -54,6 +54,8 @@ def _commands() -> "click.Group":
     import click  # noqa: PLC0415
 
     from kvstow.replay.command import replay  # noqa: PLC0415
+    from kvstow.snapshot_command import snapshot  # noqa: PLC0415
 
-    group = click.Group("kvstow", help="Stow the KV cache of an LLM server.", commands=[replay])
+    commands = [replay, snapshot]
+    group = click.Group("kvstow", help="Stow the KV cache of an LLM server.", commands=commands)
     return click.version_option(__version__, prog_name="kvstow")(group)
