@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import (
@@ -38,6 +40,7 @@ from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
 
 BLOCK_SIZE = 32
+_numbers = itertools.count()
 # Honest runs differ by 1e-5 at most, for other batch shapes; one damaged block by 0.5 or more.
 TOLERANCE = 1e-4
 DAMAGE = 0.01
@@ -72,6 +75,24 @@ def difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
             return float("inf")
         worst = max(worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)))
     return worst
+
+
+def answer(output: Any) -> Answer:
+    [sequence] = output.outputs
+    chosen = zip(sequence.logprobs, sequence.token_ids, strict=True)
+    return Answer(
+        tuple(sequence.token_ids),
+        tuple(step[token].logprob for step, token in chosen),
+        output.num_cached_tokens,
+    )
+
+
+def poison(worker: WorkerHalf) -> None:
+    """Overwrite the device's whole cache with what no model has computed."""
+    for layout in worker._layouts:
+        for tensor in layout.owners:
+            assert isinstance(tensor, torch.Tensor)
+            tensor.fill_(1e4)
 
 
 class Engine:
@@ -138,19 +159,51 @@ class Engine:
             use_tqdm=False,
             lora_request=lora_request,
         )
-        return [
-            Answer(
-                tuple(output.outputs[0].token_ids),
-                tuple(
-                    step[token].logprob
-                    for step, token in zip(
-                        output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True
-                    )
-                ),
-                output.num_cached_tokens,
-            )
-            for output in outputs
-        ]
+        return [answer(output) for output in outputs]
+
+    def begin(self, asked: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> None:
+        """Add requests, which `step` and `finish` then carry on."""
+        sampling_params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+            **sampling,
+        )
+        self.answers: dict[str, Answer] = {}
+        self.names = [f"{at}-{next(_numbers)}" for at in range(len(asked))]
+        for name, tokens in zip(self.names, asked, strict=True):
+            prompt = {"prompt_token_ids": list(tokens)}
+            self.llm.llm_engine.add_request(name, prompt, sampling_params)
+
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.answers[output.request_id] = answer(output)
+
+    def finish(self) -> list[Answer]:
+        """What was answered to the requests that `begin` has added, once all are."""
+        for _ in range(10_000):
+            if len(self.answers) == len(self.names):
+                return [self.answers[name] for name in self.names]
+            self.step(1)
+        raise AssertionError("the engine does not come to an end")
+
+    def settle_loads(self) -> None:
+        """Step until no load is under way."""
+        while any(one.direction == "load" for one in self.half._transfers.values()):
+            self.step(1)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the model is a hybrid."""
+        return any(self.half._is_window)
+
+    def num_computed_tokens(self) -> int:
+        """Of all requests."""
+        return sum(request.num_computed_tokens for request in self.core.scheduler.requests.values())
 
     def settle(self) -> None:
         """Step until no transfer is under way."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.vllm import models
@@ -29,13 +30,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 import kvstow.vllm
-from kvstow import ConfigError
+from kvstow import ConfigError, TransferError
 from kvstow.transfer import READY
 from kvstow.vllm import KVStowConnector
-from kvstow.vllm.messages import HostSize, StepJobs, StepReports
+from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
@@ -276,13 +277,19 @@ class Scheduler:
         request.num_computed_tokens = num_local + found
         return found
 
-    def step(self, *requests: Request, reports: Sequence[tuple[int, int, bool]] = ()) -> set[str]:
+    def step(
+        self,
+        *requests: Request,
+        reports: Sequence[tuple[int, int, bool]] = (),
+        released: Sequence[int] = (),
+    ) -> set[str]:
         """Compute all that these requests have left; returns whose loads have landed."""
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
         self.jobs = self.half.build(Step(scheduled))
         for request in requests:
             request.num_computed_tokens = request.num_tokens
-        output = KVConnectorOutput(kv_connector_worker_meta=StepReports(list(reports)))
+        told = StepReports(list(reports), list(released))
+        output = KVConnectorOutput(kv_connector_worker_meta=told)
         self.half.processed(output)
         return output.finished_recving or set()
 
@@ -348,9 +355,9 @@ def test_a_load_ends_when_the_last_rank_has_reported() -> None:
     scheduler.step()
     (store,) = scheduler.jobs.stores
     scheduler.step(reports=[(store.job_id, 1, True)])
-    assert scheduler.half.has_pending_stores
+    assert not scheduler.half.may_rest()
     scheduler.step(reports=[(store.job_id, 0, True)])
-    assert not scheduler.half.has_pending_stores
+    assert scheduler.half.may_rest()
     scheduler.manager.reset_prefix_cache()
 
     again = scheduler.request("b", 100)
@@ -397,6 +404,132 @@ def test_registering_anew_keeps_what_the_host_holds(folder: Path) -> None:
     assert loaded.eq(7).all() and tensors[1].eq(7).sum() == PAGE_BYTES
     connector.shutdown()
     assert worker.arena is None
+
+
+def test_what_is_known_of_the_slots_outlives_sleep(folder: Path) -> None:
+    """vLLM 0.33 has its connectors let go of the device's memory and take hold of it again."""
+    config = engine_config(folder, {"num_cpu_blocks": 4, "verify": "checksum"})
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
+    worker = connector._worker
+    assert worker is not None
+    tensor = torch.full((NUM_BLOCKS * PAGE_BYTES,), 7, dtype=torch.uint8)
+    connector.register_kv_caches({"0": tensor})
+    worker.movers[0].store([1], [2], after=READY).wait(10)
+    for _ in range(2):
+        connector.unregister_kv_caches()
+    tensor.zero_()
+    load = Copies(1, *(np.array(ids, dtype=np.int32) for ids in ([3], [2], [0, 1])))
+    connector.bind_connector_metadata(StepJobs(loads=[load]))
+    connector.start_load_kv(None)
+    reports = connector.build_connector_worker_meta()
+    assert isinstance(reports, StepReports) and reports.reports == [(1, 0, False)], "no memory"
+    for _ in range(2):
+        connector.restore_kv_caches()
+    worker.movers[0].load([2], [3], after=READY).wait(10)
+    assert tensor[3 * PAGE_BYTES : 4 * PAGE_BYTES].eq(7).all() and tensor.sum() == 7 * PAGE_BYTES
+    assert worker.arena is not None
+    worker.arena.slots[2, 5] ^= 1
+    with pytest.raises(TransferError, match="slot 2 does not hold"):
+        worker.movers[0].load([2], [3], after=READY).wait(10)
+    connector.shutdown()
+    connector.restore_kv_caches()
+    assert worker.movers == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_blocks_are_free_once_every_rank_has_read_them(lazy: bool) -> None:
+    scheduler = Scheduler(FULL, world_size=2, lazy_offload=lazy)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    stores: list[Copies] = []
+    for _ in range(3):
+        scheduler.step()
+        stores += scheduler.jobs.stores
+    (store,) = stores
+    pool = scheduler.manager.block_pool
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - len(store.block_ids)
+    scheduler.step(released=[store.job_id])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - len(store.block_ids)
+    scheduler.step(released=[store.job_id])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    assert not scheduler.half.may_rest(), "the host does not have them yet"
+    freed = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert freed == ([*store.block_ids[::-1], *order] if lazy else freed)
+    for rank in range(2):
+        scheduler.step(reports=[(store.job_id, rank, True)])
+    assert scheduler.half.may_rest()
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+# -- sleep -----------------------------------------------------------------------------------------
+
+
+def test_without_the_option_a_reset_empties_the_tier(tmp_path: Path) -> None:
+    for preserve, expected in ((False, 0), (True, 96)):
+        scheduler = Scheduler(FULL, preserve_on_sleep=preserve)
+        scheduler.store_one()
+        scheduler.half.reset()
+        assert scheduler.half.lookup(scheduler.request("b", 100), 0) == expected
+
+
+def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    scheduler.store_one()
+    for content, expected in (("1", 96), ("2", 0), ("2", 0), (None, 0)):
+        version.unlink() if content is None else version.write_text(content)
+        scheduler.half.reset()
+        request = scheduler.request(f"b{content}{expected}", 100)
+        assert scheduler.half.lookup(request, 0) == expected
+        scheduler.half.finished(request)
+    with pytest.raises(ConfigError, match=r"weights_version_path.*cannot be read"):
+        Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+
+
+def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
+    scheduler = Scheduler(FULL, lazy_offload=True, preserve_on_sleep=True)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    assert scheduler.half._stores == []
+    assert not scheduler.half.may_rest()
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert len(store.block_ids) == 100 // BLOCK_SIZE
+    assert not scheduler.half.may_rest()
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    assert scheduler.half.may_rest()
+    assert scheduler.half._stores == [], "once"
+
+
+def test_a_load_that_a_sleep_meets_is_given_up_and_made_anew() -> None:
+    scheduler = Scheduler(FULL, preserve_on_sleep=True)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.admit(request) == 96
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    assert not scheduler.half.may_rest()
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == [], "its copy is under way"
+    assert scheduler.step(reports=[(load.job_id, 0, True)]) == {"b"}
+    assert not scheduler.half.may_rest()
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == ["b"]
+    # vLLM marks it as failed, and does not come to free its blocks: it is paused.
+    request.num_computed_tokens = 0
+    scheduler.half.processed(KVConnectorOutput(failed_recving={"b"}, finished_recving={"b"}))
+    assert scheduler.half.may_rest()
+    assert scheduler.manager.reset_prefix_cache()
+    scheduler.half.reset()
+    # Awake: vLLM frees them once more, and asks again.
+    scheduler.manager.free(request)
+    assert scheduler.admit(request) == 96
 
 
 def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
@@ -501,10 +634,10 @@ def test_steps_in_flight_are_not_confirmed() -> None:
     scheduler.half.build(Step({"a": 100}))
     request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
     scheduler.half.processed(KVConnectorOutput())
-    assert not scheduler.half.has_pending_stores
+    assert scheduler.half.may_rest()
     request.num_in_flight_tokens = 0
     scheduler.half.processed(KVConnectorOutput())
-    assert scheduler.half.has_pending_stores
+    assert not scheduler.half.may_rest()
 
 
 def test_a_draft_model_reads_one_block_less_of_a_hit() -> None:

@@ -47,9 +47,10 @@ class CudaMover(Mover):
 
     Attributes:
         paths: which way stores and loads go.
+        checksums: what is known of each slot, for the mover that takes the place of this one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely made
         self,
         layout: BlockLayout,
         arena: HostArena,
@@ -57,6 +58,7 @@ class CudaMover(Mover):
         link: CudaLink | None = None,
         path: Path | Literal["auto"] = "auto",
         verify: bool = False,
+        checksums: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Upload the layout; see `Mover` for the errors.
 
@@ -67,6 +69,7 @@ class CudaMover(Mover):
             path: "auto" goes by what was measured of the device, see `LinkSpeed`.
             verify: sum up each block when it is stored and when it is loaded, on the device: a load
                 of anything else than what was stored fails with `ChecksumMismatch`. Packed only.
+            checksums: those of a `CudaMover` of the same arena that this one takes the place of.
 
         Raises:
             ConfigError: cupy or the device is missing, the layout is not on a device or on another
@@ -102,9 +105,11 @@ class CudaMover(Mover):
         self._staging_stride = _staging_stride(layout, arena)
         self._chunk_slots = chunk_slots(arena.slot_stride_bytes, arena.slots_per_run)
         self._batch_blocks = link.staging_bytes // self._staging_stride
-        # Of what each slot holds since it was stored through this mover.
-        self._sums = np.zeros(arena.num_slots if verify else 0, dtype=np.uint64)
-        self._is_summed = np.zeros(arena.num_slots if verify else 0, dtype=np.bool_)
+        # Of each slot the sum of what was stored in it, and whether anything was.
+        if checksums is None:
+            checksums = np.zeros((2, arena.num_slots if verify else 0), dtype=np.int64)
+        self.checksums = checksums
+        self._sums, self._is_summed = checksums[0].view(np.uint64), checksums[1]
         self._is_open = True
         with ExitStack() as built:
             self._build(built)
@@ -274,7 +279,7 @@ class CudaMover(Mover):
     def _compare_sums(self, job: CudaJob) -> TransferError | None:
         slots = job.host_slots
         found = job.ring.sums(job.first, len(slots))
-        wrong = np.flatnonzero((found != self._sums[slots]) | ~self._is_summed[slots])
+        wrong = np.flatnonzero((found != self._sums[slots]) | (self._is_summed[slots] == 0))
         if len(wrong) == 0:
             return None
         slot = int(slots[wrong[0]])

@@ -33,15 +33,28 @@ class VerifiedMover(Mover):
     never stored through this mover fail to load.
     """
 
-    def __init__(self, mover: Mover) -> None:
-        """Wrap `mover`, which is closed with this one."""
+    def __init__(self, mover: Mover, checksums: npt.NDArray[np.int64] | None = None) -> None:
+        """Wrap `mover`, which is closed with this one.
+
+        Args:
+            mover: makes the copies.
+            checksums: those of a `VerifiedMover` of the same arena that this one takes the place
+                of; None where nothing was stored yet.
+        """
         super().__init__(mover.layout, mover.arena)
         self._mover = mover
-        self._checksums = np.full(mover.arena.num_slots, -1, dtype=np.int64)
+        if checksums is None:
+            checksums = np.full(mover.arena.num_slots, -1, dtype=np.int64)
+        self._checksums = checksums
         # One thread each, as movers have: in a direction jobs keep their order.
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstow-checksum")
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-verify")
         self._is_open = True
+
+    @property
+    def checksums(self) -> npt.NDArray[np.int64]:
+        """What is known of each slot: for the mover that takes the place of this one."""
+        return self._checksums
 
     def close(self) -> None:
         """End every job, and close the mover."""

@@ -123,6 +123,16 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Let go of the device's memory before it goes (vLLM 0.33 says so when it sleeps)."""
+        if self._worker is not None:
+            self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Take hold of it again, after vLLM has woken."""
+        if self._worker is not None:
+            self._worker.restore()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half how many host blocks this rank has."""
         return None if self._worker is None else self._worker.host_size()
@@ -232,11 +242,14 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.holds_freed_blocks
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must go on stepping so that stores land."""
-        return self._scheduler is not None and self._scheduler.has_pending_stores
+        """Whether vLLM must go on stepping: stores land, and nobody is in the way of a sleep."""
+        return self._scheduler is not None and not self._scheduler.may_rest()
 
     def reset_cache(self) -> bool | None:
-        """Empty the tier; what is in flight ends without effect."""
+        """Empty the tier, or keep it (`preserve_on_sleep`): vLLM does not say what it resets for.
+
+        What is in flight ends without effect.
+        """
         if self._scheduler is None:
             return None
         self._scheduler.reset()

@@ -41,14 +41,20 @@ class StepJobs(KVConnectorMetadata):
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Workers to scheduler: jobs that ended, as (job id, rank, whether it went well)."""
+    """Workers to scheduler: how far jobs have come.
+
+    Attributes:
+        reports: jobs that have ended, as (job id, rank, whether it went well).
+        released: stores that read their blocks no more though they have not ended, by each rank.
+    """
 
     reports: list[tuple[int, int, bool]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """The reports of both."""
         assert isinstance(other, StepReports)
-        return StepReports(self.reports + other.reports)
+        return StepReports(self.reports + other.reports, self.released + other.released)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,13 @@ class Model:
                 )
             else:
                 regions.append(Region(base, layer.block_stride, layer.block_bytes))
-        return BlockLayout(self.num_blocks, tuple(regions), owners=tuple(owners))
+        device = owners[0].device
+        return BlockLayout(
+            self.num_blocks,
+            tuple(regions),
+            owners=tuple(owners),
+            device=(device.index or 0) if device.type == "cuda" else None,
+        )
 
 
 def _group(name: str, spec: KVCacheSpec) -> Group:

@@ -28,6 +28,9 @@ class Options:
         load_timeout_s: a load that takes longer fails, and its request is recomputed.
         verify: "checksum" checks every block that is loaded against what was stored.
         events_path: a file that gets a line for each transfer begun, committed and ended.
+        preserve_on_sleep: keep the tier when vLLM resets its caches, as it does when it sleeps.
+        weights_version_path: a file that says which weights are served; read at each reset, and
+            the tier is emptied if it says something else than before.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -38,6 +41,8 @@ class Options:
     load_timeout_s: float = 60.0
     verify: Literal["off", "checksum"] = "off"
     events_path: str | None = None
+    preserve_on_sleep: bool = False
+    weights_version_path: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
@@ -61,7 +66,14 @@ class Options:
                 f"{WHERE} gives {' and '.join(sizes)}, which all say how large the host tier is; "
                 "keep one"
             )
-        return cls(**values)
+        options = cls(**values)
+        if options.weights_version_path is not None and not options.preserve_on_sleep:
+            raise ConfigError(
+                f"{WHERE}.weights_version_path says when a tier that outlives resets is to be "
+                "emptied, and without preserve_on_sleep every reset empties it; give "
+                "preserve_on_sleep: true as well, or leave both out"
+            )
+        return options
 
     def num_host_blocks(self, slot_stride_bytes: int, world_size: int) -> int:
         """How many slots of that many bytes one of `world_size` ranks has.
@@ -131,4 +143,6 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "load_timeout_s": _seconds,
     "verify": _one_of("off", "checksum"),
     "events_path": _text,
+    "preserve_on_sleep": _flag,
+    "weights_version_path": _text,
 }

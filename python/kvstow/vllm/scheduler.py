@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from vllm.v1.request import RequestStatus
+
 from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -60,6 +63,10 @@ class _Tracked:
     is_stale: bool = False
     # A load of it has failed: this time it computes what it needs.
     recompute: bool = False
+    # Its load is given up for a sleep, and vLLM is told that it has failed.
+    is_given_up: bool = False
+    # Computed tokens up to which its blocks were seen to before a sleep.
+    num_settled: int = 0
     # Per group, the blocks that the steps under way make full, from `first` on: taken down when
     # they were allocated, because a window gives blocks away as soon as it has moved past them.
     filling: list[list[KVCacheBlock]] = field(default_factory=list)
@@ -68,11 +75,18 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Transfer:
-    """A job that has not ended."""
+    """A job that has not ended.
+
+    A load's blocks are its request's, and vLLM takes no request's blocks away before it is told
+    how the load went. Only one that was told of too early, a late one, is held here as well.
+    """
 
     direction: Literal["store", "load"]
-    # References in vLLM's pool.
     blocks: list[KVCacheBlock]
+    # By references in vLLM's pool.
+    is_held: bool = False
+    # Of a store: how many ranks read its blocks no more.
+    num_released: int = 0
     # A load's.
     request_id: str = ""
     is_late: bool = False
@@ -134,6 +148,7 @@ class SchedulerHalf:
         self._num_taken = 0
         self._last_queue: tuple[object, object, int] | None = None
         self._manager: KVCacheManager | None = None
+        self._weights = WeightsVersion(options.weights_version_path)
         self.offload: OffloadScheduler | None = None
 
     # -- set-up ---------------------------------------------------------------------------------
@@ -200,13 +215,13 @@ class SchedulerHalf:
         start = tracked.num_local_tokens
         end = start + num_external_tokens
         target_ids: list[list[int]] = []
-        held: list[KVCacheBlock] = []
+        own_blocks: list[KVCacheBlock] = []
         for g, (group, table) in enumerate(zip(self._model.groups, blocks.blocks, strict=True)):
             own = table[start // group.block_size : end // group.block_size]
             if self._is_window[g]:
                 own = [block for block in own if not block.is_null]
             target_ids.append([block.block_id for block in own])
-            held += own
+            own_blocks += own
         tracked.is_loading = True
         try:
             job = self.offload.load(
@@ -219,7 +234,7 @@ class SchedulerHalf:
             self.offload.release(request.request_id)
             self._failed.append(request.request_id)
             return
-        self._begin(job, _Transfer("load", held, request.request_id))
+        self._transfers[job.job_id] = _Transfer("load", own_blocks, request_id=request.request_id)
         self._loads.append(Copies.of(job))
 
     # -- steps ----------------------------------------------------------------------------------
@@ -257,9 +272,15 @@ class SchedulerHalf:
                 for job_id, rank, ok in reports.reports
                 if (end := self.offload.complete(job_id, ok=ok, rank=rank)) is not None
             ]
-            loaded = self._end(ends)
+            unused: list[KVCacheBlock] = []
+            self._released(reports.released, unused)
+            loaded = self._end(ends, unused)
+            if unused:
+                self._put_back(unused)
             if loaded:
                 output.finished_recving = (output.finished_recving or set()) | loaded
+        if output.failed_recving:
+            self._take_back(output.failed_recving)
         if self._due:
             self._store(list(self._due))
         if self._options.lazy_offload:
@@ -275,17 +296,68 @@ class SchedulerHalf:
         self._forget(request.request_id)
 
     def reset(self) -> None:
-        """Empty the tier. Jobs in flight end without effect; their requests are recomputed."""
-        if self.offload is None:
+        """Empty the tier, unless it is to outlive resets and the weights are what they were.
+
+        Jobs in flight end without effect; their requests are recomputed.
+        """
+        if self.offload is None or (
+            self._options.preserve_on_sleep and not self._weights.changed()
+        ):
             return
         self.offload.reset()
         for tracked in self._tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
 
-    @property
-    def has_pending_stores(self) -> bool:
-        """Whether vLLM must go on stepping so that stores land and failures are told."""
-        return self._num_storing > 0 or bool(self._failed)
+    def may_rest(self) -> bool:
+        """Whether vLLM need not go on stepping for stores to land and failures to be told.
+
+        vLLM asks when it has nothing to run: all requests are over, or it is paused, perhaps to
+        sleep, and keeps them. Their blocks are about to go, so what must be done before is begun.
+        """
+        may_go = all([self._settle(request_id, one) for request_id, one in self._tracked.items()])
+        return may_go and self._num_storing == 0 and not self._failed
+
+    def _settle(self, request_id: str, tracked: _Tracked) -> bool:
+        """See to the blocks of a request that is paused; whether they may go."""
+        request = tracked.request
+        if not tracked.is_admitted:
+            return True
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            # vLLM cannot take its blocks away while it waits for them: once nothing is copied
+            # there any more its load is given up, to be made anew when vLLM goes on.
+            is_loading = any(one.request_id == request_id for one in self._transfers.values())
+            if not is_loading and not tracked.is_given_up:
+                tracked.is_given_up = True
+                self._failed.append(request_id)
+            return False
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if (
+            self._options.preserve_on_sleep
+            and self._options.lazy_offload
+            and not tracked.is_stale
+            and num_computed > tracked.num_settled
+        ):
+            # Once: where the host is short, one request's blocks would drive out the other's.
+            tracked.num_settled = num_computed
+            assert self._manager is not None
+            tables = self._manager.get_blocks(request_id).blocks
+            full = [
+                block
+                for group, table in zip(self._model.groups, tables, strict=True)
+                for block in table[: num_computed // group.block_size]
+                if block.block_hash is not None
+            ]
+            self._store_blocks(full)
+        return True
+
+    def _take_back(self, failed_request_ids: Iterable[str]) -> None:
+        """Free the blocks of loads that were given up: a paused vLLM does not come to it."""
+        assert self._manager is not None
+        for request_id in failed_request_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.is_given_up:
+                self._manager.free(tracked.request)
+                self._forget(request_id)
 
     @property
     def holds_freed_blocks(self) -> bool:
@@ -293,7 +365,7 @@ class SchedulerHalf:
         return any(
             block.ref_cnt == 1
             for transfer in self._transfers.values()
-            if not transfer.is_late
+            if transfer.is_held and not transfer.is_late
             for block in transfer.blocks
         )
 
@@ -416,9 +488,13 @@ class SchedulerHalf:
 
     def _store_evictable(self) -> None:
         """Lazy: plan the stores of what vLLM is about to overwrite."""
+        self._store_blocks(self._evictable())
+
+    def _store_blocks(self, cached: Iterable[KVCacheBlock]) -> None:
+        """Plan the stores of those of these blocks that the host does not have."""
         assert self.offload is not None
         by_group: dict[bytes, list[KVCacheBlock]] = {}
-        for block in self._evictable():
+        for block in cached:
             by_group.setdefault(block.block_hash[-4:], []).append(block)
         for suffix, blocks in by_group.items():
             job = self.offload.store_candidates(
@@ -466,41 +542,52 @@ class SchedulerHalf:
             held = told
             if held is None or ids != told_ids:
                 held = list(map(self._pool.blocks.__getitem__, ids))
-            self._begin(job, _Transfer("store", held))
+            self._hold(held)
+            self._transfers[job.job_id] = _Transfer("store", held, is_held=True)
             self._num_storing += 1
             self._num_taken += len(held)
             self._stores.append(Copies.of(job))
 
-    def _begin(self, job: Job, transfer: _Transfer) -> None:
-        self._hold(transfer.blocks)
-        self._transfers[job.job_id] = transfer
-
-    def _end(self, ends: Sequence[JobEnd]) -> set[str]:
+    def _end(self, ends: Sequence[JobEnd], unused: list[KVCacheBlock]) -> set[str]:
         """Let go of what jobs held. Returns the requests whose loads have landed."""
         loaded = set()
-        unused: list[KVCacheBlock] = []
         for end in ends:
             transfer = self._transfers.pop(end.job_id)
             if transfer.direction == "load":
-                self._let_go(transfer.blocks)
+                if transfer.is_held:
+                    self._let_go(transfer.blocks)
                 if end.ok:
                     loaded.add(transfer.request_id)
                 elif not transfer.is_late:
                     self._failed.append(transfer.request_id)
                 continue
             self._num_storing -= not transfer.is_late
-            self._num_taken -= len(transfer.blocks)
-            if not self._options.lazy_offload:
-                self._let_go(transfer.blocks)
-                continue
-            unused += [block for block in transfer.blocks if block.ref_cnt == 1]
-            self._pool.free_blocks([block for block in transfer.blocks if block.ref_cnt > 1])
-            if not end.ok:
+            if self._options.lazy_offload and not end.ok:
                 for block in transfer.blocks:
                     self._offered.pop(block.block_id, None)
-        if unused:
-            self._put_back(unused)
+            self._release(transfer, unused)
         return loaded
+
+    def _released(self, job_ids: Iterable[int], unused: list[KVCacheBlock]) -> None:
+        """Ranks read the blocks of these stores no more, though their bytes may be on the way."""
+        for job_id in job_ids:
+            transfer = self._transfers.get(job_id)
+            if transfer is not None:
+                transfer.num_released += 1
+                if transfer.num_released == self._world_size:
+                    self._release(transfer, unused)
+
+    def _release(self, transfer: _Transfer, unused: list[KVCacheBlock]) -> None:
+        """Let go of a store's blocks, once; lazy, `unused` gets those that are to be put back."""
+        if not transfer.is_held:
+            return
+        transfer.is_held = False
+        self._num_taken -= len(transfer.blocks)
+        if not self._options.lazy_offload:
+            self._let_go(transfer.blocks)
+            return
+        unused += [block for block in transfer.blocks if block.ref_cnt == 1]
+        self._pool.free_blocks([block for block in transfer.blocks if block.ref_cnt > 1])
 
     def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
         """As `BlockPool.touch`, but that a copy is no access, which vLLM would count for each."""
@@ -552,6 +639,9 @@ class SchedulerHalf:
             if transfer.direction == "store":
                 self._num_storing -= 1
             else:
+                # Before its request is told, and vLLM takes the blocks back.
+                self._hold(transfer.blocks)
+                transfer.is_held = True
                 self._failed.append(transfer.request_id)
 
     def _deadline(self) -> float:

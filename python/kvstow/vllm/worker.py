@@ -8,12 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstow import ConfigError, KvstowError
+from kvstow import ConfigError, KvstowError, StateError
 from kvstow.memory import free_memory
-from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host_mover import HostMover
-from kvstow.transfer.mover import READY, Mover, Ticket
-from kvstow.transfer.verified import VerifiedMover
+from kvstow.transfer import (
+    READY,
+    BlockLayout,
+    CudaEvent,
+    CudaMover,
+    Event,
+    HostArena,
+    Mover,
+    Ticket,
+    VerifiedMover,
+    arena_for,
+    mover_for,
+)
+from kvstow.transfer.choose import Checksums
 from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
@@ -35,6 +45,8 @@ class _Running:
     num_bytes: int
     begun: float = field(default_factory=time.monotonic)
     error: KvstowError | None = None
+    # Of a store: it reads its blocks no more.
+    is_released: bool = False
 
     def poll(self) -> bool:
         return all(ticket.poll() for ticket in self.tickets)
@@ -58,9 +70,13 @@ class WorkerHalf:
         # Per group; groups that lie in the same bytes share one.
         self.movers: list[Mover] = []
         self._block_bytes: list[int] = []
+        self._layouts: tuple[BlockLayout, ...] = ()
+        # By where a mover's blocks lie: what it knew of the slots when it was closed.
+        self._checksums: dict[object, Checksums] = {}
+        self._before_step: Event | None = None
         self._jobs = StepJobs()
         self._running: dict[int, _Running] = {}
-        self._reports: list[tuple[int, int, bool]] = []
+        self._reports = StepReports()
         self._stats = ConnectorStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -71,10 +87,10 @@ class WorkerHalf:
                 memory than the machine has free.
         """
         devices = {tensor.device.type for tensor in kv_caches.values()}
-        if devices != {"cpu"}:
+        if devices not in ({"cpu"}, {"cuda"}):
             raise ConfigError(
                 f"the KV cache lies on {', '.join(sorted(devices))}: this version of kvstow moves "
-                "blocks of the CPU engine only; start vLLM without the connector"
+                "blocks of CUDA devices and of the CPU engine; start vLLM without the connector"
             )
         layouts = self._model.layouts(kv_caches)
         num_bytes = self._num_host_blocks * self._model.slot_stride_bytes
@@ -82,15 +98,9 @@ class WorkerHalf:
         if self.arena is None:
             # Kept when vLLM registers anew: the scheduler half knows what lies in it.
             _check_memory(num_bytes, self._num_host_blocks, self._model.slot_stride_bytes)
-            self.arena = HostArena(self._num_host_blocks, self._model.slot_bytes)
-        shared: dict[object, Mover] = {}
-        for layout in layouts:
-            if layout.regions not in shared:
-                mover: Mover = HostMover(layout, self.arena)
-                is_verified = self._options.verify == "checksum"
-                shared[layout.regions] = VerifiedMover(mover) if is_verified else mover
-            self.movers.append(shared[layout.regions])
-        self._block_bytes = [layout.slot_bytes for layout in layouts]
+            self.arena = arena_for(layouts, self._num_host_blocks)
+        self._layouts = layouts
+        self.restore()
         logger.info(
             "kvstow: %d host blocks of %d bytes (%.2f GiB) on rank %d, %s",
             self._num_host_blocks,
@@ -100,6 +110,27 @@ class WorkerHalf:
             "lazy" if self._options.lazy_offload else "eager",
         )
 
+    def unregister(self) -> None:
+        """Let go of the device before its memory goes: vLLM sleeps. What is in flight ends first.
+
+        The host keeps what it holds, and what is known of it.
+        """
+        self._stop()
+
+    def restore(self) -> None:
+        """Take hold of the device again, whose memory is back where it was: vLLM has woken."""
+        if self.movers or self.arena is None:
+            return
+        is_verified = self._options.verify == "checksum"
+        shared: dict[object, Mover] = {}
+        for layout in self._layouts:
+            if layout.regions not in shared:
+                known = self._checksums.get(layout.regions)
+                mover = mover_for(layout, self.arena, verify=is_verified, checksums=known)
+                shared[layout.regions] = mover
+            self.movers.append(shared[layout.regions])
+        self._block_bytes = [layout.slot_bytes for layout in self._layouts]
+
     def host_size(self) -> HostSize:
         """What this rank has memory for."""
         return HostSize(self._num_host_blocks)
@@ -107,9 +138,12 @@ class WorkerHalf:
     def bind(self, jobs: StepJobs) -> None:
         """Take a step's jobs."""
         self._jobs = jobs
+        self._before_step = None
 
     def start_loads(self) -> None:
-        """Begin this step's loads: the step's compute, which may still read, was submitted."""
+        """Begin this step's loads: what may still read their blocks was submitted before it."""
+        if self._jobs.loads or self._jobs.stores:
+            self._before_step = self._computed()
         loads, self._jobs.loads = self._jobs.loads, []  # once, should vLLM ask twice
         for copies in loads:
             self._start(LOAD, copies)
@@ -120,18 +154,28 @@ class WorkerHalf:
         for copies in stores:
             self._start(STORE, copies)
 
+    def _computed(self) -> Event:
+        """The event of all compute that was submitted by now, that of earlier steps."""
+        device = self._layouts[0].device if self._layouts else None
+        if device is None:
+            return READY  # on the CPU it is over
+        import torch  # noqa: PLC0415 - vLLM has it
+
+        return CudaEvent.record(torch.cuda.current_stream(device))
+
     def failed_request_ids(self) -> set[str]:
         """Requests to report as failed, once: the scheduler half has given up on their loads."""
         failed, self._jobs.failed_request_ids = self._jobs.failed_request_ids, []
         return set(failed)
 
     def reports(self) -> StepReports | None:
-        """The jobs that have ended since the last call."""
+        """How far jobs have come since the last call."""
         self._poll()
-        if not self._reports:
+        reports = self._reports
+        if not (reports.reports or reports.released):
             return None
-        reports, self._reports = self._reports, []
-        return StepReports(reports)
+        self._reports = StepReports()
+        return reports
 
     def stats(self) -> ConnectorStats | None:
         """What was moved since the last call."""
@@ -144,8 +188,10 @@ class WorkerHalf:
 
     def _stop(self) -> None:
         """End every job: what did not come to its end has failed, and is told so."""
-        for mover in self.movers:
+        for mover, layout in zip(self.movers, self._layouts, strict=bool(self.movers)):
             mover.close()
+            if isinstance(mover, VerifiedMover | CudaMover):
+                self._checksums[layout.regions] = mover.checksums
         self.movers = []
         self._poll()
 
@@ -156,6 +202,10 @@ class WorkerHalf:
             if running.poll():
                 del self._running[job_id]
                 self._report(job_id, running)
+            elif running.direction == STORE and not running.is_released:
+                running.is_released = all(one.source_released() for one in running.tickets)
+                if running.is_released:
+                    self._reports.released.append(job_id)
 
     def close(self) -> None:
         """Stop the movers and give the host memory back."""
@@ -167,6 +217,9 @@ class WorkerHalf:
     def _start(self, direction: Direction, copies: Copies) -> None:
         running = _Running(direction, [], len(copies.block_ids), 0)
         try:
+            if not self.movers:
+                raise StateError("the device's memory is gone, vLLM sleeps: it copies nothing")
+            after = self._before_step or self._computed()
             offsets = copies.offsets.tolist()
             for group, mover in enumerate(self.movers):
                 start, end = offsets[group], offsets[group + 1]
@@ -174,11 +227,10 @@ class WorkerHalf:
                     continue
                 ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
                 running.num_bytes += (end - start) * self._block_bytes[group]
-                # On the CPU the step's compute is over by now: there is no event to wait for.
                 if direction == LOAD:
-                    running.tickets.append(mover.load(slots, ids, after=READY))
+                    running.tickets.append(mover.load(slots, ids, after=after))
                 else:
-                    running.tickets.append(mover.store(ids, slots, after=READY))
+                    running.tickets.append(mover.store(ids, slots, after=after))
         except KvstowError as error:
             running.error = error
         self._running[copies.job_id] = running
@@ -191,7 +243,7 @@ class WorkerHalf:
         self._stats.moved(
             running.direction, running.num_blocks, running.num_bytes, seconds, ok=error is None
         )
-        self._reports.append((job_id, self._rank, error is None))
+        self._reports.reports.append((job_id, self._rank, error is None))
 
 
 def _check_memory(num_bytes: int, num_blocks: int, stride: int) -> None:

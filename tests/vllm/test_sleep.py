@@ -1,0 +1,136 @@
+"""vLLM's real engine sleeps in the middle of its work, and wakes without its KV cache.
+
+The CPU engine has no sleep mode. What `sleep` and `wake_up` do to requests and caches it has: they
+pause, keep the requests, reset the caches and resume; the memory is overwritten in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.vllm import models
+from tests.vllm.engine import DAMAGE, TOLERANCE, ChangedMover, Engine, difference, poison, prompts
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from kvstow.transfer import READY, Event, Ticket
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
+
+MODELS = {"llama": (models.LLAMA, 60, 400), "gemma": (models.GEMMA, 260, 900)}
+PROMPTS = prompts(3, 300)
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    config, num_blocks, num_host_blocks = MODELS[request.param]
+    engine = Engine(
+        models.make_model(config, tmp_path_factory.mktemp(request.param)),
+        num_blocks=num_blocks,
+        options={"num_cpu_blocks": num_host_blocks, "preserve_on_sleep": True},
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    shared.start_over()
+    yield shared
+    shared.settle()
+    shared.check_idle()
+
+
+def sleep(engine: Engine) -> None:
+    """As `sleep(level=1, mode="keep")`: once no step has work left, the caches are reset."""
+    engine.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.settle()
+    engine.core.pause_scheduler("keep", clear_cache=True)
+    poison(engine.worker)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+# In the first prompt's chunks, in the second's, and three times while tokens are generated.
+@pytest.mark.parametrize("num_steps", [[1], [3], [6, 5, 1]], ids=str)
+def test_generation_goes_on_where_it_was(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_steps: list[int], lazy: bool
+) -> None:
+    expected = engine.generate(PROMPTS, NUM_TOKENS)
+    monkeypatch.setattr(engine.half, "_options", replace(engine.half._options, lazy_offload=lazy))
+    engine.start_over()
+    engine.begin(PROMPTS, NUM_TOKENS)
+    for num in num_steps:
+        engine.step(num)
+        loaded, known = engine.stats()["loaded_blocks"], engine.num_computed_tokens()
+        sleep(engine)
+        assert engine.num_computed_tokens() == 0, "the device has forgotten it"
+        engine.core.resume_scheduler()
+        engine.step(1)
+        # vLLM keeps of windows what a hit can end at: in the middle of a prompt, nothing.
+        if known > 300 or not engine.has_windows:
+            engine.settle_loads()
+            assert engine.stats()["loaded_blocks"] > loaded, "it comes back from the host"
+    answers = engine.finish()
+    assert difference(answers, expected) < TOLERANCE
+    scheduler = engine.core.scheduler
+    assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
+
+
+def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = engine.generate(PROMPTS, NUM_TOKENS)
+    monkeypatch.setattr(
+        engine.half, "_options", replace(engine.half._options, preserve_on_sleep=False)
+    )
+    engine.start_over()
+    engine.begin(PROMPTS, NUM_TOKENS)
+    engine.step(8)
+    sleep(engine)
+    assert engine.stats()["resident_blocks"] == 0
+    engine.core.resume_scheduler()
+    answers = engine.finish()
+    assert engine.stats()["loaded_blocks"] == 0
+    assert difference(answers, expected) < TOLERANCE
+
+
+class Forgetful(ChangedMover):
+    """Loads nothing."""
+
+    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
+        return self.mover.load([], [], after=READY)
+
+
+def test_what_is_not_loaded_shows(engine: Engine) -> None:
+    """The negative control: the memory is really overwritten, and what comes back is needed."""
+    expected = engine.generate(PROMPTS, NUM_TOKENS)
+    engine.start_over()
+    engine.begin(PROMPTS, NUM_TOKENS)
+    engine.step(8)
+    sleep(engine)
+    engine.core.resume_scheduler()
+    with engine.movers(Forgetful):  # type: ignore[arg-type]
+        answers = engine.finish()
+    assert difference(answers, expected) > DAMAGE
+
+
+def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
+    expected = engine.generate(PROMPTS, NUM_TOKENS)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    engine.begin(PROMPTS, NUM_TOKENS)
+    engine.step(1)
+    waiting = [one.status for one in engine.core.scheduler.requests.values()]
+    assert RequestStatus.WAITING_FOR_REMOTE_KVS in waiting
+    sleep(engine)
+    engine.core.resume_scheduler()
+    loaded = engine.stats()["loaded_blocks"]
+    answers = engine.finish()
+    assert engine.stats()["loaded_blocks"] > loaded
+    assert difference(answers, expected) < TOLERANCE
+    scheduler = engine.core.scheduler
+    assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
