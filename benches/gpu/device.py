@@ -12,8 +12,7 @@ import numpy as np
 
 import kvstow
 from kvstow import ConfigError
-from kvstow.transfer import cuda_runtime
-from kvstow.transfer.cuda_runtime import Copies, CudaRuntime, import_cupy
+from kvstow.transfer.cuda_runtime import Copies, CudaRuntime, cuda_runtime, import_cupy
 from kvstow.transfer.pinning import nearest_cpus
 
 PEAK_BYTES = 256 << 20

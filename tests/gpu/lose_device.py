@@ -8,8 +8,8 @@ from kvstow.transfer import (
     CudaMover,
     HostArena,
     Region,
-    cuda_runtime,
 )
+from kvstow.transfer.cuda_runtime import cuda_runtime
 
 ILLEGAL = BlockLayout(8, (Region(4096, 4096, 4096),), device=0)
 

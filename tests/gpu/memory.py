@@ -14,9 +14,9 @@ from kvstow.transfer import (
     CudaLink,
     CudaMover,
     HostArena,
-    cuda_runtime,
     pinned_arena,
 )
+from kvstow.transfer.cuda_runtime import cuda_runtime
 
 Bytes = npt.NDArray[np.uint8]
 Path = Literal["packed", "direct"]

@@ -11,9 +11,9 @@ from kvstow.transfer import (
     CudaLink,
     CudaMover,
     Region,
-    cuda_runtime,
     pinned_arena,
 )
+from kvstow.transfer.cuda_runtime import cuda_runtime
 
 NUM_BLOCKS, NUM_LAYERS = 12, 3
 IDS, SLOTS = [3, 9, 1, 7, 4], [2, 8, 3, 4, 0]

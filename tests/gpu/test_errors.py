@@ -9,8 +9,8 @@ import pytest
 from tests.gpu.memory import World, world
 
 from kvstow import ConfigError, TransferError
-from kvstow.transfer import READY, BlockLayout, CudaError, CudaLink, Region, cuda_runtime
-from kvstow.transfer.cuda_runtime import CudaRuntime
+from kvstow.transfer import READY, BlockLayout, CudaError, CudaLink, Region
+from kvstow.transfer.cuda_runtime import CudaRuntime, cuda_runtime
 from kvstow.transfer.link_speed import measure
 from kvstow.transfer.pinning import pin
 
