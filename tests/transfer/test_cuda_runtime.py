@@ -63,6 +63,8 @@ def test_an_event_of_a_lost_device_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert runtime.is_done(event)
     cupy.event_status = NOT_READY
     assert not runtime.is_done(event)
+    cupy.event_status = CAPTURE_ELSEWHERE  # ask again later
+    assert not runtime.is_done(event)
     assert runtime.lost is None
     cupy.event_status = ILLEGAL_ADDRESS
     with pytest.raises(CudaError, match="restart it") as raised:
