@@ -44,11 +44,12 @@ _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
 # What CUDA answers while another thread captures a graph: that it must not be asked now.
 _CAPTURE = range(900, 909)
-# cudaErrorInvalidValue, MemoryAllocation, InvalidResourceHandle (of a stream that is gone),
-# HostMemoryAlreadyRegistered, HostMemoryNotRegistered, NotPermitted, NotSupported, and what a
-# capture forbids: the call was refused, and the context is as it was. What else a launch or a query
-# says, an illegal address say, is said by every later call too.
-_RECOVERABLE = frozenset({1, 2, 400, 712, 713, 800, 801, *_CAPTURE})
+# cudaErrorInvalidValue, MemoryAllocation, InvalidPitchValue, OperatingSystem (which would not pin),
+# InvalidResourceHandle (of a stream that is gone), HostMemoryAlreadyRegistered,
+# HostMemoryNotRegistered, NotPermitted, NotSupported, and what a capture forbids: the call was
+# refused, and the context is as it was. What else a launch or a query says, an illegal address say,
+# is said by every later call too.
+_RECOVERABLE = frozenset({1, 2, 12, 304, 400, 712, 713, 800, 801, *_CAPTURE})
 
 
 # Opaque to all but the runtime that made them.
