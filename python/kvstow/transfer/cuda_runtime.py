@@ -312,6 +312,9 @@ class CudaRuntime:
                 kernels = module.get_function("gather"), module.get_function("scatter")
                 for kernel in kernels:
                     kernel.compile()
+                    # CUDA would load it at its first launch, and may wait for all else that runs:
+                    # to ask for this makes it do so now.
+                    _ = kernel.num_regs
                 return kernels
         except CudaError:
             raise
