@@ -2,10 +2,11 @@
 
 Accounting for a device's blocks and a host tier (`BlockPool`, `BlockLedger`, `OffloadScheduler`),
 block hashes equal to vLLM's (`hash_tokens`), the movement of bytes (`kvstow.transfer`), and all of
-it in one object for the author of an engine (`Engine`).
+it in one object for the author of an engine (`Engine`), which can `sleep`.
 """
 
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvstow import _core
@@ -42,6 +43,7 @@ from kvstow._core import (
 )
 
 if TYPE_CHECKING:
+    from kvstow import sleep, snapshot
     from kvstow.engine import Admission, AdmissionState, Engine, Landed, Transfer
 else:
 
@@ -51,6 +53,8 @@ else:
             from kvstow import engine  # noqa: PLC0415
 
             return getattr(engine, name)
+        if name in {"sleep", "snapshot"}:
+            return import_module(f"kvstow.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -89,6 +93,8 @@ __all__ = [
     "UnknownRequest",
     "__version__",
     "hash_tokens",
+    "sleep",
+    "snapshot",
 ]
 
 if _core.debug_build:

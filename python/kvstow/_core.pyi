@@ -434,6 +434,44 @@ class BlockLedger:
     def num_granted_tokens(self, request_id: str) -> int: ...
     def free(self, request_id: str) -> None:
         """Drop the request: its references, each group's tail first, then the request itself."""
+    def request_ids(self) -> list[str]:
+        """The ids of the requests that are known, in no order."""
+    def known(
+        self, request_id: str
+    ) -> tuple[list[bytes], list[int] | None, list[tuple[object, ...] | None] | None]:
+        """What a request was made known with: its hashes, and for events its tokens and extra keys.
+
+        A block's extra keys come back as a tuple, whatever sequence was given.
+        """
+    def snapshot(self, *, blocks: bool = True) -> bytes:
+        """The ledger as bytes, for `restore`: versioned, and with a checksum.
+
+        In it are the requests, their tables up to the granted tokens, and the keys of the blocks in
+        them. Lookahead, pins, events, and the keys of blocks that nobody references are not. With
+        `blocks=False`, requests are as if they had never been served.
+        """
+    def restore(
+        self, snapshot: bytes, *, block_ids: Literal["same", "packed"] | _Ints = "same"
+    ) -> tuple[_Ids, _Ids]:
+        """Fill this ledger, which must be new, with what a snapshot of another holds.
+
+        Args:
+            snapshot: what `snapshot` returned, of a ledger of the same groups. Tokens and extra
+                keys are left out where this ledger keeps no events.
+            block_ids: "same", or "packed": 1, 2, 3 and so on, in the order in which the tables name
+                the blocks, request by request; or the ids to take, in that order, at least one for
+                each block.
+
+        Returns:
+            The old ids of the blocks it holds, ascending, and their new ids.
+
+        Raises:
+            SnapshotError: damaged, cut off, of another version or other groups, or no snapshot.
+            OutOfBlocks: the pool has fewer blocks than the snapshot holds.
+            ConfigError: the pool has no such ids; packed, the blocks fit. Too few ids were given.
+            InvalidBlock: an id outside the pool, null, or given twice.
+            StateError: this ledger is not new.
+        """
     def check(self) -> None:
         """Verify every invariant of ledger and pool. Raises `StateError` if one is broken."""
 
@@ -666,6 +704,51 @@ class OffloadScheduler:
 
         Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
         """
+    def snapshot(self) -> bytes:
+        """The scheduler as bytes, for `restore`: versioned, and with a checksum.
+
+        In it are the tier with its order of eviction and what its policy learned, the requests, the
+        sleep image and the counters. Jobs are not, in quarantine or not, as if they had failed; nor
+        is what lookups hold.
+        """
+    def restore(self, snapshot: bytes) -> None:
+        """Fill this scheduler, which must be new, with what a snapshot of another holds.
+
+        It knows no device blocks then: `store` is to be told whole tables again. Reports of jobs
+        that were in flight are swallowed.
+
+        Raises:
+            SnapshotError: damaged, cut off, of another version, of another number of slots, groups,
+                blocks per slot or ranks, mode or policy, or no snapshot.
+            StateError: this scheduler is not new.
+        """
+    def hold_image(self, ledger: BlockLedger) -> Job:
+        """Set host slots aside for every block in a table of `ledger`: for the time it sleeps.
+
+        A block whose key the tier has stays in that slot, which is pinned; each other one gets a
+        place that no lookup finds. Evicts for them, and releases what lookups hold.
+
+        Returns:
+            The copies to make, device to host, as a job whose id is 0 and that nobody reports.
+
+        Raises:
+            OutOfBlocks: the tier cannot hold them. Nothing has changed.
+            StateError: jobs are in flight, or an image is held already.
+            ConfigError: a ledger of other groups.
+        """
+    @property
+    def image(self) -> Job:
+        """All copies of the image that is held: each the other way brings its block back.
+
+        Block ids are those that the ledger had. Raises `StateError` where none is held.
+        """
+    def used_slots(self) -> _Ids:
+        """The slots that hold anything, ascending: resident blocks, stores, a sleep image's own.
+
+        0 to `num_host_blocks - 1`; slot i is the places i * `blocks_per_slot` and on.
+        """
+    def release_image(self) -> None:
+        """Let the image go, if one is held: the device has its blocks, or will not need them."""
     def stats(self) -> dict[str, int]:
         """Counters since construction, and gauges of the moment.
 

@@ -55,8 +55,8 @@ def _commands() -> "click.Group":
 
     from kvstow.doctor.command import doctor  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
+    from kvstow.snapshot_command import snapshot  # noqa: PLC0415
 
-    group = click.Group(
-        "kvstow", help="Stow the KV cache of an LLM server.", commands=[doctor, replay]
-    )
+    commands = [doctor, replay, snapshot]
+    group = click.Group("kvstow", help="Stow the KV cache of an LLM server.", commands=commands)
     return click.version_option(__version__, prog_name="kvstow")(group)

@@ -8,18 +8,19 @@ The caller batches, computes and says so; this accounts and moves. A request, an
       \-- preempt -------------------------------------/
 
 Blocks under a copy are pinned from the moment it is planned until it has really ended, whatever
-has become of its request meanwhile.
+has become of its request meanwhile. `kvstow.sleep` lets the whole engine sleep, and wakes it.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from math import isfinite
 from os import PathLike
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +41,19 @@ from kvstow._core import (
     UnknownRequest,
 )
 from kvstow.events import BlockEvent, EventFile, TransferEvent
-from kvstow.ranks import MakeMover, RankLayouts, Ranks, Transfer, checked_layouts
+from kvstow.ranks import (
+    Checksums,
+    MakeMover,
+    RankLayouts,
+    Ranks,
+    Transfer,
+    build_arenas,
+    checked_layouts,
+)
 from kvstow.transfer import Event, mover_for
+
+if TYPE_CHECKING:
+    from kvstow.sleep import Asleep
 
 __all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Policy", "Transfer"]
 
@@ -186,31 +198,40 @@ class Engine:
         if horizon_blocks is not None and horizon_blocks < 1:
             raise ConfigError(f"horizon_blocks is {horizon_blocks}; it must be 1 or more")
         has_events = events or events_path is not None
-        self.ledger = BlockLedger(
-            num_device_blocks, groups, max_in_flight_tokens=max_in_flight_tokens, events=has_events
+        # As it is built now, it is built again when it wakes: over another pool, maybe.
+        self._new_ledger = partial(
+            BlockLedger, groups=groups, max_in_flight_tokens=max_in_flight_tokens, events=has_events
         )
-        self.scheduler = OffloadScheduler(
+        self._new_scheduler = partial(
+            OffloadScheduler,
             num_host_blocks,
             groups,
             mode=mode,
             policy=policy,
             blocks_per_slot=blocks_per_slot,
             world_size=world_size,
-            num_device_blocks=num_device_blocks,
             events=has_events,
         )
+        self.ledger = self._new_ledger(num_device_blocks)
+        self.scheduler = self._new_scheduler(num_device_blocks=num_device_blocks)
+        self._new_ranks = partial(Ranks, mover=mover)
+        self._checksums: Sequence[Checksums | None] = [None] * world_size
         with ExitStack() as built:
             self._event_file: EventFile | None = None
             if events_path is not None:
                 self._event_file = built.enter_context(EventFile(events_path, clock=clock))
             num_places = num_host_blocks * blocks_per_slot
-            self._ranks = Ranks(rank_layouts, num_places, blocks_per_slot, mover)
+            arenas = build_arenas(rank_layouts, num_places, blocks_per_slot)
+            for arena in arenas:
+                built.enter_context(arena)
+            self._ranks = self._new_ranks(rank_layouts, arenas, checksums=self._checksums)
             built.pop_all()
         self.arenas, self.movers = self._ranks.arenas, self._ranks.movers
         self._keeps_events = events
         self._block_events: list[BlockEvent] = []
         self._transfer_events: list[TransferEvent] = []
-        self._counts = _Counts(self._capacity_tokens(groups))
+        self._groups, self._world_size = list(groups), world_size
+        self._counts = _Counts(self._capacity_tokens())
         self._blocks_per_slot = blocks_per_slot
         self._horizon_blocks = horizon_blocks
         self._load_timeout_s = load_timeout_s
@@ -221,6 +242,8 @@ class Engine:
         # Stores under way whose blocks are unpinned already.
         self._released: set[int] = set()
         self._refused_id = ""
+        self._asleep: Asleep | None = None
+        self._untold = Landed([], [], 0, 0)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -442,10 +465,14 @@ class Engine:
         return tuple(self._transfers.values())
 
     def poll(self) -> Landed:
-        """End the copies that are done, then fail the loads that are late. Never blocks."""
-        loaded: list[str] = []
-        failed: list[str] = []
-        num_stored = num_failed_stores = 0
+        """End the copies that are done, then fail the loads that are late. Never blocks.
+
+        The first one after a sleep tells what ended then, too.
+        """
+        self._check_awake()
+        untold, self._untold = self._untold, Landed([], [], 0, 0)
+        loaded, failed = untold.loaded, untold.failed
+        num_stored, num_failed_stores = untold.num_stored_blocks, untold.num_failed_stores
         for transfer in self.transfers:
             if not transfer.poll():
                 self._release_source(transfer)
@@ -557,10 +584,10 @@ class Engine:
         """
         pool, counts, file = self.ledger.pool, self._counts, self._event_file
         return self.scheduler.stats() | {
-            "requests": len(self._requests),
+            "requests": self.ledger.num_requests,
             "device_blocks_free": pool.num_free,
             "device_blocks_cached": pool.num_cached,
-            "device_evicted_blocks": pool.num_evicted,
+            "device_evicted_blocks": counts.evicted_blocks + pool.num_evicted,
             "device_capacity_tokens": counts.capacity_tokens,
             "device_query_tokens": counts.query_tokens,
             "device_hit_tokens": counts.hit_tokens,
@@ -579,7 +606,7 @@ class Engine:
         num_jobs = stats["jobs_in_flight"] + stats["quarantined_jobs"]
         if in_flight != num_jobs:
             raise StateError(f"{in_flight} transfers for {num_jobs} jobs in flight")
-        if len(self._requests) != self.ledger.num_requests:
+        if self._asleep is None and len(self._requests) != self.ledger.num_requests:
             raise StateError(
                 f"{len(self._requests)} requests, {self.ledger.num_requests} in the ledger"
             )
@@ -592,8 +619,10 @@ class Engine:
     def close(self) -> None:
         """End every copy, stop the movers and give the host memory back; again does nothing.
 
-        Requests can still be finished and looked at; those that were loading never will run.
+        Requests can still be finished and looked at; those that were loading never will run. A file
+        in which the engine sleeps stays.
         """
+        self._asleep = None
         self._ranks.close()
         for end in self.scheduler.end_all():
             self._unpin(end)
@@ -622,7 +651,12 @@ class Engine:
 
     # -- within --------------------------------------------------------------------------------
 
+    def _check_awake(self) -> None:
+        if self._asleep is not None:
+            raise StateError("this Engine sleeps: wake it first, with kvstow.sleep.wake")
+
     def _check_open(self) -> None:
+        self._check_awake()
         if self.arenas[0].closed:
             raise StateError("this Engine is closed; build a new one")
 
@@ -630,6 +664,7 @@ class Engine:
         return [0] * self.ledger.num_groups
 
     def _request(self, request_id: str) -> "_Request":
+        self._check_awake()
         try:
             return self._requests[request_id]
         except KeyError:
@@ -709,10 +744,10 @@ class Engine:
             raise ConfigError(f"the clock says {now_s}; it must tell finite seconds")
         return now_s
 
-    def _capacity_tokens(self, groups: Sequence[Group]) -> int:
+    def _capacity_tokens(self) -> int:
         """Of prompts, on the device, where every group keeps all of its blocks."""
         size, num_usable = self.ledger.hit_block_size, self.ledger.pool.num_blocks - 1
-        return num_usable // sum(size // group.block_size for group in groups) * size
+        return num_usable // sum(size // group.block_size for group in self._groups) * size
 
     def _count_query(self, request: "_Request", num_tokens: int, num_hit: int) -> None:
         """Count what an admitted request looked for on the device, and found."""
@@ -750,12 +785,73 @@ class Engine:
         self._transfers[transfer.job.job_id] = transfer
         self._ranks.submit(transfer, after)
 
+    # -- for kvstow.sleep ----------------------------------------------------------------------
+
+    def _is_new(self) -> bool:
+        """Whether it has served nobody yet."""
+        return not (self._requests or self._transfers or len(self.scheduler.used_slots()))
+
+    def _fence(self) -> None:
+        """Fail the copies in flight, and go on with movers that know nothing of them."""
+        self._ranks.close()
+        in_flight = self.transfers
+        for end in self.scheduler.end_all():
+            self.ledger.pool.unpin(end.block_ids)
+        failed = [name for name in map(self._waiting_for, in_flight) if name is not None]
+        self._transfers.clear()
+        for name in failed:
+            self._restart(name, self._requests[name], recompute=True)
+        num_stores = sum(transfer.direction == "store" for transfer in in_flight)
+        untold = self._untold
+        self._untold = replace(
+            untold,
+            failed=untold.failed + failed,
+            num_failed_stores=untold.num_failed_stores + num_stores,
+        )
+        self._ranks = self._new_ranks(self._ranks.layouts, self.arenas, checksums=self._checksums)
+        self.movers = self._ranks.movers
+
+    def _fall_asleep(self, asleep: "Asleep", lost: Ids) -> None:
+        """Forget everything but the accounting, to look at; `lost` blocks' keys are gone."""
+        self.ledger.pool.evict(lost)
+        self.flush_events()
+        self._counts.evicted_blocks += self.ledger.pool.num_evicted
+        self._ranks.let_go()
+        self._requests.clear()
+        self._running.clear()
+        self._refused_id, self._untold = "", Landed([], [], 0, 0)
+        self._asleep = asleep
+
+    def _awaken(
+        self,
+        ledger: BlockLedger,
+        scheduler: OffloadScheduler,
+        ranks: Ranks,
+        checksums: Sequence[Checksums | None],
+        requests: "dict[str, _Request]",
+    ) -> None:
+        """Go on with these."""
+        self.ledger, self.scheduler, self._ranks = ledger, scheduler, ranks
+        self.arenas, self.movers, self._checksums = ranks.arenas, ranks.movers, checksums
+        self._requests = requests
+        self._running = {name for name, one in requests.items() if one.state == "running"}
+        self._counts.capacity_tokens = self._capacity_tokens()
+        self._asleep = None
+        if self._horizon_blocks is not None:
+            # Else what is evicted before its request's next step would not be stored.
+            for name in self._running:
+                self._planned([(name, requests[name], ledger.num_granted_tokens(name))])
+
 
 @dataclass(slots=True)
 class _Counts:
-    """What neither ledger nor scheduler counts: the tokens of lookups, bytes, and time."""
+    """What neither ledger nor scheduler counts: the tokens of lookups, bytes, and time.
+
+    And what the ledgers before this one have counted.
+    """
 
     capacity_tokens: int
+    evicted_blocks: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
     num_bytes: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})

@@ -14,11 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, Job, KvstowError, TransferError
-from kvstow.transfer import BlockLayout, Event, HostArena, Mover, Ticket, arena_for
+from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 
-__all__ = ["MakeMover", "RankLayouts", "Ranks", "Transfer", "checked_layouts"]
+__all__ = [
+    "Checksums",
+    "MakeMover",
+    "RankLayouts",
+    "Ranks",
+    "Transfer",
+    "build_arenas",
+    "checked_layouts",
+]
 
 RankLayouts: TypeAlias = Sequence[BlockLayout] | Sequence[Sequence[BlockLayout]]
+Checksums: TypeAlias = npt.NDArray[np.int64]
 MakeMover: TypeAlias = Callable[[BlockLayout, HostArena], Mover]
 
 
@@ -66,10 +75,24 @@ class Transfer:
         return all(self.outcomes())
 
 
+def build_arenas(
+    layouts: Sequence[Sequence[BlockLayout]], num_slots: int, slots_per_run: int
+) -> list[HostArena]:
+    """Host memory for each rank, of slots as large as its largest blocks."""
+    with ExitStack() as built:
+        arenas = []
+        for own in layouts:
+            arena = arena_for(own, num_slots, slots_per_run=slots_per_run)
+            arenas.append(built.enter_context(arena))
+        built.pop_all()
+    return arenas
+
+
 class Ranks:
-    """The arenas and movers of all ranks.
+    """The movers of all ranks, between their layouts and their arenas.
 
     Attributes:
+        layouts: one per group, for each rank.
         arenas: one per rank.
         movers: one per group, rank by rank.
     """
@@ -77,19 +100,22 @@ class Ranks:
     def __init__(
         self,
         layouts: Sequence[Sequence[BlockLayout]],
-        num_slots: int,
-        slots_per_run: int,
+        arenas: Sequence[HostArena],
         mover: MakeMover,
+        checksums: Sequence[Checksums | None],
     ) -> None:
-        """Map the host memory and make the movers; where that fails, nothing is left behind."""
+        """Make the movers; where that fails, none is left behind.
+
+        With `checksums`, per rank, they prove what they load: see `ProvingMover`.
+        """
         with ExitStack() as built:
-            self.arenas: list[HostArena] = []
             self.movers: list[Mover] = []
-            for own in layouts:
-                arena = arena_for(own, num_slots, slots_per_run=slots_per_run)
-                self.arenas.append(built.enter_context(arena))
-                self.movers += [built.enter_context(mover(layout, arena)) for layout in own]
+            for own, arena, known in zip(layouts, arenas, checksums, strict=True):
+                for layout in own:
+                    made = built.enter_context(mover(layout, arena))
+                    self.movers.append(made if known is None else ProvingMover(made, known))
             built.pop_all()
+        self.layouts, self.arenas = layouts, list(arenas)
         self._num_groups = len(layouts[0])
         # Of a block of each group, on all ranks.
         groups = zip(*layouts, strict=True)
@@ -103,24 +129,38 @@ class Ranks:
 
     def submit(self, transfer: Transfer, after: Event) -> None:
         """Begin the copies of a job; one that is refused has failed, and those beside it go on."""
-        job, direction = transfer.job, transfer.direction
+        transfer.rank_tickets.extend(
+            self.copy(transfer.direction, transfer.job, transfer.job.block_ids, after)
+        )
+
+    def copy(
+        self,
+        direction: Literal["store", "load"],
+        job: Job,
+        block_ids: npt.NDArray[np.int32],
+        after: Event,
+    ) -> list[list[Ticket]]:
+        """Begin the copies of a job whose blocks have these ids; tickets as in a `Transfer`."""
         parts = [
-            (group, job.block_ids[begin:end], job.host_slots[begin:end])
+            (group, block_ids[begin:end], job.host_slots[begin:end])
             for group, (begin, end) in enumerate(pairwise(job.offsets.tolist()))
             if begin < end
         ]
-        for movers in self._by_rank():
-            transfer.rank_tickets.append(
-                [
-                    _submit(movers[group], direction, ids, slots, after)
-                    for group, ids, slots in parts
-                ]
-            )
+        return [
+            [_submit(movers[group], direction, ids, slots, after) for group, ids, slots in parts]
+            for movers in self._by_rank()
+        ]
 
     def close(self) -> None:
         """End every copy and stop the movers; the arenas stay."""
         for mover in self.movers:
             mover.close()
+
+    def let_go(self) -> None:
+        """Close, and hold on to no device memory any more."""
+        self.close()
+        self.movers.clear()
+        self.layouts = []
 
     def _by_rank(self) -> Iterator[list[Mover]]:
         for first in range(0, len(self.movers), self._num_groups):

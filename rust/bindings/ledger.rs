@@ -2,20 +2,22 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvstow_core::ledger::{self, AllocateArgs, Context, Taken};
-use kvstow_core::pool;
+use kvstow_core::ids::BlockId;
+use kvstow_core::ledger::{self, AllocateArgs, Context, NewIds, Taken};
+use kvstow_core::pool::{self, MAX_BLOCKS};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 
-use crate::convert::{Count, RequestId, as_strs, counts, hashes, request_ids, to_array};
+use crate::convert::{Count, RequestId, as_strs, counts, hashes, ids, request_ids, to_array};
 use crate::error::{ConfigError, to_py};
 use crate::group::groups;
-use crate::hash::{extra_keys_from_py, tokens_from_py};
+use crate::hash::{extra_keys_from_py, extra_keys_to_py, tokens_from_py};
 use crate::lock;
 use crate::pool::SharedPool;
 
 type Shared = Arc<Mutex<ledger::BlockLedger>>;
+type Ids<'py> = Bound<'py, PyArray1<i32>>;
 
 /// What `BlockLedger.lookup` found. Using it in `allocate` is what takes references.
 #[pyclass(module = "kvstow", frozen)]
@@ -292,9 +294,94 @@ impl BlockLedger {
         lock(&self.0).free(&request_id).map_err(to_py)
     }
 
+    /// The ids of the requests that are known.
+    fn request_ids(&self) -> Vec<String> {
+        lock(&self.0).request_ids().map(str::to_owned).collect()
+    }
+
+    /// What a request was made known with: hashes, and for events tokens and extra keys.
+    #[expect(clippy::type_complexity, reason = "a tuple, as Python sees it")]
+    fn known<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: RequestId,
+    ) -> PyResult<(Bound<'py, PyList>, Option<Vec<u64>>, Option<Bound<'py, PyAny>>)> {
+        let (hashes, context, width) = {
+            let ledger = lock(&self.0);
+            let (hashes, context) = ledger.known(&request_id).map_err(to_py)?;
+            (hashes.to_vec(), context, ledger.pool().hash_width())
+        };
+        let hashes =
+            PyList::new(py, hashes.iter().map(|hash| PyBytes::new(py, width.digest(hash))))?;
+        let keys = context.extra_keys.map(|keys| extra_keys_to_py(py, &keys)).transpose()?;
+        Ok((hashes, context.tokens, keys))
+    }
+
+    /// The ledger as bytes, for `restore`.
+    #[pyo3(signature = (*, blocks = true))]
+    fn snapshot<'py>(&self, py: Python<'py>, blocks: bool) -> Bound<'py, PyBytes> {
+        let snapshot = lock(&self.0).snapshot(blocks);
+        PyBytes::new(py, &snapshot)
+    }
+
+    /// Fill this ledger, which must be new, from a snapshot; returns its blocks' old and new ids.
+    #[pyo3(
+        signature = (snapshot, *, block_ids = None),
+        text_signature = "($self, snapshot, *, block_ids='same')"
+    )]
+    fn restore<'py>(
+        &self,
+        py: Python<'py>,
+        snapshot: &[u8],
+        block_ids: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<(Ids<'py>, Ids<'py>)> {
+        let choice = block_ids.map(new_ids).transpose()?.unwrap_or(IdChoice::Same);
+        let ids = match &choice {
+            IdChoice::Same => NewIds::Same,
+            IdChoice::Packed => NewIds::Packed,
+            IdChoice::Given(given) => NewIds::Given(given),
+        };
+        let moves = {
+            let mut ledger = lock(&self.0);
+            let restored = ledger.clone().restore(snapshot, ids).map_err(to_py)?;
+            *ledger = restored.ledger;
+            restored.moves
+        };
+        let (old, new): (Vec<_>, Vec<_>) = moves.into_iter().unzip();
+        Ok((to_array(py, old), to_array(py, new)))
+    }
+
     /// Verify every invariant of ledger and pool.
     fn check(&self) -> PyResult<()> {
         lock(&self.0).check().map_err(to_py)
+    }
+}
+
+impl BlockLedger {
+    /// Locks, and lets `call` read.
+    pub(crate) fn with<R>(&self, call: impl FnOnce(&ledger::BlockLedger) -> R) -> R {
+        call(&lock(&self.0))
+    }
+}
+
+/// As [`NewIds`], owned.
+enum IdChoice {
+    Same,
+    Packed,
+    Given(Vec<BlockId>),
+}
+
+fn new_ids(given: &Bound<'_, PyAny>) -> PyResult<IdChoice> {
+    let Ok(name) = given.cast::<PyString>() else {
+        return Ok(IdChoice::Given(ids(given, MAX_BLOCKS)?));
+    };
+    match name.to_str() {
+        Ok("same") => Ok(IdChoice::Same),
+        Ok("packed") => Ok(IdChoice::Packed),
+        _ => Err(ConfigError::new_err(format!(
+            "block_ids is {}: it is \"same\", \"packed\" or the ids to take",
+            name.repr()?
+        ))),
     }
 }
 

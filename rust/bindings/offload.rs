@@ -4,12 +4,14 @@ use std::sync::Mutex;
 
 use kvstow_core::ids::{BlockId, JobId};
 use kvstow_core::key::BlockKey;
-use kvstow_core::offload::{self, Direction, Mode, OffloadConfig, Progress, TransferEvent};
+use kvstow_core::offload::{
+    self, Direction, ImageCopies, Mode, OffloadConfig, Progress, TransferEvent,
+};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{
     Count, Name, RequestId, as_strs, counts, group_id, hashes, ids, job_id, request_ids, to_array,
@@ -17,7 +19,7 @@ use crate::convert::{
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
 use crate::group::groups;
-use crate::ledger::LedgerPool;
+use crate::ledger::{BlockLedger, LedgerPool};
 use crate::lock;
 use crate::pool::{BlockPool, SharedPool};
 
@@ -180,6 +182,43 @@ impl OffloadScheduler {
             ..OffloadConfig::new(num_host_blocks.0, self::groups(&groups)?)
         };
         Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
+    }
+
+    /// The scheduler as bytes, for `restore`.
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let snapshot = lock(&self.0).snapshot().map_err(to_py)?;
+        Ok(PyBytes::new(py, &snapshot))
+    }
+
+    /// Fill this scheduler, which must be new, from a snapshot.
+    fn restore(&self, snapshot: &[u8]) -> PyResult<()> {
+        let mut scheduler = lock(&self.0);
+        *scheduler = scheduler.clone().restore(snapshot).map_err(to_py)?;
+        Ok(())
+    }
+
+    /// Set host slots aside for every block in a table of `ledger`.
+    fn hold_image(&self, py: Python<'_>, ledger: &BlockLedger) -> PyResult<Job> {
+        let copies = ledger.with(|ledger| lock(&self.0).hold_image(ledger)).map_err(to_py)?;
+        Ok(to_job(py, unnamed(copies)))
+    }
+
+    /// All copies of the image that is held.
+    #[getter]
+    fn image(&self, py: Python<'_>) -> PyResult<Job> {
+        let copies = lock(&self.0).image().cloned().map_err(to_py)?;
+        Ok(to_job(py, unnamed(copies)))
+    }
+
+    /// The slots that hold anything.
+    fn used_slots<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        let slots: Vec<i32> = lock(&self.0).used_slots().map(u32::cast_signed).collect();
+        slots.into_pyarray(py)
+    }
+
+    /// Let the image go, if one is held.
+    fn release_image(&self) -> PyResult<()> {
+        lock(&self.0).release_image().map_err(to_py)
     }
 
     #[getter]
@@ -406,6 +445,12 @@ impl OffloadScheduler {
     fn check(&self) -> PyResult<()> {
         lock(&self.0).check().map_err(to_py)
     }
+}
+
+/// Copies as a job of no id: nobody reports them.
+fn unnamed(copies: ImageCopies) -> offload::Job {
+    let ImageCopies { block_ids, host_slots, offsets } = copies;
+    offload::Job { job_id: JobId(0), block_ids, host_slots, offsets }
 }
 
 fn to_job(py: Python<'_>, job: offload::Job) -> Job {

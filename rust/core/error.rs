@@ -57,6 +57,20 @@ pub enum Error {
         /// The id as it was given.
         job_id: JobId,
     },
+    /// A sleep image that the host tier cannot hold.
+    #[error(
+        "the sleep image needs {needed} host slots and at most {available} can be had: give the \
+         host tier more, preempt requests first, or sleep without preserving them"
+    )]
+    NoRoomForImage {
+        /// Slots that the image takes.
+        needed: usize,
+        /// Slots that are empty or may be evicted.
+        available: usize,
+    },
+    /// A snapshot that is damaged or truncated, or that something else has written.
+    #[error("{0}")]
+    Snapshot(String),
     /// An operation that comes at the wrong moment.
     #[error("{0}")]
     State(String),

@@ -21,6 +21,8 @@ use std::convert::Infallible;
 use std::fmt;
 use std::str::FromStr;
 
+use minicbor::data::Type;
+use minicbor::decode::{Decode, Decoder, Error as DecodeError};
 use minicbor::encode::{Encode, Encoder, Error as EncodeError, Write};
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_128;
@@ -144,6 +146,34 @@ impl<C> Encode<C> for ExtraKey {
             Self::Sequence(keys) => encoder.encode_with(keys, context)?,
         };
         Ok(())
+    }
+}
+
+impl<'b, C> Decode<'b, C> for ExtraKey {
+    fn decode(decoder: &mut Decoder<'b>, _: &mut C) -> Result<Self, DecodeError> {
+        Self::decode_nested(decoder, MAX_EXTRA_KEY_DEPTH)
+    }
+}
+
+impl ExtraKey {
+    /// Reads one that nests at most `levels` sequences: whoever wrote it must not choose how deep
+    /// the stack gets.
+    fn decode_nested(decoder: &mut Decoder<'_>, levels: usize) -> Result<Self, DecodeError> {
+        Ok(match decoder.datatype()? {
+            Type::Null => decoder.null().map(|()| Self::Null)?,
+            Type::Bool => Self::Bool(decoder.bool()?),
+            Type::Bytes => Self::Bytes(decoder.bytes()?.to_vec()),
+            Type::String => Self::Text(decoder.str()?.to_owned()),
+            Type::Array => {
+                let Some(levels) = levels.checked_sub(1) else {
+                    return Err(DecodeError::message("an extra key that is nested too deeply"));
+                };
+                let num_keys = decoder.array()?.unwrap_or(0);
+                let keys = (0..num_keys).map(|_| Self::decode_nested(decoder, levels));
+                Self::Sequence(keys.collect::<Result<_, _>>()?)
+            }
+            _ => Self::Int(decoder.i128()?),
+        })
     }
 }
 

@@ -2,10 +2,13 @@
 
 use std::fmt;
 
+use minicbor::{Decode, Encode};
+
 /// A block's index in its pool. Id 0 is the null block: a placeholder that is never allocated,
 /// freed, hashed or moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BlockId(pub u32);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
+#[cbor(transparent)]
+pub struct BlockId(#[n(0)] pub u32);
 
 impl BlockId {
     /// The placeholder block, id 0.
@@ -31,8 +34,9 @@ impl fmt::Display for BlockId {
 }
 
 /// A group's position in the ledger's list of groups: layers that share a block table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GroupId(pub u16);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
+#[cbor(transparent)]
+pub struct GroupId(#[n(0)] pub u16);
 
 /// A store or a load in flight. Ids count up from 1 and are never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -192,6 +192,20 @@ impl Index {
         }
     }
 
+    /// The blocks that hold a key; of those that hold the same one, the oldest first.
+    pub fn cached(&self) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
+        let keyed = (0..).map(BlockId).take(self.marks.len());
+        let keyed = keyed.filter_map(|id| Some((id, self.key(id)?)));
+        let oldest = keyed.filter(|(id, key)| self.get(&key.hash, key.group) == Some(*id));
+        oldest.flat_map(move |(oldest, key)| {
+            let newer = move |id: &BlockId| {
+                let newer = BlockId(self.same[id.index()][NEWER]);
+                (newer != oldest).then_some(newer)
+            };
+            std::iter::successors(Some(oldest), newer).map(move |id| (id, key))
+        })
+    }
+
     /// Takes every key from its block.
     pub fn clear(&mut self) {
         self.marks.fill(0);

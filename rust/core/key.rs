@@ -3,6 +3,8 @@
 //! A hash is 1 to 32 bytes, one width per object; inside, every hash is padded with zeros to 32
 //! bytes so that keys lie in flat arrays.
 
+use minicbor::{Decode, Encode};
+
 use crate::error::{Error, Result};
 use crate::ids::GroupId;
 
@@ -13,11 +15,14 @@ pub const MAX_HASH_BYTES: usize = 32;
 pub type BlockHash = [u8; MAX_HASH_BYTES];
 
 /// What a cached block is found by: its hash and the group whose KV it holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
 pub struct BlockKey {
     /// The digest over the block's tokens and everything before them.
+    #[n(0)]
+    #[cbor(with = "minicbor::bytes")]
     pub hash: BlockHash,
     /// The group of layers.
+    #[n(1)]
     pub group: GroupId,
 }
 
@@ -85,8 +90,9 @@ fn pad(digest: &[u8]) -> BlockHash {
 }
 
 /// The width of an object's hashes in bytes, unknown until the first one is seen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HashWidth(u8);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(transparent)]
+pub struct HashWidth(#[n(0)] u8);
 
 impl HashWidth {
     /// A known width.
@@ -126,8 +132,39 @@ impl HashWidth {
         Ok(())
     }
 
+    /// Refuses a width that no hash has: one that was read from somewhere.
+    pub(crate) fn is_sound(self) -> bool {
+        usize::from(self.0) <= MAX_HASH_BYTES
+    }
+
     /// The first `width` bytes of a padded hash: the digest as it was given.
     pub fn digest(self, hash: &BlockHash) -> &[u8] {
         &hash[..usize::from(self.0)]
+    }
+}
+
+/// Hashes in a snapshot: one after the other, as one string of bytes.
+pub(crate) mod flat {
+    use minicbor::decode::{self, Decoder};
+    use minicbor::encode::{self, Encoder, Write};
+
+    use super::{BlockHash, MAX_HASH_BYTES};
+
+    pub(crate) fn encode<C, W: Write>(
+        hashes: &[BlockHash],
+        encoder: &mut Encoder<W>,
+        _: &mut C,
+    ) -> Result<(), encode::Error<W::Error>> {
+        encoder.bytes(hashes.as_flattened())?.ok()
+    }
+
+    pub(crate) fn decode<C>(
+        decoder: &mut Decoder<'_>,
+        _: &mut C,
+    ) -> Result<Vec<BlockHash>, decode::Error> {
+        match decoder.bytes()?.as_chunks::<MAX_HASH_BYTES>() {
+            (hashes, []) => Ok(hashes.to_vec()),
+            _ => Err(decode::Error::message("a part of a hash")),
+        }
     }
 }

@@ -16,6 +16,7 @@
 //! | 3 | [`group`] |
 //! | 4 | [`ledger`] |
 //! | 5 | [`offload`] |
+//! | 6 | [`snapshot`] |
 
 pub mod error;
 pub mod event;
@@ -28,5 +29,6 @@ pub mod key;
 pub mod ledger;
 pub mod offload;
 pub mod pool;
+pub mod snapshot;
 
 mod requests;

@@ -138,6 +138,11 @@ impl BlockPool {
         self.width
     }
 
+    /// The blocks that hold a key; of those that hold the same one, the oldest first.
+    pub(crate) fn cached(&self) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
+        self.index.cached()
+    }
+
     /// The free queue, next to be taken first, pinned blocks included.
     pub fn free_order(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.queue.iter()

@@ -87,6 +87,11 @@ impl<T> Requests<T> {
         self.requests.push((name, request));
     }
 
+    /// The requests with their ids.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &T)> {
+        self.requests.iter().map(|(name, request)| (&**name, request))
+    }
+
     pub(crate) fn values(&self) -> impl Iterator<Item = &T> {
         self.requests.iter().map(|(_, request)| request)
     }

@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 
 use kvstow_core::group::{Attention, Group};
-use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, PrefixHit};
+use kvstow_core::ids::BlockId;
+use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, NewIds, PrefixHit};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -42,6 +43,10 @@ enum Op {
     Evict(Vec<u32>),
     Pin(Vec<u32>),
     Unpin(Vec<u32>),
+    /// The ledger comes back from a snapshot, its blocks under the same ids or others.
+    Sleep {
+        is_packed: bool,
+    },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -62,6 +67,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => vec(0..12_u32, 0..3).prop_map(Op::Evict),
         1 => vec(0..12_u32, 0..3).prop_map(Op::Pin),
         1 => vec(0..12_u32, 0..3).prop_map(Op::Unpin),
+        1 => any::<bool>().prop_map(|is_packed| Op::Sleep { is_packed }),
     ]
 }
 
@@ -110,6 +116,24 @@ impl ModelLedger {
             blocks.truncate(shortest);
         }
         found
+    }
+
+    /// What is left of it after sleep: blocks in tables, up to the granted tokens, under new ids.
+    fn sleep(&mut self, new_id: impl Fn(u32) -> u32) {
+        let mut pool = ModelPool::new(u32::try_from(self.pool.refs.len()).unwrap());
+        for request in self.requests.values_mut() {
+            for table in &mut request.tables {
+                table.truncate(request.granted.div_ceil(BLOCK_SIZE));
+                let new: Vec<u32> = table.iter().map(|&id| new_id(id)).collect();
+                assert!(pool.touch(&new));
+                for (&old, &new) in table.iter().zip(&new) {
+                    pool.held[new as usize] = self.pool.held[old as usize];
+                }
+                *table = new;
+            }
+        }
+        pool.clock = self.pool.clock;
+        self.pool = pool;
     }
 
     fn publish(&mut self, who: usize, tokens: usize) {
@@ -238,6 +262,14 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
             let taken = ledger.allocate(&name(*who), &args);
             let expected = model.allocate(*who, &want);
             assert_eq!(taken.map(|taken| taken.map(per_group)).map_err(|_| ()), expected);
+        }
+        Op::Sleep { is_packed } => {
+            let ids = if *is_packed { NewIds::Packed } else { NewIds::Same };
+            let groups = ledger.model().groups().to_vec();
+            let anew = BlockLedger::new(ledger.pool().num_blocks(), groups, None, false).unwrap();
+            let restored = anew.restore(&ledger.snapshot(true), ids).unwrap();
+            model.sleep(|id| restored.new_id(BlockId(id)).unwrap().0);
+            *ledger = restored.ledger;
         }
         Op::Step { new } => step(*new, ledger, model),
         Op::Cache(who, tokens) => {

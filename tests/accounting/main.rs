@@ -8,6 +8,7 @@ mod ledger;
 mod model;
 mod offload;
 mod pool;
+mod snapshot;
 
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;

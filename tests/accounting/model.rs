@@ -9,7 +9,7 @@ pub(crate) struct ModelPool {
     pub(crate) pins: Vec<u32>,
     pub(crate) queue: Vec<u32>,
     pub(crate) held: Vec<Held>,
-    clock: u64,
+    pub(crate) clock: u64,
 }
 
 impl ModelPool {

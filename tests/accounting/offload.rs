@@ -6,10 +6,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvstow_core::error::Error;
 use kvstow_core::group::{Attention, Group, Model};
 use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::BlockKey;
-use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, Taken};
+use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, NewIds, Taken};
 use kvstow_core::offload::{
     EvictionPolicy, Job, Mode, OffloadConfig, OffloadScheduler, Progress, TransferEvent,
 };
@@ -55,6 +56,19 @@ enum Op {
     Tick,
     /// The movers are stopped.
     Stop,
+    /// The device goes away and comes back, that many blocks larger or smaller.
+    Sleep(Rest, i32),
+}
+
+/// How a world sleeps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Rest {
+    /// With jobs in flight, its blocks set aside by magic; ids stay.
+    Abrupt,
+    /// Once all has landed, with a sleep image; ids stay.
+    Same,
+    /// The same, under other ids.
+    Packed,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -69,6 +83,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Reset),
         2 => Just(Op::Tick),
         1 => prop::bool::weighted(0.3).prop_map(|stop| if stop { Op::Stop } else { Op::Tick }),
+        1 => (prop::sample::select(vec![Rest::Abrupt, Rest::Same, Rest::Packed]), -3..3_i32)
+            .prop_map(|(rest, more)| Op::Sleep(rest, more)),
     ]
 }
 
@@ -112,9 +128,10 @@ struct World {
     /// What a store may still bring, or has brought, since the last reset.
     storable: BTreeSet<Content>,
     num_admitted: usize,
-    num_ranks: usize,
-    mode: Mode,
+    config: OffloadConfig,
     now: f64,
+    /// What happened to jobs, as far as it was told of.
+    transfers: Vec<TransferEvent>,
 }
 
 /// What a scheduler can be made for, besides its model.
@@ -174,18 +191,17 @@ impl World {
         options: Options,
     ) -> Self {
         let Options { world_size, mode, blocks_per_slot, policy } = options;
+        let config = OffloadConfig {
+            world_size,
+            mode,
+            blocks_per_slot,
+            policy,
+            events: true,
+            ..OffloadConfig::new(num_host_blocks, groups.clone())
+        };
         Self {
             model: Model::new(groups.clone()).unwrap(),
-            scheduler: OffloadScheduler::new(OffloadConfig {
-                num_device_blocks,
-                world_size,
-                mode,
-                blocks_per_slot,
-                policy,
-                events: true,
-                ..OffloadConfig::new(num_host_blocks, groups.clone())
-            })
-            .unwrap(),
+            scheduler: OffloadScheduler::new(config.clone()).unwrap(),
             ledger: BlockLedger::new(num_device_blocks, groups, None, false).unwrap(),
             device: vec![NOTHING; num_device_blocks],
             host: vec![NOTHING; num_host_blocks * blocks_per_slot],
@@ -193,9 +209,9 @@ impl World {
             copies: Vec::new(),
             storable: BTreeSet::new(),
             num_admitted: 0,
-            num_ranks: world_size,
-            mode,
+            config,
             now: 0.0,
+            transfers: Vec::new(),
         }
     }
 
@@ -313,7 +329,6 @@ impl World {
     /// A step is over. It has read what is not skipped; the full blocks it completed hold what
     /// their hashes name, and may be stored.
     fn compute(&mut self, who: usize, tokens: usize) {
-        let id = who.to_string();
         let before = self.requests[&who].computed;
         for (block, _, content) in self.expected(who, 0, before) {
             assert_eq!(self.device[block.index()], content, "a step reads something else");
@@ -322,7 +337,18 @@ impl World {
         for (block, _, content) in self.expected(who, before, after) {
             self.device[block.index()] = content;
         }
-        for (_, index, content) in self.expected(who, 0, after) {
+        self.requests.get_mut(&who).unwrap().computed = after;
+        let job = self.tell(who);
+        self.begin_store(job);
+        if self.config.mode == Mode::Lazy {
+            self.store_evictable(HORIZON);
+        }
+    }
+
+    /// Tells the scheduler what a request has computed, and what its tables have new.
+    fn tell(&mut self, who: usize) -> Option<Job> {
+        let id = who.to_string();
+        for (_, index, content) in self.expected(who, 0, self.requests[&who].computed) {
             if self.is_reachable(content.0, index) {
                 self.storable.insert(content);
             }
@@ -333,20 +359,16 @@ impl World {
             untold.push(table[self.requests[&who].num_told[at]..].to_vec());
         }
         let request = self.requests.get_mut(&who).unwrap();
-        request.computed = after;
         for (told, new) in request.num_told.iter_mut().zip(&untold) {
             *told += new.len();
         }
         let new_blocks: Vec<&[BlockId]> = untold.iter().map(Vec::as_slice).collect();
-        let progress =
-            Progress { request_id: &id, num_computed_tokens: after, new_blocks: &new_blocks };
+        let num_computed_tokens = request.computed;
+        let progress = Progress { request_id: &id, num_computed_tokens, new_blocks: &new_blocks };
         let deadline = Some(self.now + PATIENCE);
         let job = self.scheduler.store(std::iter::once(progress), deadline).unwrap();
-        assert!(job.is_none() || self.mode == Mode::Eager);
-        self.begin_store(job);
-        if self.mode == Mode::Lazy {
-            self.store_evictable(HORIZON);
-        }
+        assert!(job.is_none() || self.config.mode == Mode::Eager);
+        job
     }
 
     /// Stores what stands among the first so many of the device's free queue, which stays as it is.
@@ -416,7 +438,7 @@ impl World {
         copy.has_failed |= !is_ok;
         let end = self.scheduler.complete(job_id, rank, is_ok).unwrap();
         assert!(self.scheduler.complete(job_id, rank, is_ok).is_err(), "a rank reports once");
-        assert_eq!(end.is_some(), copy.num_reported == self.num_ranks);
+        assert_eq!(end.is_some(), copy.num_reported == self.config.world_size);
         let Some(end) = end else { return };
         let Copy { job, contents, loads_for, has_failed, is_late, .. } = self.copies.remove(which);
         for ((block, &slot), &content) in job.block_ids.iter().zip(&job.host_slots).zip(&contents) {
@@ -479,6 +501,80 @@ impl World {
         }
     }
 
+    /// The device goes and comes back with what an image or, abruptly, magic has kept of it.
+    fn sleep(&mut self, rest: Rest, more: i32) {
+        let mut kept: BTreeMap<BlockId, Content> = BTreeMap::new();
+        if rest == Rest::Abrupt {
+            kept.extend((0..).map(BlockId).zip(self.device.iter().copied()));
+        } else {
+            settle(self);
+            let before = format!("{:?}", self.scheduler);
+            match self.scheduler.hold_image(&self.ledger) {
+                Ok(stores) => {
+                    for (block, &slot) in stores.block_ids.iter().zip(&stores.host_slots) {
+                        self.host[slot as usize] = self.device[block.index()];
+                    }
+                }
+                Err(error) => {
+                    assert!(matches!(error, Error::NoRoomForImage { .. }), "{error}");
+                    assert_eq!(format!("{:?}", self.scheduler), before);
+                    return;
+                }
+            }
+            self.scheduler.check().unwrap();
+            assert!(self.scheduler.hold_image(&self.ledger).is_err(), "an image is held once");
+            let copies = self.scheduler.image().unwrap();
+            let held = copies.host_slots.iter().map(|&slot| self.host[slot as usize]);
+            kept.extend(copies.block_ids.iter().copied().zip(held));
+        }
+        self.transfers.append(&mut self.scheduler.take_transfer_events());
+        let size = (self.device.len().cast_signed() + more as isize).max(2).cast_unsigned();
+        let moves =
+            self.wake(size, if rest == Rest::Packed { NewIds::Packed } else { NewIds::Same });
+        self.scheduler.release_image().unwrap();
+        for (old, new) in moves {
+            self.device[new.index()] = kept[&old];
+        }
+        // What was in flight is nobody's any more, and what it was to load is not there.
+        for copy in std::mem::take(&mut self.copies) {
+            let is_other = |event: &TransferEvent| !matches!(event, TransferEvent::Initiated { job_id, .. } if *job_id == copy.job.job_id);
+            self.transfers.retain(is_other);
+            assert_eq!(self.scheduler.complete(copy.job.job_id, 0, true), Ok(None), "swallowed");
+            if let Some(load) = copy.loads_for.filter(|_| !copy.is_late) {
+                self.loaded(load, false);
+            }
+        }
+        let running: Vec<usize> = self.requests.keys().copied().collect();
+        for who in running {
+            self.requests.get_mut(&who).unwrap().num_told.fill(0);
+            if self.config.mode == Mode::Lazy {
+                self.tell(who);
+            }
+        }
+    }
+
+    /// Ledger and scheduler anew from snapshots, over a device of `size` blocks if what is kept fits
+    /// in there; its memory holds nothing. Returns where the blocks are now.
+    fn wake(&mut self, size: usize, ids: NewIds) -> Vec<(BlockId, BlockId)> {
+        let (ledger, scheduler) = (self.ledger.snapshot(true), self.scheduler.snapshot().unwrap());
+        let ledger_of =
+            |size| BlockLedger::new(size, self.model.groups().to_vec(), None, false).unwrap();
+        let restored = ledger_of(size).restore(&ledger, ids).unwrap_or_else(|error| {
+            assert!(matches!(error, Error::OutOfBlocks { .. } | Error::Config(_)), "{error}");
+            ledger_of(self.device.len()).restore(&ledger, ids).unwrap()
+        });
+        assert_eq!(
+            self.ledger.request_ids().collect::<Vec<_>>(),
+            restored.ledger.request_ids().collect::<Vec<_>>()
+        );
+        self.ledger = restored.ledger;
+        let anew = OffloadScheduler::new(self.config.clone()).unwrap();
+        self.scheduler = anew.restore(&scheduler).unwrap();
+        assert_eq!(self.scheduler.snapshot().unwrap(), scheduler, "a snapshot of the restored");
+        self.device = vec![NOTHING; self.ledger.pool().num_blocks()];
+        restored.moves
+    }
+
     fn leave(&mut self, who: usize) {
         if self.requests.remove(&who).is_some() {
             let id = who.to_string();
@@ -495,10 +591,11 @@ impl World {
             Op::End(which, is_ok) => self.end(*which, *is_ok),
             Op::Tick => self.tick(),
             Op::Stop => self.stop(),
+            Op::Sleep(rest, more) => self.sleep(*rest, *more),
             Op::Reset => {
                 self.scheduler.reset().unwrap();
                 self.storable.clear();
-                if self.mode == Mode::Lazy {
+                if self.config.mode == Mode::Lazy {
                     self.storable.extend(&self.device); // what is there may be stored again
                 }
                 assert_eq!(self.scheduler.num_resident(), 0);
@@ -574,10 +671,10 @@ proptest! {
         (0..4).for_each(|who| world.leave(who));
         world.check();
         prop_assert_eq!(world.scheduler.stats().storing_blocks, 0);
-        prop_assert_eq!(world.ledger.pool().num_free(), num_device - 1);
+        prop_assert_eq!(world.ledger.pool().num_free(), world.device.len() - 1);
         // Every transfer that was initiated was completed once, a store committed before.
         let mut open = BTreeSet::new();
-        for event in world.scheduler.take_transfer_events() {
+        for event in world.transfers.into_iter().chain(world.scheduler.take_transfer_events()) {
             match event {
                 TransferEvent::Initiated { job_id, .. } => prop_assert!(open.insert(job_id)),
                 TransferEvent::Committed { job_id, .. } => prop_assert!(open.contains(&job_id)),
@@ -594,7 +691,7 @@ proptest! {
         let mut world = World::of(groups, 80, 200, Options::default());
         for op in &ops {
             let op = match op {
-                Op::Reset | Op::Tick | Op::Stop => continue,
+                Op::Reset | Op::Tick | Op::Stop | Op::Sleep(Rest::Abrupt, _) => continue,
                 Op::End(which, _) => &Op::End(*which, true),
                 other => other,
             };
@@ -609,6 +706,54 @@ proptest! {
         prop_assert_eq!(world.scheduler.stats().evicted_blocks, 0);
         prop_assert_eq!(world.scheduler.stats().dropped_blocks, 0);
         prop_assert_eq!(world.scheduler.stats().stored_blocks, world.storable.len());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(num_cases() / 4))]
+
+    /// A scheduler that was restored plans what one that was not plans: the same jobs, in the same
+    /// slots, after the same evictions.
+    #[test]
+    fn a_restored_scheduler_goes_on_as_before(
+        groups in models(), size in 4..16_usize, num_host in 1..12_usize,
+        options in options(), ops in vec(op(), 1..60),
+    ) {
+        let is_full = groups.iter().all(|group| group.attention == Attention::Full);
+        let blocks_per_slot = if is_full { options.blocks_per_slot } else { 1 };
+        let options = Options { blocks_per_slot, mode: Mode::Eager, ..options };
+        let world = || World::of(groups.clone(), size * groups.len(), num_host, options);
+        let (mut restored, mut other) = (world(), world());
+        for op in &ops {
+            if matches!(op, Op::Sleep(..)) {
+                settle(&mut restored);
+                settle(&mut other);
+                let snapshot = restored.scheduler.snapshot().unwrap();
+                prop_assert_eq!(&snapshot, &other.scheduler.snapshot().unwrap());
+                let anew = OffloadScheduler::new(restored.config.clone()).unwrap();
+                restored.scheduler = anew.restore(&snapshot).unwrap();
+                for request in restored.requests.values_mut() {
+                    request.num_told.fill(0);
+                }
+                for world in [&mut restored, &mut other] {
+                    let running: Vec<usize> = world.requests.keys().copied().collect();
+                    for who in running {
+                        let job = world.tell(who);
+                        world.begin_store(job);
+                    }
+                }
+            } else {
+                restored.apply(op);
+                other.apply(op);
+            }
+            restored.check();
+            let jobs = |world: &World| world.copies.iter().map(|copy| copy.job.clone()).collect::<Vec<_>>();
+            prop_assert_eq!(jobs(&restored), jobs(&other));
+            prop_assert_eq!(restored.scheduler.stats(), other.scheduler.stats());
+        }
+        settle(&mut restored);
+        settle(&mut other);
+        prop_assert_eq!(restored.scheduler.snapshot(), other.scheduler.snapshot());
     }
 }
 

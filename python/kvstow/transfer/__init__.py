@@ -9,7 +9,7 @@ from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
 from kvstow.transfer.pinning import pinned_arena
-from kvstow.transfer.verified import VerifiedMover
+from kvstow.transfer.verified import ProvingMover, VerifiedMover
 
 __all__ = [
     "READY",
@@ -23,6 +23,7 @@ __all__ = [
     "HostEvent",
     "HostMover",
     "Mover",
+    "ProvingMover",
     "Region",
     "Ticket",
     "TransferTimeout",

@@ -37,15 +37,16 @@ SLOT_ALIGNMENT_BYTES = 4096
 _MIN_ALIGNMENT_BYTES = 64
 _MAX_PREFAULT_THREADS = 1024
 _PREFAULT_CHUNK_BYTES = 64 << 20
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class HostArena:
-    """Anonymous memory for `num_slots` blocks; a page costs nothing until it is first written.
+    """Memory for `num_slots` blocks; a page costs nothing until it is first written, or read.
 
     Slots are 0 to `num_slots - 1`, all usable. Use it as a context manager, or call `close`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - sizes, and where the memory comes from
         self,
         num_slots: int,
         slot_bytes: int,
@@ -53,6 +54,7 @@ class HostArena:
         slots_per_run: int = 1,
         num_prefault_threads: int = 0,
         prefault_cpus: Collection[int] = (),
+        file: tuple[int, int] | None = None,
     ) -> None:
         """Map the memory.
 
@@ -65,6 +67,10 @@ class HostArena:
                 meets a page fault; 0 leaves it to the first writes.
             prefault_cpus: have those threads run on these processors, near which the system then
                 takes the memory; empty for any.
+            file: the descriptor of a file and where in it slot 0 begins, at a multiple of 4 KiB:
+                the slots hold at once what is there. Copy-on-write: the file never changes, and as
+                it must not be overwritten or cut either, a new one takes its name. In a process
+                that forks, pages written afterwards are copied. None: memory that holds zeros.
 
         Raises:
             ConfigError: a number outside its bounds, or more memory than the system gives.
@@ -91,19 +97,25 @@ class HostArena:
                 f"{self._slots_per_run}; pass the slots of whole runs"
             )
         self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
-        self._map = self._map_memory()
+        self._map = self._map_memory(file)
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self._base_address = memory.ctypes.data
+        self._memory: npt.NDArray[np.uint8] | None = memory
         rows = memory.reshape(self._num_slots, self._slot_stride_bytes)
         self._slots: npt.NDArray[np.uint8] | None = rows[:, : self._slot_bytes]
         if num_threads:
             _touch_pages(memory, num_threads, prefault_cpus)
         self._on_close: list[Callable[[], None]] = []
 
-    def _map_memory(self) -> mmap.mmap:
+    def _map_memory(self, file: tuple[int, int] | None) -> mmap.mmap:
         """Ask the system for all slots at once."""
         num_bytes = self._num_slots * self._slot_stride_bytes
         try:
+            if file is not None:
+                descriptor, offset = file
+                return mmap.mmap(
+                    descriptor, num_bytes, mmap.MAP_PRIVATE, _READ_AND_WRITE, offset=offset
+                )
             # Shared, as mmap's default is: a forked child must not turn the parent's writes into
             # copies of pages, which would double the memory and move what a device has pinned.
             return mmap.mmap(-1, num_bytes)
@@ -124,6 +136,17 @@ class HostArena:
         if self._slots is None:
             raise StateError("this HostArena is closed; build a new one")
         return self._slots
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """All of it, padding included: slot i begins at i * `slot_stride_bytes`.
+
+        Raises:
+            StateError: the arena is closed.
+        """
+        _ = self.slots
+        assert self._memory is not None, "an open arena has memory"
+        return self._memory
 
     @property
     def num_slots(self) -> int:
@@ -179,7 +202,7 @@ class HostArena:
         """
         while self._on_close:
             self._on_close.pop()()
-        self._slots = None
+        self._slots = self._memory = None
         # Refused while a view is alive, because unmapping under it would crash whoever uses it; the
         # mapping goes when its last view does.
         with contextlib.suppress(BufferError):

@@ -1,9 +1,14 @@
-"""A mover that checks what it loads against what was stored, slot by slot.
+"""Movers that check what they load, slot by slot.
 
 ```
-store   device -> slot, then the slot's checksum is taken down
-load    the slot's checksum is compared, then slot -> device; another one fails the load
+           VerifiedMover                                ProvingMover
+store      device -> slot, then its checksum is         device -> slot: nothing of the file's is in
+           taken down                                   there any more
+load       the checksum is compared, then               the first load of what a file brought
+           slot -> device                               compares; then slot -> device
 ```
+
+Another checksum than the one known fails the load.
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstow._core import StateError, TransferError
+from kvstow._core import ChecksumMismatch, StateError, TransferError
 from kvstow.transfer.host_mover import HostTicket
 from kvstow.transfer.mover import Event, Index, Mover, Ticket
 
@@ -75,6 +81,62 @@ class VerifiedMover(Mover):
 
     def _checksum(self, slot: int) -> int:
         return zlib.crc32(self._arena.slots[slot, : self._layout.slot_bytes].data)
+
+
+class ProvingMover(Mover):
+    """Wraps a mover: slots that a file has filled are compared with their checksums once.
+
+    A restart need not read the whole file first, and yet serves nothing that is damaged: each slot
+    is proven by the first load of it, on a thread of its own. From then on, and once it is stored
+    to, it costs nothing.
+    """
+
+    def __init__(self, mover: Mover, checksums: npt.NDArray[np.int64]) -> None:
+        """Wrap `mover`, which is closed with this one.
+
+        Args:
+            checksums: per slot of the arena CRC-32 of all its bytes, -1 where there is nothing to
+                prove. All movers of the arena share the array, and keep it.
+        """
+        super().__init__(mover.layout, mover.arena)
+        self._mover = mover
+        self._checksums = checksums
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-prove")
+        self._is_open = True
+
+    def close(self) -> None:
+        """End every job, and close the mover."""
+        self._is_open = False
+        self._mover.close()
+        self._loads.shutdown(cancel_futures=True)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StateError("this ProvingMover is closed; build a new one")
+
+    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
+        self._checksums[host_slots] = -1
+        return self._mover.store(block_ids, host_slots, after=after)
+
+    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
+        unproven = host_slots[self._checksums[host_slots] >= 0].tolist()
+        if not unproven:
+            return self._mover.load(host_slots, block_ids, after=after)
+
+        def prove_and_load() -> None:
+            for slot in unproven:
+                expected = int(self._checksums[slot])
+                found = zlib.crc32(self._arena.slots[slot].data)
+                # Another load may have proven it meanwhile.
+                if expected not in (-1, found):
+                    raise ChecksumMismatch(
+                        f"host slot {slot} does not hold what the snapshot says: its checksum is "
+                        f"{found:#010x}, not {expected:#010x}; the file is damaged"
+                    )
+                self._checksums[slot] = -1
+            self._mover.load(host_slots, block_ids, after=after).wait()
+
+        return _run(self._loads, prove_and_load)
 
 
 def _run(threads: ThreadPoolExecutor, work: Callable[[], None]) -> Ticket:

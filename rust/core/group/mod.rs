@@ -22,6 +22,8 @@ mod state_space;
 pub use model::Model;
 pub(crate) use model::Source;
 
+use minicbor::{Decode, Encode};
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 
@@ -34,31 +36,39 @@ pub const MAX_GROUP_TOKENS: usize = 1 << 30;
 pub const MAX_GROUPS: usize = 1 << 16;
 
 /// How a group's layers attend.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode)]
 #[non_exhaustive]
 pub enum Attention {
     /// Every token attends to the whole prefix.
+    #[n(0)]
     Full,
     /// A token attends to itself and the `window - 1` tokens before it.
+    #[n(1)]
     SlidingWindow {
         /// In tokens.
+        #[n(0)]
         window: usize,
     },
     /// A token attends to its own chunk, up to itself.
+    #[n(2)]
     ChunkedLocal {
         /// In tokens; chunks begin at its multiples.
+        #[n(0)]
         chunk: usize,
     },
     /// The state after the last token stands for all before it (Mamba).
+    #[n(3)]
     StateSpace,
 }
 
 /// Layers that share a block table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode)]
 pub struct Group {
     /// How they attend.
+    #[n(0)]
     pub attention: Attention,
     /// Tokens per block.
+    #[n(1)]
     pub block_size: usize,
 }
 

@@ -21,7 +21,7 @@ use super::request::{Request, Table};
 use super::{BlockLedger, PrefixHit};
 
 /// More tokens than any request has: keeps sums of token counts far from wrapping.
-const MAX_TOKENS: usize = 1 << 40;
+pub(super) const MAX_TOKENS: usize = 1 << 40;
 
 /// What one request wants; `Default` wants nothing.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,11 +1,15 @@
 //! A device's accounting: requests, their block tables, and the prefixes they share.
 
 mod allocate;
+mod record;
 mod request;
 #[cfg(test)]
 mod two_phase_tests;
 
 pub use allocate::{AllocateArgs, Taken};
+pub(crate) use record::LedgerRecord;
+pub(crate) use record::damaged;
+pub use record::{NewIds, Restored};
 pub use request::Context;
 
 use crate::error::{Error, Result};

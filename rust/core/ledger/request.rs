@@ -3,6 +3,8 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use minicbor::{Decode, Encode};
+
 use crate::error::{Error, Result};
 use crate::event::Origin;
 use crate::group::{Group, Model};
@@ -21,30 +23,42 @@ pub struct Context {
 }
 
 /// A request's blocks in one group.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Encode, Decode)]
 pub(super) struct Table {
+    #[n(0)]
     pub(super) blocks: Vec<BlockId>,
     /// How many of them, from the first, are null: what the group no longer reads.
+    #[n(1)]
     pub(super) num_skipped: usize,
     /// How many of them, from the first, were published, were hits or were skipped before either.
+    #[n(2)]
     pub(super) num_published: usize,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Encode, Decode)]
 pub(super) struct Request {
     /// Which of all requests ever added this is.
+    #[n(0)]
     pub(super) serial: u64,
+    #[n(1)]
+    #[cbor(with = "crate::key::flat")]
     pub(super) hashes: Vec<BlockHash>,
     /// Per group.
+    #[n(2)]
     pub(super) tables: Vec<Table>,
+    #[n(3)]
     pub(super) num_granted_tokens: usize,
     /// Whether it was served once: from then on it has no hit and no external tokens.
+    #[n(4)]
     pub(super) is_running: bool,
     /// Whether a load is still to fill its blocks.
+    #[n(5)]
     pub(super) is_delayed: bool,
-    tokens: Option<Vec<u64>>,
+    #[n(6)]
+    pub(super) tokens: Option<Vec<u64>>,
     /// One entry per hash; shorter while nothing but None was given.
-    extra_keys: Vec<Option<Vec<ExtraKey>>>,
+    #[n(7)]
+    pub(super) extra_keys: Vec<Option<Vec<ExtraKey>>>,
 }
 
 impl Request {

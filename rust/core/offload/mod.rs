@@ -3,20 +3,26 @@
 //! The scheduler names device blocks and never owns them: a [`Job`] says which ones to pin while
 //! it is in flight, and [`OffloadScheduler::complete`] which ones to unpin.
 
+mod image;
 mod job;
 mod lazy;
 mod load;
 mod policy;
+mod record;
 mod store;
 mod tier;
 mod transfer;
 
+pub use image::ImageCopies;
 pub use job::{Job, JobEnd};
 pub use policy::EvictionPolicy;
+pub(crate) use record::SchedulerRecord;
 pub use store::Progress;
 pub use transfer::{Direction, TransferEvent};
 
 use std::collections::BTreeMap;
+
+use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 use crate::event::Event;
@@ -26,6 +32,7 @@ use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
 use crate::pool::MAX_BLOCKS;
 use crate::requests::Requests;
 
+use image::Image;
 use job::InFlight;
 use lazy::ComputedBlocks;
 use tier::HostTier;
@@ -61,6 +68,8 @@ pub struct OffloadScheduler {
     world_size: usize,
     num_device_blocks: usize,
     counters: Counters,
+    /// What is kept of a device that sleeps.
+    image: Option<Image>,
     /// What happened to jobs; none where no events are kept.
     transfers: Option<Vec<TransferEvent>>,
 }
@@ -102,26 +111,37 @@ struct Held {
 }
 
 /// What has happened since construction.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Encode, Decode)]
 struct Counters {
+    #[n(0)]
     stored: usize,
+    #[n(1)]
     loaded: usize,
+    #[n(2)]
     dropped: usize,
+    #[n(3)]
     failed_stores: usize,
+    #[n(4)]
     failed_loads: usize,
+    #[n(5)]
     late_jobs: usize,
+    #[n(6)]
     pending_lookups: usize,
+    #[n(7)]
     query_tokens: usize,
+    #[n(8)]
     hit_tokens: usize,
 }
 
 /// When blocks are stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub enum Mode {
     /// As soon as they are computed.
     #[default]
+    #[n(0)]
     Eager,
     /// When the device is about to evict them.
+    #[n(1)]
     Lazy,
 }
 
@@ -262,6 +282,7 @@ impl OffloadScheduler {
             world_size,
             num_device_blocks,
             counters: Counters::default(),
+            image: None,
             transfers: events.then(Vec::new),
         })
     }
@@ -284,6 +305,14 @@ impl OffloadScheduler {
     /// The width of the tier's hashes.
     pub fn hash_width(&self) -> HashWidth {
         self.tier.hash_width()
+    }
+
+    /// Whether nothing has happened to it yet.
+    pub(crate) fn is_new(&self) -> bool {
+        self.num_jobs == 0
+            && self.requests.len() == 0
+            && self.image.is_none()
+            && self.tier.num_referenced() == 0
     }
 
     /// Makes a request known, with the hashes of its blocks known so far.
@@ -397,16 +426,20 @@ impl OffloadScheduler {
         let broken = |what: String| Err(Error::Broken(format!("offload: {what}")));
         let num_held: usize = self.requests.values().map(|request| request.held.slots.len()).sum();
         let num_loading: usize = self.jobs.values().map(InFlight::num_loading).sum();
-        if self.tier.num_pins() != num_held + num_loading {
+        let image = self.image.as_ref();
+        let num_shared = image.map_or(0, |image| image.shared.len());
+        if self.tier.num_pins() != num_held + num_loading + num_shared {
             return broken(format!(
-                "{} pins for {num_held} slots held and {num_loading} being loaded",
+                "{} pins for {num_held} slots held, {num_loading} being loaded and {num_shared} of \
+                 a sleep image",
                 self.tier.num_pins()
             ));
         }
         let num_storing: usize = self.jobs.values().map(InFlight::num_storing).sum();
-        if self.tier.num_referenced() != self.tier.num_resident() + num_storing {
+        let num_own = image.map_or(0, |image| image.own.len());
+        if self.tier.num_referenced() != self.tier.num_resident() + num_storing + num_own {
             return broken(format!(
-                "{} slots in use, {} resident and {num_storing} of stores",
+                "{} slots in use, {} resident, {num_storing} of stores and {num_own} of a sleep image",
                 self.tier.num_referenced(),
                 self.tier.num_resident()
             ));

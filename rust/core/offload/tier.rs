@@ -43,11 +43,11 @@ const SLOT_BYTES: usize = 13;
 /// At most 121 bytes a slot, taken at construction; 196 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
-    pool: BlockPool,
+    pub(super) pool: BlockPool,
     /// The slot of the block before; null for a root.
-    parents: Vec<u32>,
+    pub(super) parents: Vec<u32>,
     /// Children in flight or resident.
-    num_children: Vec<u32>,
+    pub(super) num_children: Vec<u32>,
     /// Loads that read the slot.
     num_loads: Vec<u32>,
     /// Whether a store is filling the slot: then its key is in the pool's index, to be found by
@@ -55,9 +55,9 @@ pub(super) struct HostTier {
     is_filling: Vec<bool>,
     num_filling: usize,
     /// Slots whose parent is not on the host, and its key: the device has it, or nobody.
-    awaited: HashMap<BlockId, BlockKey, BuildHasherDefault<DefaultHasher>>,
+    pub(super) awaited: HashMap<BlockId, BlockKey, BuildHasherDefault<DefaultHasher>>,
     /// The same by that key.
-    awaiting: HashMap<BlockKey, Vec<BlockId>, BuildHasherDefault<DefaultHasher>>,
+    pub(super) awaiting: HashMap<BlockKey, Vec<BlockId>, BuildHasherDefault<DefaultHasher>>,
     pub(super) policy: AnyPolicy,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
@@ -160,6 +160,36 @@ impl HostTier {
         for slot in slots {
             self.num_loads[slot.index()] -= 1;
         }
+    }
+
+    /// Exactly so many slots, empty or emptied for it, while no store fills any.
+    ///
+    /// # Errors
+    /// [`Error::NoRoomForImage`], and nothing changed, where there are too few.
+    pub(super) fn reserve_all(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
+        let available = self.pool.num_free() + self.num_evictable();
+        if num_slots > available {
+            return Err(Error::NoRoomForImage { needed: num_slots, available });
+        }
+        // A slot that is passed over because of a child may go once the child has gone.
+        while self.pool.num_free() < num_slots {
+            self.make_room(num_slots)?;
+        }
+        self.reserve(num_slots)
+    }
+
+    /// How many resident slots may go, one after the other: all but those that are pinned, and
+    /// those above them.
+    fn num_evictable(&self) -> usize {
+        let mut stays = vec![false; self.parents.len()];
+        stays[0] = true;
+        for slot in self.slots().filter(|&slot| self.pool.num_pins(slot) > 0) {
+            let mut at = slot.index();
+            while !std::mem::replace(&mut stays[at], true) {
+                at = self.parents[at] as usize;
+            }
+        }
+        self.slots().filter(|&slot| self.policy.contains(slot) && !stays[slot.index()]).count()
     }
 
     /// At most `num_slots` empty slots, the caller's to [`fill`](Self::fill). Evicts for them.
@@ -338,7 +368,7 @@ impl HostTier {
         if lost.is_empty() { Ok(()) } else { self.drop_below(&lost) }
     }
 
-    /// Takes back the slots of a store that was fenced.
+    /// Takes back slots that hold nothing that can be found.
     pub(super) fn give_back(&mut self, slots: &[BlockId]) -> Result<()> {
         self.pool.free(slots)
     }
@@ -461,7 +491,7 @@ impl HostTier {
         self.num_filling
     }
 
-    fn slots(&self) -> impl Iterator<Item = BlockId> + use<> {
+    pub(super) fn slots(&self) -> impl Iterator<Item = BlockId> + use<> {
         (1..=u32::try_from(self.num_slots()).unwrap_or(0)).map(BlockId)
     }
 
@@ -528,8 +558,13 @@ impl HostTier {
         self.slots().map(|slot| self.pool.num_pins(slot) as usize).sum()
     }
 
-    /// How many slots are in use: resident, or given to a store.
+    /// Slots in use: resident, given to a store, or of a sleep image.
+    pub(super) fn used_slots(&self) -> impl Iterator<Item = BlockId> {
+        self.slots().filter(|&slot| self.pool.num_refs(slot) > 0)
+    }
+
+    /// How many slots are in use.
     pub(super) fn num_referenced(&self) -> usize {
-        self.slots().filter(|&slot| self.pool.num_refs(slot) > 0).count()
+        self.used_slots().count()
     }
 }

@@ -31,15 +31,15 @@ pub(super) struct Ghost {
 #[derive(Clone, Debug)]
 pub(super) struct Ghosts {
     /// By place in the ring, from 1 on; 0 for none.
-    fingerprints: Vec<u64>,
-    times: Vec<u32>,
-    orders: Vec<u8>,
+    pub(super) fingerprints: Vec<u64>,
+    pub(super) times: Vec<u32>,
+    pub(super) orders: Vec<u8>,
     /// The next place in the same bucket; 0 at its end.
     after: Vec<u32>,
     /// The first place in each bucket.
     buckets: Vec<u32>,
     /// The place before the one that is written next.
-    last: u32,
+    pub(super) last: u32,
     len: usize,
 }
 
@@ -71,14 +71,19 @@ impl Ghosts {
         self.last = place;
         let at = place as usize;
         let oldest = (self.fingerprints[at] != 0).then(|| self.take_at(place));
-        let bucket = self.bucket(fingerprint);
+        self.put(place, fingerprint, ghost);
+        oldest
+    }
+
+    /// Writes a ghost to a place that has none.
+    pub(super) fn put(&mut self, place: u32, fingerprint: u64, ghost: Ghost) {
+        let (at, bucket) = (place as usize, self.bucket(fingerprint));
         self.fingerprints[at] = fingerprint;
         self.times[at] = ghost.time;
         self.orders[at] = ghost.order;
         self.after[at] = self.buckets[bucket];
         self.buckets[bucket] = place;
         self.len += 1;
-        oldest
     }
 
     /// A block has come: its ghost, if there is one, is none any more.

@@ -37,7 +37,7 @@ const USED: usize = 1;
 // Neighbouring values do nearly as well: 2.5 to 4 ghosts, 1 to 4 lessons, a decay of 0.9 to 0.97.
 
 /// Ages are told apart up to 8 times the tier's size, in eighths of it.
-const NUM_BINS: usize = 64;
+pub(super) const NUM_BINS: usize = 64;
 const BINS_PER_SIZE: u64 = 8;
 /// Evictions of which ghosts are kept, per slot.
 const GHOSTS_PER_SLOT: u32 = 3;
@@ -53,15 +53,15 @@ const DECAY: f64 = 0.95;
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct HitDensity {
     /// [`NEW`] and [`USED`], by last rank.
-    orders: [FreeQueue; 2],
-    densities: [Density; 2],
-    ghosts: Ghosts,
+    pub(super) orders: [FreeQueue; 2],
+    pub(super) densities: [Density; 2],
+    pub(super) ghosts: Ghosts,
     /// Of the resident slots' keys.
-    fingerprints: Vec<u64>,
+    pub(super) fingerprints: Vec<u64>,
     /// When a slot was last ranked.
-    times: Vec<u32>,
+    pub(super) times: Vec<u32>,
     /// Blocks ever stored. It wraps: ages are differences.
-    clock: u32,
+    pub(super) clock: u32,
 }
 
 impl HitDensity {
@@ -236,11 +236,11 @@ impl Policy for HitDensity {
 
 /// What was learned of the slots in one order, by the age at which they were hit or given up.
 #[derive(Clone, Debug)]
-struct Density {
-    hits: [f64; NUM_BINS],
-    ends: [f64; NUM_BINS],
+pub(super) struct Density {
+    pub(super) hits: [f64; NUM_BINS],
+    pub(super) ends: [f64; NUM_BINS],
     /// Hits to come, per bin of time to be spent.
-    at: [f64; NUM_BINS],
+    pub(super) at: [f64; NUM_BINS],
 }
 
 impl Density {

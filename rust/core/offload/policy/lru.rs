@@ -17,7 +17,7 @@ use super::{Pass, Policy, first_that_may_go};
 /// that is stored in many chunks is ranked after each. 16 bytes a slot.
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct Lru {
-    order: FreeQueue,
+    pub(super) order: FreeQueue,
     /// By root: the first slot, in this order, of the chain that was ranked last; null where parts of
     /// it stand elsewhere. It counts while [`Lru::roots`] agrees.
     tails: Vec<u32>,

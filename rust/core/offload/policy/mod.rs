@@ -7,9 +7,12 @@
 mod ghosts;
 mod hit_density;
 mod lru;
+mod record;
 
 use std::iter::successors;
 use std::str::FromStr;
+
+use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 use crate::free_queue::FreeQueue;
@@ -18,15 +21,18 @@ use crate::key::BlockKey;
 
 use hit_density::HitDensity;
 use lru::Lru;
+pub(super) use record::PolicyRecord;
 
 /// Which slots a host tier gives up first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub enum EvictionPolicy {
     /// The least recently ranked ones.
     #[default]
+    #[n(0)]
     Lru,
     /// Of the least recently ranked slot that was never hit and the one that was, the one that
     /// promises fewer hits for the time that it stays.
+    #[n(1)]
     HitDensity,
 }
 
@@ -167,6 +173,14 @@ macro_rules! delegate {
 }
 
 impl AnyPolicy {
+    /// Which one it is.
+    pub(super) fn kind(&self) -> EvictionPolicy {
+        match self {
+            Self::Lru(_) => EvictionPolicy::Lru,
+            Self::HitDensity(_) => EvictionPolicy::HitDensity,
+        }
+    }
+
     pub(super) fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
         delegate!(self, policy => policy.stored(slots));
     }

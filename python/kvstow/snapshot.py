@@ -1,0 +1,430 @@
+"""The file that an engine sleeps in, and that a new process starts from.
+
+```
+0          magic, version, length of the header, checksum of these two and the header
+20         header: JSON; whose KV it is, where the rest lies, its checksums
+4 KiB * n  ledger, scheduler, engine: what is accounted; per rank, which slots are used, and their
+           checksums
+4 KiB * m  the slots of the first rank, as its arena holds them; then those of the others
+```
+
+Numbers are little endian, checksums CRC-32. Slots that hold nothing are holes. A file is written
+under another name in the same folder, synced, and then given its name: whoever is killed at any
+moment leaves the old file or the new one. Nothing in a file is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import SnapshotError
+from kvstow.ranks import Checksums
+from kvstow.transfer import HostArena
+from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
+
+__all__ = ["Image", "Model", "SnapshotFile", "write_snapshot"]
+
+VERSION: Final = 1
+_MAGIC: Final = b"KVSTOW\r\n"
+_PREFIX: Final = struct.Struct("<8sIII")
+_MAX_HEADER_BYTES = 64 << 20
+# Of slots side by side, checked and written at a time.
+_CHUNK_BYTES = 32 << 20
+_NUM_THREADS = 2
+_TEMPORARY = ".kvstow-tmp"
+_SECTIONS = ("ledger", "scheduler", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Whose KV a snapshot holds: it is served to nobody else.
+
+    Attributes:
+        identity: of the model and whatever shapes its KV, as the user names it.
+        weights_version: of its weights.
+    """
+
+    identity: str = ""
+    weights_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What is accounted of an engine that sleeps.
+
+    Attributes:
+        model: whose KV it is.
+        ledger: `BlockLedger.snapshot`.
+        scheduler: `OffloadScheduler.snapshot`.
+        engine: JSON, what the engine itself knows.
+        num_requests: that are in it.
+        num_tokens: that were granted to them.
+        num_blocks: that lookup finds on the host.
+    """
+
+    model: Model
+    ledger: bytes
+    scheduler: bytes
+    engine: bytes
+    num_requests: int
+    num_tokens: int
+    num_blocks: int
+
+
+def write_snapshot(
+    path: str | os.PathLike[str],
+    image: Image,
+    arenas: Sequence[HostArena],
+    used_slots: npt.NDArray[np.integer],
+    checksums: Sequence[Checksums | None],
+) -> None:
+    """Write a file, in place of the one that has this name if there is one.
+
+    Args:
+        path: its name.
+        image: what is accounted.
+        arenas: the host memory, one per rank.
+        used_slots: those of the arenas that hold something, ascending.
+        checksums: per rank, of slots that came from a file and were not compared yet: they keep
+            theirs, so that what was damaged is not found sound.
+
+    Raises:
+        SnapshotError: it cannot be written. What had the name before still has it.
+    """
+    path = Path(path)
+    try:
+        with _replacing(path) as file:
+            _write(file, image, arenas, used_slots, checksums)
+    except OSError as error:
+        raise SnapshotError(
+            f"{path} cannot be written: {error.strerror or error}; free some space or name another "
+            "place"
+        ) from error
+
+
+def _write(
+    file: int,
+    image: Image,
+    arenas: Sequence[HostArena],
+    used_slots: npt.NDArray[np.integer],
+    checksums: Sequence[Checksums | None],
+) -> None:
+    sections = {name: getattr(image, name) for name in _SECTIONS}
+    # Their contents come last, their places are known.
+    sections |= {f"slots-{rank}": bytes(8 * len(used_slots)) for rank in range(len(arenas))}
+    num_bytes = len(_header(image, sections, arenas, len(used_slots)))
+    base = _aligned(_PREFIX.size + num_bytes)
+    for rank, arena in enumerate(arenas):
+        offset = base + _places(sections, arenas)[f"arena-{rank}"]
+        crcs = _write_slots(file, offset, arena, used_slots)
+        if (known := checksums[rank]) is not None:
+            unproven = known[used_slots] >= 0
+            crcs[unproven] = known[used_slots][unproven]
+        slots = used_slots.astype("<u4").tobytes() + crcs.astype("<u4").tobytes()
+        sections[f"slots-{rank}"] = slots
+    os.ftruncate(file, base + _places(sections, arenas)["end"])
+    for name, data in sections.items():
+        _write_at(file, data, base + _places(sections, arenas)[name])
+    header = _header(image, sections, arenas, len(used_slots))
+    assert len(header) == num_bytes, "checksums are as long as their placeholders"
+    sealed = struct.pack("<II", VERSION, num_bytes)
+    prefix = _PREFIX.pack(_MAGIC, VERSION, num_bytes, zlib.crc32(header, zlib.crc32(sealed)))
+    _write_at(file, prefix + header, 0)
+
+
+def _header(
+    image: Image, sections: dict[str, bytes], arenas: Sequence[HostArena], num_used: int
+) -> bytes:
+    places = _places(sections, arenas)
+    return json.dumps(
+        {
+            "identity": image.model.identity,
+            "weights_version": image.model.weights_version,
+            "num_requests": image.num_requests,
+            "num_tokens": image.num_tokens,
+            "num_blocks": image.num_blocks,
+            "num_bytes": places["end"],
+            "sections": {
+                name: [places[name], len(data), f"{zlib.crc32(data):08x}"]
+                for name, data in sections.items()
+            },
+            "arenas": [
+                {
+                    "offset": places[f"arena-{rank}"],
+                    "num_slots": arena.num_slots,
+                    "num_used": num_used,
+                    "slot_bytes": arena.slot_bytes,
+                    "slots_per_run": arena.slots_per_run,
+                }
+                for rank, arena in enumerate(arenas)
+            ],
+        }
+    ).encode()
+
+
+def _places(sections: dict[str, bytes], arenas: Sequence[HostArena]) -> dict[str, int]:
+    """Where each part begins, counted from the first 4 KiB after the header, and the end."""
+    places, end = {}, 0
+    for name, data in sections.items():
+        places[name] = end
+        end += len(data)
+    for rank, arena in enumerate(arenas):
+        places[f"arena-{rank}"] = end = _aligned(end)
+        end += arena.num_bytes
+    places["end"] = end
+    return places
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
+def _write_slots(
+    file: int, offset: int, arena: HostArena, slots: npt.NDArray[np.integer]
+) -> npt.NDArray[np.uint32]:
+    """Write slots to their places, from `offset` on; their checksums."""
+    stride, rows = arena.slot_stride_bytes, arena.slots
+    per_chunk = max(1, _CHUNK_BYTES // stride)
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    runs = [run for run in np.split(slots, breaks) if len(run)]
+    chunks = [run[at : at + per_chunk] for run in runs for at in range(0, len(run), per_chunk)]
+
+    def write(chunk: npt.NDArray[np.integer]) -> list[int]:
+        begin, end = int(chunk[0]) * stride, (int(chunk[-1]) + 1) * stride
+        _write_at(file, arena.memory[begin:end].data, offset + begin)
+        return [zlib.crc32(rows[slot].data) for slot in chunk.tolist()]
+
+    # Neither the checksum nor the system holds the interpreter lock.
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvstow-snapshot") as threads:
+        crcs = [crc for part in threads.map(write, chunks) for crc in part]
+    return np.array(crcs, dtype=np.uint32)
+
+
+def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """A new file that takes the name `path` when it is complete, or goes.
+
+    Those that killed writers have left go first; a writer that lives holds a lock on its own.
+    """
+    prefix = f".{path.name}."
+    _remove_left_over(path.parent, prefix)
+    file, name = tempfile.mkstemp(_TEMPORARY, prefix, path.parent)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+        os.fsync(file)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    finally:
+        os.close(file)
+    _sync_folder(path.parent)
+
+
+def _remove_left_over(folder: Path, prefix: str) -> None:
+    with os.scandir(folder) as entries:
+        names = [
+            entry.path
+            for entry in entries
+            if entry.name.startswith(prefix) and entry.name.endswith(_TEMPORARY)
+        ]
+    for name in names:
+        with suppress(OSError):
+            file = os.open(name, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name)
+            finally:
+                os.close(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name survive a loss of power too."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """The slots of one rank in a file."""
+
+    offset: int
+    num_slots: int
+    slot_bytes: int
+    slots_per_run: int
+    used: npt.NDArray[np.int64]
+    crcs: npt.NDArray[np.int64]
+
+
+class SnapshotFile:
+    """A snapshot that was found whole, but for the slots, which are compared when they are read.
+
+    Use it as a context manager, or call `close`; what was mapped stays.
+
+    Attributes:
+        path: the file.
+        image: what is accounted.
+        version: of the form.
+        num_bytes: of the file, holes included.
+        num_used_slots: those that hold something, of all ranks.
+        slot_bytes: of each rank's slots.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read and check everything but the slots.
+
+        Raises:
+            SnapshotError: no such file, no snapshot, one that was cut off or damaged, or one of a
+                version that this kvstow does not read.
+        """
+        self.path = Path(path)
+        try:
+            self._file = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from error
+        with ExitStack() as opened:
+            opened.callback(self.close)
+            try:
+                self._read()
+            except OSError as error:
+                raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from error
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
+                raise self._damaged(f"its header makes no sense ({error!r})") from error
+            opened.pop_all()
+        self.num_used_slots = sum(len(arena.used) for arena in self._arenas)
+        self.slot_bytes = [arena.slot_bytes for arena in self._arenas]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def map_arenas(self) -> Iterator[tuple[HostArena, Checksums]]:
+        """Each rank's slots as host memory, copy-on-write, and the checksums of those in use.
+
+        Nothing is read yet. The checksums are as `ProvingMover` takes them.
+        """
+        for arena in self._arenas:
+            checksums = np.full(arena.num_slots, -1, dtype=np.int64)
+            checksums[arena.used] = arena.crcs
+            yield (
+                HostArena(
+                    arena.num_slots,
+                    arena.slot_bytes,
+                    slots_per_run=arena.slots_per_run,
+                    file=(self._file, arena.offset),
+                ),
+                checksums,
+            )
+
+    def damaged_slots(self) -> list[tuple[int, int]]:
+        """Read all slots: (rank, slot) of those that do not hold what was written."""
+        wrong = []
+        for rank, (arena, checksums) in enumerate(self.map_arenas()):
+            with arena:
+                wrong += [
+                    (rank, slot)
+                    for slot in np.flatnonzero(checksums >= 0).tolist()
+                    if zlib.crc32(arena.slots[slot].data) != checksums[slot]
+                ]
+        return wrong
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _damaged(self, what: str) -> SnapshotError:
+        return SnapshotError(f"{self.path} is damaged: {what}. Start without it, or from a copy")
+
+    def _read(self) -> None:
+        size = os.fstat(self._file).st_size
+        prefix = os.pread(self._file, _PREFIX.size, 0)
+        if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
+            raise SnapshotError(f"{self.path} is no snapshot of kvstow's")
+        _, self.version, header_bytes, crc = _PREFIX.unpack(prefix)
+        if self.version != VERSION:
+            raise SnapshotError(
+                f"{self.path} is of version {self.version}, this kvstow reads version {VERSION}: "
+                "take the kvstow that wrote it"
+            )
+        header = os.pread(self._file, min(header_bytes, _MAX_HEADER_BYTES), _PREFIX.size)
+        sealed = zlib.crc32(struct.pack("<II", self.version, header_bytes))
+        if len(header) != header_bytes or zlib.crc32(header, sealed) != crc:
+            raise self._damaged("its header is not what was written")
+        fields = json.loads(header)
+        base = _aligned(_PREFIX.size + header_bytes)
+        self.num_bytes = base + fields["num_bytes"]
+        if size != self.num_bytes:
+            raise self._damaged(f"it has {size} bytes, {self.num_bytes} were written")
+        sections = {
+            name: self._section(name, base + place, num_bytes, int(crc, 16))
+            for name, (place, num_bytes, crc) in fields["sections"].items()
+        }
+        self.image = Image(
+            Model(fields["identity"], fields["weights_version"]),
+            sections["ledger"],
+            sections["scheduler"],
+            sections["engine"],
+            num_requests=fields["num_requests"],
+            num_tokens=fields["num_tokens"],
+            num_blocks=fields["num_blocks"],
+        )
+        self._arenas = [
+            self._arena(base, one, sections[f"slots-{rank}"])
+            for rank, one in enumerate(fields["arenas"])
+        ]
+
+    def _section(self, name: str, place: int, num_bytes: int, crc: int) -> bytes:
+        if not 0 <= place <= place + num_bytes <= self.num_bytes:
+            raise self._damaged(f"its part {name!r} lies outside of it")
+        data = os.pread(self._file, num_bytes, place)
+        if len(data) != num_bytes or zlib.crc32(data) != crc:
+            raise self._damaged(f"its part {name!r} is not what was written")
+        return data
+
+    def _arena(self, base: int, fields: dict[str, int], slots: bytes) -> _Arena:
+        used, crcs = np.frombuffer(slots, dtype="<u4").astype(np.int64).reshape(2, -1)
+        num_slots, per_run = fields["num_slots"], fields["slots_per_run"]
+        offset = base + fields["offset"]
+        end = offset + num_slots * slot_stride_bytes(fields["slot_bytes"], per_run)
+        is_inside = not len(used) or 0 <= used[0] <= used[-1] < num_slots
+        if end > self.num_bytes or offset % SLOT_ALIGNMENT_BYTES or not is_inside:
+            raise self._damaged("its slots lie outside of it")
+        return _Arena(offset, num_slots, fields["slot_bytes"], per_run, used, crcs)

@@ -1,0 +1,328 @@
+//! A ledger as plain data, for snapshots: what is kept of it, and how it is built anew.
+//!
+//! ```text
+//!   kept      requests, their tables up to the granted tokens, the keys of the blocks in them
+//!   not kept  blocks that nobody references (their bytes go with the device), lookahead, pins
+//! ```
+
+use std::collections::BTreeMap;
+
+use minicbor::{Decode, Encode};
+
+use crate::error::{Error, Result};
+use crate::group::{Attention, Group, Model};
+use crate::ids::{BlockId, GroupId};
+use crate::key::{BlockHash, BlockKey, HashWidth};
+
+use super::allocate::MAX_TOKENS;
+use super::request::{Request, Table};
+use super::{BlockLedger, Context};
+
+/// What is kept of a ledger.
+#[derive(Clone, Debug, Encode, Decode)]
+pub(crate) struct LedgerRecord {
+    #[n(0)]
+    groups: Vec<Group>,
+    #[n(1)]
+    width: HashWidth,
+    #[n(2)]
+    num_added: u64,
+    #[n(3)]
+    requests: Vec<(String, Request)>,
+    /// Of blocks in tables; of those with the same key, the oldest first.
+    #[n(4)]
+    keys: Vec<(BlockId, BlockKey)>,
+}
+
+/// Which ids restored blocks take in the new pool.
+#[derive(Clone, Copy, Debug)]
+pub enum NewIds<'a> {
+    /// Their own.
+    Same,
+    /// 1, 2, 3, and so on, in the order in which the requests' tables name them: a table is a run.
+    Packed,
+    /// These, in the same order. There may be more than are needed.
+    Given(&'a [BlockId]),
+}
+
+/// A ledger that was built from a snapshot.
+#[derive(Clone, Debug)]
+pub struct Restored {
+    /// The ledger.
+    pub ledger: BlockLedger,
+    /// Of each block that it holds, the old id and the new one; by old id.
+    pub moves: Vec<(BlockId, BlockId)>,
+}
+
+impl Restored {
+    /// The id that a block has now.
+    pub fn new_id(&self, old: BlockId) -> Option<BlockId> {
+        let at = self.moves.binary_search_by_key(&old, |&(old, _)| old).ok()?;
+        Some(self.moves[at].1)
+    }
+}
+
+/// A block in a table, as a sleep image needs to know it.
+pub(crate) struct TableBlock<'a> {
+    pub(crate) id: BlockId,
+    pub(crate) group: GroupId,
+    /// Its position in the table.
+    pub(crate) index: usize,
+    /// Of the table's request.
+    pub(crate) hashes: &'a [BlockHash],
+    /// Whether it holds the KV that the hash of its position names.
+    pub(crate) is_published: bool,
+}
+
+impl BlockLedger {
+    /// What a snapshot keeps; without blocks, requests are as if they had never been served.
+    pub(crate) fn to_record(&self, with_blocks: bool) -> LedgerRecord {
+        let kept = |(name, request): (&str, &Request)| {
+            let mut request = request.clone();
+            if with_blocks {
+                let tables = request.tables.iter_mut().zip(self.model.groups());
+                tables.for_each(|(table, group)| {
+                    table.blocks.truncate(group.num_blocks(request.num_granted_tokens));
+                });
+            } else {
+                request.tables.fill(Table::default());
+                (request.num_granted_tokens, request.is_running, request.is_delayed) =
+                    (0, false, false);
+            }
+            (name.to_owned(), request)
+        };
+        let keys = self.pool.cached().filter(|&(id, _)| with_blocks && self.pool.num_refs(id) > 0);
+        LedgerRecord {
+            groups: self.model.groups().to_vec(),
+            width: self.pool.hash_width(),
+            num_added: self.num_added,
+            requests: self.requests.iter().map(kept).collect(),
+            keys: keys.collect(),
+        }
+    }
+
+    /// The distinct blocks that hold granted tokens, group after group, in the order of the tables.
+    pub(crate) fn table_blocks(&self) -> impl Iterator<Item = TableBlock<'_>> {
+        let mut is_seen = vec![false; self.pool.num_blocks()];
+        let groups = self.model.enumerate();
+        let all = groups.flat_map(move |(group, kind)| {
+            self.requests.values().flat_map(move |request| {
+                let blocks = &request.tables[usize::from(group.0)].blocks;
+                let num_blocks = kind.num_blocks(request.num_granted_tokens);
+                let blocks = blocks.iter().take(num_blocks).enumerate();
+                blocks.map(move |(index, &id)| (group, index, id, request.hashes.as_slice()))
+            })
+        });
+        let mut is_new = move |id: BlockId| !std::mem::replace(&mut is_seen[id.index()], true);
+        all.filter(move |&(_, _, id, _)| !id.is_null() && is_new(id)).map(
+            |(group, index, id, hashes)| {
+                let is_published = self.pool.key(id).is_some();
+                TableBlock { id, group, index, hashes, is_published }
+            },
+        )
+    }
+
+    /// What a request was made known with: its hashes, tokens and extra keys.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn known(&self, request_id: &str) -> Result<(&[BlockHash], Context)> {
+        let request = self.requests.get(request_id)?;
+        let extra_keys = (!request.extra_keys.is_empty()).then(|| {
+            let mut keys = request.extra_keys.clone();
+            keys.resize(request.hashes.len(), None);
+            keys
+        });
+        Ok((&request.hashes, Context { tokens: request.tokens.clone(), extra_keys }))
+    }
+
+    /// The ids of the requests that are known.
+    pub fn request_ids(&self) -> impl Iterator<Item = &str> {
+        self.requests.iter().map(|(name, _)| name)
+    }
+
+    /// Fills this ledger, which must be new, with what was kept of another.
+    pub(crate) fn fill(mut self, record: LedgerRecord, ids: NewIds) -> Result<Restored> {
+        if record.groups != self.model.groups() {
+            return Err(Error::Snapshot(format!(
+                "the snapshot is of groups {:?}, not of {:?}: restore it with the groups it was \
+                 made with",
+                record.groups,
+                self.model.groups()
+            )));
+        }
+        if !record.width.is_sound() {
+            return damaged("a hash is wider than 32 bytes");
+        }
+        self.pool.agree_width(record.width)?;
+        self.num_added = record.num_added;
+        let placed = Placed::plan(&record, ids, self.pool.num_blocks())?;
+        let has_events = self.pool.medium().is_some();
+        for (name, mut request) in record.requests {
+            self.requests.check_new(&name).or_else(|_| damaged("a request stands in it twice"))?;
+            check_request(&request, &self.model, self.num_added)?;
+            for table in &mut request.tables {
+                for id in &mut table.blocks {
+                    *id = placed.new_id(*id);
+                }
+                self.pool.touch(&table.blocks)?;
+            }
+            if !has_events {
+                (request.tokens, request.extra_keys) = (None, Vec::new());
+            }
+            self.requests.insert(&name, request);
+        }
+        for (id, key) in record.keys {
+            let Some(&(new, group)) = placed.0.get(&id) else {
+                return damaged("a key belongs to no block in a table");
+            };
+            if group != key.group || self.pool.key(new).is_some() {
+                return damaged("a block has another group's key, or two");
+            }
+            self.pool.hide(new, &key);
+        }
+        self.check_keys()?;
+        self.check().or_else(|error| damaged(&error.to_string()))?;
+        let moves = placed.0.into_iter().map(|(old, (new, _))| (old, new)).collect();
+        Ok(Restored { ledger: self, moves })
+    }
+}
+
+impl BlockLedger {
+    /// Refuses a block that holds another key than its place in a table asks for, or one that is
+    /// still to be published and has a key already, or another user.
+    fn check_keys(&self) -> Result<()> {
+        for request in self.requests.values() {
+            for ((id, group), table) in self.model.enumerate().zip(&request.tables) {
+                let (published, rest) = table.blocks.split_at(table.num_published);
+                let hashes = self.model.own_hashes(group, &request.hashes, 0..table.num_published);
+                let is_other = |(&block, hash): (&BlockId, &BlockHash)| {
+                    self.pool.key(block).is_some() && !self.pool.holds(block, hash, id)
+                };
+                let is_used = |&block: &BlockId| {
+                    !block.is_null()
+                        && (self.pool.key(block).is_some() || self.pool.num_refs(block) != 1)
+                };
+                if published.iter().zip(hashes.iter()).any(is_other) || rest.iter().any(is_used) {
+                    return damaged("a block in a table holds what another one should");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// By old id the new one, and the group in whose tables the block stands.
+struct Placed(BTreeMap<BlockId, (BlockId, GroupId)>);
+
+impl Placed {
+    fn plan(record: &LedgerRecord, ids: NewIds, num_blocks: usize) -> Result<Self> {
+        let mut placed = BTreeMap::new();
+        let mut order = Vec::new();
+        let groups = || (0..=u16::MAX).map(GroupId);
+        for (group, table) in record.requests.iter().flat_map(|(_, r)| groups().zip(&r.tables)) {
+            for &id in table.blocks.iter().filter(|id| !id.is_null()) {
+                let (_, of) = *placed.entry(id).or_insert_with(|| {
+                    order.push(id);
+                    (id, group)
+                });
+                if of != group {
+                    return damaged("a block stands in the tables of two groups");
+                }
+            }
+        }
+        let num_usable = num_blocks - 1;
+        if order.len() > num_usable {
+            return Err(Error::OutOfBlocks { needed: order.len(), free: num_usable });
+        }
+        match ids {
+            NewIds::Same => {
+                if let Some((&last, _)) = placed.last_key_value()
+                    && last.index() >= num_blocks
+                {
+                    return Err(Error::Config(format!(
+                        "block {last} cannot keep its id in a pool of {num_blocks}: its {} blocks \
+                         fit under other ids, so let them be packed",
+                        order.len()
+                    )));
+                }
+            }
+            NewIds::Packed => {
+                for (old, new) in order.iter().zip((1..).map(BlockId)) {
+                    placed.entry(*old).and_modify(|entry| entry.0 = new);
+                }
+            }
+            NewIds::Given(given) => {
+                check_given(given, order.len(), num_blocks)?;
+                for (old, &new) in order.iter().zip(given) {
+                    placed.entry(*old).and_modify(|entry| entry.0 = new);
+                }
+            }
+        }
+        Ok(Self(placed))
+    }
+
+    fn new_id(&self, old: BlockId) -> BlockId {
+        self.0.get(&old).map_or(BlockId::NULL, |&(new, _)| new)
+    }
+}
+
+/// Refuses new ids that are too few, outside the pool, null, or named twice.
+fn check_given(given: &[BlockId], num_needed: usize, num_blocks: usize) -> Result<()> {
+    if given.len() < num_needed {
+        return Err(Error::Config(format!(
+            "{} new ids for {num_needed} blocks: give one for each",
+            given.len()
+        )));
+    }
+    if let Some(id) = given.iter().find(|id| id.index() >= num_blocks) {
+        return Err(Error::NoSuchBlock { id: id.to_string(), num_blocks });
+    }
+    let mut sorted = given.to_vec();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(Error::InvalidBlock { id: pair[0], why: "is given to two blocks" }),
+        None if sorted.first().is_some_and(|id| id.is_null()) => {
+            let why = "is the null block, which holds nothing";
+            Err(Error::InvalidBlock { id: BlockId::NULL, why })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses what no ledger would have written.
+fn check_request(request: &Request, model: &Model, num_added: u64) -> Result<()> {
+    if request.tables.len() != model.groups().len() || request.serial >= num_added {
+        return damaged("a request has tables for other groups, or was never added");
+    }
+    if request.num_granted_tokens > MAX_TOKENS
+        || (!request.is_running && request.num_granted_tokens > 0)
+    {
+        return damaged("a request was granted what none is");
+    }
+    for (table, group) in request.tables.iter().zip(model.groups()) {
+        let num_blocks = table.blocks.len();
+        let num_hashed = request.hashes.len() / model.hashes_per_block(*group);
+        let is_full = group.attention == Attention::Full;
+        if num_blocks != group.num_blocks(request.num_granted_tokens)
+            || table.num_skipped > num_blocks
+            || (is_full && table.num_skipped > 0)
+            || table.num_published > num_blocks.min(num_hashed)
+        {
+            return damaged("a table has other blocks than its request was granted");
+        }
+    }
+    let num_hashed_tokens = request.hashes.len() * model.hash_block_size();
+    let is_short = |tokens: &Vec<u64>| tokens.len() < num_hashed_tokens;
+    if request.tokens.as_ref().is_some_and(is_short)
+        || request.extra_keys.len() > request.hashes.len()
+    {
+        return damaged("a request has other tokens or extra keys than hashes");
+    }
+    Ok(())
+}
+
+/// The error for content that no snapshot has.
+pub(crate) fn damaged<T>(what: &str) -> Result<T> {
+    Err(Error::Snapshot(format!("the snapshot is damaged: {what}")))
+}

@@ -1,0 +1,173 @@
+//! What a policy knows as plain data, for snapshots.
+
+use minicbor::{Decode, Encode};
+
+use crate::error::Result;
+use crate::free_queue::FreeQueue;
+use crate::ids::BlockId;
+use crate::key::BlockKey;
+use crate::ledger::damaged;
+
+use super::AnyPolicy;
+use super::ghosts::{Ghost, Ghosts, fingerprint};
+use super::hit_density::{Density, NUM_BINS};
+
+/// What is kept of a policy; slots in the order in which they go.
+#[derive(Clone, Debug, Encode, Decode)]
+#[expect(clippy::large_enum_variant, reason = "there is one at a time, and not for long")]
+pub(in crate::offload) enum PolicyRecord {
+    #[n(0)]
+    Lru {
+        #[n(0)]
+        order: Vec<BlockId>,
+    },
+    #[n(1)]
+    HitDensity {
+        #[n(0)]
+        orders: [Vec<BlockId>; 2],
+        /// When each was last ranked.
+        #[n(1)]
+        times: [Vec<u32>; 2],
+        #[n(2)]
+        densities: [DensityRecord; 2],
+        /// Place in the ring, fingerprint, time and order; the oldest first.
+        #[n(3)]
+        ghosts: Vec<(u32, u64, u32, u8)>,
+        /// The place in the ring that was written last.
+        #[n(4)]
+        last: u32,
+        #[n(5)]
+        clock: u32,
+    },
+}
+
+/// One order's histograms, bin by bin.
+#[derive(Clone, Debug, Encode, Decode)]
+pub(in crate::offload) struct DensityRecord {
+    #[n(0)]
+    hits: Vec<f64>,
+    #[n(1)]
+    ends: Vec<f64>,
+    #[n(2)]
+    at: Vec<f64>,
+}
+
+impl AnyPolicy {
+    /// What a snapshot keeps.
+    pub(in crate::offload) fn to_record(&self) -> PolicyRecord {
+        match self {
+            Self::Lru(lru) => PolicyRecord::Lru { order: lru.order.iter().collect() },
+            Self::HitDensity(policy) => {
+                let time = |slot: BlockId| policy.times[slot.index()];
+                PolicyRecord::HitDensity {
+                    orders: policy.orders.each_ref().map(|order| order.iter().collect()),
+                    times: policy.orders.each_ref().map(|order| order.iter().map(time).collect()),
+                    densities: policy.densities.each_ref().map(|density| DensityRecord {
+                        hits: density.hits.to_vec(),
+                        ends: density.ends.to_vec(),
+                        at: density.at.to_vec(),
+                    }),
+                    ghosts: policy.ghosts.kept().collect(),
+                    last: policy.ghosts.last,
+                    clock: policy.clock,
+                }
+            }
+        }
+    }
+
+    /// Makes this policy, which must be new, what was kept of another of its kind. `key` tells what
+    /// a resident slot holds, None for other slots.
+    pub(in crate::offload) fn restore(
+        &mut self,
+        record: PolicyRecord,
+        key: impl Fn(BlockId) -> Option<BlockKey>,
+    ) -> Result<()> {
+        match (self, record) {
+            (Self::Lru(lru), PolicyRecord::Lru { order }) => fill(&mut lru.order, &order, &key)?,
+            (
+                Self::HitDensity(policy),
+                PolicyRecord::HitDensity { orders, times, densities, ghosts, last, clock },
+            ) => {
+                for (at, (order, times)) in orders.iter().zip(&times).enumerate() {
+                    fill(&mut policy.orders[at], order, &key)?;
+                    if times.len() != order.len() {
+                        return damaged("slots were ranked at no time");
+                    }
+                    for (slot, &time) in order.iter().zip(times) {
+                        policy.times[slot.index()] = time;
+                        if let Some(key) = key(*slot) {
+                            policy.fingerprints[slot.index()] = fingerprint(&key);
+                        }
+                    }
+                }
+                for (density, record) in policy.densities.iter_mut().zip(densities) {
+                    *density = record.build()?;
+                }
+                policy.ghosts.refill(&ghosts, last)?;
+                policy.clock = clock;
+            }
+            _ => return damaged("what it knows belongs to another eviction policy"),
+        }
+        Ok(())
+    }
+}
+
+/// Fills an empty order with resident slots, none of them twice.
+fn fill(
+    queue: &mut FreeQueue,
+    order: &[BlockId],
+    key: impl Fn(BlockId) -> Option<BlockKey>,
+) -> Result<()> {
+    for &slot in order {
+        if key(slot).is_none() || queue.contains(slot) {
+            return damaged("an order of eviction has an empty slot, or one twice");
+        }
+        queue.push_back(slot);
+    }
+    Ok(())
+}
+
+impl DensityRecord {
+    fn build(self) -> Result<Density> {
+        let bins = |values: Vec<f64>| -> Result<[f64; NUM_BINS]> {
+            let is_count = |value: &f64| value.is_finite() && *value >= 0.0;
+            let bins = values.try_into().ok();
+            let bins = bins.filter(|bins: &[f64; NUM_BINS]| bins.iter().all(is_count));
+            bins.map_or_else(|| damaged("a histogram of hits is none"), Ok)
+        };
+        Ok(Density { hits: bins(self.hits)?, ends: bins(self.ends)?, at: bins(self.at)? })
+    }
+}
+
+impl Ghosts {
+    /// Place, fingerprint, time and order of each, the oldest first.
+    fn kept(&self) -> impl Iterator<Item = (u32, u64, u32, u8)> {
+        let num_places = u32::try_from(self.fingerprints.len() - 1).unwrap_or(u32::MAX);
+        let places = (self.last + 1..=num_places).chain(1..=self.last);
+        places.filter(|&place| self.fingerprints[place as usize] != 0).map(|place| {
+            let at = place as usize;
+            (place, self.fingerprints[at], self.times[at], self.orders[at])
+        })
+    }
+
+    /// Fills this ring, which must be empty, with ghosts in the order of [`Ghosts::kept`].
+    fn refill(&mut self, ghosts: &[(u32, u64, u32, u8)], last: u32) -> Result<()> {
+        let num_places = self.fingerprints.len() - 1;
+        if last as usize > num_places {
+            return damaged("the ring of what was evicted has another size");
+        }
+        for &(place, fingerprint, time, order) in ghosts {
+            let is_sound = (1..=num_places).contains(&(place as usize))
+                && self.fingerprints[place as usize] == 0
+                && fingerprint != 0
+                && order <= 1
+                && !self.contains(fingerprint);
+            if !is_sound {
+                return damaged("what was evicted was so twice, or nowhere");
+            }
+            self.put(place, fingerprint, Ghost { time, order });
+        }
+        self.last = last;
+        Ok(())
+    }
+}

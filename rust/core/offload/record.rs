@@ -1,0 +1,292 @@
+//! A scheduler as plain data, for snapshots: what is kept of it, and how it is built anew.
+//!
+//! ```text
+//!   kept      the tier: keys, chains, order of eviction, what its policy learned; requests and
+//!             how far they are stored; the sleep image; counters
+//!   not kept  jobs, in quarantine or not (as if they had failed), what lookups hold, and the
+//!             device's blocks: whole tables are told again
+//! ```
+
+use std::borrow::Cow;
+use std::fmt::Debug;
+
+use minicbor::{Decode, Encode};
+
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::ids::BlockId;
+use crate::key::{BlockHash, BlockKey, HashWidth};
+use crate::ledger::damaged;
+
+use super::image::Image;
+use super::policy::PolicyRecord;
+use super::tier::HostTier;
+use super::{Counters, EvictionPolicy, Mode, OffloadScheduler, Table, Tracked};
+
+/// What is kept of a scheduler.
+#[derive(Clone, Debug, Encode, Decode)]
+pub(crate) struct SchedulerRecord {
+    #[n(0)]
+    shape: Shape,
+    #[n(1)]
+    tier: TierRecord,
+    #[n(2)]
+    image: Option<Image>,
+    #[n(3)]
+    requests: Vec<(String, TrackedRecord)>,
+    #[n(4)]
+    num_jobs: u64,
+    #[n(5)]
+    counters: Counters,
+}
+
+/// What a scheduler was made for: only one made for the same can take its place.
+#[derive(Clone, Debug, Encode, Decode)]
+struct Shape {
+    #[n(0)]
+    num_host_blocks: usize,
+    #[n(1)]
+    groups: Vec<Group>,
+    #[n(2)]
+    blocks_per_slot: usize,
+    #[n(3)]
+    mode: Mode,
+    #[n(4)]
+    policy: EvictionPolicy,
+    #[n(5)]
+    world_size: usize,
+}
+
+#[derive(Clone, Debug, Encode, Decode)]
+struct TrackedRecord {
+    #[n(0)]
+    #[cbor(with = "crate::key::flat")]
+    hashes: Vec<BlockHash>,
+    /// Per group, slots that need no store.
+    #[n(1)]
+    num_kept: Vec<usize>,
+    #[n(2)]
+    num_queried: usize,
+    #[n(3)]
+    num_hit_tokens: usize,
+}
+
+#[derive(Clone, Debug, Encode, Decode)]
+struct TierRecord {
+    #[n(0)]
+    width: HashWidth,
+    /// Each slot, what it holds, and the slot above it.
+    #[n(1)]
+    residents: Vec<(BlockId, BlockKey, BlockId)>,
+    #[n(2)]
+    awaited: Vec<(BlockId, BlockKey)>,
+    /// Empty slots, next to be given out first.
+    #[n(3)]
+    empty: Vec<BlockId>,
+    #[n(4)]
+    policy: PolicyRecord,
+    #[n(5)]
+    num_evicted: usize,
+}
+
+impl OffloadScheduler {
+    /// What a snapshot keeps.
+    pub(crate) fn to_record(&self) -> Result<SchedulerRecord> {
+        let mut quiet = Cow::Borrowed(self);
+        if !self.jobs.is_empty() {
+            quiet.to_mut().end_all()?;
+        }
+        let kept = |(name, request): (&str, &Tracked)| {
+            // Lazy, what was told of blocks goes with them.
+            let is_eager = self.mode == Mode::Eager;
+            let num_kept = |table: &Table| if is_eager { table.num_kept } else { 0 };
+            let record = TrackedRecord {
+                hashes: request.hashes.clone(),
+                num_kept: request.tables.iter().map(num_kept).collect(),
+                num_queried: request.num_queried,
+                num_hit_tokens: request.num_hit_tokens,
+            };
+            (name.to_owned(), record)
+        };
+        Ok(SchedulerRecord {
+            shape: self.shape(),
+            tier: quiet.tier.to_record(),
+            image: quiet.image.clone(),
+            requests: quiet.requests.iter().map(kept).collect(),
+            num_jobs: quiet.num_jobs,
+            counters: quiet.counters,
+        })
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
+            num_host_blocks: self.tier.num_slots(),
+            groups: self.model.groups().to_vec(),
+            blocks_per_slot: self.blocks_per_slot,
+            mode: self.mode,
+            policy: self.tier.policy.kind(),
+            world_size: self.world_size,
+        }
+    }
+
+    /// Fills this scheduler, which must be new, with what was kept of another.
+    pub(crate) fn fill(mut self, record: SchedulerRecord) -> Result<Self> {
+        record.shape.check(&self.shape())?;
+        let own = record.image.as_ref().map_or(&[][..], |image| &image.own);
+        self.tier.fill_from(record.tier, own.len())?;
+        for (name, request) in record.requests {
+            self.requests.check_new(&name).or_else(|_| damaged("a request stands in it twice"))?;
+            self.requests.insert(&name, request.build(&self)?);
+        }
+        if let Some(image) = record.image {
+            self.check_image(&image)?;
+            let is_own = |slot: &BlockId| self.tier.is_unfindable(*slot);
+            if !image.own.iter().all(is_own) || self.tier.pin(&image.shared).is_err() {
+                return damaged("a sleep image holds slots that are somebody else's");
+            }
+            self.image = Some(image);
+        }
+        (self.num_jobs, self.num_ended_jobs) = (record.num_jobs, record.num_jobs);
+        self.counters = record.counters;
+        self.check().or_else(|error| damaged(&error.to_string()))?;
+        Ok(self)
+    }
+}
+
+impl Shape {
+    /// Refuses another shape than is wanted, and names what differs.
+    fn check(&self, wanted: &Self) -> Result<()> {
+        fn differs(what: &str, given: &impl Debug, wanted: &impl Debug) -> Result<()> {
+            let (given, wanted) = (format!("{given:?}"), format!("{wanted:?}"));
+            if given == wanted {
+                return Ok(());
+            }
+            Err(Error::Snapshot(format!(
+                "the snapshot's {what} is {given}, not {wanted}: restore it with what it was made \
+                 with"
+            )))
+        }
+        differs("number of host blocks", &self.num_host_blocks, &wanted.num_host_blocks)?;
+        differs("list of groups", &self.groups, &wanted.groups)?;
+        differs("number of blocks per slot", &self.blocks_per_slot, &wanted.blocks_per_slot)?;
+        differs("mode", &self.mode, &wanted.mode)?;
+        differs("policy", &self.policy, &wanted.policy)?;
+        differs("world size", &self.world_size, &wanted.world_size)
+    }
+}
+
+impl TrackedRecord {
+    fn build(self, scheduler: &OffloadScheduler) -> Result<Tracked> {
+        let model = &scheduler.slot_model;
+        let is_hashed = |(&num_kept, &group): (&usize, &Group)| {
+            num_kept <= self.hashes.len() / model.hashes_per_block(group)
+        };
+        if self.num_kept.len() != model.groups().len()
+            || !self.num_kept.iter().zip(model.groups()).all(is_hashed)
+        {
+            return damaged("a request has more on the host than it has hashes for");
+        }
+        let table = |num_kept| Table { num_kept, ..Table::default() };
+        Ok(Tracked {
+            hashes: self.hashes,
+            tables: self.num_kept.into_iter().map(table).collect(),
+            num_queried: self.num_queried,
+            num_hit_tokens: self.num_hit_tokens,
+            ..Tracked::default()
+        })
+    }
+}
+
+impl HostTier {
+    fn to_record(&self) -> TierRecord {
+        let resident = |slot: BlockId| {
+            let key = self.pool.key(slot).filter(|_| self.policy.contains(slot))?;
+            Some((slot, key, BlockId(self.parents[slot.index()])))
+        };
+        let mut awaited: Vec<_> = self.awaited.iter().map(|(&slot, &key)| (slot, key)).collect();
+        awaited.sort_unstable();
+        TierRecord {
+            width: self.hash_width(),
+            residents: self.slots().filter_map(resident).collect(),
+            awaited,
+            empty: self.pool.free_order().collect(),
+            policy: self.policy.to_record(),
+            num_evicted: self.num_evicted,
+        }
+    }
+
+    /// Whether a slot is in use and cannot be found.
+    fn is_unfindable(&self, slot: BlockId) -> bool {
+        slot.index() < self.parents.len()
+            && self.pool.num_refs(slot) > 0
+            && self.pool.key(slot).is_none()
+    }
+
+    /// Fills this tier, which must be new; all slots but `num_own` are resident or empty.
+    fn fill_from(&mut self, record: TierRecord, num_own: usize) -> Result<()> {
+        let TierRecord { width, residents, awaited, empty, policy, num_evicted } = record;
+        let num_slots = self.num_slots();
+        let is_slot = |slot: BlockId| (1..=num_slots).contains(&slot.index());
+        let num_named = residents.len().saturating_add(empty.len()).saturating_add(num_own);
+        if !width.is_sound() || num_named != num_slots {
+            return damaged("its host slots are not those of the tier");
+        }
+        self.pool.agree_width(width)?;
+        self.pool.allocate(num_slots, &mut Vec::with_capacity(num_slots))?;
+        for &(slot, key, _) in &residents {
+            if !is_slot(slot)
+                || self.pool.key(slot).is_some()
+                || self.resident_or_in_flight(&key).is_some()
+            {
+                return damaged("a host slot holds two keys, or a key lies in two");
+            }
+            self.pool.hide(slot, &key);
+        }
+        for &(slot, _, parent) in &residents {
+            let is_kept = is_slot(parent) && self.pool.key(parent).is_some();
+            if !parent.is_null() && !is_kept {
+                return damaged("a host slot stands below an empty one");
+            }
+            self.parents[slot.index()] = parent.0;
+            self.num_children[parent.index()] += 1;
+        }
+        if self.has_loop() {
+            return damaged("host slots stand below one another");
+        }
+        if empty.iter().any(|&slot| !is_slot(slot) || self.pool.key(slot).is_some()) {
+            return damaged("an empty host slot holds a key");
+        }
+        self.pool.free(&empty).or_else(|_| damaged("a host slot is empty twice"))?;
+        let pool = &self.pool;
+        let key_of = |slot| if is_slot(slot) { pool.key(slot) } else { None };
+        self.policy.restore(policy, key_of)?;
+        for (slot, parent) in awaited {
+            if key_of(slot).is_none() || self.awaited.insert(slot, parent).is_some() {
+                return damaged("an empty host slot waits for its parent");
+            }
+            self.awaiting.entry(parent).or_default().push(slot);
+        }
+        self.num_evicted = num_evicted;
+        self.check().or_else(|error| damaged(&error.to_string()))
+    }
+
+    /// Whether a slot stands below itself.
+    fn has_loop(&self) -> bool {
+        let mut is_done = vec![false; self.parents.len()];
+        let mut is_on_path = vec![false; self.parents.len()];
+        is_done[0] = true;
+        let mut path = Vec::new();
+        for slot in 1..self.parents.len() {
+            let mut at = slot;
+            while !is_done[at] {
+                if std::mem::replace(&mut is_on_path[at], true) {
+                    return true;
+                }
+                path.push(at);
+                at = self.parents[at] as usize;
+            }
+            path.drain(..).for_each(|at| is_done[at] = true);
+        }
+        false
+    }
+}

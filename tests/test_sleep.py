@@ -1,0 +1,619 @@
+import gc
+import re
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstow import (
+    AdmissionState,
+    ConfigError,
+    Engine,
+    FullAttention,
+    InvalidBlock,
+    OutOfBlocks,
+    SlidingWindow,
+    SnapshotError,
+    StateError,
+    TransferError,
+    hash_tokens,
+)
+from kvstow.sleep import HOST, Awake, restart, sleep, wake
+from kvstow.snapshot import SnapshotFile
+from kvstow.transfer import (
+    READY,
+    BlockLayout,
+    Event,
+    HostEvent,
+    HostMover,
+    Ticket,
+)
+from kvstow.transfer.mover import Ints
+
+BLOCK = 4
+GARBAGE = -1
+WHO: dict[str, Any] = {"identity": "a model", "weights_version": "7"}
+RUNS, LOADS = AdmissionState.RUNS, AdmissionState.LOADS
+Memory = list[list[npt.NDArray[np.int64]]]
+
+
+def prompt(name: int, num_tokens: int) -> list[int]:
+    """All prompts begin with the same two blocks."""
+    return [*range(8), *range(100 * name, 100 * name + num_tokens)][:num_tokens]
+
+
+class World:
+    """An engine, the memory it computes in, and what its requests have computed."""
+
+    def __init__(
+        self, num_blocks: int = 24, num_host: int = 64, *, ranks: int = 1, windows: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        windowed = [SlidingWindow(BLOCK, 6)] * windows
+        self.groups: list[FullAttention | SlidingWindow] = [FullAttention(BLOCK), *windowed]
+        self.ranks = ranks
+        self.texts: dict[str, list[int]] = {}
+        self.memory = self.new_memory(num_blocks)
+        self.engine = Engine(
+            num_blocks, num_host, self.groups, self.layouts, world_size=ranks,
+            **({"clock": lambda: 0.0} | options),
+        )  # fmt: skip
+
+    def new_memory(self, num_blocks: int, per_block: int = BLOCK) -> Memory:
+        shape = (num_blocks, per_block)
+        return [[np.full(shape, GARBAGE) for _ in self.groups] for _ in range(self.ranks)]
+
+    @property
+    def layouts(self) -> Any:
+        ranks = [[BlockLayout.from_arrays([group]) for group in own] for own in self.memory]
+        return ranks if self.ranks > 1 else ranks[0]
+
+    def run(self, name: str, text: list[int], *, drafts: int = 0) -> None:
+        """Admit a request and compute all its tokens; its blocks become due for a store."""
+        self.texts[name] = list(text)
+        self.engine.add(name, hash_tokens(text, BLOCK))
+        admitted = self.engine.admit(
+            name, len(text), 1000, after=READY, num_lookahead_tokens=drafts
+        )
+        assert admitted.state is RUNS
+        self.write(name, admitted.num_hit_tokens)
+
+    def go_on(self, name: str, num_tokens: int) -> None:
+        """Generate so many tokens."""
+        text = self.texts[name]
+        known = len(text)
+        text += [7 * known + at for at in range(num_tokens)]
+        assert self.engine.step([name], [num_tokens]).num_granted == 1
+        self.engine.extend(name, hash_tokens(text, BLOCK)[known // BLOCK :])
+        self.write(name, known)
+
+    def write(self, name: str, begin: int) -> None:
+        text, tables = self.texts[name], self.engine.tables(name)
+        at = np.arange(begin, len(text))
+        for rank, own in enumerate(self.memory):
+            for group, (memory, table) in enumerate(zip(own, tables, strict=True)):
+                memory[table[at // BLOCK], at % BLOCK] = self.value(text, rank, group)[begin:]
+                memory[0] = GARBAGE
+        self.engine.computed([name], [len(text)], after=READY)
+
+    @staticmethod
+    def value(text: list[int], rank: int, group: int) -> npt.NDArray[np.int64]:
+        return np.array(text) + 10_000 * (rank + 1) + 1_000_000 * group
+
+    def check(self, *names: str) -> None:
+        """Every token that a request still reads is where its tables say."""
+        self.engine.check()
+        for name in names or self.texts:
+            text, tables = self.texts[name], self.engine.tables(name)
+            for rank, own in enumerate(self.memory):
+                for group, (memory, table) in enumerate(zip(own, tables, strict=True)):
+                    at = np.arange(len(text))
+                    blocks = table[at // BLOCK]
+                    kept = blocks > 0
+                    held = memory[blocks, at % BLOCK][kept]
+                    assert held.tolist() == self.value(text, rank, group)[kept].tolist(), name
+                    assert kept[max(0, len(text) - 5) :].all()
+
+    def sleep(self, **options: Any) -> None:
+        sleep(self.engine, **({"after": READY} | options))
+        for group in (group for own in self.memory for group in own):
+            group[:] = GARBAGE  # whoever has it now
+
+    def wake(self, num_blocks: int | None = None, **options: Any) -> Awake:
+        size = num_blocks or len(self.memory[0][0])
+        self.memory = self.new_memory(size)
+        given: dict[str, Any] = {"after": READY, "num_device_blocks": size} | options
+        return wake(self.engine, self.layouts, **given)
+
+    def settle(self) -> None:
+        while self.engine.transfers:
+            self.engine.poll()
+            time.sleep(0.001)
+
+
+@contextmanager
+def world(*sizes: int, **options: Any) -> Iterator[World]:
+    it = World(*sizes, **options)
+    try:
+        yield it
+    finally:
+        it.engine.close()
+
+
+def state(engine: Engine) -> object:
+    """What a refused call must not change."""
+    tables = {name: [t.tolist() for t in engine.tables(name)] for name in engine._requests}
+    pool = engine.ledger.pool
+    order = pool.free_order().tolist()
+    return tables, order, pool.num_cached, engine.scheduler.snapshot(), engine._running.copy()
+
+
+# -- the way there and back --------------------------------------------------------------------
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"ranks": 2},
+    {"windows": 2, "num_blocks": 70},
+    {"windows": 1, "ranks": 3, "num_blocks": 50},
+    {"mode": "lazy", "horizon_blocks": 6},
+    {"policy": "hit-density"},
+    {"blocks_per_slot": 3, "num_host": 30},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("to", ["host", "file"])
+@pytest.mark.parametrize("block_ids", ["same", "packed"])
+def test_requests_wake_where_they_were(
+    shape: dict[str, Any], to: str, block_ids: str, tmp_path: Path
+) -> None:
+    place = HOST if to == "host" else tmp_path / "image"
+    with world(**shape) as it:
+        it.run("a", prompt(1, 18))
+        it.run("gone", prompt(2, 9))
+        it.run("b", prompt(3, 13), drafts=6)
+        it.engine.finish("gone")
+        del it.texts["gone"]
+        it.go_on("a", 5)
+        granted = {name: it.engine.ledger.num_granted_tokens(name) for name in it.texts}
+        for _ in range(2):
+            it.sleep(to=place, **WHO)
+            awake = it.wake(block_ids=block_ids, **WHO)
+            it.check()
+            assert granted == {n: it.engine.ledger.num_granted_tokens(n) for n in granted}
+            num_free = it.engine.ledger.pool.num_free
+            assert num_free == len(it.memory[0][0]) - 1 - len(awake.new_ids), "drafts keep slots"
+            assert (awake.old_ids.tolist() == awake.new_ids.tolist()) or block_ids == "packed"
+        it.go_on("b", 7)
+        it.go_on("a", 9)
+        it.run("c", list(range(900, 916)))
+        it.settle()
+        it.check()
+        for name in list(it.texts):
+            it.engine.finish(name)
+        assert it.engine.ledger.pool.num_free == len(it.memory[0][0]) - 1
+        it.engine.check()
+
+
+def test_without_the_image_a_tail_is_lost() -> None:
+    """The control: nothing but the image's loads brings back what is compared above."""
+    with world() as it:
+        it.run("a", prompt(1, 18))
+        it.sleep()
+        copy = it.engine._new_ranks.func.copy  # type: ignore[attr-defined]
+        try:
+            it.engine._new_ranks.func.copy = lambda *_: []  # type: ignore[attr-defined]
+            it.wake()
+        finally:
+            it.engine._new_ranks.func.copy = copy  # type: ignore[attr-defined]
+        with pytest.raises(AssertionError):
+            it.check()
+
+
+def test_other_ids_of_the_callers_choice() -> None:
+    with world() as it:
+        it.run("a", prompt(1, 18))
+        before = it.engine.tables("a")[0].tolist()
+        it.sleep()
+        awake = it.wake(block_ids=np.arange(23, 0, -1))
+        it.check()
+        assert it.engine.tables("a")[0].tolist() == [23, 22, 21, 20, 19]
+        assert awake.old_ids.tolist() == sorted(before)
+        assert dict(zip(awake.old_ids, awake.new_ids, strict=True))[before[0]] == 23
+
+
+def test_another_pool_size_if_it_fits() -> None:
+    with world(num_blocks=24) as it:
+        it.run("gone", prompt(2, 30))
+        it.run("a", prompt(1, 18))
+        it.engine.finish("gone")
+        it.sleep()
+        image = it.engine._asleep
+        with pytest.raises(OutOfBlocks, match="5 blocks are needed and 4 are free"):
+            it.wake(5)
+        with pytest.raises(ConfigError, match="packed"):
+            it.wake(6)
+        with pytest.raises(InvalidBlock, match="null block"):
+            it.wake(8, block_ids=range(5))
+        with pytest.raises(ConfigError, match="memory for 6 blocks"):
+            it.memory = it.new_memory(6)
+            wake(it.engine, it.layouts, after=READY)
+        assert it.engine._asleep is image
+        it.wake(6, block_ids="packed")
+        it.check("a")
+        assert it.engine.stats()["device_capacity_tokens"] == 5 * BLOCK
+        it.sleep()
+        it.wake(100)
+        it.go_on("a", 200)
+        it.check("a")
+
+
+def test_asleep_it_holds_no_device_memory_and_does_nothing() -> None:
+    with world(events=True) as it:
+        it.run("a", prompt(1, 18))
+        [own] = it.memory
+        gone = weakref.ref(own[0])
+        assert it.engine.take_events()
+        it.sleep()
+        it.memory, own = [], []
+        gc.collect()
+        assert gone() is None
+        assert it.engine.movers == []
+        for use in (
+            lambda: it.engine.add("b", []),
+            lambda: it.engine.admit("a", 18, 1, after=READY),
+            lambda: it.engine.step(["a"], [1]),
+            lambda: it.engine.computed(["a"], [18], after=READY),
+            lambda: it.engine.extend("a", []),
+            lambda: it.engine.rewind("a", 17),
+            lambda: it.engine.preempt("a"),
+            lambda: it.engine.finish("a"),
+            it.engine.poll,
+            it.engine.reset,
+            lambda: sleep(it.engine, after=READY),
+        ):
+            with pytest.raises(StateError, match="sleeps: wake it first"):
+                use()
+        it.engine.check()
+        assert it.engine.stats()["requests"] == 1
+        it.engine.take_events()
+        it.memory = it.new_memory(24)
+        wake(it.engine, it.layouts, after=READY)
+        it.check()
+
+
+def test_what_only_the_device_cached_is_told_of_as_removed() -> None:
+    with world(num_host=20, events=True, mode="lazy", horizon_blocks=1) as it:
+        it.run("gone", prompt(2, 12))
+        it.engine.finish("gone")
+        it.run("a", prompt(1, 9))
+        hashes = hash_tokens(prompt(2, 12), BLOCK)
+        it.engine.take_events()
+        it.sleep()
+        [event] = [one for one in it.engine.take_events() if one.medium == "GPU"]
+        assert event.block_hashes == hashes[2:]  # type: ignore[union-attr]
+
+
+# -- copies in flight --------------------------------------------------------------------------
+
+
+def test_copies_land_first_and_the_next_poll_tells() -> None:
+    with world() as it:
+        it.run("writer", prompt(1, 17))
+        it.settle()
+        it.engine.finish("writer")
+        del it.texts["writer"]
+        it.engine.reset()
+        assert it.engine.scheduler.num_resident == 0
+        it.run("writer", prompt(1, 17))
+        it.settle()
+        it.engine.finish("writer")
+        del it.texts["writer"]
+        it.engine.ledger.pool.evict(np.arange(1, 24))
+        it.texts["a"] = [*prompt(1, 16), 5]
+        it.engine.add("a", hash_tokens(it.texts["a"], BLOCK))
+        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS
+        it.run("b", list(range(500, 513)))  # and a store
+        assert len(it.engine.transfers) == 2
+        it.sleep()
+        it.wake(block_ids="packed")
+        assert not it.engine._transfers
+        landed = it.engine.poll()
+        assert (landed.loaded, landed.failed, landed.num_stored_blocks) == (["a"], [], 3)
+        assert it.engine.poll().loaded == []
+        it.texts["a"].pop()
+        it.check()
+
+
+def test_what_takes_too_long_has_failed_and_cannot_land_later() -> None:
+    never = HostEvent()
+    with world() as it:
+        it.run("writer", prompt(1, 16))
+        it.settle()
+        it.engine.finish("writer")
+        it.engine.ledger.pool.evict(np.arange(1, 24))
+        del it.texts["writer"]
+        it.engine.add("a", hash_tokens(prompt(1, 16), BLOCK))
+        assert it.engine.admit("a", 17, 100, after=never).state is LOADS
+        it.run("b", list(range(500, 513)))
+        it.sleep(timeout_s=0.05)
+        it.wake(block_ids="packed")
+        landed = it.engine.poll()
+        assert (landed.loaded, landed.failed) == ([], ["a"])
+        never.set()
+        it.check()
+        again = it.engine.admit("a", 17, 100, after=READY)
+        assert (again.state, again.num_new_tokens) == (RUNS, 17), "it recomputes"
+
+
+def test_a_failed_sleep_leaves_what_landed_to_the_next_poll() -> None:
+    with world(num_host=3) as it:
+        it.run("a", prompt(1, 13))
+        with pytest.raises(OutOfBlocks, match="the sleep image needs 1 host slots and at most 0"):
+            sleep(it.engine, after=READY)
+        assert it.engine.poll().num_stored_blocks == 3
+        it.check()
+
+
+# -- without preserving ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+def test_without_preserving_requests_recompute_what_the_host_lacks(to: str, tmp_path: Path) -> None:
+    with world(num_host=8) as it:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        it.sleep(preserve=False, to=HOST if to == "host" else tmp_path / "image", **WHO)
+        it.wake(8, **WHO)
+        it.engine.check()
+        assert it.engine.tables("a")[0].size == 0
+        again = it.engine.admit("a", 18, 100, after=READY)
+        assert (again.state, again.num_external_tokens) == (LOADS, 16)
+        it.settle()
+        it.texts["a"] = it.texts["a"][:16]
+        it.check()
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_too_small_refuses_and_nothing_changes() -> None:
+    with world(num_host=4) as it:
+        it.run("a", prompt(1, 18))
+        it.run("b", prompt(3, 18))
+        it.settle()
+        before = state(it.engine)
+        with pytest.raises(OutOfBlocks, match="preempt requests first"):
+            sleep(it.engine, after=READY)
+        assert state(it.engine) == before
+        it.go_on("a", 5)
+        it.check()
+        it.engine.preempt("b")
+        del it.texts["b"]
+        it.settle()
+        it.engine.reset()
+        with pytest.raises(OutOfBlocks):
+            sleep(it.engine, after=READY)
+
+
+class FailingMover(HostMover):
+    """Refuses what it is told to."""
+
+    fails: str = ""
+
+    def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
+        if FailingMover.fails == "store":
+            raise TransferError("no store today")
+        return super().store(block_ids, host_slots, after=after)
+
+    def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
+        if FailingMover.fails == "load":
+            raise TransferError("no load today")
+        return super().load(host_slots, block_ids, after=after)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_that_fail_leave_it_as_it_was(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(ranks=ranks, mover=FailingMover) as it:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        before = state(it.engine)
+        monkeypatch.setattr(FailingMover, "fails", "store")
+        with pytest.raises(TransferError, match=r"could not be stored.*no store today"):
+            sleep(it.engine, after=READY)
+        assert state(it.engine) == before
+        monkeypatch.setattr(FailingMover, "fails", "")
+        it.sleep()
+        monkeypatch.setattr(FailingMover, "fails", "load")
+        for _ in range(2):
+            with pytest.raises(TransferError, match=r"could not be loaded.*no load today"):
+                it.wake()
+        monkeypatch.setattr(FailingMover, "fails", "")
+        it.wake()
+        it.check()
+
+
+def test_waking_without_sleeping_or_twice() -> None:
+    with world() as it:
+        with pytest.raises(StateError, match="does not sleep"):
+            it.wake()
+        it.sleep()
+        it.wake()
+        with pytest.raises(StateError, match="does not sleep"):
+            it.wake()
+        it.sleep()
+        it.engine.close()
+        with pytest.raises(StateError, match="is closed"):
+            it.wake()
+        with pytest.raises(StateError, match="is closed"):
+            it.sleep()
+
+
+def test_waking_with_what_does_not_belong_to_it() -> None:
+    with world() as it:
+        it.run("a", prompt(1, 18))
+        it.sleep(**WHO)
+        it.memory = it.new_memory(24, per_block=8)
+        with pytest.raises(SnapshotError, match="give layouts of the model that slept"):
+            wake(it.engine, it.layouts, after=READY, **WHO)
+        with pytest.raises(ConfigError, match="1 groups but 2 layouts"):
+            wake(it.engine, it.layouts * 2, after=READY, **WHO)
+        with pytest.raises(SnapshotError, match="is of 'a model', not of 'b'"):
+            it.wake(identity="b", weights_version="7")
+        with pytest.raises(SnapshotError, match=r"weights version '7', not of '8'.*reset it"):
+            it.wake(identity="a model", weights_version="8")
+        with pytest.raises(ConfigError, match="after must be an Event"):
+            it.wake(after=None, **WHO)
+        it.wake(**WHO)
+        it.check()
+
+
+def test_a_file_needs_to_say_whose_it_is(tmp_path: Path) -> None:
+    with world() as it:
+        halves: list[dict[str, Any]] = [{}, {"identity": "a"}, {"weights_version": "1"}]
+        for options in halves:
+            with pytest.raises(ConfigError, match="a file needs both"):
+                sleep(it.engine, after=READY, to=tmp_path / "image", **options)
+        with pytest.raises(SnapshotError, match="cannot be written: No such file"):
+            sleep(it.engine, after=READY, to=tmp_path / "no" / "image", **WHO)
+        it.run("a", prompt(1, 9))
+        it.check()
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def put_to_sleep(path: Path, **shape: Any) -> None:
+    """An engine with two requests and a cached prompt, in a file."""
+    with world(**shape) as it:
+        it.run("a", prompt(1, 18))
+        it.run("gone", prompt(2, 17))
+        it.settle()
+        it.engine.finish("gone")
+        it.run("b", prompt(3, 13))
+        it.engine.add("waits", hash_tokens(prompt(2, 17), BLOCK))
+        it.sleep(to=path, **WHO)
+        assert all(arena.closed for arena in it.engine.arenas)
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"ranks": 2, "windows": 1, "num_blocks": 50}, SHAPES[-1]], ids=str
+)
+def test_another_process_goes_on(shape: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    put_to_sleep(path, **shape)
+    before = path.read_bytes()
+    for _ in range(2):
+        with world(**shape) as it:
+            restart(it.engine, path, after=READY, requests=True, **WHO)
+            it.texts = {"a": prompt(1, 18), "b": prompt(3, 13)}
+            it.check()
+            it.go_on("a", 9)
+            found = it.engine.admit("waits", 17, 100, after=READY)
+            whole = 16 if shape.get("blocks_per_slot", 1) == 1 else 12
+            assert found.num_hit_tokens + found.num_external_tokens == whole
+            it.settle()
+            it.texts["waits"] = prompt(2, whole)
+            it.check()
+    assert path.read_bytes() == before, "copy-on-write"
+
+
+def test_without_its_requests_only_the_host_is_warm(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    put_to_sleep(path)
+    with world() as it:
+        awake = restart(it.engine, path, after=READY, **WHO)
+        assert (len(awake.old_ids), it.engine.ledger.num_requests) == (0, 0)
+        it.engine.check()
+        assert it.engine.ledger.pool.num_free == 23
+        it.engine.add("new", hash_tokens(prompt(2, 17), BLOCK))
+        assert it.engine.admit("new", 17, 100, after=READY).num_external_tokens == 16
+        it.settle()
+        it.texts = {"new": prompt(2, 16)}
+        it.check()
+        it.engine.finish("new")
+        scheduler = it.engine.scheduler
+        assert scheduler.num_resident == len(scheduler.used_slots())
+
+
+def test_a_restart_reads_no_slot_before_it_is_loaded(tmp_path: Path) -> None:
+    """A slot that is damaged fails the loads that want it, and no others."""
+    path = tmp_path / "image"
+    put_to_sleep(path)
+    found = hash_tokens(prompt(2, 17), BLOCK)
+    with world() as it:
+        restart(it.engine, path, after=READY, **WHO)
+        it.engine.add("new", found)
+        it.engine.admit("new", 17, 100, after=READY)
+        [transfer] = it.engine.transfers
+        slot = int(transfer.job.host_slots[3])
+        it.settle()
+    at = path.read_bytes().find(World.value(prompt(2, 17), 0, 0)[12:16].tobytes())
+    assert at > 0
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
+    with world() as it:
+        restart(it.engine, path, after=READY, **WHO)
+        again = tmp_path / "again"
+        it.sleep(to=again, **WHO)
+        with SnapshotFile(again) as file:
+            assert file.damaged_slots() == [(0, slot)], "it keeps the checksum that it has not met"
+        it.wake(**WHO)
+        it.engine.add("other", found[:3])
+        assert it.engine.admit("other", 13, 100, after=READY).state is LOADS
+        it.settle()
+        assert "other" in it.engine._running
+        it.engine.add("new", found)
+        assert it.engine.admit("new", 17, 100, after=READY).state is LOADS
+        [transfer] = it.engine.transfers
+        assert not transfer.wait()
+        assert re.search(f"host slot {slot} does not hold", str(transfer.tickets[0].error))
+        assert it.engine.poll().failed == ["new"]
+
+
+def test_a_damaged_image_wakes_nobody_by_half(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    put_to_sleep(path)
+    whole = path.read_bytes()
+    at = whole.find(World.value(prompt(1, 18), 0, 0)[16:18].tobytes())
+    damaged = bytearray(whole)
+    damaged[at] ^= 1
+    path.write_bytes(damaged)
+    with world() as it:
+        arenas = it.engine.arenas
+        with pytest.raises(TransferError, match="the file is damaged"):
+            restart(it.engine, path, after=READY, requests=True, **WHO)
+        assert (it.engine.arenas, it.engine.ledger.num_requests) == (arenas, 0)
+        restart(it.engine, path, after=READY, **WHO)
+        assert it.engine.scheduler.num_resident > 0
+
+
+def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    put_to_sleep(path)
+    with world() as it:
+        it.run("a", prompt(1, 9))
+        with pytest.raises(StateError, match="restart one that was just built"):
+            restart(it.engine, path, after=READY, **WHO)
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"num_host": 63}, "number of host blocks is 64, not 63"),
+        ({"policy": "hit-density"}, "policy is Lru, not HitDensity"),
+        ({"windows": 1, "num_blocks": 50}, "give layouts of the model"),
+        ({"ranks": 2}, "give layouts of the model"),
+        ({"mode": "lazy", "horizon_blocks": 4}, "mode is Eager, not Lazy"),
+    ]
+    for shape, why in refusals:
+        with world(**shape) as it:
+            with pytest.raises(SnapshotError, match=re.escape(why)):
+                restart(it.engine, path, after=READY, requests=True, **WHO)
+            it.run("a", prompt(1, 9))
+            it.check()
+    with world() as it, pytest.raises(SnapshotError, match="weights version '7', not of '8'"):
+        restart(it.engine, path, after=READY, identity="a model", weights_version="8")

@@ -1,0 +1,270 @@
+"""The file that an engine sleeps in: whole or refused, whatever happens to it or to its writer."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.test_sleep import BLOCK, WHO, World, prompt, put_to_sleep
+
+from kvstow import SnapshotError, hash_tokens
+from kvstow.cli import main
+from kvstow.sleep import restart, sleep
+from kvstow.snapshot import SnapshotFile
+from kvstow.transfer import READY
+
+NUM_KILLS, NUM_KILLS_PER_PARENT = 100, 50
+PAGE = 4096
+
+
+def refusal(path: Path) -> str | None:
+    """Why a new engine does not start from a file; None: it did, and everything in it is whole."""
+    it = World()
+    try:
+        restart(it.engine, path, after=READY, requests=True, **WHO)
+    except SnapshotError as error:
+        assert it.engine._is_new()
+        assert it.engine.ledger.num_requests == 0
+        it.run("a", prompt(1, 9))
+        it.check()
+        return str(error)
+    finally:
+        it.engine.close()
+    return None
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "image"
+    put_to_sleep(path)
+    assert refusal(path) is None
+    return path
+
+
+def test_cut_off_anywhere_it_is_refused(image: Path) -> None:
+    whole = image.read_bytes()
+    assert len(whole) > 60 * PAGE
+    for size in [*range(0, len(whole), PAGE), 19, 20, 21, len(whole) - 1]:
+        image.write_bytes(whole[:size])
+        assert refusal(image) is not None, f"{size} bytes"
+    image.write_bytes(whole + b"\0")
+    assert "bytes, " in str(refusal(image))
+
+
+def test_each_byte_of_the_header_counts(image: Path) -> None:
+    whole = image.read_bytes()
+    [num_bytes] = np.frombuffer(whole, "<u4", count=1, offset=12).tolist()
+    assert json.loads(whole[20 : 20 + num_bytes])["identity"] == WHO["identity"]
+    for at in range(20 + num_bytes):
+        with image.open("r+b") as file:
+            for byte in whole[at] ^ 1, whole[at] ^ 0x80:
+                file.seek(at)
+                file.write(bytes([byte]))
+                file.flush()
+                with pytest.raises(SnapshotError):
+                    SnapshotFile(image)
+            file.seek(at)
+            file.write(whole[at : at + 1])
+    assert refusal(image) is None
+
+
+def test_each_byte_of_the_accounting_counts(image: Path) -> None:
+    with SnapshotFile(image) as file:
+        parts = [file.image.ledger, file.image.scheduler, file.image.engine]
+    whole = image.read_bytes()
+    for part in parts:
+        begin = whole.index(part)
+        for at in random.Random(4).sample(range(begin, begin + len(part)), 40):
+            damaged = bytearray(whole)
+            damaged[at] ^= 0x10
+            image.write_bytes(damaged)
+            with pytest.raises(SnapshotError, match="is not what was written"):
+                SnapshotFile(image)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "no snapshot of kvstow's"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), "no snapshot of kvstow's"),
+        (b"KVSTOW\r\n" + (2).to_bytes(4, "little") + bytes(8), "version 2, this kvstow reads"),
+        (b"KVSTOW\r\n\1\0\0\0\xff\xff\xff\xff" + bytes(8), "header is not what was written"),
+    ],
+)
+def test_what_is_foreign_is_named(content: bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    assert "cannot be read: No such file" in str(refusal(path))
+    path.write_bytes(content)
+    assert why in str(refusal(path))
+    assert "cannot be read: Is a directory" in str(refusal(tmp_path))
+
+
+def test_other_weights_are_refused(image: Path) -> None:
+    for who in {"identity": "b", "weights_version": "7"}, WHO | {"weights_version": "8"}:
+        it = World()
+        with pytest.raises(SnapshotError, match="the snapshot is of"):
+            restart(it.engine, image, after=READY, requests=True, **who)
+        it.engine.close()
+
+
+def one_of_two(which: int) -> World:
+    """An engine whose file is told from the other's, some hundred pages long."""
+    it = World(num_blocks=200, num_host=400)
+    it.run(f"request {which}", list(range(1000 * which, 1000 * which + 700 + which)))
+    return it
+
+
+def test_who_is_killed_while_it_writes_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print("seed", seed)
+    moments, path = random.Random(seed), tmp_path / "image"
+    found, num_torn = {0: 0, 1: 0}, 0
+    for _ in range(NUM_KILLS // NUM_KILLS_PER_PARENT):
+        num_torn += kill_writers(path, moments, found)
+    assert sum(found.values()) == NUM_KILLS
+    assert min(found.values()) > 0, found
+    assert num_torn > NUM_KILLS // 10, "few were killed while they wrote"
+    put_to_sleep(path)
+    assert os.listdir(tmp_path) == ["image"]
+
+
+def kill_writers(path: Path, moments: random.Random, found: dict[int, int]) -> int:
+    """Fork many writers from one that is ready; how many left what they were writing."""
+    code, num_torn = FORKING_WRITER, 0
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, cwd=Path(__file__).parents[1],
+    ) as parent:  # fmt: skip
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        for _ in range(NUM_KILLS_PER_PARENT):
+            parent.stdin.write("go\n")
+            parent.stdin.flush()
+            writer = int(parent.stdout.readline())
+            time.sleep(moments.uniform(0.0, 0.06))
+            os.kill(writer, signal.SIGKILL)
+            assert parent.stdout.readline() == "dead\n"
+            num_torn += any(name.endswith(".kvstow-tmp") for name in os.listdir(path.parent))
+            found[which_of_two(path)] += 1
+        parent.stdin.close()
+        assert parent.wait(10) == 0
+    return num_torn
+
+
+# A process without threads may fork: engines, which have some, are built in the child.
+FORKING_WRITER = """
+import os, sys
+import numpy
+from tests.test_snapshot_file import one_of_two
+from kvstow.sleep import sleep
+from tests.test_sleep import WHO
+
+def write_until_killed():
+    worlds = [one_of_two(which) for which in (0, 1)]
+    if not os.path.exists(sys.argv[1]):
+        worlds[0].sleep(to=sys.argv[1], **WHO)
+        worlds[0].wake(**WHO)
+    os.write(1, b"%d\\n" % os.getpid())
+    while True:
+        for it in worlds:
+            it.sleep(to=sys.argv[1], **WHO)
+            it.wake(**WHO)
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        write_until_killed()
+    os.waitpid(child, 0)
+    os.write(1, b"dead\\n")
+"""
+
+
+def which_of_two(path: Path) -> int:
+    """Which engine's file this is; it is whole, to the last slot."""
+    it = World(num_blocks=200, num_host=400)
+    try:
+        restart(it.engine, path, after=READY, requests=True, **WHO)
+        [name] = it.engine._requests
+        which = int(name[-1])
+        it.texts[name] = list(range(1000 * which, 1000 * which + 700 + which))
+        it.check()
+    finally:
+        it.engine.close()
+    return which
+
+
+def test_a_writer_that_lives_keeps_its_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that write one name the last has it, and neither takes the other's file."""
+    path, replace = tmp_path / "image", os.replace
+
+    def replace_after_another(one: str, other: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        put_to_sleep(path)
+        assert Path(one).exists()
+        replace(one, other)
+
+    monkeypatch.setattr(os, "replace", replace_after_another)
+    put_to_sleep(path)
+    assert refusal(path) is None
+    assert os.listdir(tmp_path) == ["image"]
+
+
+def test_a_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = image.read_bytes()
+    it = World()
+    it.run("a", prompt(1, 9))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(SnapshotError, match="cannot be written: No space left"):
+        sleep(it.engine, after=READY, to=image, **WHO)
+    it.check()
+    it.engine.close()
+    assert image.read_bytes() == before
+    assert os.listdir(image.parent) == ["image"]
+
+
+# -- kvstow snapshot info ----------------------------------------------------------------------
+
+
+def test_info_says_what_is_in_a_file(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", "info", str(image), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    blocks = {*hash_tokens(prompt(1, 18), BLOCK), *hash_tokens(prompt(2, 17), BLOCK)}
+    blocks |= {*hash_tokens(prompt(3, 13), BLOCK)}
+    assert facts["cached_blocks"] == len(blocks)
+    assert (facts["requests"], facts["tokens"]) == (3, 18 + 13)
+    assert (facts["used_slots"], facts["slot_bytes"]) == (len(blocks) + 2, 8 * BLOCK)
+    assert (facts["identity"], facts["weights_version"], facts["version"]) == ("a model", "7", 1)
+    assert facts["file_bytes"] == image.stat().st_size
+    assert facts["bytes_on_disk"] < facts["file_bytes"], "empty slots are holes"
+    assert (facts["sound"], facts["problem"]) == (True, None)
+    assert main(["snapshot", "info", str(image)]) == 0
+    assert "a model" in capsys.readouterr().out
+
+
+def test_info_finds_damage(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = image.read_bytes()
+    at = whole.find(World.value(prompt(2, 17), 0, 0)[12:16].tobytes())
+    damaged = bytearray(whole)
+    damaged[at] ^= 1
+    image.write_bytes(damaged)
+    assert main(["snapshot", "info", str(image), "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert "1 slots are damaged" in facts["problem"]
+    image.write_bytes(whole[:-PAGE])
+    assert main(["snapshot", "info", str(image)]) == 1
+    assert "were written" in capsys.readouterr().err
+    assert main(["snapshot", "info", str(image), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["sound"] is False
+    assert main(["snapshot", "info", str(image) + ".not"]) == 2
