@@ -16,6 +16,7 @@ INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --con
 DRIFT := .venv-drift
 DRIFT_BUILDS := 0.30.0 0.31.0
 DRIFT_SOURCES := 0.33.0
+GPU_CHECK := .gpu-check
 RUST := Cargo.toml Cargo.lock rust/bindings/Cargo.toml $(shell find rust -name '*.rs')
 
 # For cargo, when it is not maturin that calls it: a Python on the PATH may be older than the bindings allow.
@@ -23,7 +24,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak lint bench wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak lint bench gpu-check wheel pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +86,15 @@ bench: $(VENV)/.test ## criterion benches of the core, then the same work beside
 	$(BIN)/python -m benches.compare.accounting
 	$(BIN)/python -m benches.compare.connector
 
+# Neither .venv nor a network: PYTHON is taken as it is, and the wheel put beside it by unpacking.
+gpu-check: ## what only a GPU can show, with the wheel in dist/ (PYTHON=python3, which has numpy, torch, cupy, pytest)
+	@$(need_python_alone)
+	@wheel=$$(ls -t dist/kvstow-*.whl 2>/dev/null | head -1); \
+	if [ -z "$$wheel" ]; then \
+	    echo 'make gpu-check takes the wheel that `make wheel` leaves in dist/, and there is none.' >&2; exit 1; fi; \
+	rm -rf $(GPU_CHECK) && '$(PYTHON)' -m zipfile -e "$$wheel" $(GPU_CHECK) && \
+	PYTHONPATH='$(CURDIR)/$(GPU_CHECK):$(CURDIR)'"$${PYTHONPATH:+:$$PYTHONPATH}" '$(PYTHON)' -m tests.gpu.check
+
 wheel: $(VENV)/.run ## build dist/*.whl
 	@$(need_cargo)
 	$(BIN)/uv build --wheel --python $(BIN)/python --out-dir dist
@@ -94,7 +104,7 @@ pins: $(BIN)/uv ## resolve constraints.txt anew
 	    --group test --extra cli --extra metrics --extra plot --no-header --no-annotate -o constraints.txt
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(DRIFT) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
+	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/uv:
@@ -127,14 +137,19 @@ $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: | $(BIN)/uv
 	    | $(BIN)/python tests/vllm/unpack_sources.py $(@D)
 	@touch $@
 
-define need_python
+define need_python_alone
 if ! command -v '$(PYTHON)' >/dev/null; then \
     echo 'kvstow needs Python 3.11 or newer, and there is no $(PYTHON) here.' >&2; \
     echo 'Install it (Debian, Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.11' >&2; exit 1; \
 elif ! '$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
     echo "kvstow needs Python 3.11 or newer, and $(PYTHON) is $$('$(PYTHON)' --version 2>&1)." >&2; \
     echo 'Install a newer one and name it: make PYTHON=/path/to/python3.11' >&2; exit 1; \
-elif ! '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null; then \
+fi
+endef
+
+define need_python
+$(need_python_alone); \
+if ! '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null; then \
     echo '$(PYTHON) cannot make a virtual environment: its module ensurepip or venv is missing.' >&2; \
     echo 'Install it (Debian, Ubuntu: apt install python3-venv).' >&2; exit 1; \
 fi

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class Device:
             "device": self.name,
             "pci": self.runtime.pci_bus_id,
             "near_cpus": len(nearest_cpus(self.runtime.pci_bus_id)),
+            "driver": _driver(),
             "driver_cuda": api.driverGetVersion(),
             "cupy_cuda": api.runtimeGetVersion(),
             "versions": {
@@ -96,6 +98,16 @@ class Device:
         for address in device:
             runtime.free(address)
         return found
+
+
+def _driver() -> str | None:
+    """The version of the kernel's module, which CUDA does not tell."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)*\b", text)
+    return found[0] if found else None
 
 
 def seconds(work: Callable[[], object], num_turns: int) -> float:

@@ -27,7 +27,7 @@ def print_report(result: Mapping[str, Any]) -> None:
     """All that was measured, and the targets."""
     peak = result["peak"]
     print(
-        f"\n{result['device']}, driver of CUDA {result['driver_cuda']}; link peak "
+        f"\n{result['device']}, driver {result['driver']}, CUDA {result['driver_cuda']}; link peak "
         f"{peak['store_gb_per_s']:.1f} GB/s store, {peak['load_gb_per_s']:.1f} load, "
         f"{peak['both_gb_per_s']:.1f} both at once\n"
     )

@@ -1,5 +1,6 @@
 """These tests need a GPU, cupy and torch; without them each is skipped, and says why."""
 
+import os
 from functools import cache
 
 import pytest
@@ -26,6 +27,8 @@ def why_not() -> str | None:
 
 @pytest.fixture(autouse=True)
 def gpu() -> None:
-    """Skip, with the one reason there is."""
+    """Skip, with the one reason there is; where a GPU was promised, that is a failure."""
     if (reason := why_not()) is not None:
+        if os.environ.get("KVSTOW_GPU") == "required":
+            pytest.fail(reason, pytrace=False)
         pytest.skip(reason)

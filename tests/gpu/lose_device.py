@@ -19,10 +19,9 @@ def main() -> None:
     runtime = cuda_runtime(0)
     link = CudaLink(runtime, staging_bytes=1 << 20)
     with HostArena(8, 4096) as arena, CudaMover(ILLEGAL, arena, link=link, path="packed") as mover:
-        tickets = [mover.store([1], [i], after=READY) for i in range(3)]
-        for ticket in tickets:
+        for slot in range(3):
             try:
-                ticket.wait(60)
+                mover.store([1], [slot], after=READY).wait(60)
             except CudaError as error:
                 assert error.is_fatal, error
             else:

@@ -21,6 +21,8 @@ class FakeDriverError(FakeCudaError):
 
 
 class FakeKernel:
+    num_regs = 32
+
     def __init__(self, error: Exception | None) -> None:
         self._error = error
 

@@ -63,6 +63,8 @@ def test_an_event_of_a_lost_device_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert runtime.is_done(event)
     cupy.event_status = NOT_READY
     assert not runtime.is_done(event)
+    cupy.event_status = CAPTURE_ELSEWHERE  # ask again later
+    assert not runtime.is_done(event)
     assert runtime.lost is None
     cupy.event_status = ILLEGAL_ADDRESS
     with pytest.raises(CudaError, match="restart it") as raised:
@@ -71,10 +73,13 @@ def test_an_event_of_a_lost_device_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert runtime.lost is raised.value
 
 
-def test_a_capture_elsewhere_does_not_lose_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [1, 2, 12, 304, 400, 712, 801, CAPTURE_ELSEWHERE])
+def test_what_is_refused_does_not_lose_the_device(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     cupy = FakeCupy().install(monkeypatch)
     runtime = CudaRuntime(0)
-    cupy.capture_status = CAPTURE_ELSEWHERE
+    cupy.capture_status = status
     with pytest.raises(CudaError) as raised:
         runtime.record_external(0)
     assert not raised.value.is_fatal

@@ -64,7 +64,7 @@ class CudaMover(Mover):
 
         Args:
             layout: of memory on a CUDA device.
-            arena: pinned, or copies are slow and hold up the caller: `pin_arena` does that.
+            arena: pinned, or copies are slow and hold up the caller: `pinned_arena` gives one.
             link: by default the one that all movers of the device share.
             path: "auto" goes by what was measured of the device, see `LinkSpeed`.
             verify: sum up each block when it is stored and when it is loaded, on the device: a load

@@ -42,11 +42,14 @@ _BLOCK = 512
 # for whole prefills, and the copies behind them too. (Copies themselves know no priority.)
 _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
-# cudaErrorInvalidValue, MemoryAllocation, InvalidResourceHandle (of a stream that is gone),
-# HostMemoryAlreadyRegistered, HostMemoryNotRegistered, NotPermitted, NotSupported, and what a
-# capture forbids: the call was refused, and the context is as it was. What else a launch or a query
-# says, an illegal address say, is said by every later call too.
-_RECOVERABLE = frozenset({1, 2, 400, 712, 713, 800, 801, *range(900, 909)})
+# What CUDA answers while another thread captures a graph: that it must not be asked now.
+_CAPTURE = range(900, 909)
+# cudaErrorInvalidValue, MemoryAllocation, InvalidPitchValue, OperatingSystem (which would not pin),
+# InvalidResourceHandle (of a stream that is gone), HostMemoryAlreadyRegistered,
+# HostMemoryNotRegistered, NotPermitted, NotSupported, and what a capture forbids: the call was
+# refused, and the context is as it was. What else a launch or a query says, an illegal address say,
+# is said by every later call too.
+_RECOVERABLE = frozenset({1, 2, 12, 304, 400, 712, 713, 800, 801, *_CAPTURE})
 
 
 # Opaque to all but the runtime that made them.
@@ -309,6 +312,9 @@ class CudaRuntime:
                 kernels = module.get_function("gather"), module.get_function("scatter")
                 for kernel in kernels:
                     kernel.compile()
+                    # CUDA would load it at its first launch, and may wait for all else that runs:
+                    # to ask for this makes it do so now.
+                    _ = kernel.num_regs
                 return kernels
         except CudaError:
             raise
@@ -357,7 +363,7 @@ class CudaRuntime:
             # Not `event.done`, for which an event of a lost device is one that never comes: cupy
             # raises nothing here, whatever the status.
             status = int(self._api.eventQuery(event.ptr))
-            if status not in (_SUCCESS, _NOT_READY):
+            if status not in (_SUCCESS, _NOT_READY, *_CAPTURE):
                 raise self._api.CUDARuntimeError(status)
             return status == _SUCCESS
 
