@@ -238,7 +238,7 @@ class AnyOrder:
                 if pack.checksums:
                     slot = np.frombuffer(_bytes(place, num_bytes), dtype=np.uint8)
                     sums = np.frombuffer(_bytes(pack.checksums, 8 * (i + 1)), dtype=np.uint64)
-                    sums[i] += checksum(slot[None])[0]
+                    sums[i : i + 1] += checksum(slot[None])  # wraps, as the device's does
 
         return _halves(pack.num_blocks, move)
 

@@ -6,8 +6,12 @@ pause, keep the requests, reset the caches and resume; the memory is overwritten
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +138,24 @@ def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
     assert difference(answers, expected) < TOLERANCE
     scheduler = engine.core.scheduler
     assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
+    """There vLLM waits itself until transfers have landed, twice, before it resets its caches."""
+    model = models.make_model(models.LLAMA, tmp_path / "model")
+    command = [sys.executable, "-m", "tests.vllm.sleeper"]
+    ended = subprocess.run(
+        [*command, str(model), str(tmp_path / "events.jsonl"), mode],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["loads"] >= 2 * len(told["expected"])
+    for (tokens, logprobs), (others, theirs) in zip(told["expected"], told["found"], strict=True):
+        assert tokens == others
+        assert max(abs(a - b) for a, b in zip(logprobs, theirs, strict=True)) < TOLERANCE

@@ -20,6 +20,8 @@ __all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
 # CUDA refuses to pin 512 GiB at once. A copy must not cross from one chunk into the next, so chunks
 # end where slots do; and copies are of runs of slots, which are cut there too.
 MAX_CHUNK_BYTES = 64 << 30
+# More do not make the system hand out pages any faster.
+_MAX_THREADS = 32
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many are pinned."""
@@ -42,7 +44,7 @@ def pinned_arena(
         num_slots,
         slot_bytes,
         slots_per_run=slots_per_run,
-        num_prefault_threads=max(1, len(cpus)),
+        num_prefault_threads=min(len(cpus), _MAX_THREADS),
         prefault_cpus=cpus,
     )
     try:
