@@ -207,6 +207,8 @@ def _write_slots(
     def write(chunk: npt.NDArray[np.integer]) -> list[int]:
         begin, end = int(chunk[0]) * stride, (int(chunk[-1]) + 1) * stride
         _write_at(file, arena.memory[begin:end].data, offset + begin)
+        # The system begins to write it to the disk, and need not keep it.
+        os.posix_fadvise(file, offset + begin, end - begin, os.POSIX_FADV_DONTNEED)
         return [zlib.crc32(rows[slot].data) for slot in chunk.tolist()]
 
     # Neither the checksum nor the system holds the interpreter lock.

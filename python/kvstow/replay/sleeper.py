@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvstow._core import TransferError
+from kvstow._core import ConfigError, OutOfBlocks, TransferError
 from kvstow.engine import Landed, Transfer
 from kvstow.replay.content import GARBAGE
 from kvstow.sleep import sleep, wake
@@ -93,6 +93,8 @@ def _tried(replay: ReplayEngine, call: Callable[[], _Result]) -> _Result:
     while True:
         try:
             return call()
+        except OutOfBlocks as error:
+            raise ConfigError(f"sleep-at: {error}") from error
         except TransferError:
             if replay.config.faults is None:
                 raise
