@@ -30,9 +30,11 @@ from kvstow.transfer import (
     READY,
     BlockLayout,
     Event,
+    HostArena,
     HostEvent,
     HostMover,
     Ticket,
+    VerifiedMover,
 )
 from kvstow.transfer.mover import Ints
 
@@ -617,3 +619,33 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
             it.check()
     with world() as it, pytest.raises(SnapshotError, match="weights version '7', not of '8'"):
         restart(it.engine, path, after=READY, identity="a model", weights_version="8")
+
+
+# -- movers that check what they load ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+@pytest.mark.parametrize("shape", [{}, {"windows": 1, "num_blocks": 50, "ranks": 2}], ids=str)
+def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: Path) -> None:
+    def verified(layout: BlockLayout, arena: HostArena) -> VerifiedMover:
+        return VerifiedMover(HostMover(layout, arena))
+
+    with world(mover=verified, **shape) as it:
+        it.run("a", prompt(1, 18))
+        it.run("gone", prompt(2, 17))
+        it.settle()
+        it.engine.finish("gone")
+        del it.texts["gone"]
+        slot = int(it.engine.scheduler.used_slots()[-1])
+        it.sleep(to=HOST if to == "host" else tmp_path / "image", **WHO)
+        it.wake(**WHO)
+        it.check()
+        it.engine.add("again", hash_tokens(prompt(2, 17), BLOCK))
+        assert it.engine.admit("again", 17, 100, after=READY).state is LOADS
+        it.settle()
+        assert "again" in it.engine._running
+        # What is damaged in memory is not found sound because a file was made of it.
+        it.engine.arenas[0].slots[slot, 3] ^= 1
+        it.sleep(to=tmp_path / "image", **WHO)
+        with SnapshotFile(tmp_path / "image") as file:
+            assert file.damaged_slots() == [(0, slot)]
