@@ -2,7 +2,7 @@ import gc
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -438,6 +438,35 @@ def test_copies_that_fail_leave_it_as_it_was(ranks: int, monkeypatch: pytest.Mon
                 it.wake()
         monkeypatch.setattr(FailingMover, "fails", "")
         it.wake()
+        it.check()
+
+
+def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
+    class Interrupted:
+        def wait(self) -> None:
+            raise AssertionError("movers do not block in it")
+
+        def add_done_callback(self, callback: Callable[[], None]) -> None:
+            self.callback = callback
+
+    event = Interrupted()
+    with world() as it, pytest.MonkeyPatch.context() as patch:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        before = state(it.engine)
+        movers = list(it.engine.movers)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("kvstow.sleep._finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sleep(it.engine, after=event)
+        assert state(it.engine) == before
+        with pytest.raises(StateError, match="this HostMover is closed"):
+            movers[0].load([0], [1], after=READY)
+        event.callback()
+        it.go_on("a", 5)
         it.check()
 
 

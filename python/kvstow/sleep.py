@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kvstow._core import (
     BlockLedger,
     ConfigError,
+    KvstowError,
     OffloadScheduler,
     SnapshotError,
     StateError,
@@ -135,7 +136,9 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
         image = _image(engine, model, preserve=preserve)
         if to is not HOST:
             write_snapshot(to, image, engine.arenas, _used_places(engine))
-    except BaseException:
+    except BaseException as error:
+        if not isinstance(error, KvstowError):
+            engine._fence()  # interrupted: no copy may land in a slot that is somebody else's
         engine.scheduler.release_image()
         raise
     pool = engine.ledger.pool
