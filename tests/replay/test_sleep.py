@@ -26,7 +26,7 @@ from tests.replay.scenario import (
 
 from kvstow.cli import main
 from kvstow.ranks import Ranks
-from kvstow.replay import ReplayEngine, Trace
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, Trace, read_trace
 from kvstow.replay.batch import Request
 from kvstow.replay.model import ReplayModel
 from kvstow.replay.sleeper import Sleeper
@@ -77,6 +77,28 @@ def test_asleep_before_during_and_after_generation(model: ReplayModel, mode: str
         assert done == awake, sleep_at
         assert engine.figures.steps == last
         assert engine.figures.moved > 0 or sleep_at in ([0], [last])
+
+
+@pytest.mark.parametrize("model", ["full", "gemma-3"])
+def test_a_real_trace_completes_in_the_same_order(model: Any) -> None:
+    of = read_trace(BUNDLED_TRACE, limit=80)
+    done: list[list[str]] = []
+    for sleep_at in (), (0, 60, 200, 500, 500, 700):
+        seen = Completions()
+        config = ReplayConfig(
+            device_blocks=6000,
+            host_blocks=20_000,
+            model=model,
+            sleep_at=sleep_at,
+            bandwidth_bytes_per_s=float("inf"),
+        )
+        engine = ReplayEngine(of, config, observer=seen)
+        engine.run()
+        engine.close()
+        assert (engine.verifier.num_corrupt, engine.figures.sleeps) == (0, len(sleep_at))
+        done.append(seen.done)
+    assert len(done[0]) == 80
+    assert done[0] == done[1]
 
 
 def test_asleep_in_the_middle_of_a_chunked_prefill() -> None:
