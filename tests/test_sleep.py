@@ -2,7 +2,7 @@ import gc
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from kvstow.transfer import (
     READY,
     BlockLayout,
     Event,
+    HostArena,
     HostEvent,
     HostMover,
     Ticket,
+    VerifiedMover,
 )
 from kvstow.transfer.mover import Ints
 
@@ -439,6 +441,35 @@ def test_copies_that_fail_leave_it_as_it_was(ranks: int, monkeypatch: pytest.Mon
         it.check()
 
 
+def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
+    class Interrupted:
+        def wait(self) -> None:
+            raise AssertionError("movers do not block in it")
+
+        def add_done_callback(self, callback: Callable[[], None]) -> None:
+            self.callback = callback
+
+    event = Interrupted()
+    with world() as it, pytest.MonkeyPatch.context() as patch:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        before = state(it.engine)
+        movers = list(it.engine.movers)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("kvstow.sleep._finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sleep(it.engine, after=event)
+        assert state(it.engine) == before
+        with pytest.raises(StateError, match="this HostMover is closed"):
+            movers[0].load([0], [1], after=READY)
+        event.callback()
+        it.go_on("a", 5)
+        it.check()
+
+
 def test_waking_without_sleeping_or_twice() -> None:
     with world() as it:
         with pytest.raises(StateError, match="does not sleep"):
@@ -617,3 +648,33 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
             it.check()
     with world() as it, pytest.raises(SnapshotError, match="weights version '7', not of '8'"):
         restart(it.engine, path, after=READY, identity="a model", weights_version="8")
+
+
+# -- movers that check what they load ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+@pytest.mark.parametrize("shape", [{}, {"windows": 1, "num_blocks": 50, "ranks": 2}], ids=str)
+def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: Path) -> None:
+    def verified(layout: BlockLayout, arena: HostArena) -> VerifiedMover:
+        return VerifiedMover(HostMover(layout, arena))
+
+    with world(mover=verified, **shape) as it:
+        it.run("a", prompt(1, 18))
+        it.run("gone", prompt(2, 17))
+        it.settle()
+        it.engine.finish("gone")
+        del it.texts["gone"]
+        slot = int(it.engine.scheduler.used_slots()[-1])
+        it.sleep(to=HOST if to == "host" else tmp_path / "image", **WHO)
+        it.wake(**WHO)
+        it.check()
+        it.engine.add("again", hash_tokens(prompt(2, 17), BLOCK))
+        assert it.engine.admit("again", 17, 100, after=READY).state is LOADS
+        it.settle()
+        assert "again" in it.engine._running
+        # What is damaged in memory is not found sound because a file was made of it.
+        it.engine.arenas[0].slots[slot, 3] ^= 1
+        it.sleep(to=tmp_path / "image", **WHO)
+        with SnapshotFile(tmp_path / "image") as file:
+            assert file.damaged_slots() == [(0, slot)]

@@ -484,7 +484,7 @@ class Job:
 
     @property
     def job_id(self) -> int:
-        """Counts up from 1; never used twice."""
+        """Counts up from 1; never used twice. 0 stands for the copies of a sleep image."""
     @property
     def block_ids(self) -> _Ids:
         """Device block ids."""

@@ -42,7 +42,6 @@ from kvstow._core import (
 )
 from kvstow.events import BlockEvent, EventFile, TransferEvent
 from kvstow.ranks import (
-    Checksums,
     MakeMover,
     RankLayouts,
     Ranks,
@@ -215,7 +214,6 @@ class Engine:
         self.ledger = self._new_ledger(num_device_blocks)
         self.scheduler = self._new_scheduler(num_device_blocks=num_device_blocks)
         self._new_ranks = partial(Ranks, mover=mover)
-        self._checksums: Sequence[Checksums | None] = [None] * world_size
         with ExitStack() as built:
             self._event_file: EventFile | None = None
             if events_path is not None:
@@ -224,7 +222,7 @@ class Engine:
             arenas = build_arenas(rank_layouts, num_places, blocks_per_slot)
             for arena in arenas:
                 built.enter_context(arena)
-            self._ranks = self._new_ranks(rank_layouts, arenas, checksums=self._checksums)
+            self._ranks = self._new_ranks(rank_layouts, arenas)
             built.pop_all()
         self.arenas, self.movers = self._ranks.arenas, self._ranks.movers
         self._keeps_events = events
@@ -808,7 +806,7 @@ class Engine:
             failed=untold.failed + failed,
             num_failed_stores=untold.num_failed_stores + num_stores,
         )
-        self._ranks = self._new_ranks(self._ranks.layouts, self.arenas, checksums=self._checksums)
+        self._ranks = self._new_ranks(self._ranks.layouts, self.arenas)
         self.movers = self._ranks.movers
 
     def _fall_asleep(self, asleep: "Asleep", lost: Ids) -> None:
@@ -827,12 +825,11 @@ class Engine:
         ledger: BlockLedger,
         scheduler: OffloadScheduler,
         ranks: Ranks,
-        checksums: Sequence[Checksums | None],
         requests: "dict[str, _Request]",
     ) -> None:
         """Go on with these."""
         self.ledger, self.scheduler, self._ranks = ledger, scheduler, ranks
-        self.arenas, self.movers, self._checksums = ranks.arenas, ranks.movers, checksums
+        self.arenas, self.movers = ranks.arenas, ranks.movers
         self._requests = requests
         self._running = {name for name, one in requests.items() if one.state == "running"}
         self._counts.capacity_tokens = self._capacity_tokens()

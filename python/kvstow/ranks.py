@@ -17,7 +17,6 @@ from kvstow._core import ConfigError, Job, KvstowError, TransferError
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 
 __all__ = [
-    "Checksums",
     "MakeMover",
     "RankLayouts",
     "Ranks",
@@ -27,7 +26,6 @@ __all__ = [
 ]
 
 RankLayouts: TypeAlias = Sequence[BlockLayout] | Sequence[Sequence[BlockLayout]]
-Checksums: TypeAlias = npt.NDArray[np.int64]
 MakeMover: TypeAlias = Callable[[BlockLayout, HostArena], Mover]
 
 
@@ -102,18 +100,14 @@ class Ranks:
         layouts: Sequence[Sequence[BlockLayout]],
         arenas: Sequence[HostArena],
         mover: MakeMover,
-        checksums: Sequence[Checksums | None],
     ) -> None:
-        """Make the movers; where that fails, none is left behind.
-
-        With `checksums`, per rank, they prove what they load: see `ProvingMover`.
-        """
+        """Make the movers; where that fails, none is left behind."""
         with ExitStack() as built:
             self.movers: list[Mover] = []
-            for own, arena, known in zip(layouts, arenas, checksums, strict=True):
+            for own, arena in zip(layouts, arenas, strict=True):
                 for layout in own:
                     made = built.enter_context(mover(layout, arena))
-                    self.movers.append(made if known is None else ProvingMover(made, known))
+                    self.movers.append(made if arena.unproven is None else ProvingMover(made))
             built.pop_all()
         self.layouts, self.arenas = layouts, list(arenas)
         self._num_groups = len(layouts[0])

@@ -26,13 +26,14 @@ import numpy.typing as npt
 from kvstow._core import (
     BlockLedger,
     ConfigError,
+    KvstowError,
     OffloadScheduler,
     SnapshotError,
     StateError,
     TransferError,
 )
 from kvstow.engine import Engine, Landed, _Request
-from kvstow.ranks import Checksums, RankLayouts, checked_layouts
+from kvstow.ranks import RankLayouts, checked_layouts
 from kvstow.snapshot import Image, Model, SnapshotFile, write_snapshot
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket, TransferTimeout
 
@@ -134,8 +135,10 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
             _finish(engine._ranks.copy("store", job, job.block_ids, after), "stored")
         image = _image(engine, model, preserve=preserve)
         if to is not HOST:
-            write_snapshot(to, image, engine.arenas, _used_places(engine), engine._checksums)
-    except BaseException:
+            write_snapshot(to, image, engine.arenas, _used_places(engine))
+    except BaseException as error:
+        if not isinstance(error, KvstowError):
+            engine._fence()  # interrupted: no copy may land in a slot that is somebody else's
         engine.scheduler.release_image()
         raise
     pool = engine.ledger.pool
@@ -189,18 +192,19 @@ def wake(  # noqa: PLR0913 - likewise
         engine._check_open()
         raise StateError("this Engine does not sleep: kvstow.sleep.sleep comes first")
     _check_event(after)
-    num_blocks = num_device_blocks or engine.ledger.pool.num_blocks
+    num_blocks = engine.ledger.pool.num_blocks
+    if num_device_blocks is not None:
+        num_blocks = num_device_blocks
     ranks = checked_layouts(layouts, engine._world_size, len(engine._groups), num_blocks)
     model = Model(identity, weights_version)
     onto = _Onto(ranks, num_blocks, block_ids, after)
     if asleep.to is HOST:
-        memory = list(zip(engine.arenas, engine._checksums, strict=True))
         _check_model(asleep.image.model, model)
-        return _restore(engine, asleep.image, onto, memory)
+        return _restore(engine, asleep.image, onto, engine.arenas)
     with SnapshotFile(asleep.to) as file, ExitStack() as mapped:
         _check_model(file.image.model, model)
-        memory = [(mapped.enter_context(arena), known) for arena, known in file.map_arenas()]
-        awake = _restore(engine, file.image, onto, memory)
+        arenas = [mapped.enter_context(arena) for arena in file.map_arenas()]
+        awake = _restore(engine, file.image, onto, arenas)
         mapped.pop_all()
     return awake
 
@@ -253,15 +257,15 @@ def restart(  # noqa: PLR0913 - likewise
         )
     _check_event(after)
     model = Model(identity, weights_version)
-    before, arenas = engine._ranks, engine.arenas
+    before, own = engine._ranks, engine.arenas
     onto = _Onto(before.layouts, engine.ledger.pool.num_blocks, block_ids, after)
     with SnapshotFile(path) as file, ExitStack() as mapped:
         _check_model(file.image.model, model)
-        memory = [(mapped.enter_context(arena), known) for arena, known in file.map_arenas()]
-        awake = _restore(engine, file.image, onto, memory, requests=requests)
+        arenas = [mapped.enter_context(arena) for arena in file.map_arenas()]
+        awake = _restore(engine, file.image, onto, arenas, requests=requests)
         mapped.pop_all()
     before.close()
-    for arena in arenas:
+    for arena in own:
         arena.close()
     return awake
 
@@ -359,7 +363,7 @@ def _restore(
     engine: Engine,
     image: Image,
     onto: _Onto,
-    memory: Sequence[tuple[HostArena, Checksums | None]],
+    arenas: Sequence[HostArena],
     *,
     requests: bool = True,
 ) -> Awake:
@@ -370,14 +374,13 @@ def _restore(
             f"the snapshot's blocks have {record['block_bytes']} bytes, per rank and group, those "
             f"of these layouts {given}; give layouts of the model that slept"
         )
-    arenas, checksums = [arena for arena, _ in memory], [known for _, known in memory]
     ledger = engine._new_ledger(onto.num_blocks)
     scheduler = engine._new_scheduler(num_device_blocks=onto.num_blocks)
     scheduler.restore(image.scheduler)
     old_ids = new_ids = np.empty(0, dtype=np.int32)
     if requests:
         old_ids, new_ids = ledger.restore(image.ledger, block_ids=onto.block_ids)
-    ranks = engine._new_ranks(onto.layouts, arenas, checksums=checksums)
+    ranks = engine._new_ranks(onto.layouts, arenas)
     try:
         if requests and record["preserved"]:
             job = scheduler.image
@@ -388,7 +391,7 @@ def _restore(
         ranks.close()
         raise
     scheduler.release_image()
-    engine._awaken(ledger, scheduler, ranks, checksums, known)
+    engine._awaken(ledger, scheduler, ranks, known)
     if requests:
         engine._untold = Landed(*record["landed"])
     return Awake(old_ids, new_ids)

@@ -33,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import SnapshotError
-from kvstow.ranks import Checksums
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
 
@@ -91,7 +90,6 @@ def write_snapshot(
     image: Image,
     arenas: Sequence[HostArena],
     used_slots: npt.NDArray[np.integer],
-    checksums: Sequence[Checksums | None],
 ) -> None:
     """Write a file, in place of the one that has this name if there is one.
 
@@ -99,9 +97,8 @@ def write_snapshot(
         path: its name.
         image: what is accounted.
         arenas: the host memory, one per rank.
-        used_slots: those of the arenas that hold something, ascending.
-        checksums: per rank, of slots that came from a file and were not compared yet: they keep
-            theirs, so that what was damaged is not found sound.
+        used_slots: those of the arenas that hold something, ascending. Where an arena knows a
+            slot's checksum it stands, so that what was damaged meanwhile is not found sound.
 
     Raises:
         SnapshotError: it cannot be written. What had the name before still has it.
@@ -109,7 +106,7 @@ def write_snapshot(
     path = Path(path)
     try:
         with _replacing(path) as file:
-            _write(file, image, arenas, used_slots, checksums)
+            _write(file, image, arenas, used_slots)
     except OSError as error:
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}; free some space or name another "
@@ -122,7 +119,6 @@ def _write(
     image: Image,
     arenas: Sequence[HostArena],
     used_slots: npt.NDArray[np.integer],
-    checksums: Sequence[Checksums | None],
 ) -> None:
     sections = {name: getattr(image, name) for name in _SECTIONS}
     # Their contents come last, their places are known.
@@ -132,9 +128,6 @@ def _write(
     for rank, arena in enumerate(arenas):
         offset = base + _places(sections, arenas)[f"arena-{rank}"]
         crcs = _write_slots(file, offset, arena, used_slots)
-        if (known := checksums[rank]) is not None:
-            unproven = known[used_slots] >= 0
-            crcs[unproven] = known[used_slots][unproven]
         slots = used_slots.astype("<u4").tobytes() + crcs.astype("<u4").tobytes()
         sections[f"slots-{rank}"] = slots
     os.ftruncate(file, base + _places(sections, arenas)["end"])
@@ -198,7 +191,7 @@ def _write_slots(
     file: int, offset: int, arena: HostArena, slots: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.uint32]:
     """Write slots to their places, from `offset` on; their checksums."""
-    stride, rows = arena.slot_stride_bytes, arena.slots
+    stride, known = arena.slot_stride_bytes, arena.checksums
     per_chunk = max(1, _CHUNK_BYTES // stride)
     breaks = np.flatnonzero(np.diff(slots) != 1) + 1
     runs = [run for run in np.split(slots, breaks) if len(run)]
@@ -207,7 +200,12 @@ def _write_slots(
     def write(chunk: npt.NDArray[np.integer]) -> list[int]:
         begin, end = int(chunk[0]) * stride, (int(chunk[-1]) + 1) * stride
         _write_at(file, arena.memory[begin:end].data, offset + begin)
-        return [zlib.crc32(rows[slot].data) for slot in chunk.tolist()]
+        # The system begins to write it to the disk, and need not keep it.
+        os.posix_fadvise(file, offset + begin, end - begin, os.POSIX_FADV_DONTNEED)
+        return [
+            int(known[slot]) if known[slot] >= 0 else arena.checksum(slot)
+            for slot in chunk.tolist()
+        ]
 
     # Neither the checksum nor the system holds the interpreter lock.
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvstow-snapshot") as threads:
@@ -327,33 +325,30 @@ class SnapshotFile:
             os.close(self._file)
             self._file = -1
 
-    def map_arenas(self) -> Iterator[tuple[HostArena, Checksums]]:
-        """Each rank's slots as host memory, copy-on-write, and the checksums of those in use.
+    def map_arenas(self) -> Iterator[HostArena]:
+        """Each rank's slots as host memory, copy-on-write, with the checksums of those in use.
 
-        Nothing is read yet. The checksums are as `ProvingMover` takes them.
+        Nothing is read yet: the slots in use are `unproven`.
         """
-        for arena in self._arenas:
-            checksums = np.full(arena.num_slots, -1, dtype=np.int64)
-            checksums[arena.used] = arena.crcs
-            yield (
-                HostArena(
-                    arena.num_slots,
-                    arena.slot_bytes,
-                    slots_per_run=arena.slots_per_run,
-                    file=(self._file, arena.offset),
-                ),
-                checksums,
+        for one in self._arenas:
+            arena = HostArena(
+                one.num_slots,
+                one.slot_bytes,
+                slots_per_run=one.slots_per_run,
+                file=(self._file, one.offset),
             )
+            arena.checksums[one.used] = one.crcs
+            arena.unproven = arena.checksums >= 0
+            yield arena
 
     def damaged_slots(self) -> list[tuple[int, int]]:
         """Read all slots: (rank, slot) of those that do not hold what was written."""
         wrong = []
-        for rank, (arena, checksums) in enumerate(self.map_arenas()):
+        for rank, arena in enumerate(self.map_arenas()):
             with arena:
+                used = np.flatnonzero(arena.checksums >= 0).tolist()
                 wrong += [
-                    (rank, slot)
-                    for slot in np.flatnonzero(checksums >= 0).tolist()
-                    if zlib.crc32(arena.slots[slot].data) != checksums[slot]
+                    (rank, slot) for slot in used if arena.checksum(slot) != arena.checksums[slot]
                 ]
         return wrong
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -63,6 +64,9 @@ def prepared(
     faults: int | None = None,
     world_size: int = 1,
     blocks_per_slot: int = 1,
+    lookahead_tokens: int = 0,
+    mode: Literal["eager", "lazy"] = "eager",
+    sleep_at: Sequence[int] = (),
 ) -> Iterator[ReplayEngine]:
     """An engine for the trace, not yet run; instant copies unless a bandwidth is given."""
     config = ReplayConfig(
@@ -74,6 +78,9 @@ def prepared(
         faults=faults,
         world_size=world_size,
         blocks_per_slot=blocks_per_slot,
+        lookahead_tokens=lookahead_tokens,
+        mode=mode,
+        sleep_at=tuple(sleep_at),
     )
     engine = ReplayEngine(of, config, observer=observer or Checked(), model=model)
     try:

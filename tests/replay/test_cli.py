@@ -147,7 +147,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         "--step-ms", "1", "--prefill-token-ms", "2", "--decode-request-ms", "3",
         "--max-step-tokens", "1000", "--max-requests", "5", "--bandwidth", "inf", "--layers", "1",
         "--bytes-per-token", "16", "--world-size", "2", "--blocks-per-slot", "3", "--events",
-        os.devnull,
+        os.devnull, "--lookahead-tokens", "4", "--sleep-at", "2,2",
     )  # fmt: skip
 
     assert found["options"] == {
@@ -155,7 +155,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         "verify": "off", "step_ms": 1.0, "prefill_token_ms": 2.0, "decode_request_ms": 3.0,
         "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "model": "full",
         "num_layers": 1, "bytes_per_token": 16, "faults": None, "world_size": 2,
-        "blocks_per_slot": 3, "events_path": os.devnull,
+        "blocks_per_slot": 3, "events_path": os.devnull, "lookahead_tokens": 4, "sleep_at": [2, 2],
     }  # fmt: skip
     assert found["bytes_stored"] == 2 * 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
     assert found["verified_blocks"] == 0

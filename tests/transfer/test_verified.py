@@ -40,9 +40,9 @@ def test_what_was_stored_comes_back(
     mover: VerifiedMover, device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 ) -> None:
     before = device.copy()
+    mover.arena.slots[5, BLOCK_BYTES:] = 9  # beyond the block: whatever was there
     mover.store([1, 2, 3], [5, 0, 2], after=READY).wait(10)
     device[:] = 0
-    mover.arena.slots[5, BLOCK_BYTES:] = 9  # beyond the block: not its bytes
     mover.load([5, 0, 2], [4, 5, 6], after=READY).wait(10)
     assert (device[4:7] == before[1:4]).all()
 

@@ -132,14 +132,21 @@ class Batch:
             self.tables[:, seat, begin:end] = taken
             self.num_blocks[seat] = end
 
+    def replace_blocks(self, seat: int, block_tables: Sequence[Ids]) -> None:
+        """Follow a table whose blocks have got other ids."""
+        tables = np.stack(block_tables)
+        self.num_blocks[seat] = tables.shape[1]
+        self.tables[:, seat] = 0
+        self.tables[:, seat, : tables.shape[1]] = tables
+
 
 def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int:
     """Blocks of the longest block table; `ConfigError` for tables that the pool can never hold."""
     num_usable = config.device_blocks - 1
     for request in trace.requests:
+        num_slots = request.total_tokens + config.lookahead_tokens
         num_needed = sum(
-            group.most_blocks(request.total_tokens, config.max_step_tokens)
-            for group in model.groups
+            group.most_blocks(num_slots, config.max_step_tokens) for group in model.groups
         )
         if num_needed > num_usable:
             raise ConfigError(
@@ -147,4 +154,5 @@ def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int
                 f"{request.total_tokens} tokens; of {config.device_blocks} device blocks "
                 f"{num_usable} are usable. Take --device-blocks {num_needed + 1} or more"
             )
-    return max(-(-request.total_tokens // trace.block_size) for request in trace.requests)
+    longest = max(request.total_tokens for request in trace.requests)
+    return -(-(longest + config.lookahead_tokens) // trace.block_size)

@@ -52,6 +52,8 @@ class _Options(TypedDict):
     world_size: int
     blocks_per_slot: int
     events_path: str | None
+    lookahead_tokens: int
+    sleep_at: tuple[int, ...]
 
 
 def _choice(name: str, choices: Sequence[str], text: str) -> Callable[[_Command], _Command]:
@@ -137,6 +139,15 @@ def _number(
     metavar="FILE",
     help="Append what happens to blocks and transfers, as JSON lines in virtual time.",
 )
+@_number("--lookahead-tokens", 0, "Slots for drafts that a step grants besides, to each request.")
+@click.option(
+    "--sleep-at",
+    metavar="STEP[,STEP...]",
+    default="",
+    callback=lambda _context, _option, given: _steps(given),
+    help="After so many steps the engine sleeps, its device memory is overwritten, and it wakes "
+    "with its blocks under other ids.",
+)
 def replay(
     trace: Path | None,
     limit: int | None,
@@ -171,6 +182,15 @@ def replay(
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_CORRUPT if engine.verifier.num_corrupt else EXIT_OK
+
+
+def _steps(given: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(step) for step in given.split(",") if given)
+    except ValueError:
+        raise ConfigError(
+            f"--sleep-at {given}: pass numbers of steps with commas between them, as in 10,20"
+        ) from None
 
 
 def _open_json(json_to: str, stack: ExitStack) -> IO[str]:

@@ -67,6 +67,8 @@ class ReplayConfig:
         world_size: ranks that each hold, and copy, a shard of every block.
         blocks_per_slot: consecutive blocks of a prompt that a host slot holds.
         events_path: a file that the events are appended to; None for none.
+        lookahead_tokens: slots for drafts that a step grants besides, to each running request.
+        sleep_at: after how many steps the engine sleeps and wakes; once for each time it is named.
 
     Raises:
         ConfigError: naming the option, its value and its bounds.
@@ -91,6 +93,8 @@ class ReplayConfig:
     world_size: int = 1
     blocks_per_slot: int = 1
     events_path: str | None = None
+    lookahead_tokens: int = 0
+    sleep_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_count("device-blocks", self.device_blocks, at_least=2)
@@ -112,6 +116,9 @@ class ReplayConfig:
             _check_count("faults", self.faults, at_least=0)
         _check_count("world-size", self.world_size, at_most=_MAX_WORLD_SIZE)
         _check_count("blocks-per-slot", self.blocks_per_slot, at_most=_MAX_BLOCKS_PER_SLOT)
+        _check_count("lookahead-tokens", self.lookahead_tokens, at_least=0, at_most=1 << 20)
+        for step in self.sleep_at:
+            _check_count("sleep-at", step, at_least=0)
         for name, value in (
             ("step-ms", self.step_ms),
             ("prefill-token-ms", self.prefill_token_ms),

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError
 from kvstow.engine import Admission, AdmissionState, Engine, Transfer
+from kvstow.ranks import RankLayouts
 from kvstow.replay.batch import Batch, Request, Seats, longest_table
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.content import device_memory
@@ -37,6 +38,7 @@ from kvstow.replay.figures import Figures
 from kvstow.replay.link import Links
 from kvstow.replay.model import ReplayModel
 from kvstow.replay.observer import Observer
+from kvstow.replay.sleeper import Sleeper
 from kvstow.replay.stopwatch import Stopwatch
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
@@ -54,6 +56,7 @@ class ReplayEngine:
         kv: what accounts and moves, told what the time is and when a copy has landed.
         memory: what computes, one per group, rank by rank.
         arena: the host memory of the first rank.
+        device: what it computes on.
 
     Args:
         model: instead of the one that `config` names; its block size is the trace's.
@@ -85,12 +88,12 @@ class ReplayEngine:
         self._block_size = trace.block_size
         self._watch = Stopwatch()
         self.now_s = trace.requests[0].arrival_s
-        self._device = device_for(config.mover if config.faults is None else "host")
+        self.device = device_for(config.mover if config.faults is None else "host")
         self.memory = [
             group
             for rank in range(config.world_size)
             for group in device_memory(
-                config.device_blocks, self.model.geometries, rank, self._device
+                config.device_blocks, self.model.geometries, rank, self.device
             )
         ]
         self.kv = self._build_kv(max_blocks)
@@ -104,6 +107,7 @@ class ReplayEngine:
         self._coming: deque[TraceRequest] = deque(trace.requests)
         self._loading: dict[str, int] = {}  # the seats of the requests that load
         self._num_landed_loads = 0
+        self._sleeper = Sleeper(config.sleep_at)
 
     def _build_kv(self, max_blocks: int) -> Engine:
         config, seed = self.config, self.config.faults
@@ -112,18 +116,13 @@ class ReplayEngine:
         def mover(layout: BlockLayout, arena: HostArena) -> Mover:
             if seed is not None:
                 return FaultyMover(layout, arena, chances)
-            return self._device.mover(layout, arena, self._watch)
+            return self.device.mover(layout, arena, self._watch)
 
-        layouts = [group.layout() for group in self.memory]
-        num_groups = len(self.model.groups)
-        ranks = [
-            layouts[first : first + num_groups] for first in range(0, len(layouts), num_groups)
-        ]
         return Engine(
             config.device_blocks,
             config.host_blocks,
             [group.attention for group in self.model.groups],
-            ranks if config.world_size > 1 else layouts,
+            self.layouts,
             mode=config.mode,
             horizon_blocks=self._horizon_blocks(max_blocks) if config.mode == "lazy" else None,
             policy=config.policy,
@@ -134,6 +133,20 @@ class ReplayEngine:
             events_path=config.events_path,
             mover=mover,
         )
+
+    @property
+    def layouts(self) -> RankLayouts:
+        """Where the blocks lie, as `kvstow.Engine` takes them."""
+        layouts = [group.layout() for group in self.memory]
+        num_groups = len(self.model.groups)
+        if self.config.world_size == 1:
+            return layouts
+        firsts = range(0, len(layouts), num_groups)
+        return [layouts[first : first + num_groups] for first in firsts]
+
+    def loading_seats(self) -> list[int]:
+        """The seats of the requests that load."""
+        return list(self._loading.values())
 
     def _horizon_blocks(self, max_blocks: int) -> int:
         """What the next step may take: its tokens, a block per request, and the longest load."""
@@ -150,7 +163,9 @@ class ReplayEngine:
         begin_s = time.perf_counter()
         try:
             while self._unfinished:
+                self._sleeper.sleep_if_due(self)
                 self._iterate()
+            self._sleeper.sleep_if_due(self)
         finally:
             self.figures.seconds = time.perf_counter() - begin_s
             self.figures.virtual_seconds = self.now_s - self.trace.requests[0].arrival_s
@@ -197,26 +212,33 @@ class ReplayEngine:
         transfer.wait()
         with self._watch:
             end = self.kv.end(transfer)
+        if end.ok and transfer.request_id is not None:
+            seat = self._loading[transfer.request_id]
+            keys = self.batch.keys[seat, : transfer.num_tokens // self._block_size]
+            self.verifier.check_loaded(self.batch.request(seat), keys, transfer.job)
+        self.landed(transfer, ok=end.ok, late=end.late)
+
+    def landed(self, transfer: Transfer, *, ok: bool, late: bool) -> None:
+        """A transfer has ended, and ledger and scheduler know."""
         if transfer.direction == "store":
-            self.figures.stored += len(transfer.job) if end.ok else 0
-            self.figures.stored_bytes += transfer.num_bytes if end.ok else 0
-            self.figures.failed_stores += not end.ok
-        elif end.ok:
+            self.figures.stored += len(transfer.job) if ok else 0
+            self.figures.stored_bytes += transfer.num_bytes if ok else 0
+            self.figures.failed_stores += not ok
+        elif ok:
             self._loaded(transfer)
-        elif not end.late:
+        elif not late:
             assert transfer.request_id is not None, "a load is for a request"
             self._load_failed(transfer.request_id)
         self._num_landed_loads += transfer.direction == "load"
         self.observer.landed(self, transfer)
 
     def _loaded(self, transfer: Transfer) -> None:
-        """The blocks are there: check them, and let the request run."""
+        """The blocks are there: let the request run."""
         assert transfer.request_id is not None, "a load is for a request"
         batch, seat = self.batch, self._loading.pop(transfer.request_id)
         request, num_tokens = batch.request(seat), transfer.num_tokens
         num_blocks = num_tokens // self._block_size
         num_device = int(batch.num_hit[seat]) // self._block_size
-        self.verifier.check_loaded(request, batch.keys[seat, :num_blocks], transfer.job)
         self._check_reads(seat, num_tokens)
         self.figures.loaded += len(transfer.job)
         self.figures.loaded_bytes += transfer.num_bytes
@@ -275,7 +297,11 @@ class ReplayEngine:
         while num_served < num_reached:
             part = slice(num_served, num_reached)
             with self._watch:
-                step = self.kv.step(names[part], tokens[part])
+                step = self.kv.step(
+                    names[part],
+                    tokens[part],
+                    num_lookahead_tokens=self.config.lookahead_tokens,
+                )
             batch.append_blocks(seats[part], step)
             num_served += step.num_granted
             if num_served < num_reached:
@@ -340,7 +366,7 @@ class ReplayEngine:
             return None
         with self._watch:
             admission = self.kv.admit(
-                request.name, request.known_tokens, budget, after=self._device.computed()
+                request.name, request.known_tokens, budget, after=self.device.computed()
             )
         if admission.state is AdmissionState.PENDING:
             request.pending_since = self._num_landed_loads
@@ -437,7 +463,7 @@ class ReplayEngine:
             return
         names, computed = self.batch.names(seats.tolist()), self.batch.computed[seats].tolist()
         with self._watch:
-            transfer = self.kv.computed(names, computed, after=self._device.computed())
+            transfer = self.kv.computed(names, computed, after=self.device.computed())
         if transfer is not None:
             self.links.submit(transfer, self.now_s)
 
@@ -454,3 +480,4 @@ class ReplayEngine:
                 self.kv.finish(request.name)
             batch.running.remove(seat)
             self.figures.finished += 1
+            self.observer.finished(self, request)

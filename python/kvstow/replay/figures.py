@@ -30,6 +30,8 @@ class Figures:
         steps: scheduler iterations that computed something.
         prefill_tokens: computed in chunks of prompts, after a preemption of outputs too.
         decode_tokens: computed one a request and step.
+        sleeps: of the whole engine.
+        moved: blocks that had another id when it woke.
         seconds: of wall time.
         virtual_seconds: from the first arrival to the last landing.
         accounting_us: wall time in calls of `kvstow.Engine`, copies left out, one entry a step.
@@ -52,6 +54,8 @@ class Figures:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    sleeps: int = 0
+    moved: int = 0
     seconds: float = 0.0
     virtual_seconds: float = 0.0
     accounting_us: list[float] = field(default_factory=list)

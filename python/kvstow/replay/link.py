@@ -59,6 +59,11 @@ class Links:
             return heapq.heappop(self._flights)[2]
         return None
 
+    def land_all(self) -> tuple[list[Transfer], float]:
+        """Take out all transfers, in the order in which they land, and when the last one does."""
+        flights = [heapq.heappop(self._flights) for _ in range(len(self._flights))]
+        return [flight[2] for flight in flights], flights[-1][0] if flights else 0.0
+
     def next_moment_s(self, now_s: float) -> float:
         """When the next transfer lands, or is late; infinity when nothing is under way."""
         while self._deadlines_s and self._deadlines_s[0] < now_s:

@@ -34,5 +34,8 @@ class Observer:
     def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
         """The copies of a job landed, and ledger and scheduler know."""
 
+    def finished(self, engine: ReplayEngine, request: Request) -> None:
+        """A request has computed everything, and left."""
+
     def stepped(self, engine: ReplayEngine) -> None:
         """A step was computed, and what it made due was handed to the mover."""

@@ -56,6 +56,8 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
         "corrupt_blocks": verifier.num_corrupt,
         "corruptions": [corruption.as_dict() for corruption in verifier.reports],
         "preemptions": figures.preemptions,
+        "sleeps": figures.sleeps,
+        "moved_blocks": figures.moved,
         "bytes_stored": figures.stored_bytes,
         "bytes_loaded": figures.loaded_bytes,
         "prefill_tokens": figures.prefill_tokens,
@@ -126,6 +128,8 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
         yield "blocks per slot", f"{config.blocks_per_slot}", "consecutive ones of a prompt"
     if stats["lost_events"]:
         yield "events lost", f"{stats['lost_events']:,}", f"{config.events_path} is not written"
+    if config.sleep_at:
+        yield "sleeps", f"{figures.sleeps}", f"{figures.moved:,} blocks woke under other ids"
     if config.faults is not None:
         yield "faults", f"{config.faults}", "the seed of copies made late, failing or lost"
     yield None

@@ -21,6 +21,7 @@ import contextlib
 import math
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -42,6 +43,10 @@ _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 class HostArena:
     """Memory for `num_slots` blocks; a page costs nothing until it is first written, or read.
+
+    Attributes:
+        unproven: of an arena that a file has filled, which slots hold what nobody has compared with
+            its checksum yet; None where there are none, as in memory of its own.
 
     Slots are 0 to `num_slots - 1`, all usable. Use it as a context manager, or call `close`.
     """
@@ -97,6 +102,9 @@ class HostArena:
                 f"{self._slots_per_run}; pass the slots of whole runs"
             )
         self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
+        self.unproven: npt.NDArray[np.bool_] | None = None
+        self._checksums: npt.NDArray[np.int64] | None = None
+        self._device_sums: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._map = self._map_memory(file)
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self._base_address = memory.ctypes.data
@@ -136,6 +144,31 @@ class HostArena:
         if self._slots is None:
             raise StateError("this HostArena is closed; build a new one")
         return self._slots
+
+    @property
+    def checksums(self) -> npt.NDArray[np.int64]:
+        """Per slot CRC-32 of all its bytes, -1 where it is not known: what its movers write down.
+
+        It stays with the memory when movers go and others come.
+        """
+        if self._checksums is None:
+            self._checksums = np.full(self._num_slots, -1, dtype=np.int64)
+        return self._checksums
+
+    @property
+    def device_sums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Per slot the sum that a device's kernels make of it, and 1 where it is known, else 0.
+
+        It stays with the memory, as `checksums` do.
+        """
+        if self._device_sums is None:
+            sums = np.zeros((2, self._num_slots), dtype=np.uint64)
+            self._device_sums = (sums[0], sums[1])
+        return self._device_sums
+
+    def checksum(self, slot: int) -> int:
+        """CRC-32 of what a slot holds now; `zlib` lets go of the interpreter lock meanwhile."""
+        return zlib.crc32(self.slots[slot].data)
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from kvstow._core import ConfigError
 from kvstow.transfer.arena import HostArena
@@ -18,10 +14,7 @@ from kvstow.transfer.mover import Mover
 from kvstow.transfer.pinning import pinned_arena
 from kvstow.transfer.verified import VerifiedMover
 
-__all__ = ["Checksums", "arena_for", "mover_for"]
-
-# Of a mover, only for another of its kind.
-Checksums: TypeAlias = npt.NDArray[np.int64]
+__all__ = ["arena_for", "mover_for"]
 
 
 def arena_for(
@@ -44,19 +37,12 @@ def arena_for(
     return pinned_arena(num_slots, slot_bytes, cuda_runtime(device), slots_per_run=slots_per_run)
 
 
-def mover_for(
-    layout: BlockLayout,
-    arena: HostArena,
-    *,
-    verify: bool = False,
-    checksums: Checksums | None = None,
-) -> Mover:
+def mover_for(layout: BlockLayout, arena: HostArena, *, verify: bool = False) -> Mover:
     """What copies between these: a `CudaMover` if the layout is of a CUDA device, or a `HostMover`.
 
-    With `verify` each load is compared with what was stored, by a checksum per block; `checksums`
-    are those of a mover of this kind that the new one takes the place of.
+    With `verify` each load is compared with what was stored, by a checksum per block.
     """
     if layout.device is not None:
-        return CudaMover(layout, arena, verify=verify, checksums=checksums)
+        return CudaMover(layout, arena, verify=verify)
     mover = HostMover(layout, arena)
-    return VerifiedMover(mover, checksums) if verify else mover
+    return VerifiedMover(mover) if verify else mover

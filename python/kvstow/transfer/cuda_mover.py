@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ __all__ = ["CudaMover"]
 # (address on the host, offset in the staging place, blocks)
 _Run: TypeAlias = tuple[int, int, int]
 
+_NO_SUMS: Final = np.zeros(0, dtype=np.uint64)
 # What the kernels move at once; other memory they could only move byte by byte.
 _ACCESS_BYTES = 16
 # Up to this share of a slot, copying its padding along is cheaper than leaving it out.
@@ -47,10 +48,9 @@ class CudaMover(Mover):
 
     Attributes:
         paths: which way stores and loads go.
-        checksums: what is known of each slot, for the mover that takes the place of this one.
     """
 
-    def __init__(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely made
+    def __init__(
         self,
         layout: BlockLayout,
         arena: HostArena,
@@ -58,7 +58,6 @@ class CudaMover(Mover):
         link: CudaLink | None = None,
         path: Path | Literal["auto"] = "auto",
         verify: bool = False,
-        checksums: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Upload the layout; see `Mover` for the errors.
 
@@ -69,7 +68,6 @@ class CudaMover(Mover):
             path: "auto" goes by what was measured of the device, see `LinkSpeed`.
             verify: sum up each block when it is stored and when it is loaded, on the device: a load
                 of anything else than what was stored fails with `ChecksumMismatch`. Packed only.
-            checksums: those of a `CudaMover` of the same arena that this one takes the place of.
 
         Raises:
             ConfigError: cupy or the device is missing, the layout is not on a device or on another
@@ -105,11 +103,7 @@ class CudaMover(Mover):
         self._staging_stride = _staging_stride(layout, arena)
         self._chunk_slots = chunk_slots(arena.slot_stride_bytes, arena.slots_per_run)
         self._batch_blocks = link.staging_bytes // self._staging_stride
-        # Of each slot the sum of what was stored in it, and whether anything was.
-        if checksums is None:
-            checksums = np.zeros((2, arena.num_slots if verify else 0), dtype=np.int64)
-        self.checksums = checksums
-        self._sums, self._is_summed = checksums[0].view(np.uint64), checksums[1]
+        self._sums, self._is_summed = arena.device_sums if verify else (_NO_SUMS, _NO_SUMS)
         self._is_open = True
         with ExitStack() as built:
             self._build(built)
@@ -145,7 +139,7 @@ class CudaMover(Mover):
 
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
         if self._verify:
-            self._is_summed[host_slots] = False  # not what they were, from now on
+            self._is_summed[host_slots] = 0  # not what they were, from now on
         return self._submit("store", block_ids, host_slots, after)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
@@ -274,7 +268,7 @@ class CudaMover(Mover):
 
     def _keep_sums(self, job: CudaJob) -> None:
         self._sums[job.host_slots] = job.ring.sums(job.first, len(job.host_slots))
-        self._is_summed[job.host_slots] = True
+        self._is_summed[job.host_slots] = 1
 
     def _compare_sums(self, job: CudaJob) -> TransferError | None:
         slots = job.host_slots

@@ -13,12 +13,10 @@ Another checksum than the one known fails the load.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow._core import ChecksumMismatch, StateError, TransferError
 from kvstow.transfer.host_mover import HostTicket
@@ -28,33 +26,20 @@ from kvstow.transfer.mover import Event, Index, Mover, Ticket
 class VerifiedMover(Mover):
     """Wraps a mover: a block whose bytes changed on the host is a failed load, never served.
 
-    The checksum is CRC-32 of the slot's bytes (`zlib`, which lets go of the interpreter lock): it
-    guards against damaged memory and misdirected writes, not against an adversary. Slots that were
-    never stored through this mover fail to load.
+    The checksum is CRC-32 of the slot's bytes: it guards against damaged memory and misdirected
+    writes, not against an adversary. It is kept with the arena, for this mover and those after it.
+    Slots that were never stored through such a mover fail to load.
     """
 
-    def __init__(self, mover: Mover, checksums: npt.NDArray[np.int64] | None = None) -> None:
-        """Wrap `mover`, which is closed with this one.
-
-        Args:
-            mover: makes the copies.
-            checksums: those of a `VerifiedMover` of the same arena that this one takes the place
-                of; None where nothing was stored yet.
-        """
+    def __init__(self, mover: Mover) -> None:
+        """Wrap `mover`, which is closed with this one."""
         super().__init__(mover.layout, mover.arena)
         self._mover = mover
-        if checksums is None:
-            checksums = np.full(mover.arena.num_slots, -1, dtype=np.int64)
-        self._checksums = checksums
+        self._checksums = mover.arena.checksums
         # One thread each, as movers have: in a direction jobs keep their order.
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstow-checksum")
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-verify")
         self._is_open = True
-
-    @property
-    def checksums(self) -> npt.NDArray[np.int64]:
-        """What is known of each slot: for the mover that takes the place of this one."""
-        return self._checksums
 
     def close(self) -> None:
         """End every job, and close the mover."""
@@ -75,14 +60,14 @@ class VerifiedMover(Mover):
         def take_down() -> None:
             stored.wait()
             for slot in host_slots.tolist():
-                self._checksums[slot] = self._checksum(slot)
+                self._checksums[slot] = self._arena.checksum(slot)
 
         return _run(self._stores, take_down)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         def check_and_load() -> None:
             for slot in host_slots.tolist():
-                found, stored = self._checksum(slot), int(self._checksums[slot])
+                found, stored = self._arena.checksum(slot), int(self._checksums[slot])
                 if found != stored:
                     raise TransferError(
                         f"host slot {slot} does not hold what was stored in it: its checksum is "
@@ -91,9 +76,6 @@ class VerifiedMover(Mover):
             self._mover.load(host_slots, block_ids, after=after).wait()
 
         return _run(self._loads, check_and_load)
-
-    def _checksum(self, slot: int) -> int:
-        return zlib.crc32(self._arena.slots[slot, : self._layout.slot_bytes].data)
 
 
 class ProvingMover(Mover):
@@ -104,16 +86,12 @@ class ProvingMover(Mover):
     to, it costs nothing.
     """
 
-    def __init__(self, mover: Mover, checksums: npt.NDArray[np.int64]) -> None:
-        """Wrap `mover`, which is closed with this one.
-
-        Args:
-            checksums: per slot of the arena CRC-32 of all its bytes, -1 where there is nothing to
-                prove. All movers of the arena share the array, and keep it.
-        """
+    def __init__(self, mover: Mover) -> None:
+        """Wrap `mover`, whose arena has `unproven` slots, and which is closed with this one."""
         super().__init__(mover.layout, mover.arena)
+        unproven = mover.arena.unproven
         self._mover = mover
-        self._checksums = checksums
+        self._unproven = np.zeros(mover.arena.num_slots, bool) if unproven is None else unproven
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-prove")
         self._is_open = True
 
@@ -128,25 +106,24 @@ class ProvingMover(Mover):
             raise StateError("this ProvingMover is closed; build a new one")
 
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
-        self._checksums[host_slots] = -1
+        self._unproven[host_slots] = False
+        self._arena.checksums[host_slots] = -1
         return self._mover.store(block_ids, host_slots, after=after)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
-        unproven = host_slots[self._checksums[host_slots] >= 0].tolist()
+        unproven = host_slots[self._unproven[host_slots]].tolist()
         if not unproven:
             return self._mover.load(host_slots, block_ids, after=after)
 
         def prove_and_load() -> None:
             for slot in unproven:
-                expected = int(self._checksums[slot])
-                found = zlib.crc32(self._arena.slots[slot].data)
-                # Another load may have proven it meanwhile.
-                if expected not in (-1, found):
+                found, expected = self._arena.checksum(slot), int(self._arena.checksums[slot])
+                if found != expected:
                     raise ChecksumMismatch(
                         f"host slot {slot} does not hold what the snapshot says: its checksum is "
                         f"{found:#010x}, not {expected:#010x}; the file is damaged"
                     )
-                self._checksums[slot] = -1
+                self._unproven[slot] = False
             self._mover.load(host_slots, block_ids, after=after).wait()
 
         return _run(self._loads, prove_and_load)

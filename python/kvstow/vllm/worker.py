@@ -14,16 +14,13 @@ from kvstow.transfer import (
     READY,
     BlockLayout,
     CudaEvent,
-    CudaMover,
     Event,
     HostArena,
     Mover,
     Ticket,
-    VerifiedMover,
     arena_for,
     mover_for,
 )
-from kvstow.transfer.choose import Checksums
 from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
@@ -71,8 +68,6 @@ class WorkerHalf:
         self.movers: list[Mover] = []
         self._block_bytes: list[int] = []
         self._layouts: tuple[BlockLayout, ...] = ()
-        # By where a mover's blocks lie: what it knew of the slots when it was closed.
-        self._checksums: dict[object, Checksums] = {}
         self._before_step: Event | None = None
         self._jobs = StepJobs()
         self._running: dict[int, _Running] = {}
@@ -125,8 +120,7 @@ class WorkerHalf:
         shared: dict[object, Mover] = {}
         for layout in self._layouts:
             if layout.regions not in shared:
-                known = self._checksums.get(layout.regions)
-                mover = mover_for(layout, self.arena, verify=is_verified, checksums=known)
+                mover = mover_for(layout, self.arena, verify=is_verified)
                 shared[layout.regions] = mover
             self.movers.append(shared[layout.regions])
         self._block_bytes = [layout.slot_bytes for layout in self._layouts]
@@ -188,10 +182,8 @@ class WorkerHalf:
 
     def _stop(self) -> None:
         """End every job: what did not come to its end has failed, and is told so."""
-        for mover, layout in zip(self.movers, self._layouts, strict=bool(self.movers)):
+        for mover in self.movers:
             mover.close()
-            if isinstance(mover, VerifiedMover | CudaMover):
-                self._checksums[layout.regions] = mover.checksums
         self.movers = []
         self._poll()
 

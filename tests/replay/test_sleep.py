@@ -1,0 +1,223 @@
+"""Replays that sleep in the middle: the same completions, and every byte where it was."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.replay.scenario import (
+    FULL,
+    MIXED,
+    SLIDING,
+    SMALL_MODELS,
+    STATEFUL,
+    Checked,
+    assert_ended_well,
+    comes_back,
+    least_device_blocks,
+    prepared,
+    pushed_out,
+    request,
+    trace,
+    traces,
+)
+
+from kvstow.cli import main
+from kvstow.ranks import Ranks
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, Trace, read_trace
+from kvstow.replay.batch import Request
+from kvstow.replay.model import ReplayModel
+from kvstow.replay.sleeper import Sleeper
+from kvstow.transfer import Ticket
+
+SLOW = 2000.0
+"""Bytes a second: a block of 128 bytes takes as long as a dozen steps."""
+
+
+class Completions(Checked):
+    """Who is done, in order, and what was in flight and under way at each sleep."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def finished(self, engine: ReplayEngine, request: Request) -> None:
+        self.done.append(request.name)
+
+
+def replayed(of: Trace, sleep_at: Sequence[int], **options: Any) -> tuple[list[str], ReplayEngine]:
+    """The completions of a replay that ended well; it sleeps so often."""
+    seen = Completions()
+    given: dict[str, Any] = {"device_blocks": 60, "observer": seen} | options
+    with prepared(of, sleep_at=sleep_at, **given) as engine:
+        engine.run()
+        assert_ended_well(engine)
+        assert engine.figures.sleeps == len(sleep_at)
+        return seen.done, engine
+
+
+BUSY = trace(
+    request(1, [1, 2, 3, 4], output=40),
+    request(2, [1, 2, 5, 6, 7], output=10, tail=5),
+    request(3, [8, 9], output=70, tail=3),
+    request(4, [1, 2, 3, 10], output=25, tail=1),
+)
+"""They share a prefix, end one after the other, and their last blocks are partial."""
+
+
+@pytest.mark.parametrize("model", [FULL, SLIDING, STATEFUL, MIXED], ids=lambda model: model.name)
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_asleep_before_during_and_after_generation(model: ReplayModel, mode: str) -> None:
+    options: dict[str, Any] = {"model": model, "mode": mode, "device_blocks": 200}
+    awake, engine = replayed(BUSY, [], **options)
+    last = engine.figures.steps
+    for sleep_at in [0], [1], [12], [last - 1], [last], [0, 5, 5, 6, 30, last]:
+        done, engine = replayed(BUSY, sleep_at, **options)
+        assert done == awake, sleep_at
+        assert engine.figures.steps == last
+        assert engine.figures.moved > 0 or sleep_at in ([0], [last])
+
+
+@pytest.mark.parametrize("model", ["full", "gemma-3"])
+def test_a_real_trace_completes_in_the_same_order(model: Any) -> None:
+    of = read_trace(BUNDLED_TRACE, limit=80)
+    done: list[list[str]] = []
+    for sleep_at in (), (0, 60, 200, 500, 500, 700):
+        seen = Completions()
+        config = ReplayConfig(
+            device_blocks=6000,
+            host_blocks=20_000,
+            model=model,
+            sleep_at=sleep_at,
+            bandwidth_bytes_per_s=float("inf"),
+        )
+        engine = ReplayEngine(of, config, observer=seen)
+        engine.run()
+        engine.close()
+        assert (engine.verifier.num_corrupt, engine.figures.sleeps) == (0, len(sleep_at))
+        done.append(seen.done)
+    assert len(done[0]) == 80
+    assert done[0] == done[1]
+
+
+def test_asleep_in_the_middle_of_a_chunked_prefill() -> None:
+    """24 tokens a step: a chunk ends in the middle of a block."""
+    awake, engine = replayed(BUSY, [], max_step_tokens=24)
+    for step in range(1, 12):
+        done, engine = replayed(BUSY, [step], max_step_tokens=24)
+        assert done == awake
+        assert engine.figures.moved > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"world_size": 3}, {"blocks_per_slot": 2}], ids=str)
+def test_asleep_with_stores_and_loads_in_flight(options: dict[str, Any]) -> None:
+    goes_on = request(3, [60, 61], output=120, at_s=199.9)
+    of = pushed_out(23, goes_on, comes_back(4, at_s=200), comes_back(5, at_s=200.1))
+    options = {"device_blocks": 24, "bandwidth_bytes_per_s": SLOW} | options
+    awake, engine = replayed(of, [], **options)
+    num_in_flight: set[str] = set()
+
+    class Seen(Sleeper):
+        def _sleep(self, replay: ReplayEngine) -> None:
+            num_in_flight.update(one.direction for one in replay.kv.transfers)
+            super()._sleep(replay)
+
+    for step in range(0, engine.figures.steps + 1, 3):
+        seen = Completions()
+        with prepared(of, observer=seen, **options) as engine:
+            engine._sleeper = Seen([step, step])
+            engine.run()
+            assert_ended_well(engine)
+            assert seen.done == awake, step
+    assert num_in_flight == {"store", "load"}
+
+
+def test_asleep_with_drafts_pending() -> None:
+    awake, _ = replayed(BUSY, [], lookahead_tokens=20)
+    done, engine = replayed(BUSY, [1, 7, 8, 20], lookahead_tokens=20)
+    assert done == awake
+    assert engine.figures.moved > 0
+
+
+def test_asleep_with_copies_that_are_late_or_fail() -> None:
+    of = trace(
+        *[
+            request(n, [1, 2, 3, *range(10 * n, 10 * n + 3)], output=40, at_s=n / 9)
+            for n in range(1, 30)
+        ]
+    )
+    for seed in range(6):
+        options: dict[str, Any] = {"faults": seed, "device_blocks": 16}
+        done, _ = replayed(of, range(0, 150, 7), bandwidth_bytes_per_s=SLOW, **options)
+        assert len(done) == 29
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    of=traces(),
+    model=st.sampled_from(SMALL_MODELS),
+    sleep_at=st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    spare_blocks=st.integers(0, 12),
+    world_size=st.integers(1, 2),
+    bandwidth=st.sampled_from([float("inf"), SLOW]),
+)
+@example(BUSY, FULL, [3, 3], 0, 1, SLOW)
+def test_any_trace_sleeps_at_any_time(
+    of: Trace,
+    model: ReplayModel,
+    sleep_at: list[int],
+    spare_blocks: int,
+    world_size: int,
+    bandwidth: float,
+) -> None:
+    seen = Completions()
+    with prepared(
+        of,
+        device_blocks=least_device_blocks(of, model) + spare_blocks,
+        model=model,
+        sleep_at=sleep_at,
+        world_size=world_size,
+        bandwidth_bytes_per_s=bandwidth,
+        observer=seen,
+    ) as engine:
+        engine.run()
+        assert_ended_well(engine)
+        assert sorted(seen.done, key=int) == [str(one.line) for one in of.requests]
+
+
+def test_without_the_bytes_corrupt_blocks_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same sleep, but the blocks are not loaded again."""
+    copy = Ranks.copy
+
+    def forgetful(ranks: Ranks, direction: Any, *how: Any) -> list[list[Ticket]]:
+        return [] if direction == "load" else copy(ranks, direction, *how)
+
+    monkeypatch.setattr(Ranks, "copy", forgetful)
+    with prepared(BUSY, device_blocks=60, sleep_at=[12]) as engine:
+        engine.run()
+        assert engine.verifier.num_corrupt >= 8
+
+
+def test_under_the_old_ids_nothing_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the other kind: the bytes come back, and the batch does not follow them."""
+    monkeypatch.setattr("kvstow.replay.batch.Batch.replace_blocks", lambda *_: None)
+    with prepared(BUSY, device_blocks=60, sleep_at=[12]) as engine:
+        engine.run()
+        assert engine.verifier.num_corrupt > 0
+
+
+def test_the_command_sleeps(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["replay", "--limit", "60", "--device-blocks", "1500", "--json", "-"]
+    assert main([*options]) == 0
+    awake = json.loads(capsys.readouterr().out)
+    assert main([*options, "--sleep-at", "0,3,40,40,200"]) == 0
+    slept = json.loads(capsys.readouterr().out)
+    assert (awake["sleeps"], slept["sleeps"]) == (0, 5)
+    assert slept["options"]["sleep_at"] == [0, 3, 40, 40, 200]
+    assert slept["moved_blocks"] > 100
+    assert (slept["corrupt_blocks"], slept["finished_requests"]) == (0, 60)
+    assert slept["verified_blocks"] > awake["verified_blocks"]
+    assert main(["replay", "--sleep-at", "1,x"]) == 2
+    assert "as in 10,20" in capsys.readouterr().err
+    assert main(["replay", "--sleep-at", "-1"]) == 2
