@@ -678,3 +678,31 @@ def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: 
         it.sleep(to=tmp_path / "image", **WHO)
         with SnapshotFile(tmp_path / "image") as file:
             assert file.damaged_slots() == [(0, slot)]
+
+
+def test_tokens_and_extra_keys_of_events_come_back(tmp_path: Path) -> None:
+    text, keys = prompt(1, 16), [None, ("image", 3, b"\0", (1, None)), None, None]
+    hashes = hash_tokens(text, BLOCK, extra_keys=keys)
+    with world(events=True) as it:
+        it.engine.add("a", hashes[:2], tokens=text[:8], extra_keys=keys[:2])
+        it.engine.admit("a", 16, 8, after=READY)
+        it.engine.computed(["a"], [8], after=READY)
+        for place in HOST, tmp_path / "image":
+            before = it.engine.ledger.known("a")
+            it.sleep(to=place, **WHO)
+            it.wake(**WHO)
+            assert it.engine.ledger.known("a") == before == (hashes[:2], text[:8], keys[:2])
+        it.engine.take_events()
+        it.engine.step(["a"], [8])
+        it.engine.extend("a", hashes[2:], tokens=text[8:], extra_keys=keys[2:])
+        it.engine.step(["a"], [1])
+        [event] = [one for one in it.engine.take_events() if one.medium == "GPU"]
+        assert event.token_ids == text[8:]  # type: ignore[union-attr]
+        assert event.parent_block_hash == hashes[1]  # type: ignore[union-attr]
+        it.engine.preempt("a")
+        it.engine.reset()
+        it.engine.take_events()
+        assert it.engine.admit("a", 16, 100, after=READY).state is RUNS
+        [event] = it.engine.take_events()
+        assert event.extra_keys == keys  # type: ignore[union-attr]
+        it.engine.check()

@@ -125,9 +125,10 @@ def test_who_is_killed_while_it_writes_leaves_the_old_file_or_the_new_one(tmp_pa
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
     moments, path = random.Random(seed), tmp_path / "image"
+    write_s = seconds_to_write(path)
     found, num_torn = {0: 0, 1: 0}, 0
     for _ in range(NUM_KILLS // NUM_KILLS_PER_PARENT):
-        num_torn += kill_writers(path, moments, found)
+        num_torn += kill_writers(path, moments, found, write_s)
     assert sum(found.values()) == NUM_KILLS
     assert min(found.values()) > 0, found
     assert num_torn > NUM_KILLS // 10, "few were killed while they wrote"
@@ -135,7 +136,16 @@ def test_who_is_killed_while_it_writes_leaves_the_old_file_or_the_new_one(tmp_pa
     assert os.listdir(tmp_path) == ["image"]
 
 
-def kill_writers(path: Path, moments: random.Random, found: dict[int, int]) -> int:
+def seconds_to_write(path: Path) -> float:
+    """How long the writers below take for a file, of which one is there then."""
+    it = one_of_two(0)
+    begin_s = time.perf_counter()
+    it.sleep(to=path, **WHO)
+    it.engine.close()
+    return time.perf_counter() - begin_s
+
+
+def kill_writers(path: Path, moments: random.Random, found: dict[int, int], write_s: float) -> int:
     """Fork many writers from one that is ready; how many left what they were writing."""
     code, num_torn = FORKING_WRITER, 0
     with subprocess.Popen(
@@ -148,7 +158,7 @@ def kill_writers(path: Path, moments: random.Random, found: dict[int, int]) -> i
             parent.stdin.write("go\n")
             parent.stdin.flush()
             writer = int(parent.stdout.readline())
-            time.sleep(moments.uniform(0.0, 0.06))
+            time.sleep(moments.uniform(0.0, 4 * write_s))
             os.kill(writer, signal.SIGKILL)
             assert parent.stdout.readline() == "dead\n"
             num_torn += any(name.endswith(".kvstow-tmp") for name in os.listdir(path.parent))
@@ -168,9 +178,6 @@ from tests.test_sleep import WHO
 
 def write_until_killed():
     worlds = [one_of_two(which) for which in (0, 1)]
-    if not os.path.exists(sys.argv[1]):
-        worlds[0].sleep(to=sys.argv[1], **WHO)
-        worlds[0].wake(**WHO)
     os.write(1, b"%d\\n" % os.getpid())
     while True:
         for it in worlds:
