@@ -11,16 +11,22 @@ from kvstow.transfer.cuda_runtime import cuda_runtime
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.mover import Mover
-from kvstow.transfer.pinning import pinned_arena
+from kvstow.transfer.pinning import Progress, pinned_arena
 from kvstow.transfer.verified import VerifiedMover
 
 __all__ = ["arena_for", "mover_for"]
 
 
 def arena_for(
-    layouts: Sequence[BlockLayout], num_slots: int, *, slots_per_run: int = 1
+    layouts: Sequence[BlockLayout],
+    num_slots: int,
+    *,
+    slots_per_run: int = 1,
+    progress: Progress | None = None,
 ) -> HostArena:
     """Host memory for the blocks of all these layouts: pinned where they lie on a CUDA device.
+
+    `progress` is told how many bytes of how many are pinned: 10 GB take a second or more.
 
     Raises:
         ConfigError: the layouts lie on several devices, or there is no memory for the slots.
@@ -34,7 +40,13 @@ def arena_for(
         )
     if device is None:
         return HostArena(num_slots, slot_bytes, slots_per_run=slots_per_run)
-    return pinned_arena(num_slots, slot_bytes, cuda_runtime(device), slots_per_run=slots_per_run)
+    return pinned_arena(
+        num_slots,
+        slot_bytes,
+        cuda_runtime(device),
+        slots_per_run=slots_per_run,
+        progress=progress,
+    )
 
 
 def mover_for(layout: BlockLayout, arena: HostArena, *, verify: bool = False) -> Mover:

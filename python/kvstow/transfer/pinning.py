@@ -17,9 +17,10 @@ from kvstow.transfer.cuda_runtime import CudaError, Runtime
 
 __all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
 
-# CUDA refuses to pin 512 GiB at once. A copy must not cross from one chunk into the next, so chunks
-# end where slots do; and copies are of runs of slots, which are cut there too.
-MAX_CHUNK_BYTES = 64 << 30
+# CUDA refuses to pin 512 GiB at once, and says nothing while it pins: in chunks of about a second
+# there is something to tell. A copy must not cross from one chunk into the next, so chunks end
+# where slots do; and copies are of runs of slots, which are cut there too.
+MAX_CHUNK_BYTES = 8 << 30
 # More do not make the system hand out pages any faster.
 _MAX_THREADS = 32
 

@@ -93,7 +93,7 @@ class WorkerHalf:
         if self.arena is None:
             # Kept when vLLM registers anew: the scheduler half knows what lies in it.
             _check_memory(num_bytes, self._num_host_blocks, self._model.slot_stride_bytes)
-            self.arena = arena_for(layouts, self._num_host_blocks)
+            self.arena = arena_for(layouts, self._num_host_blocks, progress=_log_pinned)
         self._layouts = layouts
         self.restore()
         logger.info(
@@ -236,6 +236,10 @@ class WorkerHalf:
             running.direction, running.num_blocks, running.num_bytes, seconds, ok=error is None
         )
         self._reports.reports.append((job_id, self._rank, error is None))
+
+
+def _log_pinned(num_bytes: int, of_bytes: int) -> None:
+    logger.info("kvstow: %.1f of %.1f GiB are pinned", num_bytes / 2**30, of_bytes / 2**30)
 
 
 def _check_memory(num_bytes: int, num_blocks: int, stride: int) -> None:

@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+from tests.transfer.any_order import AnyOrder
+
+from kvstow import ConfigError
+from kvstow.transfer import BlockLayout, CudaError, HostArena, Region, arena_for, pinning
+from kvstow.transfer.pinning import chunk_slots, nearest_cpus, pin, pinned_arena
+
+REFUSED = CudaError("too much is locked", is_fatal=False)
+
+
+@pytest.fixture
+def runtime() -> AnyOrder:
+    return AnyOrder(lambda able: able[0])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "MAX_CHUNK_BYTES", 5 * 4096)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_all_is_pinned_in_chunks_that_end_where_slots_do(runtime: AnyOrder) -> None:
+    told: list[tuple[int, int]] = []
+    arena = pinned_arena(12, 7000, runtime, progress=lambda done, of: told.append((done, of)))
+    assert arena.slot_stride_bytes == 8192
+    base = arena.base_address
+    assert chunk_slots(8192, 1) == 2
+    assert runtime.allocated == {base + at * 16384: 16384 for at in range(6)}
+    assert told == [(at * 16384, 6 * 16384) for at in range(1, 7)]
+    arena.close()
+    arena.close()
+    assert runtime.allocated == {}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_are_of_whole_runs(runtime: AnyOrder) -> None:
+    with HostArena(9, 2000, slots_per_run=3) as arena:
+        assert arena.slot_stride_bytes % 2048 == 0
+        unpin = pin(arena, runtime)
+        run_bytes = 3 * arena.slot_stride_bytes
+        per_chunk = 5 * 4096 // run_bytes * run_bytes
+        pinned = [num for num in runtime.allocated.values() if isinstance(num, int)]
+        assert sum(pinned) == arena.num_bytes
+        assert all((at - arena.base_address) % per_chunk == 0 for at in runtime.allocated)
+        unpin()
+        assert runtime.allocated == {}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: AnyOrder) -> None:
+    register = runtime.register
+    calls: list[int] = []
+
+    def refuse_the_third(address: int, num_bytes: int) -> None:
+        calls.append(address)
+        if len(calls) == 3:
+            raise REFUSED
+        register(address, num_bytes)
+
+    runtime.register = refuse_the_third  # type: ignore[method-assign]
+    with pytest.warns(RuntimeWarning, match="could not be pinned.*ulimit -l"):
+        arena = pinned_arena(12, 7000, runtime)
+    assert runtime.allocated == {}, "all or none"
+    arena.slots[:] = 1
+    arena.close()
+
+
+def test_a_lost_device_is_no_reason_to_go_on(runtime: AnyOrder) -> None:
+    runtime.fail["register"] = CudaError("an illegal address", is_fatal=True)
+    with pytest.raises(CudaError, match="illegal"):
+        pinned_arena(4, 4096, runtime)
+
+
+def test_layouts_of_several_devices_are_no_rank() -> None:
+    layouts = [BlockLayout(2, (Region(4096, 16, 16),), device=device) for device in (0, None)]
+    with pytest.raises(ConfigError, match="lie on several devices"):
+        arena_for(layouts, 4)
+
+
+def test_the_nearest_processors_are_those_of_the_device_s_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {
+        "/sys/bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
+        "/sys/devices/system/node/node1/cpulist": "1,3-5,9\n",
+        "/sys/bus/pci/devices/0000:1c:00.0/numa_node": "-1\n",
+    }
+
+    def read(path: Path, **_: object) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 4, 9})
+    assert nearest_cpus("0000:1b:00.0") == {3, 4, 9}
+    for unknown in ("0000:1c:00.0", "nowhere"):
+        assert nearest_cpus(unknown) == {0, 3, 4, 9}
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert nearest_cpus("0000:1b:00.0") == {0}, "none of them is allowed"
