@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+from tests.transfer.any_order import AnyOrder
+
+from kvstow.transfer import link_speed as module
+from kvstow.transfer.link_speed import LinkSpeed, link_speed, measure
+
+SPEED = LinkSpeed(50e9, 40e9, 2e-6, 400e9)
+
+
+@pytest.fixture
+def runtime() -> AnyOrder:
+    return AnyOrder(lambda able: able[0])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvstow"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that were measured."""
+    calls: list[str] = []
+
+    def measure(runtime: AnyOrder) -> LinkSpeed:
+        calls.append(runtime.identity)
+        return SPEED
+
+    monkeypatch.setattr(module, "measure", measure)
+    return calls
+
+
+def test_large_fragments_are_copied_as_they_lie_and_small_ones_packed() -> None:
+    assert SPEED.direct_from_bytes("store") == 100_000
+    assert SPEED.direct_from_bytes("load") == 80_000
+    assert [SPEED.path("store", size) for size in (99_999, 100_000)] == ["packed", "direct"]
+    assert [SPEED.path("load", size) for size in (79_999, 80_000)] == ["packed", "direct"]
+
+
+def test_each_device_and_driver_is_measured_once(
+    runtime: AnyOrder, folder: Path, measured: list[str]
+) -> None:
+    assert link_speed(runtime) == link_speed(runtime) == SPEED
+    runtime.identity = "another/driver ü"
+    assert link_speed(runtime) == link_speed(runtime) == SPEED
+    assert measured == ["any order", "another/driver ü"]
+    assert len(list(folder.iterdir())) == 2, "and nothing is left over"
+    assert link_speed(runtime, anew=True) == SPEED
+    assert len(measured) == 3
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "3", '{"store_bytes_per_s": 1}', "full of zeros", "negative"]
+)
+def test_a_file_that_tells_nothing_is_written_anew(
+    runtime: AnyOrder, folder: Path, measured: list[str], content: str
+) -> None:
+    link_speed(runtime)
+    [file] = folder.iterdir()
+    whole = file.read_text()
+    value = {"full of zeros": "0.0", "negative": "-1.0"}.get(content)
+    file.write_text(content if value is None else whole.replace("2e-06", value))
+    assert link_speed(runtime) == SPEED
+    assert len(measured) == 2
+    assert file.read_text() == whole
+
+
+def test_where_nothing_can_be_kept_it_is_measured_each_time(
+    runtime: AnyOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert link_speed(runtime) == link_speed(runtime) == SPEED
+    assert len(measured) == 2
+
+
+def test_measuring_leaves_nothing_behind(runtime: AnyOrder) -> None:
+    ticks = iter(range(10**6))
+    speed = measure(runtime, lambda: next(ticks) / 1000)
+    # By this clock every turn takes a millisecond.
+    expected = pytest.approx(64 * 2**20 * 1000)
+    assert (speed.store_bytes_per_s, speed.load_bytes_per_s) == (expected, expected)
+    assert speed.copy_seconds == pytest.approx(1e-6)
+    assert runtime.allocated == {}
