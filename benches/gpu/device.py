@@ -13,7 +13,8 @@ import numpy as np
 
 import kvstow
 from kvstow import ConfigError
-from kvstow.transfer.cuda_runtime import Copies, CudaRuntime, cuda_runtime, import_cupy
+from kvstow.transfer.cuda_interface import Copies
+from kvstow.transfer.cuda_runtime import CudaRuntime, cuda_runtime, import_cupy
 from kvstow.transfer.pinning import nearest_cpus
 
 PEAK_BYTES = 256 << 20

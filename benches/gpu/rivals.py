@@ -14,7 +14,7 @@ import numpy as np
 from benches.gpu.device import seconds
 from benches.gpu.moves import JOB_BLOCKS, Cache
 
-from kvstow.transfer.cuda_runtime import Copies, Pack
+from kvstow.transfer.cuda_interface import Copies, Pack
 from kvstow.transfer.kernels import chunk_table
 
 BATCH_LIMIT_S = 90

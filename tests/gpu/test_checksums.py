@@ -6,7 +6,8 @@ from tests.gpu.memory import DeviceCache, all_bytes, world
 
 from kvstow import ChecksumMismatch
 from kvstow.transfer import READY
-from kvstow.transfer.cuda_runtime import Pack, cuda_runtime
+from kvstow.transfer.cuda_interface import Pack
+from kvstow.transfer.cuda_runtime import cuda_runtime
 from kvstow.transfer.kernels import checksum, chunk_table
 
 IDS = [7, 2, 5]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstow.transfer.cuda_runtime import Copies, CudaError, MappedMemory, Pack
+from kvstow.transfer.cuda_interface import Copies, CudaError, MappedMemory, Pack
 from kvstow.transfer.kernels import CHUNK_DTYPE, checksum
 
 GARBAGE = 0xDB

@@ -9,7 +9,8 @@ from typing import Any, get_args
 from kvstow._core import ConfigError
 from kvstow.doctor.findings import Finding, survived
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda_runtime import CudaError, Runtime, cuda_runtime, import_cupy
+from kvstow.transfer.cuda_interface import CudaError, Runtime
+from kvstow.transfer.cuda_runtime import cuda_runtime, import_cupy
 from kvstow.transfer.link_speed import Direction, link_speed
 from kvstow.transfer.pinning import memory_node, nearest_cpus, pin
 

@@ -2,9 +2,10 @@
 
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.choose import arena_for, mover_for
+from kvstow.transfer.cuda_interface import CudaError
 from kvstow.transfer.cuda_link import CudaLink
 from kvstow.transfer.cuda_mover import CudaMover
-from kvstow.transfer.cuda_runtime import CudaError, CudaEvent
+from kvstow.transfer.cuda_runtime import CudaEvent
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout

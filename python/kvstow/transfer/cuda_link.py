@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstow._core import ConfigError, StateError, TransferError
+from kvstow.transfer.cuda_interface import CudaError, Runtime
 from kvstow.transfer.cuda_ring import IdRing
-from kvstow.transfer.cuda_runtime import CudaError, CudaEvent, Runtime, cuda_runtime
+from kvstow.transfer.cuda_runtime import CudaEvent, cuda_runtime
 from kvstow.transfer.layout import MAX_ADDRESS, checked_int
 from kvstow.transfer.mover import Event, Index, Ticket, TransferTimeout, checked_timeout_s
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from kvstow._core import ChecksumMismatch, ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
+from kvstow.transfer.cuda_interface import Copies, Pack, Stream
 from kvstow.transfer.cuda_link import CudaJob, CudaLink, CudaTicket, Lane, Place, cuda_link
 from kvstow.transfer.cuda_ring import SUM_BYTES, IdRing
-from kvstow.transfer.cuda_runtime import Copies, Pack, Stream
 from kvstow.transfer.kernels import chunk_table
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.link_speed import Direction, Path, link_speed

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvstow.transfer.cuda_runtime import Copies, Pack, Runtime, Stream
+from kvstow.transfer.cuda_interface import Copies, Pack, Runtime, Stream
 from kvstow.transfer.kernels import chunk_table
 from kvstow.transfer.layout import Region
 

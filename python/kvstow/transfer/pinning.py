@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda_runtime import CudaError, Runtime
+from kvstow.transfer.cuda_interface import CudaError, Runtime
 
 __all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
 
