@@ -21,7 +21,8 @@ def compiled(architecture: str) -> tuple[str, bytes]:
     assert status.value == 0, status
     options = [f"--gpu-architecture={architecture}".encode(), b"--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    # Written into, so not bytes: of one that is 1 long the interpreter has only one.
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
     nvrtc.nvrtcGetProgramLog(program, log)
     assert status.value == 0, log.decode()
     is_cubin = architecture.startswith("sm_")
@@ -30,10 +31,10 @@ def compiled(architecture: str) -> tuple[str, bytes]:
         if is_cubin
         else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
     )
-    code = b" " * size(program)[1]
+    code = bytearray(size(program)[1])
     get(program, code)
     nvrtc.nvrtcDestroyProgram(program)
-    return log.decode(), code
+    return log.decode(), bytes(code)
 
 
 def test_compiler_is_one_whose_code_a_cuda_13_0_driver_runs() -> None:
@@ -65,3 +66,10 @@ def test_a_round_is_four_wide_loads_and_then_four_wide_stores() -> None:
     for text in kernels:
         accesses = re.findall(r"(ld|st)\.global\.cs\.v4\.u32", text)
         assert accesses == ["ld"] * 4 + ["st"] * 4
+
+
+def test_no_constant_of_the_interpreter_is_written_into() -> None:
+    """An empty log is one byte: as `bytes` it would be the one that all others share."""
+    compiled("compute_90")
+    spaces = b"  "
+    assert [spaces[at : at + 1][0] for at in range(2)] == [ord(" ")] * 2
