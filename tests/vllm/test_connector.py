@@ -490,6 +490,33 @@ def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:
         Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
 
 
+def test_other_weights_count_until_the_device_is_reset_as_well(tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    running = scheduler.request("a", 100)
+    scheduler.admit(running)
+    scheduler.step(running)
+    version.write_text("2")
+    assert not scheduler.manager.reset_prefix_cache(), "a request holds blocks"
+    scheduler.half.reset()
+    # It hits what the old weights have computed, on the device, and stores it.
+    later = scheduler.request("b", 100)
+    scheduler.admit(later)
+    scheduler.step(later)
+    scheduler.finish(later)
+    scheduler.finish(running)
+    for _ in range(2):
+        scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
+    assert scheduler.manager.reset_prefix_cache()
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+    scheduler.store_one("e")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, "and from then on it is kept"
+
+
 def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
     scheduler = Scheduler(FULL, lazy_offload=True, preserve_on_sleep=True)
     request = scheduler.request("a", 100)
@@ -506,30 +533,64 @@ def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
     assert scheduler.half._stores == [], "once"
 
 
-def test_a_load_that_a_sleep_meets_is_given_up_and_made_anew() -> None:
+def loading(name: str = "b") -> tuple[Scheduler, Request, Copies]:
     scheduler = Scheduler(FULL, preserve_on_sleep=True)
     scheduler.store_one()
-    request = scheduler.request("b", 100)
+    request = scheduler.request(name, 100)
     assert scheduler.admit(request) == 96
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     scheduler.step()
     (load,) = scheduler.jobs.loads
+    return scheduler, request, load
+
+
+@pytest.mark.parametrize("status", ["WAITING_FOR_REMOTE_KVS", "WAITING"])
+def test_a_load_that_a_sleep_meets_is_given_up_and_made_anew(status: str) -> None:
+    scheduler, request, load = loading()
     assert not scheduler.half.may_rest()
     scheduler.step()
-    assert scheduler.jobs.failed_request_ids == [], "its copy is under way"
+    assert request.num_computed_tokens == 96, "its copy is under way"
     assert scheduler.step(reports=[(load.job_id, 0, True)]) == {"b"}
+    # Or vLLM has let it in, and then there was no room for it.
+    request.status = RequestStatus[status]
+    assert scheduler.half.may_rest()
+    assert request.num_computed_tokens == 0
+    assert scheduler.manager.reset_prefix_cache()
+    scheduler.half.reset()
+    # Nothing was told to vLLM: the request may have been aborted, or go on, before it is told.
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == []
+    # Awake: vLLM caches what it has, nothing, and asks again.
+    scheduler.manager.cache_blocks(request, request.num_computed_tokens)
+    assert scheduler.admit(request) == 96
+
+
+def test_before_a_sleep_vllm_is_told_of_a_load_that_failed() -> None:
+    scheduler, request, load = loading()
+    assert scheduler.step(reports=[(load.job_id, 0, False)]) == set()
     assert not scheduler.half.may_rest()
     scheduler.step()
     assert scheduler.jobs.failed_request_ids == ["b"]
-    # vLLM marks it as failed, and does not come to free its blocks: it is paused.
+    assert not scheduler.half.may_rest(), "it is on its way to vLLM"
     request.num_computed_tokens = 0
     scheduler.half.processed(KVConnectorOutput(failed_recving={"b"}, finished_recving={"b"}))
     assert scheduler.half.may_rest()
     assert scheduler.manager.reset_prefix_cache()
-    scheduler.half.reset()
-    # Awake: vLLM frees them once more, and asks again.
-    scheduler.manager.free(request)
-    assert scheduler.admit(request) == 96
+
+
+def test_steps_under_way_end_before_a_sleep() -> None:
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, lazy_offload=True)
+    request = scheduler.request("a", 64)
+    scheduler.admit(request)
+    scheduler.step(request)
+    request.status = RequestStatus.RUNNING
+    request.num_in_flight_tokens = 32
+    assert not scheduler.half.may_rest()
+    assert scheduler.half._stores == []
+    request.num_in_flight_tokens = 0
+    assert not scheduler.half.may_rest()
+    (store,) = scheduler.half._stores
+    assert len(store.block_ids) == 4
 
 
 def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
@@ -634,10 +695,10 @@ def test_steps_in_flight_are_not_confirmed() -> None:
     scheduler.half.build(Step({"a": 100}))
     request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
     scheduler.half.processed(KVConnectorOutput())
-    assert scheduler.half.may_rest()
+    assert scheduler.half._stores == []
     request.num_in_flight_tokens = 0
     scheduler.half.processed(KVConnectorOutput())
-    assert not scheduler.half.may_rest()
+    assert len(scheduler.half._stores) == 1
 
 
 def test_a_draft_model_reads_one_block_less_of_a_hit() -> None:

@@ -63,8 +63,8 @@ class _Tracked:
     is_stale: bool = False
     # A load of it has failed: this time it computes what it needs.
     recompute: bool = False
-    # Its load is given up for a sleep, and vLLM is told that it has failed.
-    is_given_up: bool = False
+    # vLLM knows how its load went.
+    is_load_told: bool = False
     # Computed tokens up to which its blocks were seen to before a sleep.
     num_settled: int = 0
     # Per group, the blocks that the steps under way make full, from `first` on: taken down when
@@ -279,8 +279,9 @@ class SchedulerHalf:
                 self._put_back(unused)
             if loaded:
                 output.finished_recving = (output.finished_recving or set()) | loaded
-        if output.failed_recving:
-            self._take_back(output.failed_recving)
+        for request_id in output.finished_recving or ():
+            if request_id in self._tracked:
+                self._tracked[request_id].is_load_told = True
         if self._due:
             self._store(list(self._due))
         if self._options.lazy_offload:
@@ -300,9 +301,13 @@ class SchedulerHalf:
 
         Jobs in flight end without effect; their requests are recomputed.
         """
-        if self.offload is None or (
-            self._options.preserve_on_sleep and not self._weights.changed()
-        ):
+        if self.offload is None:
+            return
+        # vLLM has tried to reset its own pool just before. If blocks were held there it still
+        # serves what other weights have computed, which then comes here again: until it has
+        # succeeded, the weights are other ones.
+        is_pool_reset = self._pool.free_block_queue.num_free_blocks == self._model.num_blocks - 1
+        if self._options.preserve_on_sleep and not self._weights.changed(remember=is_pool_reset):
             return
         self.offload.reset()
         for tracked in self._tracked.values():
@@ -314,23 +319,22 @@ class SchedulerHalf:
         vLLM asks when it has nothing to run: all requests are over, or it is paused, perhaps to
         sleep, and keeps them. Their blocks are about to go, so what must be done before is begun.
         """
-        may_go = all([self._settle(request_id, one) for request_id, one in self._tracked.items()])
+        tracked = list(self._tracked.values())
+        may_go = all([self._settle(one) for one in tracked])
         return may_go and self._num_storing == 0 and not self._failed
 
-    def _settle(self, request_id: str, tracked: _Tracked) -> bool:
+    def _settle(self, tracked: _Tracked) -> bool:
         """See to the blocks of a request that is paused; whether they may go."""
         request = tracked.request
         if not tracked.is_admitted:
             return True
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            # vLLM cannot take its blocks away while it waits for them: once nothing is copied
-            # there any more its load is given up, to be made anew when vLLM goes on.
-            is_loading = any(one.request_id == request_id for one in self._transfers.values())
-            if not is_loading and not tracked.is_given_up:
-                tracked.is_given_up = True
-                self._failed.append(request_id)
+        if request.num_in_flight_tokens:
+            return False  # the steps that compute them are under way, and vLLM waits for them
+        is_waiting_for_load = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_waiting_for_load and not tracked.is_load_told:
             return False
-        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_computed = request.num_computed_tokens
+        assert self._manager is not None
         if (
             self._options.preserve_on_sleep
             and self._options.lazy_offload
@@ -339,8 +343,7 @@ class SchedulerHalf:
         ):
             # Once: where the host is short, one request's blocks would drive out the other's.
             tracked.num_settled = num_computed
-            assert self._manager is not None
-            tables = self._manager.get_blocks(request_id).blocks
+            tables = self._manager.get_blocks(request.request_id).blocks
             full = [
                 block
                 for group, table in zip(self._model.groups, tables, strict=True)
@@ -348,16 +351,13 @@ class SchedulerHalf:
                 if block.block_hash is not None
             ]
             self._store_blocks(full)
+        if is_waiting_for_load or request.status == RequestStatus.WAITING:
+            # Its load is over, and it has not run since: vLLM takes blocks back of what runs only,
+            # and would not sleep. They are freed here, and the load is made anew when it goes on.
+            self._manager.free(request)
+            request.num_computed_tokens = 0
+            self._forget(request.request_id)
         return True
-
-    def _take_back(self, failed_request_ids: Iterable[str]) -> None:
-        """Free the blocks of loads that were given up: a paused vLLM does not come to it."""
-        assert self._manager is not None
-        for request_id in failed_request_ids:
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.is_given_up:
-                self._manager.free(tracked.request)
-                self._forget(request_id)
 
     @property
     def holds_freed_blocks(self) -> bool:

@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class WeightsVersion:
-    """What a file said when it was last read; nothing of its content is understood."""
+    """What a file said when it last counted; nothing of its content is understood."""
 
     def __init__(self, path: str | None) -> None:
         """Read it; without a path, the weights never change.
@@ -31,8 +31,12 @@ class WeightsVersion:
                     f"({error.strerror}); write a line there that names the weights"
                 ) from error
 
-    def changed(self) -> bool:
-        """Whether it says something else now; also if it cannot be read, to be on the safe side."""
+    def changed(self, *, remember: bool) -> bool:
+        """Whether it says something else now; also if it cannot be read, to be on the safe side.
+
+        Args:
+            remember: what it says now is compared with the next time, no longer what it said.
+        """
         if self._path is None:
             return False
         try:
@@ -47,6 +51,7 @@ class WeightsVersion:
             return True
         if content == self._content:
             return False
-        self._content = content
+        if remember:
+            self._content = content
         logger.info("kvstow: other weights, says %s: the host tier is emptied", self._path)
         return True
