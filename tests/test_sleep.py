@@ -573,6 +573,11 @@ def test_a_file_needs_to_say_whose_it_is(tmp_path: Path) -> None:
         for options in halves:
             with pytest.raises(ConfigError, match="a file needs both"):
                 sleep(it.engine, after=READY, to=tmp_path / "image", **options)
+        for place in 5, None, b"image", "im\0age":
+            with pytest.raises(ConfigError, match="pass HOST, or the name of a file"):
+                sleep(it.engine, after=READY, to=place, **WHO)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="pass strings"):
+            sleep(it.engine, after=READY, identity=b"a", weights_version="1")  # type: ignore[arg-type]
         with pytest.raises(SnapshotError, match="cannot be written: No such file"):
             sleep(it.engine, after=READY, to=tmp_path / "no" / "image", **WHO)
         it.run("a", prompt(1, 9))
