@@ -444,6 +444,21 @@ def test_without_preserving_requests_recompute_what_the_host_lacks(to: str, tmp_
         it.check()
 
 
+def test_without_preserving_who_was_loading_is_not_said_to_run() -> None:
+    with world() as it:
+        it.run("writer", prompt(1, 16))
+        it.settle()
+        it.engine.finish("writer")
+        it.engine.ledger.pool.evict(np.arange(1, 24))
+        it.engine.add("a", hash_tokens(prompt(1, 16), BLOCK))
+        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS
+        it.sleep(preserve=False)
+        it.wake()
+        landed = it.engine.poll()
+        assert (landed.loaded, landed.failed) == ([], ["a"])
+        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS, "the host has it still"
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal, Self, TypeAlias
 
@@ -326,6 +326,8 @@ def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
 def _image(engine: Engine, model: Model, *, preserve: bool) -> Image:
     """What is accounted of an engine, as it is now."""
     ledger, untold = engine.ledger, engine._untold
+    if not preserve:  # who has just loaded does not run then: to be admitted anew, as who failed
+        untold = replace(untold, loaded=[], failed=untold.failed + untold.loaded)
     record = {
         "preserved": preserve,
         "block_bytes": _block_bytes(engine._ranks.layouts),
