@@ -290,6 +290,31 @@ def test_asleep_it_holds_no_device_memory_and_does_nothing() -> None:
         it.check()
 
 
+def test_what_was_evicted_is_counted_once() -> None:
+    with world(num_blocks=8) as it:
+        it.run("gone", prompt(2, 12))
+        it.settle()
+        it.engine.finish("gone")
+        it.run("a", list(range(500, 520)))
+        del it.texts["gone"]
+        evicted = [it.engine.stats()["device_evicted_blocks"]]
+        for change in it.sleep, it.wake, it.sleep, it.engine.close:
+            change()
+            evicted.append(it.engine.stats()["device_evicted_blocks"])
+        assert evicted == [1] * 5
+
+
+def test_closed_while_it_sleeps_it_knows_nobody_and_is_sound() -> None:
+    with world() as it:
+        it.run("a", prompt(1, 9))
+        it.sleep()
+        it.engine.close()
+        it.engine.check()
+        assert it.engine.stats()["requests"] == 0
+        with pytest.raises(StateError, match="is closed"):
+            it.engine.add("b", [])
+
+
 def test_what_only_the_device_cached_is_told_of_as_removed() -> None:
     with world(num_host=20, events=True, mode="lazy", horizon_blocks=1) as it:
         it.run("gone", prompt(2, 12))
@@ -354,6 +379,43 @@ def test_what_takes_too_long_has_failed_and_cannot_land_later() -> None:
         assert (again.state, again.num_new_tokens) == (RUNS, 17), "it recomputes"
 
 
+def test_a_store_that_has_left_its_blocks_may_still_take_too_long() -> None:
+    """It has unpinned them, and does not once more when it is given up."""
+
+    class Released(Ticket):
+        def __init__(self, ticket: Ticket) -> None:
+            self._ticket = ticket
+
+        def poll(self) -> bool:
+            return self._ticket.poll()
+
+        def source_released(self) -> bool:
+            return True
+
+        @property
+        def error(self) -> TransferError | None:
+            return self._ticket.error
+
+        def wait(self, timeout_s: float | None = None) -> None:
+            self._ticket.wait(timeout_s)
+
+    class Staged(HostMover):
+        def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
+            return Released(super().store(block_ids, host_slots, after=after))
+
+    with world(mover=Staged) as it:
+        it.engine.add("a", hash_tokens(prompt(1, 18), BLOCK))
+        it.engine.admit("a", 18, 100, after=READY)
+        it.engine.computed(["a"], [18], after=HostEvent())
+        it.engine.poll()
+        it.sleep(timeout_s=0.01)
+        it.wake()
+        assert it.engine.poll().num_failed_stores == 1
+        it.engine.check()
+        it.engine.finish("a")
+        assert it.engine.ledger.pool.num_free == 23
+
+
 def test_a_failed_sleep_leaves_what_landed_to_the_next_poll() -> None:
     with world(num_host=3) as it:
         it.run("a", prompt(1, 13))
@@ -380,6 +442,21 @@ def test_without_preserving_requests_recompute_what_the_host_lacks(to: str, tmp_
         it.settle()
         it.texts["a"] = it.texts["a"][:16]
         it.check()
+
+
+def test_without_preserving_who_was_loading_is_not_said_to_run() -> None:
+    with world() as it:
+        it.run("writer", prompt(1, 16))
+        it.settle()
+        it.engine.finish("writer")
+        it.engine.ledger.pool.evict(np.arange(1, 24))
+        it.engine.add("a", hash_tokens(prompt(1, 16), BLOCK))
+        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS
+        it.sleep(preserve=False)
+        it.wake()
+        landed = it.engine.poll()
+        assert (landed.loaded, landed.failed) == ([], ["a"])
+        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS, "the host has it still"
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -511,6 +588,11 @@ def test_a_file_needs_to_say_whose_it_is(tmp_path: Path) -> None:
         for options in halves:
             with pytest.raises(ConfigError, match="a file needs both"):
                 sleep(it.engine, after=READY, to=tmp_path / "image", **options)
+        for place in 5, None, b"image", "im\0age":
+            with pytest.raises(ConfigError, match="pass HOST, or the name of a file"):
+                sleep(it.engine, after=READY, to=place, **WHO)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="pass strings"):
+            sleep(it.engine, after=READY, identity=b"a", weights_version="1")  # type: ignore[arg-type]
         with pytest.raises(SnapshotError, match="cannot be written: No such file"):
             sleep(it.engine, after=READY, to=tmp_path / "no" / "image", **WHO)
         it.run("a", prompt(1, 9))
@@ -631,6 +713,12 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
     put_to_sleep(path)
     with world() as it:
         it.run("a", prompt(1, 9))
+        with pytest.raises(StateError, match="restart one that was just built"):
+            restart(it.engine, path, after=READY, **WHO)
+    with world(mode="lazy", horizon_blocks=1) as it:
+        it.run("a", prompt(1, 9))
+        it.engine.finish("a")  # its blocks are cached on the device alone
+        assert not len(it.engine.scheduler.used_slots())
         with pytest.raises(StateError, match="restart one that was just built"):
             restart(it.engine, path, after=READY, **WHO)
     refusals: list[tuple[dict[str, Any], str]] = [

@@ -1,12 +1,16 @@
 """The file that an engine sleeps in: whole or refused, whatever happens to it or to its writer."""
 
+import fcntl
 import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,112 @@ def test_what_is_foreign_is_named(content: bytes, why: str, tmp_path: Path) -> N
     path.write_bytes(content)
     assert why in str(refusal(path))
     assert "cannot be read: Is a directory" in str(refusal(tmp_path))
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another header, under a checksum that is right."""
+    whole = path.read_bytes()
+    [num_bytes] = struct.unpack_from("<I", whole, 12)
+    fields = json.loads(whole[20 : 20 + num_bytes])
+    changed = change(fields)
+    header = json.dumps(fields if changed is None else changed).encode()
+    assert 20 + len(header) <= PAGE, "what comes next stays where it is"
+    crc = zlib.crc32(header, zlib.crc32(struct.pack("<II", 1, len(header))))
+    prefix = struct.pack("<8sIII", whole[:8], 1, len(header), crc)
+    path.write_bytes((prefix + header).ljust(PAGE, b"\0") + whole[PAGE:])
+
+
+def arena_with(**fields: object) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header["arenas"][0].update(fields)
+
+
+def part_with(name: str, at: int, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header["sections"][name].__setitem__(at, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: [],
+        lambda header: header.update(sections=[]),
+        lambda header: header.update(arenas=[]),
+        lambda header: header.update(arenas=[None]),
+        lambda header: header.update(arenas=header["arenas"] * 2),
+        lambda header: header.update(num_bytes=str(header["num_bytes"])),
+        lambda header: header["sections"].pop("ledger"),
+        lambda header: header["sections"].update(ledger=header["sections"]["scheduler"]),
+        part_with("ledger", 0, -PAGE),
+        part_with("ledger", 0, 1.0),
+        part_with("ledger", 1, -1),
+        part_with("ledger", 1, 1 << 70),
+        part_with("slots-0", 2, 7),
+        arena_with(offset=-PAGE),
+        arena_with(offset=1 << 80),
+        arena_with(offset=8),
+        arena_with(num_slots=0),
+        arena_with(num_slots=-1),
+        arena_with(num_slots=4),
+        arena_with(num_slots=True),
+        arena_with(num_slots=1 << 80),
+        arena_with(num_slots="64"),
+        arena_with(slot_bytes=0),
+        arena_with(slot_bytes=float("inf")),
+        arena_with(slot_bytes=1 << 40),
+        arena_with(slots_per_run=0),
+        arena_with(slots_per_run=2),
+        arena_with(slots_per_run=7),
+        arena_with(num_slots=32),
+        arena_with(slot_bytes=64),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(
+    image: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    forge(image, lambda _: None)
+    assert refusal(image) is None
+    forge(image, change)
+    assert refusal(image) is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"preserved"', b'"preserve_"'),
+        (b'[["a", ', b'[[["a"],'.ljust(7)),
+        (b'"requests": [[', b'"requests": 0,"'),
+        (b'[["a", true', b'[["z", true'),
+        (b'"landed": [[]', b'"landed": {"" '),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(image: Path, old: bytes, new: bytes) -> None:
+    with SnapshotFile(image) as file:
+        record, whole = file.image.engine, image.read_bytes()
+    assert old in record
+    other = record.replace(old, new)[: len(record)]
+    image.write_bytes(whole.replace(record, other))
+    forge(image, part_with("engine", 1, len(other)))
+    forge(image, part_with("engine", 2, f"{zlib.crc32(other):08x}"))
+    assert refusal(image) is not None
+
+
+def test_slots_that_are_named_twice_or_lie_outside_are_refused(image: Path) -> None:
+    with SnapshotFile(image) as file:
+        [arena] = file._arenas
+    used, crcs = arena.used.astype("<u4"), arena.crcs.astype("<u4").tobytes()
+    for wrong in ([*used[:1], *used[:-1]], [*used[:-2], 64, used[-1]], [*used[:-1], 64]):
+        whole = image.read_bytes()
+        before = json.loads(whole[20:PAGE].rstrip(b"\0"))["sections"]["slots-0"]
+        parts = np.array(wrong, "<u4").tobytes() + crcs
+        begin = PAGE + before[0]
+        image.write_bytes(whole[:begin] + parts + whole[begin + len(parts) :])
+        forge(image, part_with("slots-0", 2, f"{zlib.crc32(parts):08x}"))
+        assert "names a slot twice, or one that it has not" in str(refusal(image))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "cannot be read" in str(refusal(tmp_path / "pipe"))
+    assert "embedded null byte" in str(refusal(tmp_path / "null\0byte"))
 
 
 def test_other_weights_are_refused(image: Path) -> None:
@@ -220,6 +330,22 @@ def test_a_writer_that_lives_keeps_its_temporary_file(
         replace(one, other)
 
     monkeypatch.setattr(os, "replace", replace_after_another)
+    put_to_sleep(path)
+    assert refusal(path) is None
+    assert os.listdir(tmp_path) == ["image"]
+
+
+def test_a_writer_whose_file_was_taken_for_a_left_over_one_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "image", fcntl.flock
+
+    def lock_too_late(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        put_to_sleep(path)  # it finds one that nobody has locked yet
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
     put_to_sleep(path)
     assert refusal(path) is None
     assert os.listdir(tmp_path) == ["image"]

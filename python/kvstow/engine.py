@@ -620,7 +620,9 @@ class Engine:
         Requests can still be finished and looked at; those that were loading never will run. A file
         in which the engine sleeps stays.
         """
-        self._asleep = None
+        if self._asleep is not None:  # nobody can wake the requests that it accounts for
+            self._asleep = None
+            self._replace_ledger(self._new_ledger(self.ledger.pool.num_blocks))
         self._ranks.close()
         for end in self.scheduler.end_all():
             self._unpin(end)
@@ -787,14 +789,15 @@ class Engine:
 
     def _is_new(self) -> bool:
         """Whether it has served nobody yet."""
-        return not (self._requests or self._transfers or len(self.scheduler.used_slots()))
+        is_used = self._requests or self._transfers or self.ledger.pool.num_cached
+        return not (is_used or len(self.scheduler.used_slots()))
 
     def _fence(self) -> None:
         """Fail the copies in flight, and go on with movers that know nothing of them."""
         self._ranks.close()
         in_flight = self.transfers
         for end in self.scheduler.end_all():
-            self.ledger.pool.unpin(end.block_ids)
+            self._unpin(end)
         failed = [name for name in map(self._waiting_for, in_flight) if name is not None]
         self._transfers.clear()
         for name in failed:
@@ -813,7 +816,6 @@ class Engine:
         """Forget everything but the accounting, to look at; `lost` blocks' keys are gone."""
         self.ledger.pool.evict(lost)
         self.flush_events()
-        self._counts.evicted_blocks += self.ledger.pool.num_evicted
         self._ranks.let_go()
         self._requests.clear()
         self._running.clear()
@@ -828,7 +830,9 @@ class Engine:
         requests: "dict[str, _Request]",
     ) -> None:
         """Go on with these."""
-        self.ledger, self.scheduler, self._ranks = ledger, scheduler, ranks
+        self.flush_events()
+        self._replace_ledger(ledger)
+        self.scheduler, self._ranks = scheduler, ranks
         self.arenas, self.movers = ranks.arenas, ranks.movers
         self._requests = requests
         self._running = {name for name, one in requests.items() if one.state == "running"}
@@ -838,6 +842,11 @@ class Engine:
             # Else what is evicted before its request's next step would not be stored.
             for name in self._running:
                 self._planned([(name, requests[name], ledger.num_granted_tokens(name))])
+
+    def _replace_ledger(self, ledger: BlockLedger) -> None:
+        """Take another ledger, and still count what the one before has evicted."""
+        self._counts.evicted_blocks += self.ledger.pool.num_evicted
+        self.ledger = ledger
 
 
 @dataclass(slots=True)

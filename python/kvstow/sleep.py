@@ -16,9 +16,9 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from kvstow._core import (
     SnapshotError,
     StateError,
     TransferError,
+    UnknownRequest,
 )
 from kvstow.engine import Engine, Landed, _Request
 from kvstow.ranks import RankLayouts, checked_layouts
@@ -115,13 +116,18 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
         TransferError: they could not be copied there.
         SnapshotError: the file cannot be written.
         StateError: the engine sleeps already, or is closed.
-        ConfigError: `after` is no `Event`, or a file without identity and weights version.
+        ConfigError: `after` is no `Event`, `to` no name of a file, or one without identity and
+            weights version.
 
     Where it raises, the engine is awake as before, but that copies in flight have ended, and that
     the host may have evicted blocks to make room.
     """
     engine._check_open()
-    model = Model(identity, weights_version)
+    model, to = Model(identity, weights_version), _checked_place(to)
+    if not all(isinstance(name, str) for name in (identity, weights_version)):
+        raise ConfigError(
+            f"identity is {identity!r} and weights_version {weights_version!r}; pass strings"
+        )
     if to is not HOST and not (identity and weights_version):
         raise ConfigError(
             f"identity is {identity!r} and weights_version {weights_version!r}; a file needs both, "
@@ -273,6 +279,15 @@ def restart(  # noqa: PLR0913 - likewise
 # -- to sleep ----------------------------------------------------------------------------------
 
 
+def _checked_place(to: To) -> To:
+    try:
+        if to is HOST or "\0" not in os.fspath(to):
+            return to
+    except TypeError:
+        pass
+    raise ConfigError(f"to is {to!r}; pass HOST, or the name of a file")
+
+
 def _check_event(after: Event) -> None:
     if not isinstance(after, Event):
         raise ConfigError(
@@ -311,6 +326,8 @@ def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
 def _image(engine: Engine, model: Model, *, preserve: bool) -> Image:
     """What is accounted of an engine, as it is now."""
     ledger, untold = engine.ledger, engine._untold
+    if not preserve:  # who has just loaded does not run then: to be admitted anew, as who failed
+        untold = replace(untold, loaded=[], failed=untold.failed + untold.loaded)
     record = {
         "preserved": preserve,
         "block_bytes": _block_bytes(engine._ranks.layouts),
@@ -332,6 +349,10 @@ def _image(engine: Engine, model: Model, *, preserve: bool) -> Image:
         num_tokens=sum(map(ledger.num_granted_tokens, names)) if preserve else 0,
         num_blocks=engine.scheduler.num_resident * engine._blocks_per_slot,
     )
+
+
+def _shape(arena: HostArena) -> tuple[int, int, int]:
+    return arena.num_slots, arena.slot_bytes, arena.slots_per_run
 
 
 def _block_bytes(layouts: Sequence[Sequence[BlockLayout]]) -> list[list[int]]:
@@ -359,6 +380,41 @@ class _Onto:
     after: Event
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What `_image` writes of the engine itself.
+
+    Attributes:
+        preserved: whether the blocks of the requests that ran are in the image.
+        block_bytes: per rank and group.
+        requests: each with whether it ran, and whether it is to recompute.
+        landed: what the next poll tells.
+    """
+
+    preserved: bool
+    block_bytes: list[list[int]]
+    requests: list[tuple[str, bool, bool]]
+    landed: Landed
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        try:
+            fields = json.loads(text)
+            loaded, failed, num_stored, num_failed = fields["landed"]
+            requests = [(name, bool(ran), bool(anew)) for name, ran, anew in fields["requests"]]
+            names = [*(name for name, _, _ in requests), *loaded, *failed]
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a request's name is no string")
+            landed = Landed(list(loaded), list(failed), int(num_stored), int(num_failed))
+            return cls(bool(fields["preserved"]), fields["block_bytes"], requests, landed)
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            raise _damaged(f"its requests make no sense ({error!r})") from error
+
+
+def _damaged(what: str) -> SnapshotError:
+    return SnapshotError(f"the snapshot is damaged: {what}. Start without it")
+
+
 def _restore(
     engine: Engine,
     image: Image,
@@ -368,10 +424,10 @@ def _restore(
     requests: bool = True,
 ) -> Awake:
     """Build everything anew and load the blocks; only then let the engine go on with it."""
-    record = json.loads(image.engine)
-    if record["block_bytes"] != (given := _block_bytes(onto.layouts)):
+    record = _Record.read(image.engine)
+    if record.block_bytes != (given := _block_bytes(onto.layouts)):
         raise SnapshotError(
-            f"the snapshot's blocks have {record['block_bytes']} bytes, per rank and group, those "
+            f"the snapshot's blocks have {record.block_bytes} bytes, per rank and group, those "
             f"of these layouts {given}; give layouts of the model that slept"
         )
     ledger = engine._new_ledger(onto.num_blocks)
@@ -380,10 +436,14 @@ def _restore(
     old_ids = new_ids = np.empty(0, dtype=np.int32)
     if requests:
         old_ids, new_ids = ledger.restore(image.ledger, block_ids=onto.block_ids)
+    if list(map(_shape, arenas)) != list(map(_shape, engine.arenas)):
+        raise _damaged("its slots are not those of the host tier that it describes")
     ranks = engine._new_ranks(onto.layouts, arenas)
     try:
-        if requests and record["preserved"]:
+        if requests and record.preserved:
             job = scheduler.image
+            if not np.array_equal(np.sort(job.block_ids), old_ids):
+                raise _damaged("its image is of other blocks than its tables")
             moved = new_ids[np.searchsorted(old_ids, job.block_ids)]
             _finish(ranks.copy("load", job, moved, onto.after), "loaded")
         known = _known_requests(engine, record, ledger, scheduler, keep=requests)
@@ -393,27 +453,33 @@ def _restore(
     scheduler.release_image()
     engine._awaken(ledger, scheduler, ranks, known)
     if requests:
-        engine._untold = Landed(*record["landed"])
+        engine._untold = record.landed
     return Awake(old_ids, new_ids)
 
 
 def _known_requests(
     engine: Engine,
-    record: dict[str, Any],
+    record: _Record,
     ledger: BlockLedger,
     scheduler: OffloadScheduler,
     *,
     keep: bool,
 ) -> dict[str, _Request]:
     """The requests that slept, as the engine knows them; without `keep`, nobody knows them."""
-    known = {}
-    for name, was_running, recompute in record["requests"]:
-        if not keep or (was_running and not record["preserved"]):
+    known: dict[str, _Request] = {}
+    num_requests = len({name for name, _, _ in record.requests})
+    if num_requests != len(record.requests) or (keep and num_requests != ledger.num_requests):
+        raise _damaged("its ledger has other requests")
+    for name, was_running, recompute in record.requests:
+        if not keep or (was_running and not record.preserved):
             scheduler.finish(name)
         if not keep:
             continue
-        hashes, tokens, keys = ledger.known(name)
-        is_running = was_running and record["preserved"]
+        try:
+            hashes, tokens, keys = ledger.known(name)
+        except UnknownRequest as error:
+            raise _damaged("its ledger has other requests") from error
+        is_running = was_running and record.preserved
         if was_running and not is_running:
             scheduler.add(name, hashes)
         known[name] = _Request(

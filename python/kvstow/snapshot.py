@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import operator
 import os
 import struct
 import tempfile
@@ -47,6 +48,10 @@ _CHUNK_BYTES = 32 << 20
 _NUM_THREADS = 2
 _TEMPORARY = ".kvstow-tmp"
 _SECTIONS = ("ledger", "scheduler", "engine")
+# What comes of numbers and names that are of another kind, or out of bounds.
+_NONSENSE = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +231,8 @@ def _replacing(path: Path) -> Iterator[int]:
 
     Those that killed writers have left go first; a writer that lives holds a lock on its own.
     """
-    prefix = f".{path.name}."
-    _remove_left_over(path.parent, prefix)
-    file, name = tempfile.mkstemp(_TEMPORARY, prefix, path.parent)
+    file, name = _new_file(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
         yield file
         os.fsync(file)
         os.replace(name, path)
@@ -241,6 +243,24 @@ def _replacing(path: Path) -> Iterator[int]:
     finally:
         os.close(file)
     _sync_folder(path.parent)
+
+
+def _new_file(path: Path) -> tuple[int, str]:
+    """A file beside `path` that no other writer takes for one that was left, and its name."""
+    prefix = f".{path.name}."
+    _remove_left_over(path.parent, prefix)
+    while True:
+        file, name = tempfile.mkstemp(_TEMPORARY, prefix, path.parent)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return file, name
+        except BaseException:
+            os.close(file)
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+        os.close(file)  # another writer removed it before it was locked
 
 
 def _remove_left_over(folder: Path, prefix: str) -> None:
@@ -304,16 +324,18 @@ class SnapshotFile:
         """
         self.path = Path(path)
         try:
-            self._file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from error
+            # Without waiting for whoever writes, where it is a pipe.
+            self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise SnapshotError(f"{self.path} cannot be read: {why}") from error
         with ExitStack() as opened:
             opened.callback(self.close)
             try:
                 self._read()
             except OSError as error:
                 raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from error
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
+            except _NONSENSE as error:
                 raise self._damaged(f"its header makes no sense ({error!r})") from error
             opened.pop_all()
         self.num_used_slots = sum(len(arena.used) for arena in self._arenas)
@@ -405,6 +427,8 @@ class SnapshotFile:
             self._arena(base, one, sections[f"slots-{rank}"])
             for rank, one in enumerate(fields["arenas"])
         ]
+        if not self._arenas:
+            raise self._damaged("it has the slots of no rank")
 
     def _section(self, name: str, place: int, num_bytes: int, crc: int) -> bytes:
         if not 0 <= place <= place + num_bytes <= self.num_bytes:
@@ -416,10 +440,13 @@ class SnapshotFile:
 
     def _arena(self, base: int, fields: dict[str, int], slots: bytes) -> _Arena:
         used, crcs = np.frombuffer(slots, dtype="<u4").astype(np.int64).reshape(2, -1)
-        num_slots, per_run = fields["num_slots"], fields["slots_per_run"]
-        offset = base + fields["offset"]
-        end = offset + num_slots * slot_stride_bytes(fields["slot_bytes"], per_run)
-        is_inside = not len(used) or 0 <= used[0] <= used[-1] < num_slots
-        if end > self.num_bytes or offset % SLOT_ALIGNMENT_BYTES or not is_inside:
+        names = ("offset", "num_slots", "slot_bytes", "slots_per_run")
+        place, num_slots, slot_bytes, per_run = [operator.index(fields[name]) for name in names]
+        if min(num_slots, slot_bytes, per_run) < 1 or num_slots % per_run:
+            raise self._damaged("its slots are none")
+        end = base + place + num_slots * slot_stride_bytes(slot_bytes, per_run)
+        if place < 0 or end > self.num_bytes or (base + place) % SLOT_ALIGNMENT_BYTES:
             raise self._damaged("its slots lie outside of it")
-        return _Arena(offset, num_slots, fields["slot_bytes"], per_run, used, crcs)
+        if np.any(np.diff(used) < 1) or np.any(used >= num_slots):
+            raise self._damaged("it names a slot twice, or one that it has not")
+        return _Arena(base + place, num_slots, slot_bytes, per_run, used, crcs)

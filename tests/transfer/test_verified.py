@@ -12,9 +12,11 @@ from kvstow.transfer import (
     HostArena,
     HostEvent,
     HostMover,
+    ProvingMover,
     TransferTimeout,
     VerifiedMover,
 )
+from kvstow.transfer.kernels import checksum
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6
 
@@ -89,3 +91,45 @@ def test_closing_ends_every_ticket(mover: VerifiedMover) -> None:
     assert all(ticket.poll() and ticket.error is not None for ticket in tickets)
     with pytest.raises(StateError, match="closed"):
         mover.store([1], [1], after=READY)
+
+
+# -- what a file has brought ---------------------------------------------------------------------
+
+
+def filled(arena: HostArena) -> None:
+    """As if a file had filled all slots."""
+    arena.slots[:] = np.random.default_rng(8).integers(0, 256, arena.slots.shape, np.uint8)
+    arena.checksums[:] = [arena.checksum(slot) for slot in range(NUM_SLOTS)]
+    arena.unproven = arena.checksums >= 0
+
+
+def test_no_load_overtakes_one_that_is_still_being_proven(
+    device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+) -> None:
+    layout, event = BlockLayout.from_arrays([device]), HostEvent()
+    with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
+        filled(arena)
+        with ProvingMover(HostMover(layout, arena)) as mover:
+            mover.load([0], [1], after=READY).wait(10)
+            first = mover.load([1], [2], after=event)
+            second = mover.load([0], [2], after=READY)  # proven: need not be compared again
+            with pytest.raises(TransferTimeout):
+                second.wait(0.05)
+            event.set()
+            second.wait(10)
+            assert first.poll()
+            assert (device[2] == arena.slots[0]).all()
+            assert mover.load([0], [3], after=READY).poll(), "a brief one is over at once again"
+
+
+def test_what_is_proven_has_the_sum_that_its_device_would_have_kept(
+    device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+) -> None:
+    layout = BlockLayout.from_arrays([device])
+    with HostArena(NUM_SLOTS, BLOCK_BYTES + 50) as arena:
+        filled(arena)
+        sums, is_known = arena.device_sums  # as a mover that sums up there asks for
+        with ProvingMover(HostMover(layout, arena)) as mover:
+            mover.load([4, 2], [1, 2], after=READY).wait(10)
+        assert is_known.tolist() == [0, 0, 1, 0, 1, 0]
+        assert sums[[2, 4]].tolist() == checksum(arena.slots[[2, 4], :BLOCK_BYTES]).tolist()

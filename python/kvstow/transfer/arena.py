@@ -166,6 +166,11 @@ class HostArena:
             self._device_sums = (sums[0], sums[1])
         return self._device_sums
 
+    @property
+    def has_device_sums(self) -> bool:
+        """Whether a mover keeps `device_sums`."""
+        return self._device_sums is not None
+
     def checksum(self, slot: int) -> int:
         """CRC-32 of what a slot holds now; `zlib` lets go of the interpreter lock meanwhile."""
         return zlib.crc32(self.slots[slot].data)

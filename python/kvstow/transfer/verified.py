@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstow._core import ChecksumMismatch, StateError, TransferError
 from kvstow.transfer.host_mover import HostTicket
+from kvstow.transfer.kernels import checksum
 from kvstow.transfer.mover import Event, Index, Mover, Ticket
 
 
@@ -93,6 +94,9 @@ class ProvingMover(Mover):
         self._mover = mover
         self._unproven = np.zeros(mover.arena.num_slots, bool) if unproven is None else unproven
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-prove")
+        self._last: Ticket | None = None
+        # Of a mover that sums up on its device: the file has none of these.
+        self._sums = mover.arena.device_sums if mover.arena.has_device_sums else None
         self._is_open = True
 
     def close(self) -> None:
@@ -112,7 +116,8 @@ class ProvingMover(Mover):
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         unproven = host_slots[self._unproven[host_slots]].tolist()
-        if not unproven:
+        # In a direction jobs keep their order: none overtakes one that is still being proven.
+        if not unproven and (self._last is None or self._last.poll()):
             return self._mover.load(host_slots, block_ids, after=after)
 
         def prove_and_load() -> None:
@@ -123,10 +128,19 @@ class ProvingMover(Mover):
                         f"host slot {slot} does not hold what the snapshot says: its checksum is "
                         f"{found:#010x}, not {expected:#010x}; the file is damaged"
                     )
+                self._sum_up(slot)
                 self._unproven[slot] = False
             self._mover.load(host_slots, block_ids, after=after).wait()
 
-        return _run(self._loads, prove_and_load)
+        self._last = _run(self._loads, prove_and_load)
+        return self._last
+
+    def _sum_up(self, slot: int) -> None:
+        """Let a mover that sums up what it loads find what it would have stored."""
+        if self._sums is not None:
+            sums, is_known = self._sums
+            sums[slot] = checksum(self._arena.slots[slot : slot + 1, : self._layout.slot_bytes])[0]
+            is_known[slot] = 1
 
 
 def _run(threads: ThreadPoolExecutor, work: Callable[[], None]) -> Ticket:
