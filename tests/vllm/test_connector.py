@@ -514,7 +514,9 @@ def test_other_weights_count_until_the_device_is_reset_as_well(tmp_path: Path) -
     assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
     scheduler.store_one("e")
     scheduler.half.reset()
-    assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, "and from then on it is kept"
+    assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, (
+        "and from then on it is kept"
+    )
 
 
 def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
