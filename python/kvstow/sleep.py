@@ -139,6 +139,7 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
         if preserve:
             job = engine.scheduler.hold_image(engine.ledger)
             _finish(engine._ranks.copy("store", job, job.block_ids, after), "stored")
+        after.wait()  # also where nothing is copied: when this returns, the device memory may go
         image = _image(engine, model, preserve=preserve)
         if to is not HOST:
             write_snapshot(to, image, engine.arenas, _used_places(engine))

@@ -73,6 +73,19 @@ def test_no_block_is_corrupt(device: PlayedDevice, model: str, device_blocks: in
     assert not device.runtime.allocated
 
 
+def test_a_device_that_sleeps_has_its_blocks_back(device: PlayedDevice) -> None:
+    config = ReplayConfig(
+        device_blocks=300, host_blocks=6000, mover="cuda", sleep_at=(40, 200, 400)
+    )
+    engine = ReplayEngine(read_trace(BUNDLED_TRACE, limit=60), config)
+    engine.run()
+    assert engine.figures.finished == 60
+    assert engine.figures.sleeps == 3
+    assert engine.verifier.num_corrupt == 0
+    engine.close()
+    assert not device.runtime.allocated
+
+
 def test_without_the_device_s_waits_blocks_are_corrupt(device: PlayedDevice) -> None:
     def forget(stream: FakeStream, event: object) -> None:
         """Let nothing wait."""
