@@ -47,6 +47,7 @@ test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,0
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
 
 test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, and its server under 300 requests at once
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_sleep.py -k another_process
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
 

@@ -7,6 +7,7 @@ pause, keep the requests, reset the caches and resume; the memory is overwritten
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,7 +141,10 @@ def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
     assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+# Each takes a start of vLLM; both ways are taken in this process as well.
+@pytest.mark.parametrize(
+    "mode", ["lazy", *(["eager"] if os.environ.get("KVSTOW_VLLM") == "full" else [])]
+)
 def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
     """There vLLM waits itself until transfers have landed, twice, before it resets its caches."""
     model = models.make_model(models.LLAMA, tmp_path / "model")
