@@ -140,6 +140,20 @@ def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
     assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
 
 
+def test_a_load_of_half_the_pool_is_not_waited_for_in_vain(engine: Engine) -> None:
+    """vLLM reserves blocks for a load that was taken back, and so would never begin it anew."""
+    asked = prompts(1, 990, seed=2)
+    expected = engine.generate(asked, NUM_TOKENS)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    engine.begin(asked, NUM_TOKENS)
+    while not engine.core.scheduler.finished_recving_kv_req_ids:
+        engine.step(1)
+    sleep(engine)
+    engine.core.resume_scheduler()
+    assert difference(engine.finish(), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
     """There vLLM waits itself until transfers have landed, twice, before it resets its caches."""
