@@ -141,6 +141,20 @@ def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
     assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
 
 
+def test_a_load_of_half_the_pool_is_not_waited_for_in_vain(engine: Engine) -> None:
+    """vLLM reserves blocks for a load that was taken back, and so would never begin it anew."""
+    asked = prompts(1, 990, seed=2)
+    expected = engine.generate(asked, NUM_TOKENS)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    engine.begin(asked, NUM_TOKENS)
+    while not engine.core.scheduler.finished_recving_kv_req_ids:
+        engine.step(1)
+    sleep(engine)
+    engine.core.resume_scheduler()
+    assert difference(engine.finish(), expected) < TOLERANCE
+
+
 # Each takes a start of vLLM; both ways are taken in this process as well.
 @pytest.mark.parametrize(
     "mode", ["lazy", *(["eager"] if os.environ.get("KVSTOW_VLLM") == "full" else [])]

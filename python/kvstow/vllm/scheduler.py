@@ -61,8 +61,10 @@ class _Tracked:
     is_loading: bool = False
     # Its blocks were computed before a reset: they are not for the tier.
     is_stale: bool = False
-    # A load of it has failed: this time it computes what it needs.
+    # A load of it has failed, or vLLM would never begin it: it computes what it needs.
     recompute: bool = False
+    # Its last lookup has found something.
+    was_offered: bool = False
     # vLLM knows how its load went.
     is_load_told: bool = False
     # Computed tokens up to which its blocks were seen to before a sleep.
@@ -184,6 +186,11 @@ class SchedulerHalf:
             tracked = self._track(request, recompute=has_failed)
         elif tracked is None:
             tracked = self._track(request)
+        elif tracked.was_offered and self._is_idle():
+            # vLLM has not let it in, though nobody is in its way. What is free is reserved for
+            # requests that vLLM believes to be loading because their loads were taken back, and
+            # it may be one of them. Only loads heed that reserve, so it computes.
+            tracked.recompute = True
         self._tell_hashes(request.request_id, tracked)
         tracked.num_local_tokens = num_local_tokens
         if (
@@ -198,7 +205,15 @@ class SchedulerHalf:
         if found and self._drops_last_block:
             end = num_local_tokens + found - self._model.tokens_per_hit
             found = offload.lookup(request.request_id, num_local_tokens, end)
+        tracked.was_offered = bool(found)
         return found
+
+    def _is_idle(self) -> bool:
+        """Whether no request runs, and none waits for a load that is under way."""
+        loading = (one for one in self._transfers.values() if one.direction == "load")
+        return all(one.is_late for one in loading) and not any(
+            one.request.status == RequestStatus.RUNNING for one in self._tracked.values()
+        )
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks; the external ones are to be loaded."""
