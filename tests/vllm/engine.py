@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
 )
+from vllm.v1.core.sched.interface import PauseState
 
 from kvstow.transfer.mover import Event, Mover, Ticket
 from kvstow.vllm import KVStowConnector
@@ -161,21 +162,20 @@ class Engine:
         )
         return [answer(output) for output in outputs]
 
-    def begin(self, asked: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> None:
+    def begin(
+        self, asked: Sequence[Sequence[int]], max_tokens: int = 16, lora_request: Any = None
+    ) -> None:
         """Add requests, which `step` and `finish` then carry on."""
         sampling_params = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=1,
-            **sampling,
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
         )
         self.answers: dict[str, Answer] = {}
         self.names = [f"{at}-{next(_numbers)}" for at in range(len(asked))]
         for name, tokens in zip(self.names, asked, strict=True):
             prompt = {"prompt_token_ids": list(tokens)}
-            self.llm.llm_engine.add_request(name, prompt, sampling_params)
+            self.llm.llm_engine.add_request(
+                name, prompt, sampling_params, lora_request=lora_request
+            )
 
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -190,6 +190,16 @@ class Engine:
                 return [self.answers[name] for name in self.names]
             self.step(1)
         raise AssertionError("the engine does not come to an end")
+
+    def sleep(self) -> None:
+        """As `sleep(level=1, mode="keep")`: once no step has work left, the caches are reset."""
+        self.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.settle()
+        self.core.pause_scheduler("keep", clear_cache=True)
+        poison(self.worker)
+
+    def wake(self) -> None:
+        self.core.resume_scheduler()
 
     def settle_loads(self) -> None:
         """Step until no load is under way."""

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 from tests.vllm import models
-from tests.vllm.engine import DAMAGE, TOLERANCE, ChangedMover, Engine, difference, poison, prompts
-from vllm.v1.core.sched.interface import PauseState
+from tests.vllm.engine import DAMAGE, TOLERANCE, ChangedMover, Engine, difference, prompts
 from vllm.v1.request import RequestStatus
 
 from kvstow.transfer import READY, Event, Ticket
@@ -52,14 +51,6 @@ def engine(shared: Engine) -> Iterator[Engine]:
     shared.check_idle()
 
 
-def sleep(engine: Engine) -> None:
-    """As `sleep(level=1, mode="keep")`: once no step has work left, the caches are reset."""
-    engine.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.settle()
-    engine.core.pause_scheduler("keep", clear_cache=True)
-    poison(engine.worker)
-
-
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 # In the first prompt's chunks, in the second's, and three times while tokens are generated.
 @pytest.mark.parametrize("num_steps", [[1], [3], [6, 5, 1]], ids=str)
@@ -73,9 +64,9 @@ def test_generation_goes_on_where_it_was(
     for num in num_steps:
         engine.step(num)
         loaded, known = engine.stats()["loaded_blocks"], engine.num_computed_tokens()
-        sleep(engine)
+        engine.sleep()
         assert engine.num_computed_tokens() == 0, "the device has forgotten it"
-        engine.core.resume_scheduler()
+        engine.wake()
         engine.step(1)
         # vLLM keeps of windows what a hit can end at: in the middle of a prompt, nothing.
         if known > 300 or not engine.has_windows:
@@ -95,9 +86,9 @@ def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.M
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)
     engine.step(8)
-    sleep(engine)
+    engine.sleep()
     assert engine.stats()["resident_blocks"] == 0
-    engine.core.resume_scheduler()
+    engine.wake()
     answers = engine.finish()
     assert engine.stats()["loaded_blocks"] == 0
     assert difference(answers, expected) < TOLERANCE
@@ -116,8 +107,8 @@ def test_what_is_not_loaded_shows(engine: Engine) -> None:
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)
     engine.step(8)
-    sleep(engine)
-    engine.core.resume_scheduler()
+    engine.sleep()
+    engine.wake()
     with engine.movers(Forgetful):  # type: ignore[arg-type]
         answers = engine.finish()
     assert difference(answers, expected) > DAMAGE
@@ -131,8 +122,8 @@ def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
     engine.step(1)
     waiting = [one.status for one in engine.core.scheduler.requests.values()]
     assert RequestStatus.WAITING_FOR_REMOTE_KVS in waiting
-    sleep(engine)
-    engine.core.resume_scheduler()
+    engine.sleep()
+    engine.wake()
     loaded = engine.stats()["loaded_blocks"]
     answers = engine.finish()
     assert engine.stats()["loaded_blocks"] > loaded
@@ -150,8 +141,8 @@ def test_a_load_of_half_the_pool_is_not_waited_for_in_vain(engine: Engine) -> No
     engine.begin(asked, NUM_TOKENS)
     while not engine.core.scheduler.finished_recving_kv_req_ids:
         engine.step(1)
-    sleep(engine)
-    engine.core.resume_scheduler()
+    engine.sleep()
+    engine.wake()
     assert difference(engine.finish(), expected) < TOLERANCE
 
 

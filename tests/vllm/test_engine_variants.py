@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,20 @@ def rounds_agree(
         assert [answer.num_cached for answer in answers] == hits
         assert difference(answers, expected) < TOLERANCE
         engine.settle()
+
+
+def sleep_changes_nothing(
+    engine: Engine, asked: list[list[int]], expected: list[Answer], **settings: Any
+) -> None:
+    """While prompts come in, and while tokens are generated."""
+    engine.half._options = replace(engine.half._options, preserve_on_sleep=True)
+    engine.begin(asked, **settings)
+    for num_steps in (2, 8):
+        engine.step(num_steps)
+        engine.sleep()
+        engine.wake()
+    assert difference(engine.finish(), expected) < TOLERANCE
+    engine.settle()
 
 
 @full
@@ -144,6 +159,8 @@ def test_two_lora_names_share_no_block(folder: Path, tmp_path: Path) -> None:
     with running(folder, **lora) as engine:
         for adapter, answers in zip(adapters, expected, strict=True):
             rounds_agree(engine, PROMPTS, answers, lora_request=adapter)
+        for adapter, answers in zip(adapters, expected, strict=True):
+            sleep_changes_nothing(engine, PROMPTS, answers, lora_request=adapter)
         engine.check_idle()
 
 
@@ -170,4 +187,5 @@ def test_ngram_drafts(
         monkeypatch.setattr(engine.half, "build", counting)
         rounds_agree(engine, REPEATING, expected["repeating"])
         assert num_drafted > 0
+        sleep_changes_nothing(engine, REPEATING, expected["repeating"])
         engine.check_idle()
