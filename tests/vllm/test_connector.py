@@ -546,7 +546,7 @@ def loading(name: str = "b") -> tuple[Scheduler, Request, Copies]:
     return scheduler, request, load
 
 
-@pytest.mark.parametrize("status", ["WAITING_FOR_REMOTE_KVS", "WAITING"])
+@pytest.mark.parametrize("status", ["WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"])
 def test_a_load_that_a_sleep_meets_is_given_up_and_made_anew(status: str) -> None:
     scheduler, request, load = loading()
     assert not scheduler.half.may_rest()

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 
+# To be let in: with the blocks of a load that has landed, if there was no room for the rest.
+_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
 @dataclass(slots=True)
 class _Tracked:
     """What is kept of a request between its first lookup and its end."""
@@ -366,7 +370,7 @@ class SchedulerHalf:
                 if block.block_hash is not None
             ]
             self._store_blocks(full)
-        if is_waiting_for_load or request.status == RequestStatus.WAITING:
+        if is_waiting_for_load or request.status in _WAITING:
             # Its load is over, and it has not run since: vLLM takes blocks back of what runs only,
             # and would not sleep. They are freed here, and the load is made anew when it goes on.
             self._manager.free(request)
