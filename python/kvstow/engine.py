@@ -50,6 +50,7 @@ from kvstow.ranks import (
     checked_layouts,
 )
 from kvstow.transfer import Event, mover_for
+from kvstow.transfer.mover import check_event
 
 if TYPE_CHECKING:
     from kvstow.sleep import Asleep
@@ -311,7 +312,7 @@ class Engine:
             ConfigError: a number that is not positive, or `after` is no `Event`.
         """
         self._check_open()
-        _check_event(after)
+        check_event(after)
         request = self._request(request_id)
         if request.state != "added":
             raise StateError(f"request {request_id!r} is {request.state}; admit it once")
@@ -404,7 +405,7 @@ class Engine:
                 was granted, or `after` is no `Event`.
         """
         self._check_open()
-        _check_event(after)
+        check_event(after)
         self._check_running(request_ids)
         if len(num_computed_tokens) != len(request_ids):
             raise ConfigError(
@@ -889,12 +890,3 @@ class _Request:
     state: Literal["added", "loading", "running", "stranded"] = "added"
     load_id: int = 0
     recompute: bool = False
-
-
-def _check_event(after: Event) -> None:
-    # What isinstance(after, Event) asks of a protocol, which takes 10 us.
-    if not (hasattr(after, "wait") and hasattr(after, "add_done_callback")):
-        raise ConfigError(
-            f"after must be an Event (wait, add_done_callback), got {after!r}; pass READY where "
-            "there is nothing to wait for"
-        )

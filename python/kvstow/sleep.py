@@ -37,6 +37,7 @@ from kvstow.engine import Engine, Landed, _Request
 from kvstow.ranks import RankLayouts, checked_layouts
 from kvstow.snapshot import Image, Model, SnapshotFile, write_snapshot
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket, TransferTimeout
+from kvstow.transfer.mover import check_event
 
 __all__ = ["HOST", "Awake", "Place", "restart", "sleep", "wake"]
 
@@ -133,7 +134,7 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
             f"identity is {identity!r} and weights_version {weights_version!r}; a file needs both, "
             "because cached KV of another model or of other weights must not be served from it"
         )
-    _check_event(after)
+    check_event(after)
     _drain(engine, timeout_s)
     try:
         if preserve:
@@ -198,7 +199,7 @@ def wake(  # noqa: PLR0913 - likewise
     if asleep is None:
         engine._check_open()
         raise StateError("this Engine does not sleep: kvstow.sleep.sleep comes first")
-    _check_event(after)
+    check_event(after)
     num_blocks = engine.ledger.pool.num_blocks
     if num_device_blocks is not None:
         num_blocks = num_device_blocks
@@ -262,7 +263,7 @@ def restart(  # noqa: PLR0913 - likewise
         raise StateError(
             "this Engine has requests, or blocks on the host: restart one that was just built"
         )
-    _check_event(after)
+    check_event(after)
     model = Model(identity, weights_version)
     before, own = engine._ranks, engine.arenas
     onto = _Onto(before.layouts, engine.ledger.pool.num_blocks, block_ids, after)
@@ -287,14 +288,6 @@ def _checked_place(to: To) -> To:
     except TypeError:
         pass
     raise ConfigError(f"to is {to!r}; pass HOST, or the name of a file")
-
-
-def _check_event(after: Event) -> None:
-    if not isinstance(after, Event):
-        raise ConfigError(
-            f"after must be an Event (wait, add_done_callback), got {after!r}; pass READY where "
-            "there is nothing to wait for"
-        )
 
 
 def _drain(engine: Engine, timeout_s: float | None) -> None:

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.server import CONNECTOR
+
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -26,12 +28,6 @@ os.environ |= {
 }
 
 NUM_TOKENS = 120
-CONNECTOR = {
-    "kv_connector": "KVStowConnector",
-    "kv_connector_module_path": "kvstow.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 def poison(_: Any) -> None:

@@ -24,10 +24,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvstow._core import ConfigError, StateError, TransferError
-from kvstow.transfer.cuda_interface import CudaError, Runtime
+from kvstow.transfer.cuda_interface import CudaError, DeviceEvent, Runtime, Stream
 from kvstow.transfer.cuda_ring import IdRing
 from kvstow.transfer.cuda_runtime import CudaEvent, cuda_runtime
 from kvstow.transfer.layout import MAX_ADDRESS, checked_int
@@ -55,8 +54,8 @@ class Place:
     """
 
     address: int
-    filled: Any
-    drained: Any
+    filled: DeviceEvent
+    drained: DeviceEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +87,7 @@ class CudaJob:
     first: int = 0
     is_ready: bool = False
     # Of the two streams: reached, they have carried out all of it.
-    done: list[Any] = field(default_factory=list)
+    done: list[DeviceEvent] = field(default_factory=list)
     error: TransferError | None = None
 
 
@@ -162,16 +161,10 @@ class Lane:
         self._lock = threading.RLock()
         self._pending: deque[CudaJob] = deque()
         self._in_flight: deque[CudaJob] = deque()
-        self._spare_events: list[Any] = []
+        self._spare_events: list[DeviceEvent] = []
 
     def submit(self, job: CudaJob) -> None:
-        """Queue a job; it is launched as soon as its event and those before it allow.
-
-        Raises:
-            CudaError: the device is lost.
-        """
-        if self.runtime.lost is not None:
-            raise self.runtime.lost
+        """Queue a job; it is launched as soon as its event and those before it allow."""
 
         def mark_ready() -> None:
             job.is_ready = True
@@ -230,7 +223,7 @@ class Lane:
 
     # -- what movers put on the streams ---------------------------------------------------------
 
-    def wait_for(self, after: Event, stream: Any) -> None:
+    def wait_for(self, after: Event, stream: Stream) -> None:
         """Let a stream wait for what a job waits for; the host has waited for any other event."""
         if isinstance(after, CudaEvent):
             self.runtime.wait(stream, after.handle)
@@ -256,7 +249,7 @@ class Lane:
         for event, stream in zip(job.done, (self.pack, self.link), strict=True):
             self.runtime.record(event, stream)
 
-    def _event(self) -> Any:
+    def _event(self) -> DeviceEvent:
         return self._spare_events.pop() if self._spare_events else self.runtime.event()
 
     def _retire(self) -> None:

@@ -57,9 +57,9 @@ class IdRing:
         if self._taken:
             oldest, newest = self._taken[0][0], self._taken[-1][1]
             is_wrapped = newest <= oldest
-            if is_wrapped or newest + num <= self._capacity:
-                first = newest
-            if first + num > (self._capacity if first >= oldest and not is_wrapped else oldest):
+            fits_behind = not is_wrapped and newest + num <= self._capacity
+            first = newest if is_wrapped or fits_behind else 0
+            if not fits_behind and first + num > oldest:
                 return None
         self._ids.host.view(np.int32)[first : first + num] = block_ids
         self._taken.append((first, first + num))

@@ -222,13 +222,17 @@ class BlockLayout:
                 f"tensors lie on several devices, {', '.join(devices)}; one layout is the memory "
                 "of one device, make one layout and one mover for each"
             )
-        is_cuda = bool(tensors) and tensors[0].device.type == "cuda"
         return cls(
             _num_blocks("tensors", tensors),
             tuple(regions),
             owners=tuple(tensors),
-            device=(tensors[0].device.index or 0) if is_cuda else None,
+            device=cuda_device(tensors[0]) if tensors else None,
         )
+
+
+def cuda_device(tensor: Tensor) -> int | None:
+    """The number of the CUDA device that a tensor lies on; None on the CPU."""
+    return (tensor.device.index or 0) if tensor.device.type == "cuda" else None
 
 
 def _num_blocks(name: str, arrays: Sequence[Sized]) -> int:

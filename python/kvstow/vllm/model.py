@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstow import ChunkedLocal, ConfigError, FullAttention, SlidingWindow
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
-from kvstow.transfer.layout import BlockLayout, Region
+from kvstow.transfer.layout import BlockLayout, Region, cuda_device
 
 if TYPE_CHECKING:
     import torch
@@ -147,12 +147,11 @@ class Model:
                 )
             else:
                 regions.append(Region(base, layer.block_stride, layer.block_bytes))
-        device = owners[0].device
         return BlockLayout(
             self.num_blocks,
             tuple(regions),
             owners=tuple(owners),
-            device=(device.index or 0) if device.type == "cuda" else None,
+            device=cuda_device(owners[0]),
         )
 
 
