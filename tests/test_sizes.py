@@ -26,8 +26,8 @@ def test_sizes_with_and_without_unit(value: object, num_bytes: int) -> None:
     "value",
     [
         "", "GiB", "32 Gigs", "32XiB", "32iB", "32G", "32Gi", "-1GiB", "+1", "1,5GiB", "1.GiB",
-        ".5GiB", "1e9", "1_000", "0x10", "\u0663GiB", "1.5", "inf", "nan", "9" * 50, 1.5, math.inf, math.nan, True, None,
-        b"32GiB", [32],
+        ".5GiB", "1e9", "1_000", "0x10", "\u0663GiB", "1.5", "inf", "nan", "9" * 50, 1.5, math.inf,
+        math.nan, True, None, b"32GiB", [32],
     ],
 )  # fmt: skip
 def test_what_is_no_size_is_refused_with_the_units(value: object) -> None:
@@ -36,9 +36,12 @@ def test_what_is_no_size_is_refused_with_the_units(value: object) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
-    "value", [0, "0", "0GiB", "0.5B", -1, -1e9, 2**63, "9999999PiB", 1e300, 10**5000]
-)
+@pytest.mark.parametrize("value", [0, "0", "0GiB", "0.5B", -1, -1e9, 2**63, "9999999PiB", 1e300])
 def test_sizes_out_of_bounds_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"it must be 1 to 2\^63 - 1 bytes"):
         parse_bytes(value)
+
+
+def test_an_integer_too_long_to_be_shown_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match="is an integer of thousands of digits; it must be 1 to"):
+        parse_bytes(10**5000)

@@ -70,8 +70,8 @@ def _from_number(name: str, value: object) -> int:
 
 def _refused(name: str, value: object) -> ConfigError:
     return ConfigError(
-        f"{name} is {_shown(value)}, which is no size; pass a number of bytes, or a number with one "
-        "of the units kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024)"
+        f"{name} is {_shown(value)}, which is no size; pass a number of bytes, or a number with a "
+        "unit: kB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB (powers of 1024)"
     )
 
 
