@@ -26,6 +26,7 @@ from kvstow.transfer import (
     Region,
     Ticket,
     TransferTimeout,
+    outcome,
 )
 from kvstow.transfer import pinning as pinning_module
 from kvstow.transfer.link_speed import LinkSpeed, Path
@@ -320,6 +321,31 @@ def test_a_slot_that_has_changed_is_not_loaded(at: int) -> None:
         it.land(it.mover.load([4, 2], [5, 6], after=it.after()))
         it.land(it.mover.store([2], [0], after=it.after()))
         it.land(it.mover.load([0], [6], after=it.after()))
+
+
+def test_failed_check_names_every_damaged_slot() -> None:
+    with bench(verify=True) as it:
+        it.land(it.mover.store([1, 2, 3], [4, 0, 2], after=it.after()))
+        for slot in (0, 4):
+            it.arena.slots[slot, 5] ^= 1
+        slots = [4, 2, 0, 7]
+        ticket = it.mover.load(slots, [5, 6, 7, 8], after=it.after())
+        with pytest.raises(ChecksumMismatch, match=r"host slot 0 does .*first of 3 damaged slots"):
+            it.land(ticket)
+        assert ticket.damaged_slots == (0, 4, 7), "slot 7 was never stored"
+        assert outcome([ticket], slots) == [False, True, False, False]
+
+
+def test_refused_copy_names_no_damaged_slot() -> None:
+    with bench(verify=True) as it:
+        it.land(it.mover.store([1], [0], after=it.after()))
+        it.arena.slots[0, 5] ^= 1
+        it.runtime.fail["copy"] = REFUSED
+        ticket = it.mover.load([0], [5], after=it.after())
+        with pytest.raises(CudaError):
+            it.land(ticket)
+        assert ticket.damaged_slots == ()
+        assert outcome([ticket], [0]) is False
 
 
 def test_a_slot_that_was_not_stored_is_not_loaded() -> None:

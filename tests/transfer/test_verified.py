@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pickle
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvstow import StateError, TransferError
+from kvstow import ChecksumMismatch, StateError, TransferError
 from kvstow.transfer import (
     READY,
     BlockLayout,
@@ -13,10 +15,13 @@ from kvstow.transfer import (
     HostEvent,
     HostMover,
     ProvingMover,
+    Ticket,
     TransferTimeout,
     VerifiedMover,
+    outcome,
 )
 from kvstow.transfer.kernels import checksum
+from kvstow.transfer.mover import DamagedSlots
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6
 
@@ -63,6 +68,66 @@ def test_a_changed_byte_fails_the_load_and_nothing_is_loaded(
         ticket.wait(10)
     assert ticket.poll() and ticket.error is not None
     assert (device[4:7] == 7).all()
+
+
+def test_failed_check_names_every_damaged_slot(mover: VerifiedMover) -> None:
+    mover.store([1, 2, 3], [5, 0, 2], after=READY).wait(10)
+    for slot in (0, 2):
+        mover.arena.slots[slot, 7] ^= 1
+    ticket = mover.load([5, 0, 2, 4], [4, 5, 6, 7], after=READY)
+    with pytest.raises(ChecksumMismatch, match=r"host slot 0 does not .*first of 3 damaged slots"):
+        ticket.wait(10)
+    assert ticket.damaged_slots == (0, 2, 4), "slot 4 was never stored"
+    sound = mover.load([5], [4], after=READY)
+    sound.wait(10)
+    assert sound.damaged_slots == ()
+
+
+def test_error_with_damaged_slots_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(DamagedSlots("host slot 3 does not hold it", [3, 4])))
+    assert isinstance(error, DamagedSlots)
+    assert error.slots == (3, 4)
+    assert str(error) == "host slot 3 does not hold it (the first of 2 damaged slots)"
+
+
+# -- the outcome of a job ------------------------------------------------------------------------
+
+
+def tickets_of(mover: VerifiedMover, *jobs: list[int]) -> list[Ticket]:
+    """One load for each list of slots."""
+    return [mover.load(slots, range(1, len(slots) + 1), after=READY) for slots in jobs]
+
+
+def test_outcome_of_good_transfers_is_true(mover: VerifiedMover) -> None:
+    mover.store([1, 2, 3], [0, 1, 2], after=READY).wait(10)
+    assert outcome(tickets_of(mover, [0, 1], [2]), [0, 1, 2]) is True
+    assert outcome([], np.empty(0, np.int32)) is True
+
+
+def test_outcome_names_damaged_slots_of_all_transfers(mover: VerifiedMover) -> None:
+    mover.store([1, 2, 3], [0, 1, 2], after=READY).wait(10)
+    tickets = tickets_of(mover, [0, 4], [2, 1], [5])
+    assert outcome(tickets, np.array([0, 4, 2, 1, 5])) == [True, False, True, True, False]
+
+
+def test_outcome_of_a_failure_without_damage_is_false(mover: VerifiedMover) -> None:
+    mover.store([1], [0], after=READY).wait(10)
+    failed = HostEvent()
+    failed.set(RuntimeError("the step has crashed"))
+    ticket = mover.load([0], [1], after=failed)
+    assert outcome([ticket], [0]) is False
+    assert ticket.damaged_slots == ()
+
+
+def test_outcome_waits_for_the_transfers(mover: VerifiedMover) -> None:
+    mover.store([1], [0], after=READY).wait(10)
+    event = HostEvent()
+    ticket = mover.load([0], [1], after=event)
+    timer = threading.Timer(0.05, event.set)
+    timer.start()
+    assert outcome([ticket], [0]) is True
+    assert ticket.poll()
+    timer.join()
 
 
 def test_a_slot_that_was_never_stored_or_is_being_overwritten_does_not_load(
@@ -120,6 +185,23 @@ def test_no_load_overtakes_one_that_is_still_being_proven(
             assert first.poll()
             assert (device[2] == arena.slots[0]).all()
             assert mover.load([0], [3], after=READY).poll(), "a brief one is over at once again"
+
+
+def test_failed_proof_names_every_damaged_slot(
+    device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+) -> None:
+    layout = BlockLayout.from_arrays([device])
+    with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
+        filled(arena)
+        arena.slots[[1, 4], 0] ^= 1
+        with ProvingMover(HostMover(layout, arena)) as mover:
+            device[:] = 7
+            ticket = mover.load([0, 1, 3, 4], [1, 2, 3, 4], after=READY)
+            with pytest.raises(ChecksumMismatch, match="host slot 1 does not hold what the snap"):
+                ticket.wait(10)
+            assert ticket.damaged_slots == (1, 4)
+            assert (device == 7).all(), "nothing is loaded"
+            mover.load([0, 3], [1, 2], after=READY).wait(10)
 
 
 def test_what_is_proven_has_the_sum_that_its_device_would_have_kept(

@@ -8,7 +8,15 @@ from kvstow.transfer.cuda_mover import CudaMover
 from kvstow.transfer.cuda_runtime import CudaEvent
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.mover import READY, Event, HostEvent, Mover, Ticket, TransferTimeout
+from kvstow.transfer.mover import (
+    READY,
+    Event,
+    HostEvent,
+    Mover,
+    Ticket,
+    TransferTimeout,
+    outcome,
+)
 from kvstow.transfer.pinning import pinned_arena
 from kvstow.transfer.verified import ProvingMover, VerifiedMover
 
@@ -31,5 +39,6 @@ __all__ = [
     "VerifiedMover",
     "arena_for",
     "mover_for",
+    "outcome",
     "pinned_arena",
 ]

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ChecksumMismatch, ConfigError, StateError, TransferError
+from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda_interface import Copies, Pack, Stream
 from kvstow.transfer.cuda_link import CudaJob, CudaLink, CudaTicket, Lane, Place, cuda_link
@@ -24,7 +24,7 @@ from kvstow.transfer.cuda_ring import SUM_BYTES, IdRing
 from kvstow.transfer.kernels import chunk_table
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.link_speed import Direction, Path, link_speed
-from kvstow.transfer.mover import Event, Index, Mover, Ticket
+from kvstow.transfer.mover import DamagedSlots, Event, Index, Mover, Ticket
 from kvstow.transfer.pinning import chunk_slots
 
 __all__ = ["CudaMover"]
@@ -276,12 +276,13 @@ class CudaMover(Mover):
         wrong = np.flatnonzero((found != self._sums[slots]) | (self._is_summed[slots] == 0))
         if len(wrong) == 0:
             return None
-        slot = int(slots[wrong[0]])
-        return ChecksumMismatch(
-            f"host slot {slot} does not hold what was stored in it: its checksum is "
-            f"{int(found[wrong[0]]):#018x}, not {int(self._sums[slot]):#018x}"
-            if self._is_summed[slot]
-            else f"host slot {slot} was never stored through this mover, so nothing is known of it"
+        first, damaged = int(wrong[0]), slots[wrong].tolist()
+        return DamagedSlots(
+            f"host slot {damaged[0]} does not hold what was stored in it: its checksum is "
+            f"{int(found[first]):#018x}, not {int(self._sums[damaged[0]]):#018x}"
+            if self._is_summed[damaged[0]]
+            else f"host slot {damaged[0]} was never stored through a mover that keeps checksums",
+            damaged,
         )
 
     # -- the direct path --------------------------------------------------------------------------

@@ -11,14 +11,21 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, InvalidBlock, KvstowError, StateError, TransferError
+from kvstow._core import (
+    ChecksumMismatch,
+    ConfigError,
+    InvalidBlock,
+    KvstowError,
+    StateError,
+    TransferError,
+)
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout
 
@@ -37,6 +44,20 @@ class TransferTimeout(KvstowError, TimeoutError):
     Not a `TransferError`: a transfer that failed touches nothing any more, while one that is late
     may still write, so its blocks and slots must stay pinned.
     """
+
+
+class DamagedSlots(ChecksumMismatch):
+    """Host slots of one load do not hold what was stored in them.
+
+    Attributes:
+        slots: all damaged slots of the transfer, in its order.
+    """
+
+    def __init__(self, message: str, slots: Sequence[int] = ()) -> None:
+        """Name the damaged slots; the message is about the first of them."""
+        others = f" (the first of {len(slots)} damaged slots)" if len(slots) > 1 else ""
+        super().__init__(message + others)
+        self.slots = tuple(slots)
 
 
 @runtime_checkable
@@ -131,6 +152,15 @@ class Ticket(ABC):
     def error(self) -> TransferError | None:
         """Why it failed; None while under way and after success."""
 
+    @property
+    def damaged_slots(self) -> tuple[int, ...]:
+        """Host slots of this transfer whose content failed its check, once it has ended.
+
+        Empty otherwise: after another failure the slots may still hold what was stored in them.
+        """
+        error = self.error
+        return error.slots if isinstance(error, DamagedSlots) else ()
+
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer has ended, at most `timeout_s` seconds.
@@ -141,6 +171,28 @@ class Ticket(ABC):
             TransferTimeout: it has not ended in time.
             ConfigError: a timeout that is not a number.
         """
+
+
+def outcome(tickets: Iterable[Ticket], host_slots: Ints) -> bool | list[bool]:
+    """Block until the transfers of one job have ended, and return how they went.
+
+    Args:
+        tickets: of the job.
+        host_slots: shape [n], the slots of the job in its order.
+
+    Returns:
+        True if all went well. If a check found damaged slots, one bool for each of `host_slots`,
+        False where the slot is damaged. False if the job failed for other reasons only.
+    """
+    is_well, damaged = True, set[int]()
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except TransferError:
+            is_well = False
+            damaged.update(ticket.damaged_slots)
+    sound = [slot not in damaged for slot in np.asarray(host_slots).tolist()]
+    return is_well if all(sound) else sound
 
 
 class Mover(ABC):

@@ -18,10 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from kvstow._core import ChecksumMismatch, StateError, TransferError
+from kvstow._core import StateError, TransferError
+from kvstow.transfer.arena import HostArena
 from kvstow.transfer.host_mover import HostTicket
 from kvstow.transfer.kernels import checksum
-from kvstow.transfer.mover import Event, Index, Mover, Ticket
+from kvstow.transfer.mover import DamagedSlots, Event, Index, Mover, Ticket
 
 
 class VerifiedMover(Mover):
@@ -67,13 +68,7 @@ class VerifiedMover(Mover):
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         def check_and_load() -> None:
-            for slot in host_slots.tolist():
-                found, stored = self._arena.checksum(slot), int(self._checksums[slot])
-                if found != stored:
-                    raise TransferError(
-                        f"host slot {slot} does not hold what was stored in it: its checksum is "
-                        f"{found:#010x}, not {stored:#010x}"
-                    )
+            _compare(self._arena, host_slots.tolist(), "does not hold what was stored in it")
             self._mover.load(host_slots, block_ids, after=after).wait()
 
         return _run(self._loads, check_and_load)
@@ -121,13 +116,8 @@ class ProvingMover(Mover):
             return self._mover.load(host_slots, block_ids, after=after)
 
         def prove_and_load() -> None:
+            _compare(self._arena, unproven, "does not hold what the snapshot says")
             for slot in unproven:
-                found, expected = self._arena.checksum(slot), int(self._arena.checksums[slot])
-                if found != expected:
-                    raise ChecksumMismatch(
-                        f"host slot {slot} does not hold what the snapshot says: its checksum is "
-                        f"{found:#010x}, not {expected:#010x}; the file is damaged"
-                    )
                 self._sum_up(slot)
                 self._unproven[slot] = False
             self._mover.load(host_slots, block_ids, after=after).wait()
@@ -141,6 +131,21 @@ class ProvingMover(Mover):
             sums, is_known = self._sums
             sums[slot] = checksum(self._arena.slots[slot : slot + 1, : self._layout.slot_bytes])[0]
             is_known[slot] = 1
+
+
+def _compare(arena: HostArena, slots: list[int], what_is_wrong: str) -> None:
+    """Raise `DamagedSlots` with all slots that do not have their checksum."""
+    found = {slot: arena.checksum(slot) for slot in slots}
+    damaged = [slot for slot in slots if found[slot] != arena.checksums[slot]]
+    if damaged:
+        slot, expected = damaged[0], int(arena.checksums[damaged[0]])
+        raise DamagedSlots(
+            f"host slot {slot} was never stored through a mover that keeps checksums"
+            if expected < 0
+            else f"host slot {slot} {what_is_wrong}: its checksum is {found[slot]:#010x}, not "
+            f"{expected:#010x}",
+            damaged,
+        )
 
 
 def _run(threads: ThreadPoolExecutor, work: Callable[[], None]) -> Ticket:
