@@ -1,16 +1,20 @@
 """What `import kvstow` costs and promises, each measured in an interpreter of its own."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import textwrap
 import zlib
 from pathlib import Path
 
+import pytest
+
 import kvstow
 from kvstow import _core
 
 PACKAGE = Path(kvstow.__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -100,3 +104,17 @@ def test_wheel_stays_under_2_mb() -> None:
     files = [f for f in PACKAGE.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
     assert any(f.suffix == ".so" for f in files)
     assert sum(len(zlib.compress(f.read_bytes())) for f in files) < 1_980_000
+
+
+@pytest.mark.parametrize("package", ["tests", "benches"])
+def test_our_folders_win_over_packages_of_their_name_in_site_packages(
+    package: str, tmp_path: Path
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {package}; print({package}.__file__)"],
+        capture_output=True, text=True, timeout=60, check=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert Path(done.stdout.strip()) == ROOT / package / "__init__.py"
