@@ -100,19 +100,6 @@ def test_prefault_reaches_past_one_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
         assert resident_bytes() - before > 4096 * 4096 * 7 // 8
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads Linux's maps")
-def test_a_fork_does_not_turn_writes_into_copies() -> None:
-    with HostArena(4, 4096) as arena, open("/proc/self/maps") as maps:
-        spans = [line.split()[:2] for line in maps]
-        for span, permissions in spans:
-            begin, end = (int(address, 16) for address in span.split("-"))
-            if begin <= arena.base_address < end:
-                assert permissions == "rw-s"
-                break
-        else:
-            pytest.fail("the arena is not mapped")
-
-
 def test_closed_arena_is_refused() -> None:
     arena = HostArena(2, 100)
     assert not arena.closed

@@ -176,17 +176,26 @@ def test_with_an_event_of_the_host_a_job_begins_when_that_has_happened() -> None
     with bench() as it:
         filled = HostEvent()
         first = it.mover.store([1], [0], after=filled)
-        second = it.mover.store([2], [1], after=it.after())
+        second = it.mover.store([2], [0], after=it.after())
         it.runtime.run_all()
         assert not first.poll()
-        assert not second.poll(), "stores keep their order"
+        assert not second.poll(), "stores of a slot keep their order"
         assert not it.arena.slots.any()
         it.memory[:, 1] = 7
         filled.set()
+        it.land(first)
         it.land(second)
-        assert first.poll()
-        assert (it.arena.slots[0] == 7).all()
-        assert np.array_equal(it.arena.slots[1], it.block(2))
+        assert np.array_equal(it.arena.slots[0], it.block(2))
+
+
+def test_event_of_the_host_that_never_happens_holds_up_no_other_job() -> None:
+    with bench() as it:
+        never = HostEvent()
+        held = [it.mover.store([1], [0], after=never), it.mover.load([1], [2], after=never)]
+        it.land(it.mover.store([3], [2], after=it.after()))
+        it.land(it.mover.load([2], [4], after=READY))
+        assert np.array_equal(it.block(4), it.block(3))
+        assert not any(ticket.poll() for ticket in held)
 
 
 def test_an_event_that_fails_fails_its_job_and_no_other() -> None:
@@ -270,7 +279,7 @@ def test_closing_carries_out_what_may_begin_and_fails_the_rest() -> None:
     with bench() as it:
         begun = it.mover.store([1], [0], after=it.after())
         never = it.mover.store([2], [1], after=HostEvent())
-        behind = it.mover.store([3], [2], after=it.after())
+        behind = it.mover.store([3], [1], after=it.after())
         it.mover.close()
         it.mover.close()
         assert begun.error is None

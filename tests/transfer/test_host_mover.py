@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -321,7 +322,7 @@ def test_a_load_writes_nothing_before_its_event(setup: Setup) -> None:
     assert np.array_equal([setup.block(2), setup.block(3)], setup.arena.slots[[4, 0]])
 
 
-def test_jobs_of_one_direction_keep_their_order(setup: Setup) -> None:
+def test_stores_of_one_slot_keep_their_order(setup: Setup) -> None:
     event = HostEvent()
     first = setup.mover.store([1], [0], after=event)
     second = setup.mover.store([2], [0], after=READY)
@@ -331,6 +332,18 @@ def test_jobs_of_one_direction_keep_their_order(setup: Setup) -> None:
     second.wait(LONG_S)
     assert first.poll()
     assert np.array_equal(setup.arena.slots[0], setup.block(2))
+
+
+def test_loads_of_one_block_keep_their_order(setup: Setup) -> None:
+    event = HostEvent()
+    first = setup.mover.load([0, 1], [1, 2], after=event)
+    second = setup.mover.load([2, 3], [2, 3], after=READY)
+    with pytest.raises(TransferTimeout):
+        second.wait(SHORT_S)
+    event.set()
+    second.wait(LONG_S)
+    assert first.poll()
+    assert np.array_equal([setup.block(1), setup.block(2)], setup.arena.slots[[0, 2]])
 
 
 @pytest.mark.parametrize("waiting", ["store", "load"])
@@ -351,10 +364,9 @@ def test_a_job_that_waits_does_not_hold_up_the_other_direction(setup: Setup, wai
 def test_events_may_happen_in_any_order(setup: Setup) -> None:
     events = [HostEvent() for _ in range(6)]
     tickets = [setup.mover.store([i + 1], [i], after=event) for i, event in enumerate(events)]
-    for event in reversed(events):
-        assert not any(ticket.poll() for ticket in tickets)
+    for ticket, event in zip(reversed(tickets), reversed(events), strict=True):
+        assert not ticket.poll()
         event.set()
-    for ticket in tickets:
         ticket.wait(LONG_S)
     assert np.array_equal(setup.arena.slots, [setup.block(i) for i in range(1, 7)])
 
@@ -504,7 +516,9 @@ def test_a_copy_that_fails_fails_its_job_and_only_that(setup: Setup) -> None:
     want = setup.block(3)
     # One beyond the view, which may span far more than the regions' own rows: no checked id comes
     # near it, and numpy itself raises in the worker.
-    copy = setup.mover._stores._queue[0].copies[0]
+    [job] = setup.mover._stores._order._waiting.values()
+    assert isinstance(job.work, partial)
+    copy = job.work.args[0][0]
     copy.source_rows = np.full_like(copy.target_rows, len(copy.source))
     event.set()
     with pytest.raises(TransferError, match="IndexError") as raised:
@@ -575,7 +589,7 @@ def test_close_carries_out_what_is_ready_and_fails_the_rest(setup: Setup) -> Non
     before = setup.arena.slots[1:].copy()
     done = setup.mover.store([1], [0], after=READY)
     held = setup.mover.store([2], [1], after=event)
-    behind = setup.mover.store([3], [2], after=READY)
+    behind = setup.mover.store([3], [1], after=READY)
     load = setup.mover.load([5], [6], after=HostEvent())
     setup.mover.close()
     assert done.poll()

@@ -21,7 +21,7 @@ from kvstow.transfer import (
     outcome,
 )
 from kvstow.transfer.kernels import checksum
-from kvstow.transfer.mover import DamagedSlots
+from kvstow.transfer.ticket import DamagedSlots
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6
 

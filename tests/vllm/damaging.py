@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstow.transfer.mover import Event, Ticket
+from kvstow.transfer import Event, Ticket
 from kvstow.vllm.connector import KVStowConnector
 
 

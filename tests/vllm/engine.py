@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer import (
 )
 from vllm.v1.core.sched.interface import PauseState
 
-from kvstow.transfer.mover import Event, Mover, Ticket
+from kvstow.transfer import Event, Mover, Ticket
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf

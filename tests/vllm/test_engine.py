@@ -25,8 +25,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvstow import TransferError
-from kvstow.transfer import VerifiedMover
-from kvstow.transfer.mover import READY, Event, Mover, Ticket
+from kvstow.transfer import READY, Event, Mover, Ticket, VerifiedMover
 from kvstow.vllm.stats import ConnectorStats
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports

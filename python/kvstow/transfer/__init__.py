@@ -8,16 +8,9 @@ from kvstow.transfer.cuda_mover import CudaMover
 from kvstow.transfer.cuda_runtime import CudaEvent
 from kvstow.transfer.host_mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.mover import (
-    READY,
-    Event,
-    HostEvent,
-    Mover,
-    Ticket,
-    TransferTimeout,
-    outcome,
-)
+from kvstow.transfer.mover import READY, Event, HostEvent, Mover
 from kvstow.transfer.pinning import pinned_arena
+from kvstow.transfer.ticket import Ticket, TransferTimeout, outcome
 from kvstow.transfer.verified import ProvingMover, VerifiedMover
 
 __all__ = [

@@ -18,6 +18,7 @@ tight as even spacing allows: slot i is at base + i * stride all the same.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -31,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError
+from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS, checked_int
 
 SLOT_ALIGNMENT_BYTES = 4096
@@ -38,6 +40,7 @@ SLOT_ALIGNMENT_BYTES = 4096
 _MIN_ALIGNMENT_BYTES = 64
 _MAX_PREFAULT_THREADS = 1024
 _PREFAULT_CHUNK_BYTES = 64 << 20
+_MADV_WIPEONFORK = 18  # Linux's; `mmap` has no name for it
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -49,6 +52,10 @@ class HostArena:
             its checksum yet; None where there are none, as in memory of its own.
 
     Slots are 0 to `num_slots - 1`, all usable. Use it as a context manager, or call `close`.
+
+    The memory is this process's own. In a forked child the arena is closed, and what the child may
+    still hold of it (a view taken before) reads as zeros; of an arena that lies in a file there is
+    nothing at all there, and a view must not be touched.
     """
 
     def __init__(  # noqa: PLR0913 - sizes, and where the memory comes from
@@ -74,8 +81,8 @@ class HostArena:
                 takes the memory; empty for any.
             file: the descriptor of a file and where in it slot 0 begins, at a multiple of 4 KiB:
                 the slots hold at once what is there. Copy-on-write: the file never changes, and as
-                it must not be overwritten or cut either, a new one takes its name. In a process
-                that forks, pages written afterwards are copied. None: memory that holds zeros.
+                it must not be overwritten or cut either, a new one takes its name. None: memory
+                that holds zeros.
 
         Raises:
             ConfigError: a number outside its bounds, or more memory than the system gives.
@@ -105,7 +112,9 @@ class HostArena:
         self.unproven: npt.NDArray[np.bool_] | None = None
         self._checksums: npt.NDArray[np.int64] | None = None
         self._device_sums: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
+        self._is_forked = False
         self._map = self._map_memory(file)
+        _keep_private(self._map)
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self._base_address = memory.ctypes.data
         self._memory: npt.NDArray[np.uint8] | None = memory
@@ -114,6 +123,7 @@ class HostArena:
         if num_threads:
             _touch_pages(memory, num_threads, prefault_cpus)
         self._on_close: list[Callable[[], None]] = []
+        close_in_children(self)
 
     def _map_memory(self, file: tuple[int, int] | None) -> mmap.mmap:
         """Ask the system for all slots at once."""
@@ -124,9 +134,7 @@ class HostArena:
                 return mmap.mmap(
                     descriptor, num_bytes, mmap.MAP_PRIVATE, _READ_AND_WRITE, offset=offset
                 )
-            # Shared, as mmap's default is: a forked child must not turn the parent's writes into
-            # copies of pages, which would double the memory and move what a device has pinned.
-            return mmap.mmap(-1, num_bytes)
+            return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _READ_AND_WRITE)
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"the system refused {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) for "
@@ -141,8 +149,8 @@ class HostArena:
         Raises:
             StateError: the arena is closed.
         """
-        if self._slots is None:
-            raise StateError("this HostArena is closed; build a new one")
+        self.check_open()
+        assert self._slots is not None, "an open arena has slots"
         return self._slots
 
     @property
@@ -226,8 +234,15 @@ class HostArena:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or this process was forked from the arena's."""
         return self._slots is None
+
+    def check_open(self) -> None:
+        """Raise `StateError` if the arena is closed."""
+        if self._is_forked:
+            raise StateError(f"this HostArena {FORKED}; build a new one here")
+        if self._slots is None:
+            raise StateError("this HostArena is closed; build a new one")
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have this called before the memory goes, to unpin it, say."""
@@ -238,13 +253,27 @@ class HostArena:
 
         Views that others still hold (a mover's, say) stay valid: the memory goes with the last.
         """
-        while self._on_close:
-            self._on_close.pop()()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._unmap)
+            while self._on_close:  # all of them, and then the memory goes, whatever one raises
+                closing.callback(self._on_close.pop(0))
+
+    def _unmap(self) -> None:
         self._slots = self._memory = None
+        if self._is_forked:
+            return  # see `close_in_child`
         # Refused while a view is alive, because unmapping under it would crash whoever uses it; the
         # mapping goes when its last view does.
         with contextlib.suppress(BufferError):
             self._map.close()
+
+    def close_in_child(self) -> None:
+        """Close it in a forked child, where what to do at the end is the parent's to do."""
+        self._is_forked = True
+        self._on_close.clear()
+        self._slots = self._memory = None
+        # Never unmapped here: of a mapping that no child has, its place may be another's by then.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
 
     def __enter__(self) -> Self:
         """Return the arena itself."""
@@ -265,6 +294,21 @@ def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
     shared = math.gcd(slots_per_run, SLOT_ALIGNMENT_BYTES)
     alignment = max(SLOT_ALIGNMENT_BYTES // shared, _MIN_ALIGNMENT_BYTES)
     return -(-slot_bytes // alignment) * alignment
+
+
+def _keep_private(memory: mmap.mmap) -> None:
+    """Keep the memory out of forked children and core dumps.
+
+    A fork that shared it would let a child write into it. One that copied it on the next write
+    would double it, and take from a device the pages that it has pinned.
+    """
+    with contextlib.suppress(OSError):  # a system that does not know it, works without
+        memory.madvise(mmap.MADV_DONTDUMP)
+    try:
+        memory.madvise(_MADV_WIPEONFORK)  # the child has zeros
+    except OSError:  # the memory is a file's
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_DONTFORK)
 
 
 def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collection[int]) -> None:

@@ -18,6 +18,7 @@ place: they keep a batch from being read before it is there, and overwritten bef
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -29,8 +30,11 @@ from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.cuda_interface import CudaError, DeviceEvent, Runtime, Stream
 from kvstow.transfer.cuda_ring import IdRing
 from kvstow.transfer.cuda_runtime import CudaEvent, cuda_runtime
+from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import MAX_ADDRESS, checked_int
-from kvstow.transfer.mover import Event, Index, Ticket, TransferTimeout, checked_timeout_s
+from kvstow.transfer.mover import Event, Index
+from kvstow.transfer.order import JobOrder, OrderedJob
+from kvstow.transfer.ticket import Ticket, checked_timeout_s, late
 
 __all__ = ["CudaJob", "CudaLink", "CudaTicket", "Lane", "Place", "cuda_link"]
 
@@ -58,8 +62,8 @@ class Place:
     drained: DeviceEvent
 
 
-@dataclass(slots=True, eq=False)
-class CudaJob:
+@dataclass(slots=True, eq=False, kw_only=True)
+class CudaJob(OrderedJob):
     """A transfer in a lane.
 
     Attributes:
@@ -67,26 +71,29 @@ class CudaJob:
         after: what it waits for.
         block_ids: shape [n], int64, in the order in which they are moved.
         host_slots: shape [n], int64, one for each.
+        order: of the owner's jobs of this direction.
         ring: where its ids go for the kernels to read.
         enqueue: puts its work on the lane's streams.
         landed: told when all has arrived; returns what is wrong with it.
         is_staged: whether its source is read before the link's copies end.
         ticket: reports its end.
         first: where its ids begin in the ring.
+        done: of the two streams: reached, they have carried out all of it.
+        error: what it has failed with before it landed.
     """
 
     owner: object
     after: Event
     block_ids: Index
     host_slots: Index
+    order: JobOrder[CudaJob]
     ring: IdRing
     enqueue: Callable[[CudaJob, Lane], None]
     landed: Callable[[CudaJob], TransferError | None]
     is_staged: bool
     ticket: CudaTicket
+    is_submitted: bool = False
     first: int = 0
-    is_ready: bool = False
-    # Of the two streams: reached, they have carried out all of it.
     done: list[DeviceEvent] = field(default_factory=list)
     error: TransferError | None = None
 
@@ -97,15 +104,15 @@ class CudaTicket(Ticket):
     def __init__(self, lane: Lane) -> None:
         """Begin under way."""
         self._lane = lane
-        self._ended = threading.Event()
+        self._has_ended = False
         self._error: TransferError | None = None
         self.is_released = False
 
     def poll(self) -> bool:
         """Whether the transfer has ended, well or not."""
-        if not self._ended.is_set():
+        if not self._has_ended:
             self._lane.advance()
-        return self._ended.is_set()
+        return self._has_ended
 
     def source_released(self) -> bool:
         """Whether the source is read no more: of a store, once its blocks are gathered."""
@@ -114,7 +121,7 @@ class CudaTicket(Ticket):
     @property
     def error(self) -> TransferError | None:
         """Why it failed; None while under way and after success."""
-        return self._error if self._ended.is_set() else None
+        return self._error if self._has_ended else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer has ended; see `Ticket.wait`."""
@@ -123,11 +130,8 @@ class CudaTicket(Ticket):
         while not self.poll():
             left_s = sleep_s if until_s is None else until_s - time.monotonic()
             if left_s <= 0:
-                raise TransferTimeout(
-                    f"the transfer has not ended within {timeout_s} s; keep its blocks and slots "
-                    "pinned and wait again"
-                )
-            self._ended.wait(min(sleep_s, left_s))
+                raise late(timeout_s)
+            time.sleep(min(sleep_s, left_s))
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
         if self._error is not None:
             raise self._error
@@ -135,11 +139,11 @@ class CudaTicket(Ticket):
     def end(self, error: TransferError | None) -> None:
         """Report the end, once."""
         self._error = error
-        self._ended.set()
+        self._has_ended = True
 
 
 class Lane:
-    """One direction: jobs run in the order in which they were submitted.
+    """One direction: jobs that may run are launched in the order in which they became so.
 
     Attributes:
         runtime: the device.
@@ -152,30 +156,41 @@ class Lane:
         self.runtime = runtime
         self.pack = runtime.stream()
         self.link = runtime.stream()
-        self._staging = runtime.allocate(staging_bytes * num_places)
-        self._places = deque(
-            Place(self._staging + i * staging_bytes, runtime.event(), runtime.event())
-            for i in range(num_places)
-        )
+        events = [(runtime.event(), runtime.event()) for _ in range(num_places)]
+        self._spare_events: list[DeviceEvent] = []
         # Reentrant: an event that has happened already calls back from within `submit`.
         self._lock = threading.RLock()
-        self._pending: deque[CudaJob] = deque()
+        self._waiting: dict[CudaJob, None] = {}  # for their events, or for others that wait
+        self._runnable: deque[CudaJob] = deque()
         self._in_flight: deque[CudaJob] = deque()
-        self._spare_events: list[DeviceEvent] = []
+        # Last, so that nothing is left behind by what fails.
+        self._staging = runtime.allocate(staging_bytes * num_places)
+        self._places = deque(
+            Place(self._staging + i * staging_bytes, filled, drained)
+            for i, (filled, drained) in enumerate(events)
+        )
+        close_in_children(self)
 
     def submit(self, job: CudaJob) -> None:
         """Queue a job; it is launched as soon as its event and those before it allow."""
 
-        def mark_ready() -> None:
+        def happened() -> None:
             job.is_ready = True
-            self.advance()
+            if job.is_submitted:  # else whoever submits it sees it ready
+                with self._lock:
+                    self._release(job)
+                    self.advance()
 
         if isinstance(job.after, CudaEvent):
             job.is_ready = True  # the device will wait for it
         else:
-            job.after.add_done_callback(mark_ready)
+            job.after.add_done_callback(happened)
         with self._lock:
-            self._pending.append(job)
+            job.is_submitted = True
+            if job.order.enter(job):
+                self._runnable.append(job)
+            else:
+                self._waiting[job] = None
             self.advance()
 
     def advance(self) -> None:
@@ -185,14 +200,8 @@ class Lane:
                 if self.runtime.lost is not None:
                     raise self.runtime.lost
                 self._retire()
-                while self._pending and self._pending[0].is_ready:
-                    job = self._pending[0]
-                    first = job.ring.take(job.block_ids)
-                    if first is None:
-                        break
-                    self._pending.popleft()
-                    job.first = first
-                    self._launch(job)
+                while self._runnable and self._take_room(self._runnable[0]):
+                    self._launch(self._runnable.popleft())
             except CudaError as error:
                 self._lose(error)
 
@@ -200,22 +209,28 @@ class Lane:
         """Carry out what may begin of a mover's jobs and fail the others; wait for all of them."""
         with self._lock:
             self.advance()
-            while any(job.owner is owner for job in self._in_flight):
+            while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
                 try:
                     for event in self._in_flight[0].done:
                         self.runtime.synchronize(event)
                 except CudaError as error:
                     self._lose(error)
                 self.advance()
-            abandoned = [job for job in self._pending if job.owner is owner]
-            self._pending = deque(job for job in self._pending if job.owner is not owner)
-            for job in abandoned:
+            for job in [job for job in self._waiting if job.owner is owner]:
+                job.order.abandon()
+                del self._waiting[job]
                 job.ticket.end(
                     TransferError(
                         "the mover was closed before the transfer began; nothing was copied"
                     )
                 )
             self.advance()
+
+    def close_in_child(self) -> None:
+        """End every job in a forked child, which must not ask the device: the parent does."""
+        self._lock = threading.RLock()  # another thread of the parent may hold the old one
+        lost = CudaError(f"the transfer {FORKED}; this one sees no end of it", is_fatal=True)
+        self._lose(lost)
 
     def close(self) -> None:
         """Give the staging memory back, once nothing is in flight."""
@@ -235,22 +250,47 @@ class Lane:
 
     # -- within ---------------------------------------------------------------------------------
 
+    def _release(self, job: CudaJob) -> None:
+        """The event of a job has happened: it may run, and those that have waited for it."""
+        for one in job.order.release(job):
+            del self._waiting[one]
+            self._runnable.append(one)
+
+    def _take_room(self, job: CudaJob) -> bool:
+        """Take events, and room in the ring; False while there is none."""
+        while len(self._spare_events) < len((self.pack, self.link)):
+            self._spare_events.append(self.runtime.event())
+        first = job.ring.take(job.block_ids)
+        if first is None:
+            return False
+        job.first = first
+        return True
+
     def _launch(self, job: CudaJob) -> None:
+        job.done = [self._spare_events.pop(), self._spare_events.pop()]
         self._in_flight.append(job)
-        job.done = [self._event(), self._event()]
+        interrupt: BaseException | None = None
         try:
             _raise_failure(job.after)
             job.enqueue(job, self)
-        except TransferError as error:
+        except BaseException as error:
             if isinstance(error, CudaError) and error.is_fatal:
                 raise
-            job.error = error
+            # Whatever it was, the job has not been carried out, and must not seem to be.
+            job.error = _failure(error)
+            interrupt = None if isinstance(error, Exception) else error
         # After a refusal too: it ends when what was queued of it has been carried out.
         for event, stream in zip(job.done, (self.pack, self.link), strict=True):
-            self.runtime.record(event, stream)
-
-    def _event(self) -> DeviceEvent:
-        return self._spare_events.pop() if self._spare_events else self.runtime.event()
+            try:
+                self.runtime.record(event, stream)
+            except CudaError:
+                raise
+            except BaseException as error:
+                # Once more: one that is not recorded counts as reached, and so would the job.
+                interrupt = error
+                self.runtime.record(event, stream)
+        if interrupt is not None:
+            raise interrupt
 
     def _retire(self) -> None:
         is_done = self.runtime.is_done
@@ -264,7 +304,10 @@ class Lane:
             if not all(map(is_done, job.done)):
                 break
             self._in_flight.popleft()
-            error = job.error or job.landed(job)
+            try:
+                error = job.error or job.landed(job)
+            except Exception as raised:
+                error = _failure(raised)
             job.ring.give_back()
             self._spare_events += job.done
             job.ticket.end(error)
@@ -273,10 +316,12 @@ class Lane:
         """The device is gone: so is every job, and no slot that they would fill is ever shown."""
         if self.runtime.lost is None:
             self.runtime.lost = error
-        jobs = [*self._in_flight, *self._pending]
+        jobs = [*self._in_flight, *self._runnable, *self._waiting]
         self._in_flight.clear()
-        self._pending.clear()
+        self._runnable.clear()
+        self._waiting.clear()
         for job in jobs:
+            job.order.abandon()
             job.ticket.end(error)
 
 
@@ -290,6 +335,15 @@ def _raise_failure(after: Event) -> None:
         raise
     except Exception as error:
         raise TransferError(f"the event a transfer waited for failed: {error!r}") from error
+
+
+def _failure(error: BaseException) -> TransferError:
+    """What a transfer has failed with."""
+    if isinstance(error, TransferError):
+        return error
+    failure = TransferError(f"the transfer failed ({error!r}); the destination is undefined")
+    failure.__cause__ = error
+    return failure
 
 
 class CudaLink:
@@ -356,8 +410,10 @@ class CudaLink:
 
     def finish(self, mover: object) -> None:
         """Carry out what may begin of a mover's jobs, fail the others, and wait for all of them."""
-        self.stores.finish(mover)
-        self.loads.finish(mover)
+        try:
+            self.stores.finish(mover)
+        finally:
+            self.loads.finish(mover)
 
     def _detach(self) -> None:
         self._num_movers -= 1
@@ -368,6 +424,8 @@ class CudaLink:
 
 _links: dict[int, CudaLink] = {}
 _links_lock = threading.Lock()
+# Those of the parent process: a child cannot go on with its context.
+os.register_at_fork(after_in_child=_links.clear)
 
 
 def cuda_link(device: int, block_bytes: int = 0) -> CudaLink:

@@ -24,8 +24,10 @@ from kvstow.transfer.cuda_ring import SUM_BYTES, IdRing
 from kvstow.transfer.kernels import chunk_table
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.link_speed import Direction, Path, link_speed
-from kvstow.transfer.mover import DamagedSlots, Event, Index, Mover, Ticket
+from kvstow.transfer.mover import Event, Index, Mover
+from kvstow.transfer.order import JobOrder
 from kvstow.transfer.pinning import chunk_slots
+from kvstow.transfer.ticket import DamagedSlots, Ticket
 
 __all__ = ["CudaMover"]
 
@@ -122,12 +124,16 @@ class CudaMover(Mover):
         built.callback(self._store_ring.close)
         self._load_ring = IdRing(runtime, self._layout.num_blocks, checksums=self._verify)
         built.callback(self._load_ring.close)
-        built.callback(self._link.finish, self)
+        self._store_order: JobOrder[CudaJob] = JobOrder(self._arena.num_slots)
+        self._load_order: JobOrder[CudaJob] = JobOrder(self._layout.num_blocks)
 
     def close(self) -> None:
         """End every job and give the device's memory back; see `Mover.close`."""
         self._is_open = False
-        self._built.close()
+        if not self._is_forked:
+            # Nothing is given back before no job is in flight, should this be interrupted.
+            self._link.finish(self)
+            self._built.close()
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -159,11 +165,14 @@ class CudaMover(Mover):
         packed, landed = (
             (self._gather, self._keep_sums) if is_store else (self._scatter, self._compare_sums)
         )
+        ids, slots = block_ids[order], host_slots[order]
         job = CudaJob(
+            targets=slots if is_store else ids,
             owner=self,
             after=after,
-            block_ids=block_ids[order],
-            host_slots=host_slots[order],
+            block_ids=ids,
+            host_slots=slots,
+            order=self._store_order if is_store else self._load_order,
             ring=self._store_ring if is_store else self._load_ring,
             enqueue=packed if is_packed else self._copy_directly,
             landed=landed if self._verify else _nothing,

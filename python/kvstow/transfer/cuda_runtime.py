@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from kvstow._core import ConfigError, StateError
+from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.cuda_interface import (
     Copies,
     CudaError,
@@ -77,10 +78,9 @@ class CudaEvent:
         """Call `callback` once it has happened; a thread waits for that."""
 
         def wait_and_tell() -> None:
-            try:
+            with suppress(TransferError):  # `wait` tells the caller why
                 self.wait()
-            finally:  # `wait` tells the caller why
-                callback()
+            callback()
 
         threading.Thread(target=wait_and_tell, name="kvstow-event", daemon=True).start()
 
@@ -331,6 +331,8 @@ class CudaRuntime:
 
 _runtimes: dict[int, CudaRuntime] = {}
 _runtimes_lock = threading.Lock()
+# Those of the parent process: a child cannot go on with its context.
+os.register_at_fork(after_in_child=_runtimes.clear)
 
 
 def cuda_runtime(device: int) -> CudaRuntime:

@@ -24,19 +24,21 @@ rows        |-row_bytes-|           |-row_bytes-|
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, StateError, TransferError
+from kvstow._core import ConfigError, StateError
 from kvstow.transfer.arena import HostArena
+from kvstow.transfer.host_queue import HostQueue, stop_queues
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.mover import Event, Index, Mover, Ticket, TransferTimeout, checked_timeout_s
+from kvstow.transfer.mover import Event, Index, Mover
+from kvstow.transfer.ticket import Ticket
 
 # A gather passes through a temporary of this size. Larger ones ask for the lock less often; above
 # about 24 MiB glibc maps and unmaps it anew each time, and its page faults cost more than the copy.
@@ -59,18 +61,19 @@ _Memory = npt.NDArray[np.uint8] | npt.NDArray[np.void]
 class HostMover(Mover):
     """Moves blocks between two memories of this process, asynchronously unless the job is brief.
 
-    One worker carries out the stores, another the loads, each in the order submitted; neither
-    holds up the other. A brief job, of some 50 us, whose event has happened and that has no other
-    of its direction before it, is over when it is submitted. A ticket reports the release of the
+    One thread carries out the stores, another the loads; neither holds up the other. A brief job,
+    of some 50 us, whose event has happened and that waits for no other job of its direction, is
+    over when it is submitted. A ticket reports the release of the
     source and the end together. The layout's addresses must be readable and writable by the CPU:
     nothing can check that here.
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
-        """Start the workers; see `Mover` for the errors.
+        """Start the threads; see `Mover` for the errors.
 
         Raises:
             ConfigError: the layout is of memory on a device.
+            StateError: the system starts no more threads.
         """
         super().__init__(layout, arena)
         if layout.device is not None:
@@ -89,16 +92,19 @@ class HostMover(Mover):
             )
             for members in _clusters((layout.regions, layout.num_blocks), (host, arena.num_slots))
         ]
-        self._stores = _Worker("kvstow-store")
-        self._loads = _Worker("kvstow-load")
-        # Also at interpreter exit: a worker must not copy while memory is taken down around it.
-        self._stop = weakref.finalize(self, _stop_all, (self._stores, self._loads))
+        with ExitStack() as built:
+            self._stores = HostQueue("kvstow-store", arena.num_slots)
+            built.callback(stop_queues, (self._stores,))
+            self._loads = HostQueue("kvstow-load", layout.num_blocks)
+            built.pop_all()
+        # Also at interpreter exit: a thread must not copy while memory is taken down around it.
+        self._stop = weakref.finalize(self, stop_queues, (self._stores, self._loads))
 
     def close(self) -> None:
-        """End every job and join the workers; see `Mover.close`."""
+        """End every job and join the threads; see `Mover.close`."""
         self._stop()
         # Another thread may have called first: wait for the workers all the same.
-        _stop_all((self._stores, self._loads))
+        stop_queues((self._stores, self._loads))
 
     def _check_open(self) -> None:
         if not self._stop.alive:
@@ -107,12 +113,14 @@ class HostMover(Mover):
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
         ids, slots, is_brief = self._ordered(block_ids, host_slots)
         copies = [c for device, host in self._sides for c in _plan(host, slots, device, ids)]
-        return self._stores.submit(copies, after, self, is_brief=is_brief)
+        work = partial(_run_all, copies)
+        return self._stores.submit(work, slots, after=after, keep_alive=self, is_brief=is_brief)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         ids, slots, is_brief = self._ordered(block_ids, host_slots)
         copies = [c for device, host in self._sides for c in _plan(device, ids, host, slots)]
-        return self._loads.submit(copies, after, self, is_brief=is_brief)
+        work = partial(_run_all, copies)
+        return self._loads.submit(work, ids, after=after, keep_alive=self, is_brief=is_brief)
 
     def _ordered(self, block_ids: Index, host_slots: Index) -> tuple[Index, Index, bool]:
         """The pairs, by slot unless they are brief, and whether they are.
@@ -123,48 +131,6 @@ class HostMover(Mover):
             return block_ids, host_slots, True
         order = np.argsort(host_slots)
         return block_ids[order], host_slots[order], False
-
-
-class HostTicket(Ticket):
-    """A ticket that whoever makes the copy ends."""
-
-    def __init__(self) -> None:
-        """Begin under way."""
-        # A lock and not an event: one is made for each job, and nearly none is waited for.
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
-        self._has_ended = False
-        self._error: TransferError | None = None
-
-    def poll(self) -> bool:
-        """Whether the transfer has ended, well or not."""
-        return self._has_ended
-
-    @property
-    def error(self) -> TransferError | None:
-        """Why it failed; None while under way and after success."""
-        return self._error if self._has_ended else None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the transfer has ended; see `Ticket.wait`."""
-        patience_s = -1.0  # a lock's for ever
-        if timeout_s is not None:
-            patience_s = checked_timeout_s(timeout_s)
-        if not self._has_ended:
-            if not self._under_way.acquire(timeout=patience_s):
-                raise TransferTimeout(
-                    f"the transfer has not ended within {timeout_s} s; keep its blocks and slots "
-                    "pinned and wait again"
-                )
-            self._under_way.release()  # for whoever else waits
-        if self._error is not None:
-            raise self._error
-
-    def end(self, error: TransferError | None) -> None:
-        """Report the end, once."""
-        self._error = error
-        self._has_ended = True
-        self._under_way.release()
 
 
 @dataclass(slots=True)
@@ -182,125 +148,9 @@ class _Copy:
         self.target[self.target_rows] = rows
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    copies: list[_Copy]
-    after: Event
-    ticket: HostTicket
-    # The mover: with the last name of it gone, what is queued is still carried out.
-    keep_alive: object
-    ready: bool = False
-
-
-class _Worker:
-    """A thread that carries out jobs in order, each when its event has happened.
-
-    Brief jobs are carried out in `submit`, under the lock, if none is queued or under way: so no
-    other can begin before they are over, and `stop` waits for them.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()
-        # The thread carries out a job that has left the queue.
-        self._is_busy = False
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(
-        self, copies: list[_Copy], after: Event, keep_alive: object, *, is_brief: bool
-    ) -> HostTicket:
-        """Queue a job, or carry it out; one that copies nothing has ended already."""
-        job = _Job(copies, after, HostTicket(), keep_alive)
-        if not copies:
-            job.ticket.end(None)
-            return job.ticket
-
-        def mark_ready() -> None:
-            job.ready = True
-            if self._queue:  # or else it is not in it yet: whoever puts it there sees it ready
-                with self._changed:
-                    self._wake()
-
-        # Before it is queued, so that an event that refuses leaves nothing behind.
-        after.add_done_callback(mark_ready)
-        with self._changed:
-            if self._closing:
-                raise StateError("this HostMover is closed; build a new one")
-            if is_brief and job.ready and not self._queue and not self._is_busy:
-                error = _carry_out(job)
-                job.ticket.end(error)
-                if error is not None and not isinstance(error.__cause__, Exception | None):
-                    raise error.__cause__  # an interrupt is this thread's own
-            else:
-                self._queue.append(job)
-                self._wake()
-        return job.ticket
-
-    def _wake(self) -> None:
-        """Wake the thread if there is work: only the job in front can be what it waits for."""
-        if self._queue and self._queue[0].ready:
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """Let the thread end once no job in front is ready; does not wait for it."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-
-    def join(self) -> None:
-        """Wait for the thread to end."""
-        # The garbage collector may run a finalizer on the worker itself.
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            job.ticket.end(_carry_out(job))
-            # Not kept while waiting for the next: the index arrays can be large.
-            del job
-
-    def _next(self) -> _Job | None:
-        """Wait for the job in front to be ready; None, and all others failed, when closing."""
-        with self._changed:
-            self._is_busy = False
-            while not (self._queue and self._queue[0].ready):
-                if self._closing:
-                    break
-                self._changed.wait()
-            else:
-                self._is_busy = True
-                return self._queue.popleft()
-            abandoned = list(self._queue)
-            self._queue.clear()
-        for job in abandoned:
-            job.ticket.end(
-                TransferError("the mover was closed before the transfer began; nothing was copied")
-            )
-        return None
-
-
-def _carry_out(job: _Job) -> TransferError | None:
-    """Run a job's copies; whatever goes wrong is the job's error and not the worker's."""
-    try:
-        job.after.wait()
-        for copy in job.copies:
-            copy.run()
-    except TransferError as error:
-        return error
-    except BaseException as error:
-        failure = TransferError(f"the copy failed ({error!r}); the destination is undefined")
-        failure.__cause__ = error
-        return failure
-    return None
-
-
-def _stop_all(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        worker.stop()
-    for worker in workers:
-        worker.join()
+def _run_all(copies: Sequence[_Copy]) -> None:
+    for copy in copies:
+        copy.run()
 
 
 class _Rows:

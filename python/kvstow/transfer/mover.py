@@ -1,33 +1,31 @@
 """What every mover promises: submit a store or a load with the event it waits for, then poll.
 
 A mover copies between the blocks of one `BlockLayout` (the device side) and the slots of one
-`HostArena`. Jobs of one direction run in the order they were submitted, like copies on one stream;
-between the two directions there is no order, and blocks and slots under way are the caller's to
-keep pinned.
+`HostArena`. A job waits for its event, and for earlier jobs of its direction that still wait and
+write to the same slot (of a store) or block (of a load): the later one is last. No other order is
+promised. Jobs of one direction may overtake each other, and stores and loads know nothing of each
+other. Blocks and slots under way are the caller's to keep pinned.
+
+`CudaMover` promises no more, but streams run in order. So a `CudaEvent` that never happens holds up
+all later jobs of its direction on that device; an event of the host does not.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import (
-    ChecksumMismatch,
-    ConfigError,
-    InvalidBlock,
-    KvstowError,
-    StateError,
-    TransferError,
-)
+from kvstow._core import ConfigError, InvalidBlock, StateError, TransferError
 from kvstow.transfer.arena import HostArena
+from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import BlockLayout
+from kvstow.transfer.ticket import Ticket
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Index: TypeAlias = npt.NDArray[np.int64]
@@ -36,28 +34,6 @@ Index: TypeAlias = npt.NDArray[np.int64]
 # So many numbers are compared faster as Python's own: a call of numpy's takes some 30 us when a
 # step of compute has left none of its code in the caches.
 _FEW = 16
-
-
-class TransferTimeout(KvstowError, TimeoutError):
-    """`Ticket.wait` gave up: the transfer is still queued or under way.
-
-    Not a `TransferError`: a transfer that failed touches nothing any more, while one that is late
-    may still write, so its blocks and slots must stay pinned.
-    """
-
-
-class DamagedSlots(ChecksumMismatch):
-    """Host slots of one load do not hold what was stored in them.
-
-    Attributes:
-        slots: all damaged slots of the transfer, in its order.
-    """
-
-    def __init__(self, message: str, slots: Sequence[int] = ()) -> None:
-        """Name the damaged slots; the message is about the first of them."""
-        others = f" (the first of {len(slots)} damaged slots)" if len(slots) > 1 else ""
-        super().__init__(message + others)
-        self.slots = tuple(slots)
 
 
 @runtime_checkable
@@ -91,6 +67,8 @@ class HostEvent:
         Raises:
             StateError: it is set already. One event stands for one moment: used again for a later
                 step it would not hold back that step's transfers.
+
+        And what a callback raises, once all of them were called.
         """
         with self._lock:
             if self._happened.is_set():
@@ -98,8 +76,15 @@ class HostEvent:
             self._error = error
             self._happened.set()
             callbacks, self._callbacks = self._callbacks, []
+        # All of them, whatever one raises: each is a transfer of its own that would never end.
+        errors: list[BaseException] = []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except BaseException as raised:
+                errors.append(raised)
+        if errors:
+            raise errors[0]
 
     def wait(self) -> None:
         """Block until `set`; raise `TransferError` from the error it was set with, if any."""
@@ -130,71 +115,6 @@ READY: Final[Event] = _set_event()
 """The event that has happened: for transfers with nothing to wait for."""
 
 
-class Ticket(ABC):
-    """One submitted store or load.
-
-    Done means that every byte has arrived, and so also that the source is no longer read.
-    """
-
-    @abstractmethod
-    def poll(self) -> bool:
-        """Whether the transfer has ended, well or not. Never blocks, never raises."""
-
-    def source_released(self) -> bool:
-        """Whether the source is no longer read, which may be before all has arrived.
-
-        Of a store: its device blocks may be given away. Never blocks, never raises.
-        """
-        return self.poll()
-
-    @property
-    @abstractmethod
-    def error(self) -> TransferError | None:
-        """Why it failed; None while under way and after success."""
-
-    @property
-    def damaged_slots(self) -> tuple[int, ...]:
-        """Host slots of this transfer whose content failed its check, once it has ended.
-
-        Empty otherwise: after another failure the slots may still hold what was stored in them.
-        """
-        error = self.error
-        return error.slots if isinstance(error, DamagedSlots) else ()
-
-    @abstractmethod
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the transfer has ended, at most `timeout_s` seconds.
-
-        Raises:
-            TransferError: it failed. Nothing touches its blocks or slots any more; what the
-                destination holds is undefined.
-            TransferTimeout: it has not ended in time.
-            ConfigError: a timeout that is not a number.
-        """
-
-
-def outcome(tickets: Iterable[Ticket], host_slots: Ints) -> bool | list[bool]:
-    """Block until the transfers of one job have ended, and return how they went.
-
-    Args:
-        tickets: of the job.
-        host_slots: shape [n], the slots of the job in its order.
-
-    Returns:
-        True if all went well. If a check found damaged slots, one bool for each of `host_slots`,
-        False where the slot is damaged. False if the job failed for other reasons only.
-    """
-    is_well, damaged = True, set[int]()
-    for ticket in tickets:
-        try:
-            ticket.wait()
-        except TransferError:
-            is_well = False
-            damaged.update(ticket.damaged_slots)
-    sound = [slot not in damaged for slot in np.asarray(host_slots).tolist()]
-    return is_well if all(sound) else sound
-
-
 class Mover(ABC):
     """Copies blocks between a layout and an arena, without holding up the caller.
 
@@ -212,8 +132,7 @@ class Mover(ABC):
                 larger: groups with blocks of several sizes share an arena.
             StateError: the arena is closed.
         """
-        if arena.closed:
-            raise StateError("this HostArena is closed; build a mover on an open one")
+        arena.check_open()
         if arena.slot_bytes < layout.slot_bytes:
             raise ConfigError(
                 f"the arena's slot_bytes is {arena.slot_bytes}, a block of the layout has "
@@ -222,6 +141,8 @@ class Mover(ABC):
             )
         self._layout = layout
         self._arena = arena
+        self._is_forked = False
+        close_in_children(self)
 
     @property
     def layout(self) -> BlockLayout:
@@ -244,9 +165,9 @@ class Mover(ABC):
         Raises:
             InvalidBlock: an id or slot out of range, the null block, or a host slot given twice.
             ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
-            StateError: the mover or its arena is closed.
+            StateError: the mover or its arena is closed, or belongs to the parent process.
         """
-        self._check_open()
+        self._check_usable()
         ids, slots = self._checked_pairs(block_ids, host_slots, after)
         _refuse_repeated("host_slots", slots)
         return self._submit_store(ids, slots, after)
@@ -262,9 +183,9 @@ class Mover(ABC):
         Raises:
             InvalidBlock: an id or slot out of range, the null block, or a block id given twice.
             ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
-            StateError: the mover or its arena is closed.
+            StateError: the mover or its arena is closed, or belongs to the parent process.
         """
-        self._check_open()
+        self._check_usable()
         ids, slots = self._checked_pairs(block_ids, host_slots, after)
         _refuse_repeated("block_ids", ids)
         return self._submit_load(slots, ids, after)
@@ -273,10 +194,19 @@ class Mover(ABC):
     def close(self) -> None:
         """End every job and stop; calling it again does nothing.
 
-        Jobs whose event has happened are carried out, unless one before them in their direction
-        still waits; all others fail. When it returns, every ticket has ended and nothing touches
-        layout or arena any more.
+        Jobs whose event has happened are carried out, unless they wait for a job whose event has
+        not; all others fail. When it returns, every ticket has ended and nothing touches layout or
+        arena any more. If it is interrupted, no job can be submitted any more; call it again.
         """
+
+    def close_in_child(self) -> None:
+        """Refuse every call in a forked child, which has neither the threads nor the memory."""
+        self._is_forked = True
+
+    def _check_usable(self) -> None:
+        if self._is_forked:
+            raise StateError(f"this {type(self).__name__} {FORKED}; build a new one here")
+        self._check_open()
 
     @abstractmethod
     def _check_open(self) -> None:
@@ -295,8 +225,7 @@ class Mover(ABC):
     ) -> tuple[Index, Index]:
         """Both arrays as int64 copies, in range, of the same length, without the null block."""
         check_event(after)
-        if self._arena.closed:
-            raise StateError("the mover's HostArena is closed; build both anew")
+        self._arena.check_open()
         ids = _checked_ids("block_ids", block_ids, self._layout.num_blocks, has_null=True)
         slots = _checked_ids("host_slots", host_slots, self._arena.num_slots)
         if len(ids) != len(slots):
@@ -330,13 +259,6 @@ def check_event(after: object) -> None:
             f"after must be an Event (wait, add_done_callback), got {after!r}; pass READY where "
             "there is nothing to wait for"
         )
-
-
-def checked_timeout_s(timeout_s: float) -> float:
-    """Return `timeout_s`, from 0 to what a thread can wait; `ConfigError` for no number."""
-    if math.isnan(timeout_s):
-        raise ConfigError("timeout_s is nan; pass seconds, or None to wait for ever")
-    return min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
 
 
 def _checked_ids(name: str, values: Ints, bound: int, *, has_null: bool = False) -> Index:

@@ -13,16 +13,18 @@ Another checksum than the one known fails the load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+import weakref
+from contextlib import ExitStack
 
 import numpy as np
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host_mover import HostTicket
+from kvstow.transfer.host_queue import HostQueue, stop_queues
 from kvstow.transfer.kernels import checksum
-from kvstow.transfer.mover import DamagedSlots, Event, Index, Mover, Ticket
+from kvstow.transfer.mover import READY, Event, Index, Mover
+from kvstow.transfer.ticket import DamagedSlots, HostTicket, Ticket
 
 
 class VerifiedMover(Mover):
@@ -34,44 +36,55 @@ class VerifiedMover(Mover):
     """
 
     def __init__(self, mover: Mover) -> None:
-        """Wrap `mover`, which is closed with this one."""
+        """Wrap `mover`, which is closed with this one.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
         super().__init__(mover.layout, mover.arena)
         self._mover = mover
         self._checksums = mover.arena.checksums
-        # One thread each, as movers have: in a direction jobs keep their order.
-        self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstow-checksum")
-        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-verify")
-        self._is_open = True
+        with ExitStack() as built:
+            self._stores = HostQueue("kvstow-checksum", mover.arena.num_slots)
+            built.callback(stop_queues, (self._stores,))
+            self._loads = HostQueue("kvstow-verify", mover.layout.num_blocks)
+            built.pop_all()
+        # At interpreter exit they stop before the mover's, which was built earlier.
+        self._stop = weakref.finalize(self, stop_queues, (self._stores, self._loads))
 
     def close(self) -> None:
         """End every job, and close the mover."""
-        self._is_open = False
-        self._mover.close()
-        self._stores.shutdown(cancel_futures=True)
-        self._loads.shutdown(cancel_futures=True)
+        try:
+            self._stop()
+            stop_queues((self._stores, self._loads))  # should another thread have called first
+        finally:
+            self._mover.close()
 
     def _check_open(self) -> None:
-        if not self._is_open:
+        if not self._stop.alive:
             raise StateError("this VerifiedMover is closed; build a new one")
+
+    # The queues wait for the events: by the time the mover gets a job it has nothing to wait for,
+    # and the thread that waits for the mover waits for a copy only.
 
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
         # Not to be found under the old checksum while it is overwritten.
         self._checksums[host_slots] = -1
-        stored = self._mover.store(block_ids, host_slots, after=after)
 
-        def take_down() -> None:
-            stored.wait()
+        def store_and_take_down() -> None:
+            self._checksums[host_slots] = -1  # an earlier store of the slot may have ended since
+            self._mover.store(block_ids, host_slots, after=READY).wait()
             for slot in host_slots.tolist():
                 self._checksums[slot] = self._arena.checksum(slot)
 
-        return _run(self._stores, take_down)
+        return self._stores.submit(store_and_take_down, host_slots, after=after, keep_alive=self)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         def check_and_load() -> None:
-            _compare(self._arena, host_slots.tolist(), "does not hold what was stored in it")
-            self._mover.load(host_slots, block_ids, after=after).wait()
+            _compare(self._arena, host_slots.tolist(), "what was stored in it")
+            self._mover.load(host_slots, block_ids, after=READY).wait()
 
-        return _run(self._loads, check_and_load)
+        return self._loads.submit(check_and_load, block_ids, after=after, keep_alive=self)
 
 
 class ProvingMover(Mover):
@@ -83,25 +96,31 @@ class ProvingMover(Mover):
     """
 
     def __init__(self, mover: Mover) -> None:
-        """Wrap `mover`, whose arena has `unproven` slots, and which is closed with this one."""
+        """Wrap `mover`, whose arena has `unproven` slots, and which is closed with this one.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
         super().__init__(mover.layout, mover.arena)
         unproven = mover.arena.unproven
         self._mover = mover
         self._unproven = np.zeros(mover.arena.num_slots, bool) if unproven is None else unproven
-        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstow-prove")
-        self._last: Ticket | None = None
+        self._proofs = HostQueue("kvstow-prove", mover.layout.num_blocks)
+        self._last_proof: HostTicket | None = None
         # Of a mover that sums up on its device: the file has none of these.
         self._sums = mover.arena.device_sums if mover.arena.has_device_sums else None
-        self._is_open = True
+        self._stop = weakref.finalize(self, stop_queues, (self._proofs,))
 
     def close(self) -> None:
         """End every job, and close the mover."""
-        self._is_open = False
-        self._mover.close()
-        self._loads.shutdown(cancel_futures=True)
+        try:
+            self._stop()
+            stop_queues((self._proofs,))  # should another thread have called first
+        finally:
+            self._mover.close()
 
     def _check_open(self) -> None:
-        if not self._is_open:
+        if not self._stop.alive:
             raise StateError("this ProvingMover is closed; build a new one")
 
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
@@ -111,19 +130,24 @@ class ProvingMover(Mover):
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         unproven = host_slots[self._unproven[host_slots]].tolist()
-        # In a direction jobs keep their order: none overtakes one that is still being proven.
-        if not unproven and (self._last is None or self._last.poll()):
+        # The mover keeps the order of loads into the same blocks. So none gets there before an
+        # earlier one that is still being proven.
+        if not unproven and (self._last_proof is None or self._last_proof.poll()):
             return self._mover.load(host_slots, block_ids, after=after)
+        ticket = _ProvenTicket()
 
-        def prove_and_load() -> None:
-            _compare(self._arena, unproven, "does not hold what the snapshot says")
+        def prove_and_submit() -> None:
+            _compare(self._arena, unproven, "what the snapshot says", "; the file is damaged")
             for slot in unproven:
                 self._sum_up(slot)
                 self._unproven[slot] = False
-            self._mover.load(host_slots, block_ids, after=after).wait()
+            # Not waited for: its event may be far off, and the next load must not wait for it.
+            ticket.copy = self._mover.load(host_slots, block_ids, after=after)
 
-        self._last = _run(self._loads, prove_and_load)
-        return self._last
+        self._last_proof = ticket.proof = self._proofs.submit(
+            prove_and_submit, block_ids, after=READY, keep_alive=self
+        )
+        return ticket
 
     def _sum_up(self, slot: int) -> None:
         """Let a mover that sums up what it loads find what it would have stored."""
@@ -133,7 +157,7 @@ class ProvingMover(Mover):
             is_known[slot] = 1
 
 
-def _compare(arena: HostArena, slots: list[int], what_is_wrong: str) -> None:
+def _compare(arena: HostArena, slots: list[int], expectation: str, advice: str = "") -> None:
     """Raise `DamagedSlots` with all slots that do not have their checksum."""
     found = {slot: arena.checksum(slot) for slot in slots}
     damaged = [slot for slot in slots if found[slot] != arena.checksums[slot]]
@@ -142,23 +166,33 @@ def _compare(arena: HostArena, slots: list[int], what_is_wrong: str) -> None:
         raise DamagedSlots(
             f"host slot {slot} was never stored through a mover that keeps checksums"
             if expected < 0
-            else f"host slot {slot} {what_is_wrong}: its checksum is {found[slot]:#010x}, not "
-            f"{expected:#010x}",
+            else f"host slot {slot} does not hold {expectation}: its checksum is "
+            f"{found[slot]:#010x}, not {expected:#010x}{advice}",
             damaged,
         )
 
 
-def _run(threads: ThreadPoolExecutor, work: Callable[[], None]) -> Ticket:
-    """A ticket that ends with `work`."""
-    ticket = HostTicket()
-    threads.submit(work).add_done_callback(lambda future: ticket.end(_why(future)))
-    return ticket
+class _ProvenTicket(Ticket):
+    """The ticket of a load whose slots are proven first, and which is submitted then.
 
+    Attributes:
+        proof: ends when the copy is submitted, or when it will not be.
+        copy: of the copy, once the proof has ended well.
+    """
 
-def _why(future: Future[None]) -> TransferError | None:
-    if future.cancelled():
-        return TransferError("the mover was closed before this transfer began")
-    error = future.exception()
-    if error is None or isinstance(error, TransferError):
-        return error
-    return TransferError(f"the transfer failed: {error!r}")
+    proof: HostTicket
+    copy: Ticket | None = None
+
+    def poll(self) -> bool:
+        return self.proof.poll() and (self.copy is None or self.copy.poll())
+
+    @property
+    def error(self) -> TransferError | None:
+        return self.proof.error or (None if self.copy is None else self.copy.error)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        begin_s = time.monotonic()
+        self.proof.wait(timeout_s)
+        if self.copy is not None:
+            spent_s = time.monotonic() - begin_s
+            self.copy.wait(None if timeout_s is None else timeout_s - spent_s)

@@ -1,0 +1,180 @@
+"""Work for one thread: jobs that wait for their events beside the queue, not in it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstow._core import StateError, TransferError
+from kvstow.transfer.fork import FORKED, close_in_children
+from kvstow.transfer.mover import Event, Index
+from kvstow.transfer.order import JobOrder, OrderedJob
+from kvstow.transfer.ticket import HostTicket
+
+__all__ = ["HostQueue", "stop_queues"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Job(OrderedJob):
+    work: Callable[[], None]
+    after: Event
+    ticket: HostTicket
+    # The mover: with the last name of it gone, what is queued is still carried out.
+    keep_alive: object
+    is_submitted: bool = False
+
+
+class HostQueue:
+    """A thread that carries out jobs whose event has happened; see `JobOrder` for their order.
+
+    Brief jobs are carried out in `submit`, under the lock, if none is queued or under way: so no
+    other can begin before they are over, and `stop` waits for them.
+    """
+
+    def __init__(self, name: str, num_targets: int) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the thread.
+            num_targets: slots or blocks that jobs may write to.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
+        self._changed = threading.Condition()
+        self._order: JobOrder[_Job] = JobOrder(num_targets)
+        self._queue: deque[_Job] = deque()
+        self._under_way: _Job | None = None
+        self._closing = False
+        # A daemon: the interpreter joins others before it stops the queues at its exit.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise StateError(
+                f"the thread {name} cannot be started ({error}); raise the limit of threads "
+                "(ulimit -u, pids.max of the container)"
+            ) from error
+        close_in_children(self)
+
+    def submit(
+        self,
+        work: Callable[[], None],
+        targets: Index,
+        *,
+        after: Event,
+        keep_alive: object,
+        is_brief: bool = False,
+    ) -> HostTicket:
+        """Queue a job, or carry it out; one without targets has ended already.
+
+        Args:
+            work: run once `after` has happened; what it raises, the transfer has failed with.
+            targets: the slots or blocks that it writes to.
+            after: what it waits for.
+            keep_alive: kept until the job has ended.
+            is_brief: it takes less time than to wake the thread.
+
+        Raises:
+            StateError: the queue was stopped.
+        """
+        ticket = HostTicket()
+        job = _Job(targets=targets, work=work, after=after, ticket=ticket, keep_alive=keep_alive)
+        if not len(targets):
+            ticket.end(None)
+            return ticket
+
+        def happened() -> None:
+            job.is_ready = True
+            if job.is_submitted:  # else whoever submits it sees it ready
+                with self._changed:
+                    self._queue += self._order.release(job)
+                    self._changed.notify()
+
+        # Before it is queued, so that an event that refuses leaves nothing behind.
+        after.add_done_callback(happened)
+        with self._changed:
+            if self._closing:
+                raise StateError("this mover is closed; build a new one")
+            job.is_submitted = True
+            if not self._order.enter(job):
+                return ticket
+            if is_brief and not self._queue and self._under_way is None:
+                error = _carry_out(job)
+                ticket.end(error)
+                if error is not None and not isinstance(error.__cause__, Exception | None):
+                    raise error.__cause__  # an interrupt is this thread's own
+            else:
+                self._queue.append(job)
+                self._changed.notify()
+        return ticket
+
+    def stop(self) -> None:
+        """Let the thread end when it has carried out all jobs that may run; does not wait."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        # The garbage collector may run a finalizer on the thread itself.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def close_in_child(self) -> None:
+        """End every job in a forked child, where no thread will: the parent carries them out."""
+        self._changed = threading.Condition()  # another thread of the parent may hold the old one
+        self._closing = True
+        jobs = [*self._order.abandon(), *self._queue]
+        if self._under_way is not None:
+            jobs.append(self._under_way)
+        self._queue.clear()
+        for job in jobs:
+            if not job.ticket.poll():
+                job.ticket.end(TransferError(f"the transfer {FORKED}; this one sees no end of it"))
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job.ticket.end(_carry_out(job))
+            # Not kept while waiting for the next: the index arrays can be large.
+            del job
+
+    def _next(self) -> _Job | None:
+        """Wait for a job that may run; None, and the waiting ones failed, when closing."""
+        with self._changed:
+            self._under_way = None
+            while not self._queue and not self._closing:
+                self._changed.wait()
+            if self._queue:
+                self._under_way = self._queue.popleft()
+                return self._under_way
+            abandoned = self._order.abandon()
+        for job in abandoned:
+            job.ticket.end(
+                TransferError("the mover was closed before the transfer began; nothing was copied")
+            )
+        return None
+
+
+def stop_queues(queues: Sequence[HostQueue]) -> None:
+    """Stop queues and wait for their threads; stopping them again does nothing."""
+    for queue in queues:
+        queue.stop()
+    for queue in queues:
+        queue.join()
+
+
+def _carry_out(job: _Job) -> TransferError | None:
+    """Run a job's work; whatever goes wrong is the job's error and not the thread's."""
+    try:
+        job.after.wait()
+        job.work()
+    except TransferError as error:
+        return error
+    except BaseException as error:
+        failure = TransferError(f"the copy failed ({error!r}); the destination is undefined")
+        failure.__cause__ = error
+        return failure
+    return None

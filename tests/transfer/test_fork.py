@@ -1,0 +1,320 @@
+"""A process may end with everything open, and a forked child has nothing of its parent's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.transfer.test_cuda_mover import bench
+
+from kvstow import StateError, TransferError
+from kvstow.transfer import (
+    READY,
+    BlockLayout,
+    HostArena,
+    HostEvent,
+    HostMover,
+    Mover,
+    ProvingMover,
+    VerifiedMover,
+)
+
+# A process with threads may fork: that is what is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+LONG_S = 60
+NUM_BLOCKS, NUM_SLOTS, BLOCK_BYTES = 64, 64, 64 << 10
+KINDS = ["host", "verified", "proving"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def in_child(check: Callable[[], None]) -> None:
+    """Fork, and run `check` in the child; fail with what it raises, and if it hangs or crashes."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(LONG_S)
+        try:
+            check()
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        failure = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert not failure, failure
+    assert status == 0, f"the child was ended by signal {status & 127}"
+
+
+class Made:
+    def __init__(self, kind: str) -> None:
+        self.device: Bytes = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+        self.device += np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None]
+        self.arena = HostArena(NUM_SLOTS, BLOCK_BYTES)
+        self.layout = BlockLayout.from_arrays([self.device])
+        self.mover = self.build(kind, self.arena)
+
+    def build(self, kind: str, arena: HostArena) -> Mover:
+        mover: Mover = HostMover(self.layout, arena)
+        if kind == "verified":
+            return VerifiedMover(mover)
+        if kind == "proving":
+            arena.checksums[:] = [arena.checksum(slot) for slot in range(NUM_SLOTS)]
+            arena.unproven = np.ones(NUM_SLOTS, bool)
+            return ProvingMover(mover)
+        return mover
+
+
+@pytest.fixture(params=KINDS)
+def made(request: pytest.FixtureRequest) -> Iterator[Made]:
+    it = Made(request.param)
+    yield it
+    it.mover.close()
+    it.arena.close()
+
+
+# -- a forked child ------------------------------------------------------------------------------
+
+
+def test_child_is_refused_and_changes_nothing_of_the_parent(made: Made) -> None:
+    made.mover.store(range(1, 33), range(32), after=READY).wait(LONG_S)
+    before = made.arena.slots.copy()
+    view = made.arena.slots
+
+    def check() -> None:
+        for use in (
+            lambda: made.mover.store([1], [0], after=READY),
+            lambda: made.mover.load([0], [1], after=READY),
+            lambda: made.arena.slots,
+            lambda: made.arena.base_address,
+            lambda: HostMover(made.layout, made.arena),
+        ):
+            with pytest.raises(StateError, match="process that this one was forked from; build a"):
+                use()
+        assert made.arena.closed
+        assert not view.any(), "the memory is the parent's"
+        view[:] = 7  # a view taken before: memory of the child's own
+        made.mover.close()
+        made.arena.close()
+
+    in_child(check)
+    assert np.array_equal(made.arena.slots, before)
+    made.mover.load([3], [40], after=READY).wait(LONG_S)
+    assert (made.device[40] == 4).all()
+
+
+def test_transfers_under_way_end_in_the_child_and_go_on_in_the_parent(made: Made) -> None:
+    event = HostEvent()
+    made.mover.store([1], [1], after=READY).wait(LONG_S)
+    tickets = [
+        made.mover.store([1], [0], after=event),
+        made.mover.store([2], [0], after=READY),  # waits for the first
+        made.mover.load([1], [3], after=event),
+    ]
+
+    def check() -> None:
+        for ticket in tickets:
+            assert ticket.poll()
+            with pytest.raises(TransferError, match="this one was forked from"):
+                ticket.wait(LONG_S)
+        event.set()
+
+    in_child(check)
+    assert not any(ticket.poll() for ticket in tickets)
+    event.set()
+    for ticket in tickets:
+        ticket.wait(LONG_S)
+    assert (made.arena.slots[0] == 2).all()
+
+
+def test_child_builds_its_own(made: Made) -> None:
+    def check() -> None:
+        with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena, made.build("verified", arena) as mover:
+            mover.store([5], [0], after=READY).wait(LONG_S)
+            assert (arena.slots[0] == 5).all()
+            in_child(lambda: refused(mover))
+
+    def refused(mover: Mover) -> None:
+        with pytest.raises(StateError, match="forked"):
+            mover.store([5], [0], after=READY)
+
+    in_child(check)
+
+
+def test_fork_while_threads_hold_the_locks_and_copy(made: Made) -> None:
+    """The child closes everything, though no thread of it will ever give the locks back."""
+    host = made.mover if isinstance(made.mover, HostMover) else made.mover._mover  # type: ignore[attr-defined]
+    held = [host._stores._changed, host._loads._changed]
+    taken, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as holding:
+            for lock in held:
+                holding.enter_context(lock)
+            taken.set()
+            go.wait(LONG_S)
+
+    tickets = [made.mover.store(range(1, 64), range(63), after=READY) for _ in range(20)]
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert taken.wait(LONG_S)
+
+    def check() -> None:
+        assert all(ticket.poll() for ticket in tickets)
+        made.mover.close()
+        made.arena.close()
+
+    in_child(check)
+    go.set()
+    holder.join(LONG_S)
+    for ticket in tickets:
+        ticket.wait(LONG_S)
+    assert (made.arena.slots[3] == 4).all()
+
+
+def test_child_of_a_cuda_mover_asks_nothing_of_the_device() -> None:
+    with bench(verify=True) as it:
+        flying = it.mover.store([1], [0], after=it.after())
+        waiting = it.mover.load([0], [2], after=HostEvent())
+
+        def check() -> None:
+            it.runtime._enter = None  # type: ignore[assignment, method-assign]
+            it.runtime.free = None  # type: ignore[assignment, method-assign]
+            for ticket in (flying, waiting):
+                assert ticket.poll()
+                with pytest.raises(TransferError, match="this one was forked from"):
+                    ticket.wait(LONG_S)
+            with pytest.raises(StateError, match="this CudaMover belongs to the process"):
+                it.mover.store([1], [0], after=READY)
+            it.mover.close()
+            it.arena.close()
+
+        in_child(check)
+        it.land(flying)
+        assert np.array_equal(it.arena.slots[0], it.block(1))
+
+
+def test_child_does_not_unpin_what_the_parent_has_pinned() -> None:
+    unpinned: list[int] = []
+    arena = HostArena(2, 4096)
+    arena.on_close(lambda: unpinned.append(os.getpid()))
+
+    def check() -> None:
+        arena.close()
+        assert not unpinned
+
+    in_child(check)
+    arena.close()
+    assert unpinned == [os.getpid()]
+
+
+def test_arena_of_a_file_is_closed_in_the_child_and_is_never_unmapped_there() -> None:
+    with open(os.memfd_create("slots"), "r+b") as file:
+        file.truncate(2 * 4096)
+        with HostArena(2, 4096, file=(file.fileno(), 0)) as arena:
+            arena.slots[:] = 3
+
+            def check() -> None:
+                nonlocal arena
+                with pytest.raises(StateError, match="forked"):
+                    _ = arena.slots
+                # What the child maps next may lie where the arena's memory lies in the parent.
+                others = [HostArena(2, 4096) for _ in range(20)]
+                for other in others:
+                    other.slots[:] = 5
+                arena.close()
+                del arena
+                for other in others:
+                    assert (other.slots == 5).all()
+
+            in_child(check)
+            assert (arena.slots == 3).all()
+
+
+def test_memory_stays_out_of_core_dumps_and_of_children() -> None:
+    with HostArena(4, 4096) as arena:
+        flags = _flags(arena.base_address)
+    assert {"dd", "wf"} <= flags, "VM_DONTDUMP, VM_WIPEONFORK"
+    with open(os.memfd_create("slots"), "r+b") as file:
+        file.truncate(4096)
+        with HostArena(1, 4096, file=(file.fileno(), 0)) as arena:
+            assert {"dd", "dc"} <= _flags(arena.base_address), "VM_DONTDUMP, VM_DONTCOPY"
+
+
+def _flags(address: int) -> set[str]:
+    """Of the mapping at an address."""
+    is_it = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            first = line.split()[0]
+            if not first.endswith(":"):
+                begin, end = (int(bound, 16) for bound in first.split("-"))
+                is_it = begin <= address < end
+            elif is_it and first == "VmFlags:":
+                return set(line.split()[1:])
+    pytest.skip("the system says nothing of its mappings")
+
+
+# -- the end of the process ----------------------------------------------------------------------
+
+OPEN = """
+import os, sys
+import numpy as np
+from kvstow.transfer import *
+device = np.ones((1024, 65536), np.uint8)
+arena = HostArena(1024, 65536)
+mover = HostMover(BlockLayout.from_arrays([device]), arena)
+kind = sys.argv[1]
+if kind == "verified":
+    mover = VerifiedMover(mover)
+if kind == "proving":
+    arena.checksums[:] = [arena.checksum(slot) for slot in range(1024)]
+    arena.unproven = np.ones(1024, bool)
+    mover = ProvingMover(mover)
+never = HostEvent()
+mover.load(range(1, 1000), range(1, 1000), after=never)
+mover.store([1], [0], after=never)
+for _ in range(10):
+    mover.store(range(1, 512), range(511), after=READY)
+    mover.load(range(512, 1000), range(2, 490), after=READY)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_process_ends_with_a_mover_open_whose_event_never_happens(kind: str) -> None:
+    ended = _run(OPEN, kind)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_child_ends_as_processes_do(kind: str) -> None:
+    """With all handlers of the interpreter's exit, and not with `os._exit`."""
+    script = """
+if os.fork() == 0:
+    sys.exit(0)
+_, status = os.wait()
+print(status)
+"""
+    ended = _run(OPEN + script, kind)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n", "")
+
+
+def _run(script: str, kind: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, kind],
+        timeout=LONG_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
