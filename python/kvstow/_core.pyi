@@ -328,10 +328,16 @@ class BlockLedger:
         num_blocks: int,
         groups: Sequence[_Group],
         *,
+        publish: Literal["granted", "computed"] = "granted",
         max_in_flight_tokens: int | None = None,
         events: bool = False,
     ) -> BlockLedger:
         """All groups take their blocks from one pool of `num_blocks`, the null block included.
+
+        `publish` says when the key of a full block can be found. "granted": when `allocate` gives
+        it slots, as vLLM does, so requests of one step share what this step computes. If a step is
+        dropped, say so with `free(num_computed_tokens=...)`. "computed": when `cache` or
+        `cache_step` reports its tokens, so no lookup finds a block that was never computed.
 
         `max_in_flight_tokens` is the most tokens that a request is granted before they are
         processed (the token budget of a step, times the steps that overlap). With it
@@ -420,9 +426,15 @@ class BlockLedger:
     ) -> StepAllocation:
         """As if `allocate` were called for each in turn; stops at the first that does not fit."""
     def cache(self, request_id: str, num_tokens: int) -> None:
-        """Publish this request's blocks up to `num_tokens` granted tokens; ends a delay.
+        """Publish this request's blocks up to `num_tokens` computed tokens; ends a delay.
 
         Raises `ConfigError` beyond the granted tokens.
+        """
+    def cache_step(self, request_ids: Sequence[str], num_computed_tokens: _Ints) -> None:
+        """Publish each request's blocks up to its computed tokens, as `cache` does.
+
+        One call for a whole step. Raises what `cache` raises, and `ConfigError` for lists of
+        unequal length; then no request has published anything.
         """
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back to this many (rejected drafts); frees nothing.
@@ -432,8 +444,24 @@ class BlockLedger:
     def block_table(self, request_id: str, group: int = 0) -> _Ids:
         """The request's block ids; `ConfigError` for a group that does not exist."""
     def num_granted_tokens(self, request_id: str) -> int: ...
-    def free(self, request_id: str) -> None:
-        """Drop the request: its references, each group's tail first, then the request itself."""
+    def free(self, request_id: str, *, num_computed_tokens: int | None = None) -> list[str]:
+        """Drop the request: its references, each group's tail first, then the request itself.
+
+        Args:
+            request_id: a request that finished, was preempted or was aborted.
+            num_computed_tokens: the tokens whose KV exists, where a step was never computed. The
+                request's own blocks beyond them lose their keys; blocks that it hit keep theirs.
+                None: all granted tokens were computed.
+
+        Returns:
+            The other requests whose tables hold such a block that was never computed. Free them
+            too, and let them recompute. Empty with `publish="computed"`, where nobody can have hit
+            such a block.
+
+        Raises:
+            UnknownRequest: it is not known.
+            ConfigError: more computed tokens than were granted.
+        """
     def request_ids(self) -> list[str]:
         """The ids of the requests that are known, in no order."""
     def known(

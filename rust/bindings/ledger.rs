@@ -3,13 +3,13 @@
 use std::sync::{Arc, Mutex};
 
 use kvstow_core::ids::BlockId;
-use kvstow_core::ledger::{self, AllocateArgs, Context, NewIds, Taken};
+use kvstow_core::ledger::{self, AllocateArgs, Context, NewIds, Publish, Taken};
 use kvstow_core::pool::{self, MAX_BLOCKS};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 
-use crate::convert::{Count, RequestId, as_strs, counts, hashes, ids, request_ids, to_array};
+use crate::convert::{Count, Name, RequestId, as_strs, counts, hashes, ids, request_ids, to_array};
 use crate::error::{ConfigError, to_py};
 use crate::group::groups;
 use crate::hash::{extra_keys_from_py, extra_keys_to_py, tokens_from_py};
@@ -123,16 +123,24 @@ pub(crate) struct BlockLedger(Shared);
 #[pymethods]
 impl BlockLedger {
     #[new]
-    #[pyo3(signature = (num_blocks, groups, *, max_in_flight_tokens = None, events = false))]
+    #[pyo3(
+        signature = (
+            num_blocks, groups, *, publish = None, max_in_flight_tokens = None, events = false,
+        ),
+        text_signature = "(num_blocks, groups, *, publish='granted', max_in_flight_tokens=None, \
+            events=False)"
+    )]
     fn new(
         num_blocks: Count,
         groups: Vec<Bound<'_, PyAny>>,
+        publish: Option<Name>,
         max_in_flight_tokens: Option<Count>,
         events: bool,
     ) -> PyResult<Self> {
         let (groups, max_in_flight) = (self::groups(&groups)?, max_in_flight_tokens.map(|n| n.0));
         let ledger = ledger::BlockLedger::new(num_blocks.0, groups, max_in_flight, events);
-        Ok(Self(Arc::new(Mutex::new(ledger.map_err(to_py)?))))
+        let ledger = ledger.map_err(to_py)?.with_publish(publish_from_py(publish)?);
+        Ok(Self(Arc::new(Mutex::new(ledger))))
     }
 
     #[getter]
@@ -242,14 +250,8 @@ impl BlockLedger {
     ) -> PyResult<StepAllocation> {
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;
-        let (names, tokens) = (as_strs(&request_ids)?, counts(num_new_tokens)?);
-        if names.len() != tokens.len() {
-            return Err(ConfigError::new_err(format!(
-                "{} requests and {} numbers of new tokens: give one number per request",
-                names.len(),
-                tokens.len()
-            )));
-        }
+        let names = as_strs(&request_ids)?;
+        let tokens = counts_for(&names, num_new_tokens, "new")?;
         let wants = names.iter().copied().zip(tokens.iter().copied());
         let taken = lock(&self.0)
             .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
@@ -264,9 +266,22 @@ impl BlockLedger {
         })
     }
 
-    /// Publish this request's blocks up to `num_tokens` granted tokens; ends a delay.
+    /// Publish this request's blocks up to `num_tokens` computed tokens; ends a delay.
     fn cache(&self, request_id: RequestId, num_tokens: Count) -> PyResult<()> {
         lock(&self.0).cache(&request_id, num_tokens.0).map_err(to_py)
+    }
+
+    /// Publish each request's blocks up to its computed tokens, as `cache` does.
+    fn cache_step(
+        &self,
+        request_ids: &Bound<'_, PyAny>,
+        num_computed_tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let request_ids = self::request_ids(request_ids)?;
+        let names = as_strs(&request_ids)?;
+        let tokens = counts_for(&names, num_computed_tokens, "computed")?;
+        let computed = names.iter().copied().zip(tokens.iter().copied());
+        lock(&self.0).cache_step(computed).map_err(to_py)
     }
 
     /// Take granted tokens back to this many (rejected drafts); frees nothing.
@@ -290,8 +305,18 @@ impl BlockLedger {
     }
 
     /// Drop the request: its references, each group's tail first, then the request itself.
-    fn free(&self, request_id: RequestId) -> PyResult<()> {
-        lock(&self.0).free(&request_id).map_err(to_py)
+    #[pyo3(signature = (request_id, *, num_computed_tokens = None))]
+    fn free(
+        &self,
+        request_id: RequestId,
+        num_computed_tokens: Option<Count>,
+    ) -> PyResult<Vec<String>> {
+        let mut ledger = lock(&self.0);
+        match num_computed_tokens {
+            None => ledger.free(&request_id).map(|()| Vec::new()),
+            Some(count) => ledger.free_computed(&request_id, count.0),
+        }
+        .map_err(to_py)
     }
 
     /// The ids of the requests that are known.
@@ -369,6 +394,29 @@ enum IdChoice {
     Same,
     Packed,
     Given(Vec<BlockId>),
+}
+
+fn publish_from_py(given: Option<Name>) -> PyResult<Publish> {
+    match given.as_ref().map_or("granted", |name| name.0.as_str()) {
+        "granted" => Ok(Publish::Granted),
+        "computed" => Ok(Publish::Computed),
+        other => Err(ConfigError::new_err(format!(
+            "publish is {other:?}: it is \"granted\" or \"computed\""
+        ))),
+    }
+}
+
+/// One count per request.
+fn counts_for(names: &[&str], given: &Bound<'_, PyAny>, what: &str) -> PyResult<Vec<usize>> {
+    let tokens = counts(given)?;
+    if names.len() != tokens.len() {
+        return Err(ConfigError::new_err(format!(
+            "{} requests and {} numbers of {what} tokens: give one number per request",
+            names.len(),
+            tokens.len()
+        )));
+    }
+    Ok(tokens)
 }
 
 fn new_ids(given: &Bound<'_, PyAny>) -> PyResult<IdChoice> {

@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 
 use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
-use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, NewIds, PrefixHit};
+use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, NewIds, PrefixHit, Publish};
 use proptest::collection::vec;
 use proptest::prelude::*;
+use proptest::sample::select;
 
 use super::model::ModelPool;
 use super::{hashes, ids, num_cases, raw};
@@ -38,8 +39,12 @@ enum Op {
         new: usize,
     },
     Cache(usize, usize),
+    /// A step of all requests was computed, each up to so many tokens before what it was granted.
+    CacheStep(usize),
     Rewind(usize, usize),
     Free(usize),
+    /// As `Free`, with so many computed tokens.
+    FreeComputed(usize, usize),
     Evict(Vec<u32>),
     Pin(Vec<u32>),
     Unpin(Vec<u32>),
@@ -63,6 +68,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (1..6_usize).prop_map(|new| Op::Step { new }),
         2 => (who.clone(), 0..30_usize).prop_map(|(who, tokens)| Op::Cache(who, tokens)),
         1 => (who.clone(), 0..30_usize).prop_map(|(who, tokens)| Op::Rewind(who, tokens)),
+        1 => (0..6_usize).prop_map(Op::CacheStep),
+        2 => (who.clone(), 0..9_usize).prop_map(|(who, tokens)| Op::FreeComputed(who, tokens)),
         3 => who.prop_map(Op::Free),
         1 => vec(0..12_u32, 0..3).prop_map(Op::Evict),
         1 => vec(0..12_u32, 0..3).prop_map(Op::Pin),
@@ -84,12 +91,14 @@ struct ModelRequest {
     tables: Vec<Vec<u32>>,
     granted: usize,
     published: usize,
+    hits: usize,
     is_running: bool,
     is_delayed: bool,
 }
 
 struct ModelLedger {
     pool: ModelPool,
+    publish: Publish,
     num_groups: usize,
     requests: BTreeMap<usize, ModelRequest>,
 }
@@ -200,12 +209,33 @@ impl ModelLedger {
         let request = self.requests.get_mut(&who).unwrap();
         request.tables = tables;
         request.granted = granted;
+        request.hits = request.hits.max(num_hit);
         request.published = request.published.max(num_hit);
         (request.is_running, request.is_delayed) = (true, want.delay);
-        if !want.delay {
+        if self.publish == Publish::Granted && !want.delay {
             self.publish(who, granted);
         }
         Ok(Some(taken))
+    }
+
+    /// Frees a request, and names the others that hold a block which it did not compute.
+    fn free(&mut self, who: usize, computed: usize) -> Vec<usize> {
+        let request = self.requests.remove(&who).unwrap();
+        let first = request.hits.max(computed / BLOCK_SIZE);
+        let mut uncomputed = Vec::new();
+        for table in &request.tables {
+            let own = table.get(first..).unwrap_or_default();
+            assert!(self.pool.evict(own));
+            uncomputed.extend_from_slice(own);
+        }
+        for mut table in request.tables {
+            table.reverse();
+            assert!(self.pool.free(&table));
+        }
+        let holds = |request: &ModelRequest| {
+            request.tables.iter().flatten().any(|id| uncomputed.contains(id))
+        };
+        self.requests.iter().filter(|(_, request)| holds(request)).map(|(&who, _)| who).collect()
     }
 }
 
@@ -267,6 +297,7 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
             let ids = if *is_packed { NewIds::Packed } else { NewIds::Same };
             let groups = ledger.model().groups().to_vec();
             let anew = BlockLedger::new(ledger.pool().num_blocks(), groups, None, false).unwrap();
+            let anew = anew.with_publish(model.publish);
             let restored = anew.restore(&ledger.snapshot(true), ids).unwrap();
             model.sleep(|id| restored.new_id(BlockId(id)).unwrap().0);
             *ledger = restored.ledger;
@@ -290,12 +321,18 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
             }
         }
         Op::Free(who) => {
-            let request = model.requests.remove(who);
-            assert_eq!(ledger.free(&name(*who)).is_ok(), request.is_some());
-            for mut table in request.into_iter().flat_map(|request| request.tables) {
-                table.reverse();
-                assert!(model.pool.free(&table));
+            let granted = model.requests.get(who).map(|request| request.granted);
+            assert_eq!(ledger.free(&name(*who)).is_ok(), granted.is_some());
+            if granted.is_some() {
+                model.free(*who, usize::MAX);
             }
+        }
+        Op::CacheStep(back) => cache_step(*back, ledger, model),
+        Op::FreeComputed(who, computed) => {
+            let is_ok = model.requests.get(who).is_some_and(|request| *computed <= request.granted);
+            let expected =
+                is_ok.then(|| model.free(*who, *computed).into_iter().map(name).collect());
+            assert_eq!(ledger.free_computed(&name(*who), *computed).ok(), expected);
         }
         Op::Evict(some) => {
             assert_eq!(ledger.pool_mut().evict(&ids(some)).is_ok(), model.pool.evict(some));
@@ -362,6 +399,23 @@ fn step(new: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     assert_eq!(per_group(taken), expected);
 }
 
+/// Nothing is published unless every request was granted what it is said to have computed.
+fn cache_step(back: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
+    let tokens: Vec<(String, usize)> = model
+        .requests
+        .iter()
+        .map(|(&who, request)| (name(who), (request.granted + 1).saturating_sub(back)))
+        .collect();
+    let step = tokens.iter().map(|(name, tokens)| (name.as_str(), *tokens));
+    let is_ok = back > 0 || model.requests.is_empty();
+    assert_eq!(ledger.cache_step(step).is_ok(), is_ok);
+    let whos: Vec<usize> = model.requests.keys().copied().filter(|_| is_ok).collect();
+    for (who, (_, tokens)) in whos.into_iter().zip(&tokens) {
+        model.requests.get_mut(&who).unwrap().is_delayed = false;
+        model.publish(who, *tokens);
+    }
+}
+
 fn per_group(taken: kvstow_core::ledger::Taken) -> Vec<Vec<u32>> {
     let ids = raw(taken.ids);
     taken.offsets.windows(2).map(|ends| ids[ends[0]..ends[1]].to_vec()).collect()
@@ -386,12 +440,16 @@ proptest! {
 
     #[test]
     fn ledger_equals_model(
-        num_blocks in 4..24_u32, num_groups in 1..3_usize, ops in vec(op(), 1..40),
+        num_blocks in 4..24_u32,
+        num_groups in 1..3_usize,
+        publish in select(vec![Publish::Granted, Publish::Computed]),
+        ops in vec(op(), 1..40),
     ) {
         let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap(); num_groups];
-        let mut ledger = BlockLedger::new(num_blocks as usize, groups, None, false).unwrap();
+        let ledger = BlockLedger::new(num_blocks as usize, groups, None, false).unwrap();
+        let mut ledger = ledger.with_publish(publish);
         let pool = ModelPool::new(num_blocks);
-        let mut model = ModelLedger { pool, num_groups, requests: BTreeMap::new() };
+        let mut model = ModelLedger { pool, publish, num_groups, requests: BTreeMap::new() };
         for op in &ops {
             apply(op, &mut ledger, &mut model);
             compare(&ledger, &model);

@@ -3,6 +3,7 @@
 //! these files, to be run first from then on.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
+mod computed;
 mod groups;
 mod ledger;
 mod model;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,10 +23,13 @@ from kvstow import (
     AllBlocksCleared,
     BlockLedger,
     BlockStored,
+    ConfigError,
     FullAttention,
     KvstowError,
     PrefixHit,
+    SnapshotError,
     StateError,
+    UnknownRequest,
 )
 
 BLOCK_SIZE = 4
@@ -46,6 +50,7 @@ class ModelRequest:
     tables: list[list[int]]
     granted: int = 0
     published: int = 0
+    hits: int = 0
     running: bool = False
     delayed: bool = False
 
@@ -55,6 +60,7 @@ class ModelLedger:
     pool: ModelPool
     num_groups: int
     block_size: int
+    publish: str = "granted"
     requests: dict[str, ModelRequest] = field(default_factory=dict)
 
     def request(self, who: str) -> ModelRequest:
@@ -104,8 +110,9 @@ class ModelLedger:
                 return None
         taken = self._take(self.pool, request.tables, hit, goals)
         request.granted, request.running, request.delayed = loaded + new, True, delay
+        request.hits = max(request.hits, num_hit)
         request.published = max(request.published, num_hit)
-        if not delay:
+        if not delay and self.publish == "granted":
             self._publish(request, request.granted)
         return taken
 
@@ -172,10 +179,29 @@ class ModelLedger:
             raise Refused
         request.granted = num_tokens
 
-    def free(self, who: str) -> None:
-        for table in self.request(who).tables:
+    def cache_step(self, whos: list[str], num_tokens: list[int]) -> None:
+        for who, num in zip(whos, num_tokens, strict=True):
+            if num > self.request(who).granted:
+                raise Refused
+        for who, num in zip(whos, num_tokens, strict=True):
+            self.cache(who, num)
+
+    def free(self, who: str, num_computed_tokens: int | None = None) -> list[str]:
+        request, uncomputed = self.request(who), set[int]()
+        if num_computed_tokens is not None:
+            if num_computed_tokens > request.granted:
+                raise Refused
+            first = max(request.hits, num_computed_tokens // self.block_size)
+            own = [id for table in request.tables for id in table[first:]]
+            self.pool.evict(own)
+            uncomputed = set(own)
+        for table in request.tables:
             self.pool.free(table[::-1])
         del self.requests[who]
+        others = self.requests.items()
+        return sorted(
+            who for who, one in others if uncomputed & {id for ids in one.tables for id in ids}
+        )
 
 
 def chain(which: int, start: int, num_blocks: int) -> tuple[list[bytes], list[int]]:
@@ -202,11 +228,17 @@ pool_ids = st.lists(st.integers(-1, MAX_BLOCKS), max_size=3)
 class LedgerMachine(RuleBasedStateMachine):
     """One op drives both; then everything that can be observed is compared."""
 
-    @initialize(num_blocks=st.integers(8, MAX_BLOCKS), num_groups=st.integers(1, 2))
-    def build(self, num_blocks: int, num_groups: int) -> None:
+    @initialize(
+        num_blocks=st.integers(8, MAX_BLOCKS),
+        num_groups=st.integers(1, 2),
+        publish=st.sampled_from(["granted", "computed"]),
+    )
+    def build(
+        self, num_blocks: int, num_groups: int, publish: Literal["granted", "computed"]
+    ) -> None:
         attention = [FullAttention(BLOCK_SIZE)] * num_groups
-        self.real = BlockLedger(num_blocks, attention, events=True)
-        self.model = ModelLedger(ModelPool(num_blocks), num_groups, BLOCK_SIZE)
+        self.real = BlockLedger(num_blocks, attention, publish=publish, events=True)
+        self.model = ModelLedger(ModelPool(num_blocks), num_groups, BLOCK_SIZE, publish)
         self.hits: list[tuple[PrefixHit, ModelHit]] = []
 
     def both(self, real: Callable[[], object], model: Callable[[], object]) -> None:
@@ -342,12 +374,23 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
     @with_requests
-    @rule(who=whos)
-    def free_any(self, who: int) -> None:
-        self.free(self.known(who))
+    @rule(who=st.lists(whos, max_size=4), back=st.integers(-1, 8))
+    def cache_step(self, who: list[int], back: int) -> None:
+        ids = [self.known(each) for each in who]
+        nums = [max(0, self.model.requests[id].granted - back) for id in ids]
+        self.both(lambda: self.real.cache_step(ids, nums), lambda: self.model.cache_step(ids, nums))
 
-    def free(self, id: str) -> None:
-        self.both(lambda: self.real.free(id), lambda: self.model.free(id))
+    @with_requests
+    @rule(who=whos, back=st.none() | st.integers(-1, 30))
+    def free_any(self, who: int, back: int | None) -> None:
+        id = self.known(who)
+        granted = self.model.requests[id].granted
+        self.free(id, None if back is None else max(0, granted - back))
+
+    def free(self, id: str, num: int | None = None) -> None:
+        self.both(
+            lambda: self.real.free(id, num_computed_tokens=num), lambda: self.model.free(id, num)
+        )
 
     @rule(name=st.sampled_from(["pin", "unpin", "evict"]), ids=pool_ids)
     def in_pool(self, name: str, ids: list[int]) -> None:
@@ -558,6 +601,68 @@ def test_a_step_is_as_if_each_were_asked_in_turn() -> None:
     assert got[0] is not None
     assert taken.ids.tolist() == np.concatenate(got[0]).tolist()
     assert {array.dtype for array in (taken.ids, taken.offsets)} == {np.dtype(np.int32)}
+
+
+def test_a_request_that_leaves_before_its_step_leaves_no_keys() -> None:
+    for publish in ("granted", "computed"):
+        ledger = BlockLedger(8, [FullAttention(BLOCK_SIZE)], publish=publish)
+        names, _ = chain(1, 0, 3)
+        ledger.add("a", names)
+        assert ledger.allocate("a", 3 * BLOCK_SIZE) is not None
+        assert ledger.free("a", num_computed_tokens=BLOCK_SIZE) == []
+        # Of the first block vLLM's order has a key already.
+        assert num_found(ledger, names) == (1 if publish == "granted" else 0)
+        ledger.check()
+
+
+def test_free_names_who_has_hit_a_block_that_was_never_computed() -> None:
+    ledger = ledger_of(16)
+    names = publish(ledger, "a", 3)
+    for id in ("hits all", "hits one"):
+        ledger.add(id, names)
+        hit = ledger.lookup(id, (3 if id == "hits all" else 1) * BLOCK_SIZE)
+        assert ledger.allocate(id, 1, hit=hit) is not None
+    assert ledger.free("a", num_computed_tokens=BLOCK_SIZE) == ["hits all"]
+    assert num_found(ledger, names) == 1
+    # What it hit is not its own: only "a" could say whether that was computed.
+    assert ledger.free("hits all", num_computed_tokens=0) == []
+    assert num_found(ledger, names) == 1
+    assert ledger.free("hits one") == []
+
+
+def test_computed_blocks_are_published_step_by_step() -> None:
+    ledger = BlockLedger(16, [FullAttention(BLOCK_SIZE)], publish="computed")
+    names, _ = chain(1, 0, 4)
+    for id in ("a", "b"):
+        ledger.add(id, names)
+    assert ledger.allocate_step(["a", "b"], [2 * BLOCK_SIZE] * 2).num_granted == 2
+    assert ledger.allocate("a", BLOCK_SIZE) is not None
+    assert num_found(ledger, names) == 0
+    with pytest.raises(ConfigError, match=f'"b".* granted {2 * BLOCK_SIZE}'):
+        ledger.cache_step(["a", "b"], [BLOCK_SIZE, 3 * BLOCK_SIZE])
+    with pytest.raises(ConfigError, match="2 requests and 1 numbers of computed tokens"):
+        ledger.cache_step(["a", "b"], [BLOCK_SIZE])
+    with pytest.raises(UnknownRequest):
+        ledger.cache_step(["a", "nobody"], [BLOCK_SIZE, 0])
+    assert num_found(ledger, names) == 0
+    ledger.cache_step(["a", "b"], [2 * BLOCK_SIZE, 0])
+    assert num_found(ledger, names) == 2
+    ledger.cache_step(["a", "b"], [3 * BLOCK_SIZE - 1, 2 * BLOCK_SIZE])
+    assert num_found(ledger, names) == 2
+    with pytest.raises(StateError, match="are published"):
+        ledger.rewind("a", BLOCK_SIZE)
+    ledger.rewind("a", 2 * BLOCK_SIZE + 1)
+    with pytest.raises(ConfigError, match=f"granted {2 * BLOCK_SIZE + 1}"):
+        ledger.cache("a", 3 * BLOCK_SIZE)
+
+
+def test_a_snapshot_is_restored_only_where_keys_mean_the_same() -> None:
+    granted, computed = ledger_of(8), BlockLedger(8, [FullAttention(4)], publish="computed")
+    publish(granted, "a", 2)
+    with pytest.raises(SnapshotError, match="publishes Granted tokens"):
+        computed.restore(granted.snapshot())
+    with pytest.raises(ConfigError, match='publish is "soon"'):
+        BlockLedger(8, [FullAttention(4)], publish="soon")  # type: ignore[arg-type]
 
 
 def test_what_comes_out_is_the_callers_own() -> None:

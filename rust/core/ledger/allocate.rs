@@ -18,7 +18,7 @@ use crate::ids::BlockId;
 use crate::pool::BlockPool;
 
 use super::request::{Request, Table};
-use super::{BlockLedger, PrefixHit};
+use super::{BlockLedger, PrefixHit, Publish};
 
 /// More tokens than any request has: keeps sums of token counts far from wrapping.
 pub(super) const MAX_TOKENS: usize = 1 << 40;
@@ -34,7 +34,8 @@ pub struct AllocateArgs<'a> {
     pub num_external_tokens: usize,
     /// Slots only: never published, never granted.
     pub num_lookahead_tokens: usize,
-    /// Publish nothing until [`BlockLedger::cache`]: a load is to fill the blocks.
+    /// Publish nothing until [`BlockLedger::cache`], and grant nothing more: a load is to fill the
+    /// blocks.
     pub delay_caching: bool,
     /// Blocks that must stay free.
     pub reserve: usize,
@@ -73,6 +74,7 @@ impl BlockLedger {
             pool: &mut self.pool,
             model: &self.model,
             max_in_flight: self.max_in_flight_tokens,
+            publish: self.publish,
             request: self.requests.at_mut(place),
             args,
         };
@@ -108,6 +110,7 @@ impl BlockLedger {
                 pool: &mut self.pool,
                 model: &self.model,
                 max_in_flight: self.max_in_flight_tokens,
+                publish: self.publish,
                 request: self.requests.at_mut(place),
                 args: &args,
             };
@@ -195,6 +198,7 @@ struct Grant<'a> {
     pool: &'a mut BlockPool,
     model: &'a Model,
     max_in_flight: Option<usize>,
+    publish: Publish,
     request: &'a mut Request,
     args: &'a AllocateArgs<'a>,
 }
@@ -224,7 +228,7 @@ impl Grant<'_> {
         self.request.num_granted_tokens = num_granted;
         self.request.is_running = true;
         self.request.is_delayed = args.delay_caching;
-        if !args.delay_caching {
+        if self.publish == Publish::Granted && !args.delay_caching {
             self.request.publish(self.pool, num_granted, self.model);
         }
         Ok(true)
@@ -324,7 +328,8 @@ impl Grant<'_> {
             table.blocks.resize(num_skipped, BlockId::NULL);
             table.blocks.extend_from_slice(kept);
             table.num_skipped = num_skipped;
-            table.num_published = table.blocks.len();
+            table.num_hits = table.blocks.len();
+            table.num_published = table.num_hits;
             // A mistake on purpose: `two_phase_tests` shows what it breaks.
             #[cfg(test)]
             if super::two_phase_tests::INTERLEAVED.get() {

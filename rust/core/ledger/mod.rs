@@ -1,12 +1,14 @@
 //! A device's accounting: requests, their block tables, and the prefixes they share.
 
 mod allocate;
+mod publish;
 mod record;
 mod request;
 #[cfg(test)]
 mod two_phase_tests;
 
 pub use allocate::{AllocateArgs, Taken};
+pub use publish::Publish;
 pub(crate) use record::LedgerRecord;
 pub(crate) use record::damaged;
 pub use record::{NewIds, Restored};
@@ -29,6 +31,7 @@ pub struct BlockLedger {
     model: Model,
     /// The most tokens that are granted and not yet processed at any time, if the caller knows.
     max_in_flight_tokens: Option<usize>,
+    publish: Publish,
     requests: Requests<Request>,
     /// How many requests were ever added: tells a request from a later one of the same name.
     num_added: u64,
@@ -62,7 +65,8 @@ impl BlockLedger {
         let model = Model::new(groups)?;
         let pool = BlockPool::new(num_blocks, events.then_some(Medium::Device))?;
         let requests = Requests::default();
-        Ok(Self { pool, model, max_in_flight_tokens, requests, num_added: 0 })
+        let publish = Publish::Granted;
+        Ok(Self { pool, model, max_in_flight_tokens, publish, requests, num_added: 0 })
     }
 
     /// The pool: inspection, pins, eviction of keys, reset, events.
@@ -128,19 +132,6 @@ impl BlockLedger {
         Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial })
     }
 
-    /// Publishes a request's blocks up to `num_tokens` granted tokens, and ends the delay that
-    /// [`AllocateArgs::delay_caching`] began.
-    ///
-    /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::Config`] beyond the granted tokens.
-    pub fn cache(&mut self, request_id: &str, num_tokens: usize) -> Result<()> {
-        let request = self.requests.get_mut(request_id)?;
-        request.check_granted(request_id, num_tokens, "publish")?;
-        request.is_delayed = false;
-        request.publish(&mut self.pool, num_tokens, &self.model);
-        Ok(())
-    }
-
     /// Takes granted tokens back to `num_tokens`: rejected drafts. Frees nothing.
     ///
     /// # Errors
@@ -189,7 +180,8 @@ impl BlockLedger {
     }
 
     /// Drops a request and its references, group by group, each group's tail first: a prefix
-    /// outlives its extensions.
+    /// outlives its extensions. All its granted tokens count as computed; where a step was not
+    /// finished, call [`BlockLedger::free_computed`].
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
@@ -216,7 +208,9 @@ impl BlockLedger {
                 if num_blocks < group.num_blocks(num_granted) {
                     return broken(format!("{num_blocks} blocks for {num_granted} granted tokens"));
                 }
-                if table.num_published * group.block_size > num_granted {
+                if table.num_published * group.block_size > num_granted
+                    || table.num_hits > table.num_published
+                {
                     return broken(format!("{} blocks published", table.num_published));
                 }
                 let (skipped, kept) = table.blocks.split_at(table.num_skipped.min(num_blocks));

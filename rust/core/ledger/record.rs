@@ -16,7 +16,7 @@ use crate::key::{BlockHash, BlockKey, HashWidth};
 
 use super::allocate::MAX_TOKENS;
 use super::request::{Request, Table};
-use super::{BlockLedger, Context};
+use super::{BlockLedger, Context, Publish};
 
 /// What is kept of a ledger.
 #[derive(Clone, Debug, Encode, Decode)]
@@ -32,6 +32,9 @@ pub(crate) struct LedgerRecord {
     /// Of blocks in tables; of those with the same key, the oldest first.
     #[n(4)]
     keys: Vec<(BlockId, BlockKey)>,
+    #[n(5)]
+    #[cbor(default)]
+    publish: Publish,
 }
 
 /// Which ids restored blocks take in the new pool.
@@ -98,6 +101,7 @@ impl BlockLedger {
             num_added: self.num_added,
             requests: self.requests.iter().map(kept).collect(),
             keys: keys.collect(),
+            publish: self.publish,
         }
     }
 
@@ -149,6 +153,13 @@ impl BlockLedger {
                  made with",
                 record.groups,
                 self.model.groups()
+            )));
+        }
+        if record.publish != self.publish {
+            return Err(Error::Snapshot(format!(
+                "the snapshot is of a ledger that publishes {:?} tokens, this one publishes {:?} \
+                 ones: restore it with the publish it was made with",
+                record.publish, self.publish
             )));
         }
         if !record.width.is_sound() {
@@ -308,6 +319,7 @@ fn check_request(request: &Request, model: &Model, num_added: u64) -> Result<()>
             || table.num_skipped > num_blocks
             || (is_full && table.num_skipped > 0)
             || table.num_published > num_blocks.min(num_hashed)
+            || table.num_hits > table.num_published
         {
             return damaged("a table has other blocks than its request was granted");
         }

@@ -33,6 +33,11 @@ pub(super) struct Table {
     /// How many of them, from the first, were published, were hits or were skipped before either.
     #[n(2)]
     pub(super) num_published: usize,
+    /// How many of them, from the first, were hits or were skipped before this request had any:
+    /// the others are its own, and hold what it computes.
+    #[n(3)]
+    #[cbor(default)]
+    pub(super) num_hits: usize,
 }
 
 #[derive(Clone, Debug, Encode, Decode)]
