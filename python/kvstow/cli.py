@@ -1,58 +1,77 @@
 """The command `kvstow`.
 
-What it needs beyond the library is an extra, so it is imported when the command runs: where it is
-missing, the user is told what to install and not shown a traceback.
+`import kvstow` imports neither this module nor click and rich, which it needs.
 """
 
+from __future__ import annotations
+
+import errno
+import os
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import Final
+
+import click
 
 from kvstow._core import ConfigError, __version__
-
-if TYPE_CHECKING:
-    import click
+from kvstow.output import STANDARD_OUTPUT, discard_standard_output
 
 __all__ = ["main"]
 
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_USAGE: Final = 2
+EXIT_BUG: Final = os.EX_SOFTWARE  # 70
+EXIT_IO: Final = os.EX_IOERR  # 74
+EXIT_INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; `arguments` are those of the process unless given.
 
     Returns:
-        0 if all is well, 1 if a check failed, 2 for bad usage or input, 130 on Ctrl-C.
+        0 if all is well, 1 if a check failed, 2 for bad usage or input, 70 for an error in kvstow
+        itself (with its traceback), 74 if input or output failed, 130 on Ctrl-C.
     """
     try:
-        import click  # noqa: PLC0415
-        import rich  # noqa: F401, PLC0415
-    except ImportError as error:
-        print(
-            f"kvstow: the command line needs {error.name}: pip install 'kvstow[cli]'",
-            file=sys.stderr,
-        )
-        return EXIT_USAGE
-    try:
-        status: int | None = _commands().main(
-            args=None if arguments is None else list(arguments),
-            prog_name="kvstow",
-            standalone_mode=False,
-        )
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except ConfigError as error:
-        print(f"kvstow: {error}", file=sys.stderr)
+        with suppress(OSError):
+            error.show()
         return EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
+    except ConfigError as error:
+        _complain(f"kvstow: {error}")
+        return EXIT_USAGE
+    except OSError as error:
+        discard_standard_output()
+        is_closed_pipe = error.errno == errno.EPIPE and error.filename in (None, STANDARD_OUTPUT)
+        if not is_closed_pipe:  # after `kvstow replay | head -1` the user expects no message
+            where = "" if error.filename is None else f"{error.filename}: "
+            _complain(f"kvstow: {where}{error.strerror or error}")
+        return EXIT_IO
+    except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
+    except Exception:
+        _complain(traceback.format_exc().rstrip())
+        return EXIT_BUG
+
+
+def _run(arguments: list[str]) -> int:
+    # Not `Group.main`: of a closed pipe it makes status 1, which here stands for a failed check.
+    commands = _commands()
+    try:
+        with commands.make_context("kvstow", arguments) as context:
+            status: int | None = commands.invoke(context)
+    except click.exceptions.Exit as end:  # after --help and --version
+        return end.exit_code
     return status or 0
 
 
-def _commands() -> "click.Group":
-    import click  # noqa: PLC0415
-
+def _commands() -> click.Group:
+    # Not at the top: they import the engine, and Ctrl-C in the meantime must not show a traceback.
     from kvstow.doctor.command import doctor  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
     from kvstow.snapshot_command import snapshot  # noqa: PLC0415
@@ -60,3 +79,8 @@ def _commands() -> "click.Group":
     commands = [doctor, replay, snapshot]
     group = click.Group("kvstow", help="Stow the KV cache of an LLM server.", commands=commands)
     return click.version_option(__version__, prog_name="kvstow")(group)
+
+
+def _complain(message: str) -> None:
+    with suppress(OSError):  # standard error is full or closed, and nobody can be told
+        click.echo(message, err=True)

@@ -1,14 +1,13 @@
 """The command `kvstow snapshot`: what is in a file that an engine sleeps in."""
 
-import json
 from pathlib import Path
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from kvstow._core import SnapshotError
+from kvstow.output import Output, with_output
 from kvstow.snapshot import SnapshotFile
 
 __all__ = ["snapshot"]
@@ -19,43 +18,50 @@ _MAX_NAMED_SLOTS = 10
 
 @click.group()
 def snapshot() -> None:
-    """Look at the files that engines sleep in."""
+    """Inspect the files that engines sleep in."""
 
 
 @snapshot.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Write it as JSON, and no table.")
-def info(file: Path, *, as_json: bool) -> int:
-    """Say what is in FILE, and whether all of it is as it was written.
+@with_output
+def info(output: Output, file: Path) -> int:
+    """Show what FILE holds, and whether all of it is as it was written.
 
-    Exits with 0 if it is sound, 1 if it is damaged or no snapshot, 2 for bad usage.
+    Exits with 0 if it is sound, 1 if it is damaged or no snapshot, 2 for bad usage, 74 if the
+    output cannot be written.
     """
+    facts: dict[str, object] = {"file": str(file)}
+    problem: str | None
     try:
         with SnapshotFile(file) as found:
-            facts, damaged = _facts(found), found.damaged_slots()
+            facts |= _facts(found)
+            damaged = found.damaged_slots()
+        problem = _named(damaged) if damaged else None
     except SnapshotError as error:
-        if as_json:
-            click.echo(json.dumps({"file": str(file), "sound": False, "problem": str(error)}))
-        else:
-            click.echo(f"kvstow: {error}", err=True)
-        return EXIT_DAMAGED
-    problem = None if not damaged else _named(damaged)
-    if as_json:
-        click.echo(json.dumps(facts | {"sound": not damaged, "problem": problem}, indent=2))
-    else:
-        table = Table("", "", box=SIMPLE_HEAD, show_header=False, title=str(file))
-        for name, value in facts.items():
+        if isinstance(error.__cause__, OSError):  # reading failed, which proves no damage
+            raise OSError(*error.__cause__.args[:2], str(file)) from error
+        problem = str(error)
+    result = facts | {"sound": problem is None, "problem": problem}
+    output.write(result, lambda: _table(facts, is_sound=problem is None))
+    if problem is not None and not output.as_json:
+        click.echo(f"kvstow: {problem}", err=True)
+    return EXIT_OK if problem is None else EXIT_DAMAGED
+
+
+def _table(facts: dict[str, object], *, is_sound: bool) -> Table:
+    title = str(facts["file"])
+    table = Table("", "", box=SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
+    for name, value in facts.items():
+        if name != "file":
             shown = f"{value:,}" if isinstance(value, int) else str(value)
             table.add_row(name.replace("_", " "), shown)
-        table.add_row("sound", "yes" if problem is None else f"no: {problem}")
-        Console(highlight=False).print(table)
-    return EXIT_DAMAGED if damaged else EXIT_OK
+    table.add_row("sound", "yes" if is_sound else "no")
+    return table
 
 
 def _facts(found: SnapshotFile) -> dict[str, object]:
     image = found.image
     return {
-        "file": str(found.path),
         "version": found.version,
         "identity": image.model.identity,
         "weights_version": image.model.weights_version,

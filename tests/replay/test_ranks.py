@@ -23,7 +23,7 @@ SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
 
 
 def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
-    assert cli.main(["replay", *arguments, "--json", "-"]) == 0
+    assert cli.main(["replay", *arguments, "--json"]) == 0
     loaded = json.loads(capsys.readouterr().out)
     assert isinstance(loaded, dict)
     return loaded

@@ -108,7 +108,7 @@ def test_the_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "31   the seed of copies made late, failing or lost" in table
     assert "of these, past their deadline" in table
 
-    assert cli.main(["replay", *SMALL, "--faults", "31", "--json", "-"]) == 0
+    assert cli.main(["replay", *SMALL, "--faults", "31", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["options"]["faults"] == 31
     assert found["late_loads"] > 0

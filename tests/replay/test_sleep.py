@@ -208,7 +208,7 @@ def test_under_the_old_ids_nothing_is_where_it_was(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_command_sleeps(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["replay", "--limit", "60", "--device-blocks", "1500", "--json", "-"]
+    options = ["replay", "--limit", "60", "--device-blocks", "1500", "--json"]
     assert main([*options]) == 0
     awake = json.loads(capsys.readouterr().out)
     assert main([*options, "--sleep-at", "0,3,40,40,200"]) == 0

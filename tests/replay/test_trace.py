@@ -1,5 +1,10 @@
+import bz2
 import gzip
 import json
+import lzma
+import os
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +100,70 @@ def test_an_empty_file_is_refused(refused: Callable[..., str], lines: list[str])
     assert refused(*lines).startswith("1: the trace is empty")
 
 
+@pytest.mark.parametrize("compress", [bz2.compress, lzma.compress, gzip.compress])
+def test_compressed_traces_are_read_damaged_ones_refused(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    plain = "".join(f"{row(timestamp=ms)}\n" for ms in range(5000)).encode()
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(whole := compress(plain))
+    assert len(read_trace(path).requests) == 5000
+
+    torn = bytearray(whole)
+    torn[len(whole) // 2] ^= 0xFF
+    path.write_bytes(whole[:-9])
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:\d+: the \w+ stream is cut off or"):
+        read_trace(path)
+    path.write_bytes(torn)  # the text may be found wrong before the checksum is
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:\d+: "):
+        read_trace(path)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 reads zstd")
+def test_zstd_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00\x00")
+    with pytest.raises(ConfigError, match=r"no module compression\.zstd") as caught:
+        read_trace(path)
+    assert str(caught.value).endswith(f": zstd -dc {path} | kvstow replay -")
+
+
+@pytest.mark.parametrize("prepare", [bytes, gzip.compress])
+def test_a_pipe_is_read_like_a_file(tmp_path: Path, prepare: Callable[[bytes], bytes]) -> None:
+    """It cannot seek, and its first read may give a single byte."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    content = prepare(f"{row()}\n{row()}\n".encode())
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as pipe:
+            for byte in content[:20]:
+                pipe.write(bytes([byte]))
+            pipe.write(content[20:])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert len(read_trace(path).requests) == 2
+    writer.join()
+
+
+def test_a_read_that_fails_is_an_os_error_with_the_name() -> None:
+    with pytest.raises(OSError, match="Input/output error: '/proc/self/mem'"):
+        read_trace("/proc/self/mem")
+
+
+def test_the_block_size_decides_how_many_ids_there_are(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", row(input_length=33, hash_ids=[0, 1, 2]))
+    assert read_trace(path, block_size=16).block_size == 16
+    chained = read_trace(path, block_size=16, chain=True)
+    assert chained.requests[0].prompt_tokens == 48
+    with pytest.raises(ConfigError, match=r"expected 2 \(ceil\(33 / 17\)\): pass --block-size"):
+        read_trace(path, block_size=17)
+    for size in (0, -1, 2**20 + 1):
+        with pytest.raises(ConfigError, match=f"block-size is {size}; it must be 1 to 1048576"):
+            read_trace(path, block_size=size)
+
+
 @pytest.mark.parametrize("keep", [1, 12, -1])
 def test_a_gzip_that_is_cut_off_names_the_line(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "cut.jsonl.gz"
@@ -167,8 +236,8 @@ def test_a_last_line_cut_short_says_so(tmp_path: Path) -> None:
         (row(hash_ids=[0, True]), "hash_ids[1] is a boolean; expected an integer"),
         (row(hash_ids=[0, -1]), "hash_ids[1] is -1; expected 0 to 2**63 - 1"),
         (row(hash_ids=[2**63, 1]), f"hash_ids[0] is {2**63}; expected 0 to 2**63 - 1"),
-        (row(hash_ids=[0]), "1 hash_ids for an input_length of 1000"),
-        (row(hash_ids=[0, 1, 2]), "3 hash_ids for an input_length of 1000"),
+        (row(hash_ids=[0]), "found 1 hash_ids, expected 2 (ceil(1000 / 512)): pass --block-size"),
+        (row(hash_ids=[0, 1, 2]), "found 3 hash_ids, expected 2 (ceil(1000 / 512))"),
     ],
 )
 def test_a_malformed_line_is_named(refused: Callable[..., str], line: str, problem: str) -> None:
@@ -206,8 +275,10 @@ def test_unchained_ids_are_told_before_a_count_that_does_not_fit(
     message = refused(row(input_length=99), row(), row(hash_ids=[1, 0]))
 
     assert message.startswith("3: the ids are not chained: id 1")
-    assert refused(row(input_length=99), row()).startswith("1: 2 hash_ids for an input_length")
-    assert refused(row(), row(input_length=99), row(input_length=98)).startswith("2: 2 hash_ids")
+    assert refused(row(input_length=99), row()).startswith("1: found 2 hash_ids")
+    assert refused(row(), row(input_length=99), row(input_length=98)).startswith(
+        "2: found 2 hash_ids"
+    )
 
 
 def test_content_ids_stand_anywhere_and_are_whole_blocks(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 """The command `kvstow doctor`."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvstow.doctor import Finding, diagnose
+from kvstow.output import Output, with_output
 
 __all__ = ["doctor"]
 
@@ -20,25 +18,21 @@ _STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON, and no table.")
-@click.option("--anew", is_flag=True, help="Measure the link again: what is known of it is kept.")
-def doctor(as_json: bool, anew: bool) -> int:
-    """Tell what this machine has of what kvstow can use, and what would help.
+@click.option("--anew", is_flag=True, help="Measure the link again instead of reading the cache.")
+@with_output
+def doctor(output: Output, anew: bool) -> int:
+    """Check GPU, CUDA, memory limits and vLLM, and suggest fixes.
 
-    Nothing here needs a GPU. Of each GPU that is there, the speed of its link is measured once, in
-    about a second, and then known.
+    It needs no GPU. It measures the speed of each GPU's link once, in about a second, and caches
+    the result.
 
-    Exits with 0 if nothing is wrong, which having no GPU is not, 1 if something that is there does
-    not work, 2 for bad usage.
+    Exits with 0 if nothing is broken (a GPU that is not there is not), 1 if something that is there
+    does not work, 2 for bad usage, 74 if the output cannot be written.
     """
     findings = diagnose(anew=anew)
     is_ok = all(finding.status != "broken" for finding in findings)
-    if as_json:
-        content = {"ok": is_ok, "findings": [asdict(finding) for finding in findings]}
-        json.dump(content, sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
-    else:
-        Console(highlight=False).print(_table(findings))
+    result = {"ok": is_ok, "findings": [asdict(finding) for finding in findings]}
+    output.write(result, lambda: _table(findings))
     return EXIT_OK if is_ok else EXIT_BROKEN
 
 

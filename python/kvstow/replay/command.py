@@ -1,12 +1,16 @@
 """The command `kvstow replay`."""
 
-import json
+import os
+import select
+import stat
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from fcntl import ioctl
 from pathlib import Path
-from typing import IO, Literal, TypedDict, TypeVar, Unpack, get_args
+from typing import Literal, TypedDict, TypeVar, Unpack, get_args
 
 import click
 from rich.console import Console
@@ -14,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
+from kvstow.output import Output, with_output
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig, Verify
 from kvstow.replay.device import MoverKind
@@ -21,12 +26,14 @@ from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.model import MODELS
 from kvstow.replay.observer import Observer
 from kvstow.replay.report import figures_json, figures_table
-from kvstow.replay.trace import read_trace
+from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, read_trace
+from kvstow.sizes import parse_bytes
 
 __all__ = ["replay"]
 
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
 _REFRESH_S = 0.1
+_PIPE_PATIENCE_MS = 200
 _Command = TypeVar("_Command", bound=Callable[..., int])
 
 
@@ -62,6 +69,27 @@ def _choice(name: str, choices: Sequence[str], text: str) -> Callable[[_Command]
     )
 
 
+class _Size(click.ParamType[float]):
+    """A size such as `32GiB`, or a speed such as `50GB/s`, `5e9` or `inf`."""
+
+    def __init__(self, name: Literal["bytes", "bytes/s"]) -> None:
+        self.name = name
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number of bytes."""
+        text = str(value)
+        if self.name == "bytes/s":
+            with suppress(ValueError):
+                return float(text)
+            text = text.removesuffix("/s")
+        try:
+            return parse_bytes(text)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
 def _number(
     name: str, default: float, text: str, to: str | None = None
 ) -> Callable[[_Command], _Command]:
@@ -93,12 +121,7 @@ def _number(
 )
 @click.option("--limit", type=int, help="Replay only the first requests of the trace.")
 @_choice("--verify", ["all", "sample", "off"], "Which blocks are checked: all, 1 in 16, or none.")
-@click.option(
-    "--json",
-    "json_to",
-    metavar="FILE|-",
-    help="Write the figures as JSON; with - to stdout, and no table.",
-)
+@_number("--block-size", DEFAULT_BLOCK_SIZE, "Tokens that an id of the trace stands for.")
 @click.option(
     "--chain",
     is_flag=True,
@@ -112,16 +135,15 @@ def _number(
 @click.option(
     "--bandwidth",
     "bandwidth_bytes_per_s",
-    type=float,
-    metavar="BYTES/S",
-    help="Of each direction of the link. [default: PCIe 5, slowed down as much as a token is "
-    "smaller than the 128 KiB of an 8B-class model]",
+    type=_Size("bytes/s"),
+    help="Speed of each direction of the link. [default: 50 GB/s (PCIe 5), slowed down as much as "
+    "a token is smaller than the 128 KiB of Llama-3.1-8B]",
 )
 @_choice("--model", MODELS, "Whose layers to replay: all of full attention, or a hybrid.")
 @click.option("--layers", "num_layers", type=int, help="Layers of the full model. [default: 2]")
 @click.option(
     "--bytes-per-token",
-    type=int,
+    type=_Size("bytes"),
     help="Bytes of KV per token of the full model, all layers. [default: 8]",
 )
 @click.option(
@@ -148,27 +170,31 @@ def _number(
     help="After so many steps the engine sleeps, its device memory is overwritten, and it wakes "
     "with its blocks under other ids.",
 )
+@with_output
 def replay(
+    output: Output,
     trace: Path | None,
     limit: int | None,
-    json_to: str | None,
+    block_size: int,
     chain: bool,
     **options: Unpack[_Options],
 ) -> int:
     """Replay a request trace through ledger, scheduler and mover.
 
-    TRACE is a file of JSON lines in the Mooncake form, gzipped or not; without it, the first 1,000
-    requests of a public trace that comes with kvstow. A block's bytes follow from what it stands
-    for, and every loaded block is checked, as is every block of a request when it ends.
+    TRACE is a file of JSON lines in the Mooncake form, or - for standard input; it may be
+    compressed with gzip, bzip2 or xz. Without it, the command replays the first 1,000 requests of a
+    public trace that comes with kvstow. The blocks hold made-up bytes that only they can hold, and
+    the command compares every block when its load lands and when its request ends.
 
-    Exits with 0 if all is well, 1 if a block is corrupt, 2 for bad usage or input, 130 on Ctrl-C,
-    after the figures so far.
+    Exits with 0 if all is well, 1 if a block is corrupt, 2 for bad usage or input, 74 if input or
+    output fails, 130 on Ctrl-C, after the figures so far.
     """
     config = ReplayConfig(**options)
-    requests = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit)
+    if trace is None:
+        _refuse_ignored_input()
+    requests = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit, block_size=block_size)
+    title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else requests.path
     with ExitStack() as stack:
-        # Before the replay: a file that cannot be written is found out at once.
-        json_file = None if json_to is None else _open_json(json_to, stack)
         progress = stack.enter_context(_ProgressBar(len(requests.requests)))
         engine = ReplayEngine(requests, config, observer=progress)
         stack.callback(engine.close)
@@ -178,10 +204,48 @@ def replay(
         except KeyboardInterrupt:
             interrupted = True
         progress.close()
-        _report(engine, json_file, interrupted=interrupted)
+        _report_corruption(engine)
+        output.write(
+            figures_json(engine, interrupted=interrupted),
+            lambda: figures_table(engine, title, interrupted=interrupted),
+        )
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_CORRUPT if engine.verifier.num_corrupt else EXIT_OK
+
+
+def _refuse_ignored_input() -> None:
+    """Raise `ConfigError` if somebody pipes a trace in without asking for it with `-`.
+
+    Where nobody does, standard input is a terminal, closed, /dev/null, at its end, or (under ssh
+    and some CI systems) a pipe that stays open and empty.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without one
+        return
+    if stat.S_ISREG(mode):
+        num_bytes = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
+    elif stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(_PIPE_PATIENCE_MS):
+            click.echo(
+                "kvstow: standard input is open and empty, so this replays the bundled trace; "
+                "pass - to wait for a trace",
+                err=True,
+            )
+            return
+        available = ioctl(descriptor, termios.FIONREAD, bytes(4))
+        num_bytes = int.from_bytes(available, sys.byteorder)
+    else:
+        return
+    if num_bytes > 0:
+        raise ConfigError(
+            "standard input has data, and without TRACE it would be ignored: pass - to replay it, "
+            "or </dev/null to replay the bundled trace"
+        )
 
 
 def _steps(given: str) -> tuple[int, ...]:
@@ -193,23 +257,7 @@ def _steps(given: str) -> tuple[int, ...]:
         ) from None
 
 
-def _open_json(json_to: str, stack: ExitStack) -> IO[str]:
-    if json_to == "-":
-        return sys.stdout
-    try:
-        return stack.enter_context(Path(json_to).open("w", encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--json {json_to}: cannot be written: {error.strerror}") from error
-
-
-def _report(engine: ReplayEngine, json_file: IO[str] | None, *, interrupted: bool) -> None:
-    if json_file is not sys.stdout:
-        Console(highlight=False).print(figures_table(engine, interrupted=interrupted))
-    if json_file is not None:
-        json.dump(
-            figures_json(engine, interrupted=interrupted), json_file, indent=2, allow_nan=False
-        )
-        json_file.write("\n")
+def _report_corruption(engine: ReplayEngine) -> None:
     for corruption in engine.verifier.reports:
         click.echo(f"corrupt: {corruption}", err=True)
     num_more = engine.verifier.num_corrupt - len(engine.verifier.reports)

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
@@ -12,13 +12,21 @@ from kvstow.replay.device import MoverKind
 from kvstow.replay.model import MODELS, ReplayModel, build_model
 from kvstow.transfer.arena import slot_stride_bytes
 
-__all__ = ["ReplayConfig", "Verify", "link_bytes_per_s"]
+__all__ = [
+    "REFERENCE_BYTES_PER_TOKEN",
+    "REFERENCE_MODEL",
+    "ReplayConfig",
+    "Verify",
+    "link_bytes_per_s",
+]
 
 Verify = Literal["all", "sample", "off"]
 
-# A PCIe 5 x16 link, and 128 KiB a token: a model of the 8B class in 16 bits.
-_LINK_BYTES_PER_S = 50e9
-_MODEL_BYTES_PER_TOKEN = 131_072
+_LINK_BYTES_PER_S = 50e9  # PCIe 5 x16
+REFERENCE_MODEL: Final = "Llama-3.1-8B"
+"""The model whose sizes the reports give beside the replay's own."""
+REFERENCE_BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2
+"""32 layers of 8 KV heads of 128 values, K and V, 2 bytes each: 131,072 bytes of KV per token."""
 # What the accounting keeps per block, at most.
 _ACCOUNTING_BYTES = 200
 # Where a container says how much memory it may use; a limit of none is a word or a huge number.
@@ -33,12 +41,12 @@ _MAX_STEP_MS = 1e6
 
 
 def link_bytes_per_s(bytes_per_token: int) -> float:
-    """The default bandwidth: such that a load takes as many steps as it does in life.
+    """Return the default bandwidth.
 
-    The replay's tokens are far smaller than a model's. With the link slowed in proportion, a block
-    takes the time over it that a block of an 8B-class model takes over PCIe 5.
+    The replay's tokens are far smaller than a model's. The link is slowed in proportion, so that a
+    block takes the time that a block of `REFERENCE_MODEL` takes over PCIe 5.
     """
-    return _LINK_BYTES_PER_S * bytes_per_token / _MODEL_BYTES_PER_TOKEN
+    return _LINK_BYTES_PER_S * bytes_per_token / REFERENCE_BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from kvstow.replay.config import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 from kvstow.replay.engine import ReplayEngine
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
         "requests": len(engine.trace.requests),
         "finished_requests": figures.finished,
         "blocks": engine.trace.num_blocks,
+        "asked_blocks": _num_asked(engine),
         "hit_blocks": {
             "device": figures.device_hits,
             "host": figures.host_hits,
@@ -69,13 +71,13 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
     }
 
 
-def figures_table(engine: ReplayEngine, *, interrupted: bool = False) -> "Table":
-    """The same figures for a terminal."""
-    # Here, because rich is an extra: the JSON of a replay needs none of it.
+def figures_table(engine: ReplayEngine, title: str, *, interrupted: bool = False) -> "Table":
+    """The same figures for a terminal; of an interrupted replay, the figures so far."""
+    # Not at the top: who replays from a program needs no rich.
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    title = f"{engine.trace.path}{' (interrupted)' if interrupted else ''}"
+    title = f"{title}{' (interrupted)' if interrupted else ''}"
     table = Table("", "", "", title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     table.columns[1].justify = "right"
     for row in _rows(engine):
@@ -86,35 +88,69 @@ def figures_table(engine: ReplayEngine, *, interrupted: bool = False) -> "Table"
     return table
 
 
+_Rows: TypeAlias = Iterator[tuple[str, str, str]]
+
+
 def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
     """Name, number, and what it means; None between sections."""
-    figures, verifier, config = engine.figures, engine.verifier, engine.config
-    num_blocks = engine.trace.num_blocks
-    p50_us, p99_us = _percentiles(figures.accounting_us)
-    stats = engine.kv.stats()
-    num_evicted = figures.published - engine.kv.ledger.pool.num_cached
+    yield from _run_rows(engine)
+    yield None
+    yield from _hit_rows(engine)
+    yield None
+    yield from _movement_rows(engine)
+    yield None
+    yield from _check_rows(engine)
 
-    def share(blocks: int) -> str:
-        return f"{blocks / num_blocks:.1%} of the blocks asked for"
 
+def _run_rows(engine: ReplayEngine) -> _Rows:
+    figures = engine.figures
     groups = Counter(map(str, engine.model.groups)).items()
     kinds = [kind if number == 1 else f"{number} x {kind}" for kind, number in groups]
     yield "model", engine.model.name, ", ".join(kinds)
     yield "requests", f"{figures.finished:,}", f"of {len(engine.trace.requests):,} finished"
     yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
     yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"
-    yield None
-    yield "blocks asked for", f"{num_blocks:,}", f"of {engine.trace.block_size} tokens"
+
+
+def _hit_rows(engine: ReplayEngine) -> _Rows:
+    figures, num_asked = engine.figures, _num_asked(engine)
+
+    def share(blocks: int) -> str:
+        return f"{blocks / max(num_asked, 1):.1%} of the blocks asked for"
+
+    num_bytes = _reference_bytes(engine, 1)
+    like = "" if num_bytes is None else f": {num_bytes / 2**20:,g} MiB each in {REFERENCE_MODEL}"
+    yield "blocks asked for", f"{num_asked:,}", f"of {engine.trace.block_size} tokens{like}"
+    if num_left := engine.trace.num_blocks - num_asked:
+        yield "not yet asked for", f"{num_left:,}", "blocks of requests that were not admitted"
     yield "hit on the device", f"{figures.device_hits:,}", share(figures.device_hits)
     yield "hit on the host", f"{figures.host_hits:,}", share(figures.host_hits)
     yield "recomputed", f"{figures.recomputed:,}", share(figures.recomputed)
-    yield None
-    yield "blocks stored", f"{figures.stored:,}", _mib(figures.stored_bytes)
-    yield "blocks loaded", f"{figures.loaded:,}", _mib(figures.loaded_bytes)
-    yield "evicted, device", f"{num_evicted:,}", f"from {config.device_blocks:,} blocks"
+
+
+def _movement_rows(engine: ReplayEngine) -> _Rows:
+    figures, config, stats = engine.figures, engine.config, engine.kv.stats()
+    num_evicted = figures.published - engine.kv.ledger.pool.num_cached
+
+    def size(blocks: int) -> str:
+        num_bytes = _reference_bytes(engine, blocks)
+        return "" if num_bytes is None else f"{num_bytes / 2**30:,.1f} GiB"
+
+    def moved(blocks: int, num_bytes: int) -> str:
+        like = f", {size(blocks)} in {REFERENCE_MODEL}" if size(blocks) else ""
+        return f"{num_bytes / 2**20:,.1f} MiB here{like}"
+
+    def pool(number: int, unit: str, blocks: int) -> str:
+        like = f" ({size(blocks)})" if size(blocks) else ""
+        return f"from {number:,} {unit}{like}"
+
+    yield "blocks stored", f"{figures.stored:,}", moved(figures.stored, figures.stored_bytes)
+    yield "blocks loaded", f"{figures.loaded:,}", moved(figures.loaded, figures.loaded_bytes)
+    device = pool(config.device_blocks, "blocks", config.device_blocks)
+    yield "evicted, device", f"{num_evicted:,}", device
     unit = "blocks" if config.blocks_per_slot == 1 else "slots"
-    host = f"from {config.host_blocks:,} {unit}, {config.policy}"
-    yield "evicted, host", f"{stats['evicted_blocks']:,}", host
+    host = pool(config.host_blocks, unit, config.host_blocks * config.blocks_per_slot)
+    yield "evicted, host", f"{stats['evicted_blocks']:,}", f"{host}, {config.policy}"
     if stats["dropped_blocks"]:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:
@@ -132,11 +168,32 @@ def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
         yield "sleeps", f"{figures.sleeps}", f"{figures.moved:,} blocks woke under other ids"
     if config.faults is not None:
         yield "faults", f"{config.faults}", "the seed of copies made late, failing or lost"
-    yield None
-    yield "verified", f"{verifier.num_verified:,}", f"blocks, byte for byte ({config.verify})"
+
+
+def _check_rows(engine: ReplayEngine) -> _Rows:
+    verifier = engine.verifier
+    p50_us, p99_us = _percentiles(engine.figures.accounting_us)
+    yield (
+        "verified",
+        f"{verifier.num_verified:,}",
+        f"blocks, byte for byte ({engine.config.verify})",
+    )
     yield "corrupt", f"{verifier.num_corrupt:,}", "blocks"
     yield "accounting", f"{p50_us:,.0f} us", f"a step at the median, {p99_us:,.0f} us at p99"
-    yield "wall time", f"{figures.seconds:,.1f} s", ""
+    yield "wall time", f"{engine.figures.seconds:,.1f} s", ""
+
+
+def _num_asked(engine: ReplayEngine) -> int:
+    """Blocks of the prompts that were admitted so far: all of them, unless interrupted."""
+    figures = engine.figures
+    return figures.device_hits + figures.host_hits + figures.recomputed
+
+
+def _reference_bytes(engine: ReplayEngine, blocks: int) -> int | None:
+    """What so many blocks take in `REFERENCE_MODEL`; None for a hybrid, unlike that model."""
+    if len(engine.model.groups) > 1:
+        return None
+    return blocks * engine.trace.block_size * REFERENCE_BYTES_PER_TOKEN
 
 
 def _percentiles(values_us: list[float]) -> tuple[float, float]:
@@ -144,7 +201,3 @@ def _percentiles(values_us: list[float]) -> tuple[float, float]:
         return 0.0, 0.0
     p50_us, p99_us = np.percentile(values_us, [50, 99])
     return float(p50_us), float(p99_us)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,29 +1,37 @@
 """Readers of request traces: one class per form, and every error names file and line.
 
-A form fixes how ids relate to tokens; nothing of it is guessed from the data:
+A form fixes how ids relate to tokens; no reader guesses it from the data:
 
     form      an id names                     last id           prompt tokens
     chained   a block and all before it       a partial block   `input_length`
-    content   a passage, under any prefix     a whole block     `len(hash_ids) * 512`, nominal
+    content   a passage, under any prefix     a whole block     `len(hash_ids)` blocks, nominal
+
+`docs/traces.md` describes the fields.
 """
 
-import gzip
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Never
+from typing import Never
 
 from kvstow._core import ConfigError
+from kvstow.replay.source import Source
 
-__all__ = ["ChainedReader", "ContentReader", "Trace", "TraceReader", "TraceRequest", "read_trace"]
+__all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "ChainedReader",
+    "ContentReader",
+    "Trace",
+    "TraceReader",
+    "TraceRequest",
+    "read_trace",
+]
 
 MAX_TRACE_ID = 2**63 - 1
-GZIP_MAGIC = b"\x1f\x8b"
-# What gzip raises for a damaged or cut stream; `BadGzipFile` is an OSError.
-_GZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
+MAX_BLOCK_SIZE = 2**20
+DEFAULT_BLOCK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,13 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in file order, and the block size (tokens) that the form fixes."""
+    """Requests in file order, and the block size in tokens.
+
+    Attributes:
+        path: of the file; `<stdin>` for standard input.
+        block_size: tokens that an id stands for.
+        requests: in the order of the file.
+    """
 
     path: str
     block_size: int
@@ -64,19 +78,28 @@ class Trace:
         return sum(len(request.trace_ids) for request in self.requests)
 
 
-def read_trace(path: str | Path, *, chain: bool = False, limit: int | None = None) -> Trace:
+def read_trace(
+    path: str | Path,
+    *,
+    chain: bool = False,
+    limit: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> Trace:
     """Read a trace of the chained form, or with `chain` of the content form.
 
     Args:
-        path: JSON lines, gzipped or not (told by the first bytes, not by the name).
+        path: a file of JSON lines, or `-` for standard input. Its first bytes, not its name, say
+            whether it is compressed, with gzip, bzip2, xz or (from Python 3.14) zstd.
         chain: ids are content ids, to be chained by path.
-        limit: read only this many requests; what follows is not looked at.
+        limit: read only this many requests; what follows is not read.
+        block_size: tokens per id.
 
     Raises:
         ConfigError: a missing, empty, truncated or malformed file, or ids that do not fit the
             form. The message names file and line.
+        OSError: reading failed after the file was opened.
     """
-    reader = ContentReader(path) if chain else ChainedReader(path)
+    reader = (ContentReader if chain else ChainedReader)(path, block_size)
     return reader.read(limit)
 
 
@@ -87,10 +110,13 @@ class TraceReader:
     arrives no earlier than the one before it.
     """
 
-    block_size: ClassVar[int] = 512
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        if not 1 <= block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError(
+                f"block-size is {block_size}; it must be 1 to {MAX_BLOCK_SIZE} tokens"
+            )
+        self.source = Source(path)
+        self.block_size = block_size
 
     def read(self, limit: int | None = None) -> Trace:
         """Read and check the whole trace, or its first `limit` requests."""
@@ -106,8 +132,8 @@ class TraceReader:
                 break
         self._checked_all()
         if not requests:
-            raise ConfigError(f"{self.path}:1: the trace is empty; expected one JSON object a line")
-        return Trace(str(self.path), self.block_size, requests)
+            self._fail(1, "the trace is empty; expected one JSON object a line")
+        return Trace(self.source.name, self.block_size, requests)
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         raise NotImplementedError
@@ -116,28 +142,14 @@ class TraceReader:
         """Raise what a form found out and kept back until every line was read."""
 
     def _fail(self, line: int, problem: str) -> Never:
-        raise ConfigError(f"{self.path}:{line}: {problem}")
+        self.source.fail(line, problem)
 
     # -- lines ---------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
-        for line, text in self._lines():
+        for line, text in self.source.lines():
             if text.strip():
                 yield line, self._parse(text, line)
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        line = 0
-        try:
-            with self.path.open("rb") as raw:
-                zipped = raw.read(2) == GZIP_MAGIC
-                raw.seek(0)
-                with gzip.open(raw) if zipped else raw as file:
-                    for line, text in enumerate(file, start=1):
-                        yield line, text
-        except _GZIP_ERRORS as error:
-            self._fail(line + 1, f"the gzip stream is cut off or damaged ({error}); copy it again")
-        except OSError as error:
-            self._fail(line + 1, f"cannot be read: {error.strerror or error}")
 
     def _parse(self, text: bytes, line: int) -> dict[str, object]:
         try:
@@ -192,10 +204,10 @@ class TraceReader:
 class ChainedReader(TraceReader):
     """The Mooncake form: ids are chained, and the last may name a partial block."""
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        super().__init__(path, block_size)
         self._predecessor: dict[int, int | None] = {}
-        self._first_miscount: str | None = None
+        self._first_miscount: tuple[int, str] | None = None
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         prompt = self._count(row, line, "input_length", at_least=1)
@@ -206,9 +218,10 @@ class ChainedReader(TraceReader):
         # Kept back: where ids turn out not to be chained, the count was never meant to follow.
         if len(ids) != num_expected and self._first_miscount is None:
             self._first_miscount = (
-                f"{self.path}:{line}: {len(ids)} hash_ids for an input_length of {prompt}; this "
-                f"form has one id per {self.block_size} tokens, the last block partial: "
-                f"{num_expected}. If the ids name passages, pass --chain"
+                line,
+                f"found {len(ids)} hash_ids, expected {num_expected} (ceil({prompt} / "
+                f"{self.block_size})): pass --block-size if your blocks have another size, or "
+                "--chain if the ids name passages",
             )
         return TraceRequest(line, arrival_s, prompt, output, ids)
 
@@ -226,7 +239,7 @@ class ChainedReader(TraceReader):
 
     def _checked_all(self) -> None:
         if self._first_miscount is not None:
-            raise ConfigError(self._first_miscount)
+            self._fail(*self._first_miscount)
 
 
 class ContentReader(TraceReader):

@@ -1,0 +1,117 @@
+"""Where the commands write: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import wraps
+from types import TracebackType
+from typing import IO, Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["STANDARD_OUTPUT", "Output", "discard_standard_output", "print_text", "with_output"]
+
+STANDARD_OUTPUT: Final = "standard output"
+
+
+def with_output(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options `--json` and `--json-file`, and an argument `output`."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+    @click.option("--json-file", metavar="FILE", help="Also write the result to FILE, as JSON.")
+    @wraps(command)
+    def run(*arguments: object, as_json: bool, json_file: str | None, **options: object) -> int:
+        with Output(as_json=as_json, json_file=json_file) as output:
+            return command(*arguments, output=output, **options)
+
+    return run
+
+
+class Output:
+    """Where the result of a command goes; a context manager.
+
+    Attributes:
+        as_json: whether JSON is printed, and so nothing else.
+
+    The file of `--json-file` is opened here, before the work, so that the user learns at once that
+    it cannot be written.
+
+    Raises:
+        OSError: the file, later the standard output, cannot be written.
+    """
+
+    def __init__(self, *, as_json: bool, json_file: str | None) -> None:
+        self.as_json = as_json
+        self._name = json_file
+        self._file: IO[str] | None = None
+        if json_file is not None:
+            self._file = open(json_file, "w", encoding="utf-8")  # noqa: SIM115
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # `write` has flushed: only what it reported can be left
+                self._file.close()
+
+    def write(self, result: Mapping[str, object], table: Callable[[], Table]) -> None:
+        """Write the result to the file, and print it, as JSON or as what `table` returns."""
+        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+        if self._file is not None:
+            try:
+                self._file.write(text)
+                self._file.flush()
+            except OSError as error:
+                error.filename = self._name
+                raise
+        print_text(text if self.as_json else _rendered(table()))
+
+
+def _rendered(table: Table) -> str:
+    """The table for this terminal; text such as `[/model]` or `:smile:` is no markup."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    text = io.StringIO()
+    console = Console(
+        file=text, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
+    )
+    console.print(table)
+    return text.getvalue()
+
+
+def print_text(text: str) -> None:
+    """Write to standard output; what its encoding lacks is written as an escape.
+
+    Raises:
+        OSError: it is closed, full, or nobody reads it. The name of the file is `STANDARD_OUTPUT`.
+    """
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = STANDARD_OUTPUT
+        raise
+
+
+def discard_standard_output() -> None:
+    """Drop what is still buffered: Python writes it when it exits, and fails once more."""
+    with suppress(AttributeError, OSError, ValueError):  # no stdout, or one without a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

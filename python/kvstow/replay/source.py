@@ -1,0 +1,126 @@
+"""The lines of a file or of standard input, decompressed on the way."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Never, cast
+
+from kvstow._core import ConfigError
+
+__all__ = ["STANDARD_INPUT", "Source"]
+
+STANDARD_INPUT: Final = "-"
+
+# The first bytes of a compressed stream, the module that opens one, the error that this module
+# raises for a damaged stream, and the program that decompresses one where Python lacks the module.
+_FORMS: Final = (
+    (b"\x1f\x8b", "gzip", "BadGzipFile", "gzip -dc"),
+    (b"BZh", "bz2", "EOFError", "bzip2 -dc"),
+    (b"\xfd7zXZ\x00", "lzma", "LZMAError", "xz -dc"),
+    (b"\x28\xb5\x2f\xfd", "compression.zstd", "ZstdError", "zstd -dc"),  # new in Python 3.14
+)
+_LONGEST_MAGIC: Final = max(len(magic) for magic, *_ in _FORMS)
+
+
+class Source:
+    """A file, a pipe, or standard input; the first bytes say how it is compressed, if it is.
+
+    Attributes:
+        name: for messages: the path, or `<stdin>`.
+
+    Args:
+        path: a path, or `-` for standard input.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._is_stdin = str(path) == STANDARD_INPUT
+        self.name = "<stdin>" if self._is_stdin else str(path)
+
+    def fail(self, line: int, problem: str) -> Never:
+        """Raise `ConfigError` with the name and the line."""
+        raise ConfigError(f"{self.name}:{line}: {problem}")
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each line with its number, from 1.
+
+        Raises:
+            ConfigError: the file cannot be opened, or a compressed stream is cut off or damaged.
+            OSError: the file was opened, and reading it failed.
+        """
+        with ExitStack() as stack:
+            raw = self._open(stack)
+            try:
+                yield from self._numbered(raw)
+            except OSError as error:
+                error.filename = error.filename or self.name
+                raise
+
+    def _numbered(self, raw: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+        file = _Rejoined(raw, _LONGEST_MAGIC)
+        form = next((form for form in _FORMS if file.head.startswith(form[0])), None)
+        if form is None:
+            yield from enumerate(io.BufferedReader(file), start=1)
+            return
+        _, module_name, error_name, program = form
+        module = self._module(module_name, program)
+        own_error = getattr(module, error_name, EOFError)
+        line = 0
+        try:
+            for line, text in enumerate(module.open(io.BufferedReader(file)), start=1):
+                yield line, text
+        except (EOFError, OSError, zlib.error, own_error) as error:
+            if getattr(error, "errno", None) is not None:  # the file's, not the decompressor's
+                raise
+            kind = module_name.removeprefix("compression.")
+            self.fail(line + 1, f"the {kind} stream is cut off or damaged ({error}); copy it again")
+
+    def _open(self, stack: ExitStack) -> io.BufferedReader:
+        if self._is_stdin:
+            if sys.stdin is None:
+                self.fail(1, "standard input is closed")
+            return cast(io.BufferedReader, sys.stdin.buffer)
+        try:
+            return stack.enter_context(self._path.open("rb"))
+        except OSError as error:
+            self.fail(1, f"cannot be read: {error.strerror or error}")
+
+    def _module(self, name: str, program: str) -> Any:
+        try:
+            return import_module(name)
+        except ImportError:
+            path = "" if self._is_stdin else f" {self.name}"
+            self.fail(
+                1,
+                f"is compressed, and this Python has no module {name} to read it; decompress it on "
+                f"the way: {program}{path} | kvstow replay -",
+            )
+
+
+class _Rejoined(io.RawIOBase):
+    """A stream whose first bytes can be looked at before they are read: pipes cannot seek.
+
+    Attributes:
+        head: the first bytes, as far as they have not been read.
+    """
+
+    def __init__(self, file: io.BufferedReader, num_bytes: int) -> None:
+        self._file = file
+        self.head = file.read(num_bytes)
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` as far as bytes are there at once."""
+        part = self.head[: len(buffer)] or self._file.read1(len(buffer))
+        self.head = self.head[len(part) :]
+        buffer[: len(part)] = part
+        return len(part)

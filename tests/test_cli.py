@@ -1,0 +1,256 @@
+"""Where the commands read and write, and the exit statuses, each in a process of its own."""
+
+import bz2
+import gzip
+import importlib.metadata
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+from kvstow import Engine, FullAttention, cli
+from kvstow.replay import BUNDLED_TRACE, command
+from kvstow.transfer import READY, BlockLayout
+
+ROW = '{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}\n'
+OK, FAILED, USAGE, BUG, IO_ERROR = 0, 1, 2, 70, 74
+
+
+def kvstow(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE} | options
+    return subprocess.run(
+        [sys.executable, "-m", "kvstow", *arguments],
+        stderr=subprocess.PIPE, text=True, check=False, timeout=120, **options,
+    )  # fmt: skip
+
+
+def shell(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in which `kvstow` is the command, and `$1` and so on are the arguments."""
+    script = f'kvstow() {{ {sys.executable} -m kvstow "$@"; }}; {script}'
+    return subprocess.run(
+        ["bash", "-c", script, "-", *arguments],
+        capture_output=True, text=True, check=False, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(ROW * 3)
+    return path
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A file that an engine slept in, whose identity looks like markup."""
+    path = tmp_path / "image[bold]:smile:"
+    layouts = [BlockLayout.from_arrays([np.zeros((4, 8))])]
+    with Engine(4, 4, [FullAttention(8)], layouts) as engine:
+        from kvstow.sleep import sleep  # noqa: PLC0415
+
+        sleep(
+            engine, after=READY, to=path, identity="org/[/model][bf16]:smile:", weights_version="1"
+        )
+    return path
+
+
+@pytest.fixture(params=["replay", "snapshot"])
+def arguments(request: pytest.FixtureRequest, trace: Path, image: Path) -> list[str]:
+    commands = {"replay": ["replay", str(trace)], "snapshot": ["snapshot", "info", str(image)]}
+    return commands[request.param]
+
+
+# -- installation ------------------------------------------------------------------------------
+
+
+def test_a_plain_installation_has_the_command_line() -> None:
+    required = importlib.metadata.requires("kvstow") or []
+    base = {line.partition(">")[0] for line in required if "extra ==" not in line}
+    assert base == {"numpy", "click", "rich"}
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = kvstow("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (OK, "kvstow,")
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def test_json_is_a_flag_and_json_file_writes(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    printed, written = kvstow(*arguments, "--json"), kvstow(*arguments, "--json-file", str(path))
+    assert (printed.returncode, printed.stderr) == (written.returncode, written.stderr) == (OK, "")
+    assert json.loads(printed.stdout).keys() == json.loads(path.read_text()).keys()
+    assert not written.stdout.startswith("{")
+    both = kvstow(*arguments, "--json", "--json-file", str(path))
+    assert both.stdout == path.read_text()
+
+
+def test_output_that_cannot_be_written_is_status_74(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = kvstow(*arguments, stdout=full)
+    message = "kvstow: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (IO_ERROR, message)
+
+    done = shell('kvstow "$@" >&-', *arguments)
+    assert done.returncode == IO_ERROR
+    assert done.stderr == "kvstow: standard output: Bad file descriptor\n"
+
+
+@pytest.mark.parametrize("option", [[], ["--json"], ["--help"]])
+def test_a_closed_pipe_is_status_74_without_a_message(
+    arguments: list[str], option: list[str]
+) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = kvstow(*arguments, *option, stdout=write_end)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (IO_ERROR, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/nowhere/result.json", "No such file or directory"),
+        ("/dev", "Is a directory"),
+        ("/dev/full", "No space left on device"),
+    ],
+)
+def test_a_json_file_that_cannot_be_written_is_status_74(
+    arguments: list[str], path: str, problem: str
+) -> None:
+    done = kvstow(*arguments, "--json-file", path)
+    assert (done.returncode, done.stderr) == (IO_ERROR, f"kvstow: {path}: {problem}\n")
+
+
+@pytest.mark.parametrize("name", ["café", "caf\udce9", "[bold] :smile:"])
+def test_any_path_is_shown_whatever_the_encoding(trace: Path, name: str) -> None:
+    trace.rename(trace.parent / name)
+    there: dict[str, Any] = {"cwd": trace.parent}
+    ascii_only = os.environ | {
+        "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii",
+    }  # fmt: skip
+    for environment in (ascii_only, os.environ | {"LC_ALL": "C.UTF-8"}):
+        for option in ([], ["--json"]):
+            done = kvstow("replay", name, *option, env=environment, **there)
+            assert (done.returncode, done.stderr) == (OK, "")
+            if name.isascii():
+                assert name in done.stdout
+        assert kvstow("replay", f"{name}.not", env=environment, **there).returncode == USAGE
+
+
+def test_brackets_in_an_identity_are_no_markup(image: Path) -> None:
+    done = kvstow("snapshot", "info", str(image))
+    assert (done.returncode, done.stderr) == (OK, "")
+    assert "org/[/model][bf16]:smile:" in done.stdout
+
+
+def test_a_file_that_cannot_be_read_is_status_74() -> None:
+    for name in ("replay", "snapshot info"):
+        done = kvstow(*name.split(), "/proc/self/mem")
+        problem = "kvstow: /proc/self/mem: Input/output error\n"
+        assert (done.returncode, done.stderr) == (IO_ERROR, problem)
+
+
+def test_an_error_of_kvstow_itself_is_neither_0_nor_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "read_trace", lambda *_, **__: 1 / 0)
+    assert cli.main(["replay"]) == BUG
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+# -- standard input ----------------------------------------------------------------------------
+
+
+def replayed(done: subprocess.CompletedProcess[str]) -> tuple[str, int]:
+    assert done.returncode == OK, done.stderr
+    found = json.loads(done.stdout)
+    return found["trace"], found["requests"]
+
+
+@pytest.mark.parametrize("prepare", [bytes, gzip.compress, bz2.compress])
+def test_a_dash_reads_standard_input(prepare: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(prepare(ROW.encode() * 3))
+    assert replayed(shell('cat "$1" | kvstow replay - --json', str(path))) == ("<stdin>", 3)
+    assert replayed(shell('kvstow replay - --json <"$1"', str(path))) == ("<stdin>", 3)
+    assert replayed(shell('kvstow replay <(cat "$1") --json', str(path)))[1] == 3
+
+
+def test_errors_in_standard_input_name_the_line() -> None:
+    done = shell("echo nonsense | kvstow replay -")
+    assert done.returncode == USAGE
+    assert done.stderr.startswith("kvstow: <stdin>:1: not a JSON object")
+    for script in ("kvstow replay - </dev/null", "kvstow replay - <&-"):
+        assert shell(script).returncode == USAGE
+
+
+@pytest.mark.parametrize("script", ['cat "$1" | kvstow replay', 'kvstow replay <"$1"'])
+def test_a_trace_that_would_be_ignored_is_refused(script: str, trace: Path) -> None:
+    done = shell(script, str(trace))
+    assert (done.returncode, done.stdout) == (USAGE, "")
+    assert done.stderr.startswith("kvstow: standard input has data")
+    assert "pass - to replay it" in done.stderr
+
+
+def test_a_socket_with_data_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(ROW.encode())
+        assert kvstow("replay", stdin=theirs).returncode == USAGE
+
+
+BUNDLED = ["replay", "--limit", "2", "--json"]
+
+
+@pytest.fixture(params=["null", "empty file", "ended pipe", "ended socket", "terminal"])
+def idle(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IO[bytes]]:
+    match request.param:
+        case "null":
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+        case "empty file":
+            (tmp_path / "empty").touch()
+            descriptor = os.open(tmp_path / "empty", os.O_RDONLY)
+        case "ended pipe":
+            descriptor, other = os.pipe()
+            os.close(other)
+        case "ended socket":
+            ours, theirs = socket.socketpair()
+            ours.close()
+            descriptor = theirs.detach()
+        case _:
+            terminal, descriptor = pty.openpty()
+            request.addfinalizer(lambda: os.close(terminal))
+    with open(descriptor, "rb") as file:
+        yield file
+
+
+def test_without_data_on_standard_input_the_bundled_trace_is_replayed(idle: IO[bytes]) -> None:
+    done = kvstow(*BUNDLED, stdin=idle)
+    assert replayed(done) == (str(BUNDLED_TRACE), 2)
+    assert done.stderr == ""
+
+
+def test_without_standard_input_the_bundled_trace_is_replayed() -> None:
+    done = shell('kvstow "$@" <&-', *BUNDLED)
+    assert (replayed(done), done.stderr) == ((str(BUNDLED_TRACE), 2), "")
+
+
+def test_a_pipe_that_stays_open_and_empty_gets_a_note() -> None:
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as idle, open(write_end, "wb"):
+        done = kvstow(*BUNDLED, stdin=idle)
+    assert replayed(done) == (str(BUNDLED_TRACE), 2)
+    assert "pass - to wait for a trace" in done.stderr
