@@ -1,25 +1,118 @@
-"""How much memory there is to have."""
+"""How much memory there is to have: what the machine has left, and what its containers may use."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["free_memory"]
+from kvstow._core import ConfigError
+
+__all__ = ["check_memory", "free_memory"]
+
+_ROOT = Path("/")
 
 
-def free_memory() -> int | None:
-    """Bytes that this machine, or the container it runs in, has left; None if nothing tells."""
+def check_memory(
+    num_blocks: int, block_bytes: int, *, lower: str, free: int | None, num_ranks: int = 1
+) -> None:
+    """Refuse host blocks that this machine has no memory for: to map them alone would not fail.
+
+    Args:
+        num_blocks: host blocks of each rank.
+        block_bytes: bytes that a block takes in the host memory of a rank.
+        lower: the option that sets the number, for the message.
+        free: what `free_memory` has found, before any of the ranks took its part.
+        num_ranks: that take as much on this machine, each in a process of its own.
+
+    Raises:
+        ConfigError: all ranks together need more than is free.
+    """
+    num_bytes = num_blocks * block_bytes
+    if free is None or num_bytes * num_ranks <= free:
+        return
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    raise ConfigError(
+        f"{num_blocks} host blocks of {block_bytes} bytes are {num_bytes / 2**30:.1f} GiB{each}, "
+        f"and {free / 2**30:.1f} GiB of memory are free on this machine; lower {lower}, to at most "
+        f"{free // (block_bytes * num_ranks)} blocks"
+    )
+
+
+def free_memory(root: Path = _ROOT) -> int | None:
+    """Bytes that this machine, or the containers around this process, have left.
+
+    Args:
+        root: folder that has `proc` and `sys`.
+
+    Returns:
+        The least of what the system has available and of what each control group, from this
+        process's own up to the topmost, may still take. None if nothing tells.
+    """
     left = []
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         values = dict(line.split(":", 1) for line in lines)
         left.append(int(values["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass
+    for group in _control_groups(root):
+        left += [
+            free
+            for limit, usage, caches in (
+                ("memory.max", "memory.current", ("active_file", "inactive_file")),
+                (
+                    "memory.limit_in_bytes",
+                    "memory.usage_in_bytes",
+                    ("total_active_file", "total_inactive_file"),
+                ),
+            )
+            if (free := _left_of(group / limit, group / usage, group / "memory.stat", caches))
+            is not None
+        ]
+    return min(left, default=None)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """This process's groups of version 2 and 1 that limit memory, and all of their ancestors.
+
+    In a container they are often mounted from its own group on, while the process's path is told
+    from the machine's topmost one: of a path that is not there, the part that is there counts.
+    """
+    mounts = root / "sys/fs/cgroup"
     try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())  # "max" where there is none
-        left.append(limit - int((group / "memory.current").read_text()))
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = ["0::/", "1:memory:/"]
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            folders = [mounts, mounts / "unified"]
+        elif "memory" in controllers.split(","):
+            folders = [mounts / "memory"]
+        else:
+            continue
+        for folder in folders:
+            group = Path(path.lstrip("/"))
+            for ancestor in (group, *group.parents):
+                if ".." not in ancestor.parts and (folder / ancestor).is_dir():
+                    yield folder / ancestor
+
+
+def _left_of(limit: Path, usage: Path, stat: Path, caches: tuple[str, str]) -> int | None:
+    """Bytes that a group may still take; None without a limit.
+
+    Its usage counts the files that the system caches for it, and after hours of serving those fill
+    whatever is left. The system drops them before it refuses memory, so they do not count here.
+    """
+    try:
+        limit_bytes, used_bytes = int(limit.read_text()), int(usage.read_text())  # "max": no limit
+    except (OSError, ValueError):
+        return None
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+        values = dict(line.split() for line in lines)
+        used_bytes -= sum(int(values.get(name, 0)) for name in caches)
     except (OSError, ValueError):
         pass
-    return min(left, default=None)
+    return max(0, limit_bytes - max(0, used_bytes))

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, Job, KvstowError, TransferError
+from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
+from kvstow.transfer.arena import slot_stride_bytes
 
 __all__ = [
     "MakeMover",
@@ -76,7 +78,19 @@ class Transfer:
 def build_arenas(
     layouts: Sequence[Sequence[BlockLayout]], num_slots: int, slots_per_run: int
 ) -> list[HostArena]:
-    """Host memory for each rank, of slots as large as its largest blocks."""
+    """Host memory for each rank, of slots as large as its largest blocks.
+
+    Raises:
+        ConfigError: all ranks together need more memory than this machine has.
+    """
+    slot_bytes = [max(layout.slot_bytes for layout in own) for own in layouts]
+    stride_bytes = sum(slot_stride_bytes(one, slots_per_run) for one in slot_bytes)
+    check_memory(
+        num_slots // slots_per_run,
+        stride_bytes * slots_per_run,  # on all ranks: they are in this process
+        lower="num_host_blocks",
+        free=free_memory(),
+    )
     with ExitStack() as built:
         arenas = []
         for own in layouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -222,24 +223,24 @@ def test_child_does_not_unpin_what_the_parent_has_pinned() -> None:
 def test_arena_of_a_file_is_closed_in_the_child_and_is_never_unmapped_there() -> None:
     with open(os.memfd_create("slots"), "r+b") as file:
         file.truncate(2 * 4096)
-        with HostArena(2, 4096, file=(file.fileno(), 0)) as arena:
-            arena.slots[:] = 3
+        made = [HostArena(2, 4096, file=(file.fileno(), 0))]
+        made[0].slots[:] = 3
 
-            def check() -> None:
-                nonlocal arena
-                with pytest.raises(StateError, match="forked"):
-                    _ = arena.slots
-                # What the child maps next may lie where the arena's memory lies in the parent.
-                others = [HostArena(2, 4096) for _ in range(20)]
-                for other in others:
-                    other.slots[:] = 5
-                arena.close()
-                del arena
-                for other in others:
-                    assert (other.slots == 5).all()
+        def check() -> None:
+            with pytest.raises(StateError, match="forked"):
+                _ = made[0].slots
+            # What the child maps next may lie where the arena's memory lies in the parent.
+            others = [HostArena(2, 4096) for _ in range(20)]
+            for other in others:
+                other.slots[:] = 5
+            made.pop().close()
+            gc.collect()
+            for other in others:
+                assert (other.slots == 5).all()
 
-            in_child(check)
-            assert (arena.slots == 3).all()
+        in_child(check)
+        assert (made[0].slots == 3).all()
+        made[0].close()
 
 
 def test_memory_stays_out_of_core_dumps_and_of_children() -> None:

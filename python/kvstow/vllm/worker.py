@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstow import ConfigError, KvstowError, StateError
-from kvstow.memory import free_memory
+from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import (
     READY,
     BlockLayout,
@@ -57,12 +57,25 @@ class _Running:
 class WorkerHalf:
     """Everything that runs beside one of vLLM's workers."""
 
-    def __init__(self, model: Model, options: Options, *, rank: int, world_size: int) -> None:
-        """Wait for the KV caches (`register`)."""
+    def __init__(
+        self, model: Model, options: Options, *, rank: int, world_size: int, num_local_ranks: int
+    ) -> None:
+        """Wait for the KV caches (`register`).
+
+        Args:
+            model: the groups, and what their blocks take.
+            options: as parsed.
+            rank: of this worker in its engine.
+            world_size: workers of the engine.
+            num_local_ranks: of those, the ones on this machine.
+        """
         self._model = model
         self._options = options
         self._rank = rank
         self._num_host_blocks = options.num_host_blocks(model.slot_stride_bytes, world_size)
+        # Asked for now: by the time this rank registers others may have pinned their parts, which
+        # would then count twice.
+        self._num_local_ranks, self._free_bytes = num_local_ranks, free_memory()
         self.arena: HostArena | None = None
         # Per group; groups that lie in the same bytes share one.
         self.movers: list[Mover] = []
@@ -92,7 +105,13 @@ class WorkerHalf:
         self._stop()
         if self.arena is None:
             # Kept when vLLM registers anew: the scheduler half knows what lies in it.
-            _check_memory(num_bytes, self._num_host_blocks, self._model.slot_stride_bytes)
+            check_memory(
+                self._num_host_blocks,
+                self._model.slot_stride_bytes,
+                lower=f"cpu_bytes_to_use or num_cpu_blocks in {WHERE}",
+                free=self._free_bytes,
+                num_ranks=self._num_local_ranks,
+            )
             self.arena = arena_for(layouts, self._num_host_blocks, progress=_log_pinned)
         self._layouts = layouts
         self.restore()
@@ -240,14 +259,3 @@ class WorkerHalf:
 
 def _log_pinned(num_bytes: int, of_bytes: int) -> None:
     logger.info("kvstow: %.1f of %.1f GiB are pinned", num_bytes / 2**30, of_bytes / 2**30)
-
-
-def _check_memory(num_bytes: int, num_blocks: int, stride: int) -> None:
-    """Refuse a tier that the machine has no memory for: mapping alone would not fail."""
-    free = free_memory()
-    if free is not None and num_bytes > free:
-        raise ConfigError(
-            f"{num_blocks} host blocks of {stride} bytes are {num_bytes / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB of memory are free; lower cpu_bytes_to_use or num_cpu_blocks "
-            f"in {WHERE}, to at most {free // stride} blocks"
-        )
