@@ -54,8 +54,6 @@ class KVConnectorBase_V1:
     @optional
     def restore_kv_caches(self): ...
     @override
-    def get_handshake_metadata(self): ...
-    @override
     def bind_connector_metadata(self, connector_metadata): ...
     @override
     def clear_connector_metadata(self): ...
@@ -73,8 +71,6 @@ class KVConnectorBase_V1:
     def build_connector_worker_meta(self): ...
     @override
     def bind_kv_cache_manager(self, kv_cache_manager): ...
-    @override
-    def set_xfer_handshake_metadata(self, metadata): ...
     @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata): ...
     @override
@@ -294,6 +290,7 @@ class ParallelConfig:
     rank: ...
     world_size: ...
     local_world_size: ...
+    distributed_executor_backend: ...
     decode_context_parallel_size: ...
     prefill_context_parallel_size: optional
 
@@ -368,10 +365,40 @@ ORDERS = [
         "blocks with a hash that a job lets go of are the last to be overwritten",
     ),
     (
+        _SCHEDULER,
+        "Scheduler.has_requests",
+        ("has_unfinished_requests", "connector.has_pending_push_work"),
+        "vLLM steps while a request waits or the connector asks for steps",
+    ),
+    (
         "vllm.v1.engine.core",
-        "EngineCore",
-        ("kv_connector.set_xfer_handshake_metadata_pp_aware",),
-        "the scheduler half learns how much memory the ranks have",
+        "EngineCore.step",
+        ("scheduler.has_requests", "scheduler.schedule", "scheduler.update_from_output"),
+        "steps without tokens bring the workers' reports",
+    ),
+    (
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.execute_model",
+        ("kv_connector.no_forward",),
+        "steps without tokens reach the workers' connectors",
+    ),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.execute_model",
+        ("self.kv_connector_no_forward",),
+        "steps without tokens reach the workers' connectors",
+    ),
+    (
+        "vllm.v1.outputs",
+        "ModelRunnerOutput.with_kv_conn_output_only",
+        ("kv_connector_output.is_empty", "output.kv_connector_output"),
+        "steps without tokens pass on what the workers report",
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.utils",
+        "KVOutputAggregator.aggregate",
+        ("kv_output.kv_connector_worker_meta", "aggregated_kv_connector_worker_meta.aggregate"),
+        "the reports of all ranks reach the scheduler half, each once",
     ),
     *(
         (

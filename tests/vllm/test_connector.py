@@ -36,7 +36,7 @@ import kvstow.vllm
 from kvstow import ConfigError, TransferError
 from kvstow.transfer import READY
 from kvstow.vllm import KVStowConnector
-from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
+from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
@@ -79,9 +79,13 @@ def engine_config(folder: Path, options: dict[str, Any], **settings: Any) -> Any
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": options,
     }
-    defaults = {"model": str(folder), "skip_tokenizer_init": True, "block_size": BLOCK_SIZE}
-    args = EngineArgs(**(defaults | settings), kv_transfer_config=transfer)
-    return args.create_engine_config()
+    defaults = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK_SIZE,
+        "kv_transfer_config": transfer,
+    }
+    return EngineArgs(**(defaults | settings)).create_engine_config()
 
 
 # -- bad input ----------------------------------------------------------------------------------
@@ -131,6 +135,16 @@ def test_a_typo_ends_the_start_in_both_roles(folder: Path) -> None:
             KVStowConnector(config, role, cache_config(FULL))
 
 
+def test_a_scheduler_beside_each_rank_is_refused(folder: Path) -> None:
+    """None of them would ever hear of the other ranks' copies."""
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    config.parallel_config.world_size = 2
+    with pytest.raises(ConfigError, match="external_launcher"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
 def test_a_kind_of_attention_that_is_not_known_is_refused() -> None:
     mamba = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
     with pytest.raises(ConfigError, match="KV cache group 1 is of kind MambaSpec"):
@@ -176,41 +190,6 @@ def test_the_connector_is_known_by_name() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("KVStowConnector") is KVStowConnector
 
 
-def test_the_least_of_all_ranks_counts(folder: Path) -> None:
-    config = engine_config(folder, {"num_cpu_blocks": 9})
-    connector = KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
-    assert connector._scheduler is not None
-    sizes = {(pp, tp): HostSize(9 - pp - 2 * tp) for pp in range(2) for tp in range(2)}
-    connector.set_xfer_handshake_metadata_pp_aware(sizes)
-    assert connector._scheduler.offload is not None
-    assert connector._scheduler.offload.num_host_blocks == 6
-    connector.set_xfer_handshake_metadata({0: HostSize(5)})
-    assert connector._scheduler.offload.num_host_blocks == 5
-
-
-def test_stages_of_unlike_size_agree_on_the_blocks_of_the_larger_one(folder: Path) -> None:
-    """Each pipeline stage has layers of its own, and the same bytes for its host tier."""
-    size = PAGE_BYTES * NUM_BLOCKS
-    stages = []
-    for layers in ([str(at) for at in range(9)], ["a", "b"]):
-        tensor = KVCacheTensor(size * len(layers), layers, size, PAGE_BYTES)
-        stages.append(KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, FULL)]))
-    config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
-    sizes = {}
-    for stage, cache in enumerate(stages):
-        worker = KVStowConnector(config, KVConnectorRole.WORKER, cache)
-        size_of_stage = worker.get_handshake_metadata()
-        assert size_of_stage is not None
-        sizes[stage, 0] = size_of_stage
-    own = {key: size.num_host_blocks for key, size in sizes.items() if isinstance(size, HostSize)}
-    assert PAGE_BYTES == 1024
-    assert own == {(0, 0): 60 // 3, (1, 0): 60}, "slots are whole pages of 4 KiB"
-    scheduler = KVStowConnector(config, KVConnectorRole.SCHEDULER, stages[0])
-    scheduler.set_xfer_handshake_metadata_pp_aware(sizes)
-    assert scheduler._scheduler is not None and scheduler._scheduler.offload is not None
-    assert scheduler._scheduler.offload.num_host_blocks == own[0, 0]
-
-
 # -- the scheduler half beside vLLM's own accounting -----------------------------------------------
 
 
@@ -225,7 +204,14 @@ class Step:
 class Scheduler:
     """As much of vLLM's scheduler as calls the connector, over its real `KVCacheManager`."""
 
-    def __init__(self, *specs: Any, world_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        *specs: Any,
+        world_size: int = 1,
+        num_host_blocks: int | None = NUM_BLOCKS,
+        **options: Any,
+    ) -> None:
+        """`num_host_blocks` None leaves the ranks' capacities to be reported."""
         init_none_hash(sha256_cbor)
         config = cache_config(*specs)
         self.manager = KVCacheManager(
@@ -245,7 +231,8 @@ class Scheduler:
             clock=lambda: self.now,
         )
         self.half.bind(self.manager)
-        self.half.agree(NUM_BLOCKS)
+        if num_host_blocks is not None:
+            self.half.agree(num_host_blocks)
         self.jobs = StepJobs()
 
     def request(self, name: str, num_tokens: int, **settings: Any) -> Request:

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from kvstow import ConfigError
 from kvstow.events import EventFile
 from kvstow.vllm.events import HostEvents
-from kvstow.vllm.messages import HostSize, StepJobs
+from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
@@ -68,7 +68,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         _check_config(vllm_config)
         model = Model.of(kv_cache_config)
         parallel = vllm_config.parallel_config
-        num_host_blocks = options.num_host_blocks(model.slot_stride_bytes, parallel.world_size)
         self._model = model
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -109,8 +108,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             events=self._host_events is not None or self._event_file is not None,
             host_events=self._host_events,
         )
-        # Until the ranks have told how much memory they have, what the options say.
-        self._agree(num_host_blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -133,10 +130,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Take hold of it again, after vLLM has woken."""
         if self._worker is not None:
             self._worker.restore()
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler half how many host blocks this rank has."""
-        return None if self._worker is None else self._worker.host_size()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's jobs."""
@@ -173,7 +166,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report the jobs that have ended."""
+        """Report the jobs that have ended, and in the first steps how many host blocks there are.
+
+        vLLM's handshake is not used for that, because a `MultiConnector` passes on the handshake
+        of one of its connectors only.
+        """
         return None if self._worker is None else self._worker.reports()
 
     # -- scheduler half -------------------------------------------------------------------------
@@ -187,16 +184,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Agree on the least number of host blocks that any rank has."""
-        sizes = [size.num_host_blocks for size in metadata.values() if isinstance(size, HostSize)]
-        if self._scheduler is not None and sizes:
-            self._agree(min(sizes))
+        """Ignore the handshake: in a `MultiConnector` it is another connector's.
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
-        """As `set_xfer_handshake_metadata_pp_aware`, for one pipeline stage."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, tp): size for tp, size in metadata.items()})
+        vLLM's default refuses one of several pipeline stages.
+        """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -269,9 +260,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """What happened since the last call."""
         if self._worker is not None:
             return self._worker.stats()
-        if self._scheduler is None or self._scheduler.offload is None or self._reporter is None:
+        offload = None if self._scheduler is None else self._scheduler.offload
+        if offload is None:
             return None
-        return self._reporter.report(self._scheduler.offload.stats())
+        if self._reporter is None:
+            self._reporter = StatsReporter(offload.num_host_blocks)
+        return self._reporter.report(offload.stats())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -308,11 +302,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             if self._event_file is not None:
                 self._event_file.write(events)
 
-    def _agree(self, num_host_blocks: int) -> None:
-        assert self._scheduler is not None
-        self._scheduler.agree(num_host_blocks)
-        self._reporter = StatsReporter(num_host_blocks)
-
 
 def _check_config(config: VllmConfig) -> None:
     """Refuse what cannot work, naming the flag."""
@@ -331,6 +320,12 @@ def _check_config(config: VllmConfig) -> None:
                 f"{flag} is {getattr(parallel, name)}: kvstow does not know how vLLM spreads a "
                 "block over context-parallel ranks; leave it at 1"
             )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            f"the executor external_launcher runs a scheduler beside each of {parallel.world_size} "
+            "ranks, and they must decide alike: copies end at another moment on each rank; leave "
+            "the launching to vLLM, or start it without the connector"
+        )
 
 
 def _warn(transfer: Any) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -32,11 +31,19 @@ class Copies:
 
 @dataclass
 class StepJobs(KVConnectorMetadata):
-    """Scheduler to workers: what to begin in this step, and which requests to report as failed."""
+    """Scheduler to workers: what to begin in this step, and which requests to report as failed.
+
+    Attributes:
+        loads: jobs that copy to the device.
+        stores: jobs that copy to the host.
+        failed_request_ids: requests whose loads have failed.
+        asks_capacity: the scheduler half does not know yet how many host blocks each rank has.
+    """
 
     loads: list[Copies] = field(default_factory=list)
     stores: list[Copies] = field(default_factory=list)
     failed_request_ids: list[str] = field(default_factory=list)
+    asks_capacity: bool = False
 
 
 @dataclass
@@ -46,19 +53,18 @@ class StepReports(KVConnectorWorkerMetadata):
     Attributes:
         reports: jobs that have ended, as (job id, rank, whether it went well).
         released: stores that read their blocks no more though they have not ended, by each rank.
+        capacities: by rank, how many host blocks it has; only where the step's jobs ask for it.
     """
 
     reports: list[tuple[int, int, bool]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    capacities: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """The reports of both."""
         assert isinstance(other, StepReports)
-        return StepReports(self.reports + other.reports, self.released + other.released)
-
-
-@dataclass(frozen=True)
-class HostSize(KVConnectorHandshakeMetadata):
-    """How many host blocks a rank has memory for: the least of all ranks counts."""
-
-    num_host_blocks: int
+        return StepReports(
+            self.reports + other.reports,
+            self.released + other.released,
+            self.capacities | other.capacities,
+        )

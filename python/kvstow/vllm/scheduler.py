@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
 from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
+from kvstow.vllm.capacity import Capacities
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -114,7 +115,7 @@ class SchedulerHalf:
         host_events: HostEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait for the pool (`bind`) and for the size of the host tier (`agree`).
+        """Wait for the pool (`bind`), and for the ranks' capacities: workers report them.
 
         Args:
             model: as vLLM has laid it out.
@@ -155,6 +156,8 @@ class SchedulerHalf:
         self._last_queue: tuple[object, object, int] | None = None
         self._manager: KVCacheManager | None = None
         self._weights = WeightsVersion(options.weights_version_path)
+        self._capacities = Capacities(world_size, timeout_s=options.load_timeout_s, clock=clock)
+        # None until every rank has reported its capacity.
         self.offload: OffloadScheduler | None = None
 
     # -- set-up ---------------------------------------------------------------------------------
@@ -164,7 +167,11 @@ class SchedulerHalf:
         self._manager = manager
 
     def agree(self, num_host_blocks: int) -> None:
-        """Make the host tier, as large as every rank has memory for."""
+        """Make the host tier, as large as every rank has memory for.
+
+        Job ids start anew in each tier, so no job may be in flight: it would end another one.
+        """
+        assert not self._transfers, "a job of the tier before is in flight"
         self.offload = OffloadScheduler(
             num_host_blocks,
             self._model.groups,
@@ -174,14 +181,20 @@ class SchedulerHalf:
             num_device_blocks=self._model.num_blocks,
             events=self._events,
         )
+        for request_id in self._tracked:
+            self.offload.add(request_id, [])
+
+    def _learn(self, capacities: Mapping[int, int]) -> None:
+        """Take ranks' capacities; make the host tier once all are known."""
+        self._capacities.add(capacities)
+        agreed = self._capacities.agreed
+        if self.offload is None and agreed is not None:
+            self.agree(agreed)
 
     # -- admission ------------------------------------------------------------------------------
 
     def lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens after the local hit that the host can serve; None: ask again later."""
-        offload = self.offload
-        if offload is None:
-            return 0
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.is_admitted:
             # Preempted, or its load has failed: it starts over.
@@ -195,8 +208,13 @@ class SchedulerHalf:
             # requests that vLLM believes to be loading because their loads were taken back, and
             # it may be one of them. Only loads heed that reserve, so it computes.
             tracked.recompute = True
-        self._tell_hashes(request.request_id, tracked)
         tracked.num_local_tokens = num_local_tokens
+        offload = self.offload
+        if offload is None:
+            # The first step brings the ranks' reports, and vLLM steps again while a request waits.
+            may_wait = not request.skip_reading_prefix_cache
+            return None if may_wait and self._capacities.is_awaited() else 0
+        self._tell_hashes(request.request_id, tracked)
         if (
             tracked.recompute
             or request.skip_reading_prefix_cache
@@ -222,12 +240,14 @@ class SchedulerHalf:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks; the external ones are to be loaded."""
         tracked = self._tracked.get(request.request_id)
-        if self.offload is None or tracked is None:
+        if tracked is None:
             return
         if tracked.is_admitted:
             tracked.is_loading = False  # its load has landed, and it runs now
             return
         tracked.is_admitted = tracked.is_fresh = True
+        if self.offload is None:
+            return  # without a tier nothing was offered
         if num_external_tokens == 0:
             self.offload.release(request.request_id)
             return
@@ -260,8 +280,6 @@ class SchedulerHalf:
 
     def build(self, scheduled: SchedulerOutput) -> StepJobs:
         """What the workers begin in this step."""
-        if self.offload is None:
-            return StepJobs()
         for request_id in scheduled.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.is_admitted and not tracked.is_fresh:
@@ -276,16 +294,16 @@ class SchedulerHalf:
                 tracked.is_fresh = False
         if self._transfers:
             self._expire()
-        jobs = StepJobs(self._loads, self._stores, self._failed)
+        jobs = StepJobs(self._loads, self._stores, self._failed, asks_capacity=self.offload is None)
         self._loads, self._stores, self._failed = [], [], []
         return jobs
 
     def processed(self, output: KVConnectorOutput) -> None:
         """A step was processed: end the jobs that every worker has reported, plan new stores."""
-        if self.offload is None:
-            return
         reports = output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
+            self._learn(reports.capacities)
+        if isinstance(reports, StepReports) and self.offload is not None:
             ends = [
                 end
                 for job_id, rank, ok in reports.reports
@@ -301,6 +319,8 @@ class SchedulerHalf:
         for request_id in output.finished_recving or ():
             if request_id in self._tracked:
                 self._tracked[request_id].is_load_told = True
+        if self.offload is None:
+            return
         if self._due:
             self._store(list(self._due))
         if self._options.lazy_offload:
@@ -308,10 +328,9 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> None:
         """A request is over, and its blocks are still its own: store what is due of them."""
-        tracked = self._tracked.get(request.request_id)
-        if self.offload is None or tracked is None:
+        if request.request_id not in self._tracked:
             return
-        if request.request_id in self._due:
+        if self.offload is not None and request.request_id in self._due:
             self._store([request.request_id])
         self._forget(request.request_id)
 
@@ -320,15 +339,14 @@ class SchedulerHalf:
 
         Jobs in flight end without effect; their requests are recomputed.
         """
-        if self.offload is None:
-            return
         # vLLM has tried to reset its own pool just before. If blocks were held there it still
         # serves what other weights have computed, which then comes here again: until it has
         # succeeded, the weights are other ones.
         is_pool_reset = self._pool.free_block_queue.num_free_blocks == self._model.num_blocks - 1
         if self._options.preserve_on_sleep and not self._weights.changed(remember=is_pool_reset):
             return
-        self.offload.reset()
+        if self.offload is not None:
+            self.offload.reset()
         for tracked in self._tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
 
@@ -338,6 +356,8 @@ class SchedulerHalf:
         vLLM asks when it has nothing to run: all requests are over, or it is paused, perhaps to
         sleep, and keeps them. Their blocks are about to go, so what must be done before is begun.
         """
+        if self.offload is None:
+            return not self._capacities.is_awaited()  # an empty step brings the reports
         tracked = list(self._tracked.values())
         may_go = all([self._settle(one) for one in tracked])
         return may_go and self._num_storing == 0 and not self._failed
@@ -391,18 +411,18 @@ class SchedulerHalf:
     # -- what is kept of requests ---------------------------------------------------------------
 
     def _track(self, request: Request, *, recompute: bool = False) -> _Tracked:
-        assert self.offload is not None
         num_groups = len(self._model.groups)
         tracked = _Tracked(request, 0, [0] * num_groups, self._tokens_per_hash, recompute=recompute)
-        self.offload.add(request.request_id, [])
+        if self.offload is not None:
+            self.offload.add(request.request_id, [])
         self._tracked[request.request_id] = tracked
         return tracked
 
     def _forget(self, request_id: str) -> None:
-        assert self.offload is not None
         del self._tracked[request_id]
         self._due.pop(request_id, None)
-        self.offload.finish(request_id)
+        if self.offload is not None:
+            self.offload.finish(request_id)
 
     def _tell_hashes(self, request_id: str, tracked: _Tracked) -> None:
         assert self.offload is not None

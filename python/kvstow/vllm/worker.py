@@ -21,7 +21,7 @@ from kvstow.transfer import (
     arena_for,
     mover_for,
 )
-from kvstow.vllm.messages import Copies, HostSize, StepJobs, StepReports
+from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
@@ -144,10 +144,6 @@ class WorkerHalf:
             self.movers.append(shared[layout.regions])
         self._block_bytes = [layout.slot_bytes for layout in self._layouts]
 
-    def host_size(self) -> HostSize:
-        """What this rank has memory for."""
-        return HostSize(self._num_host_blocks)
-
     def bind(self, jobs: StepJobs) -> None:
         """Take a step's jobs."""
         self._jobs = jobs
@@ -182,10 +178,12 @@ class WorkerHalf:
         return set(failed)
 
     def reports(self) -> StepReports | None:
-        """How far jobs have come since the last call."""
+        """How far jobs have come since the last call, and this rank's capacity if it is asked."""
         self._poll()
         reports = self._reports
-        if not (reports.reports or reports.released):
+        if self._jobs.asks_capacity:
+            reports.capacities[self._rank] = self._num_host_blocks
+        elif not (reports.reports or reports.released):
             return None
         self._reports = StepReports()
         return reports

@@ -1,0 +1,353 @@
+"""How the connector's halves come to work together: capacities, first steps, wake-ups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.vllm import models
+from tests.vllm.engine import DAMAGE, TOLERANCE, Engine, difference, prompts
+from tests.vllm.shaking import Hand, ShakingConnector
+from tests.vllm.test_connector import (
+    BLOCK_SIZE,
+    FULL,
+    NUM_BLOCKS,
+    PAGE_BYTES,
+    Scheduler,
+    Step,
+    cache_config,
+    engine_config,
+)
+from tests.vllm.test_engine_sleep import Forgetful
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
+    NixlBaseConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvstow import StateError
+from kvstow.vllm import KVStowConnector
+from kvstow.vllm.messages import StepJobs, StepReports
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+OPTIONS = {"num_cpu_blocks": 9}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+def report(scheduler: Scheduler, capacities: dict[int, int]) -> None:
+    told = StepReports(capacities=capacities)
+    scheduler.half.processed(KVConnectorOutput(kv_connector_worker_meta=told))
+
+
+# -- capacities ------------------------------------------------------------------------------------
+
+
+def test_lookup_is_pending_until_every_rank_has_reported() -> None:
+    scheduler = Scheduler(FULL, world_size=3, num_host_blocks=None)
+    request = scheduler.request("a", 100)
+    for rank, num_blocks in ((1, 9), (0, 7), (2, 8)):
+        assert scheduler.half.lookup(request, 0) is None
+        assert not scheduler.half.may_rest(), "an empty step brings the next report"
+        assert scheduler.half.build(Step()).asks_capacity
+        report(scheduler, {rank: num_blocks})
+    assert scheduler.half.offload is not None
+    assert scheduler.half.offload.num_host_blocks == 7, "the least of all ranks counts"
+    assert scheduler.half.may_rest()
+    assert not scheduler.half.build(Step()).asks_capacity
+    assert scheduler.admit(request) == 0
+    scheduler.step(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert len(store.block_ids) == 100 // BLOCK_SIZE
+
+
+def test_workers_report_their_capacity_when_asked(folder: Path) -> None:
+    """Each pipeline stage has layers of its own, and the same bytes for its host tier."""
+    size = PAGE_BYTES * NUM_BLOCKS
+    stages = []
+    for layers in ([str(at) for at in range(9)], ["a", "b"]):
+        tensor = KVCacheTensor(size * len(layers), layers, size, PAGE_BYTES)
+        stages.append(KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, FULL)]))
+    config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
+    outputs = []
+    for rank, stage in enumerate(stages):
+        config.parallel_config.world_size, config.parallel_config.rank = 2, rank
+        worker = KVStowConnector(config, KVConnectorRole.WORKER, stage)
+        worker.bind_connector_metadata(StepJobs())
+        assert worker.build_connector_worker_meta() is None
+        worker.bind_connector_metadata(StepJobs(asks_capacity=True))
+        meta = worker.build_connector_worker_meta()
+        output = KVConnectorOutput(kv_connector_worker_meta=meta)
+        assert not output.is_empty(), "vLLM would leave it out of a step without tokens"
+        outputs.append(ModelRunnerOutput.with_kv_conn_output_only(output))
+    merged = KVOutputAggregator(2).aggregate(outputs)
+    assert merged is not None and merged.kv_connector_output is not None
+    reports = merged.kv_connector_output.kv_connector_worker_meta
+    assert isinstance(reports, StepReports)
+    assert PAGE_BYTES == 1024
+    assert reports.capacities == {0: 60 // 3, 1: 60}, "slots are whole pages of 4 KiB"
+    scheduler = KVStowConnector(config, KVConnectorRole.SCHEDULER, stages[0])
+    assert scheduler.get_kv_connector_stats() is None and not list(scheduler.take_events())
+    scheduler.update_connector_output(merged.kv_connector_output)
+    assert scheduler._scheduler is not None and scheduler._scheduler.offload is not None
+    assert scheduler._scheduler.offload.num_host_blocks == 20
+    stats = scheduler.get_kv_connector_stats()
+    assert stats is not None and stats.data["capacity_blocks"] == 20
+
+
+def test_a_capacity_that_is_reported_again_changes_nothing() -> None:
+    """Steps overlap: a worker answers each that asks."""
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    report(scheduler, {0: 20})
+    scheduler.store_one()
+    offload = scheduler.half.offload
+    assert offload is not None
+    report(scheduler, {0: 20})
+    assert scheduler.half.offload is offload and offload.num_resident == 6
+    with pytest.raises(StateError, match="rank 0 reports 19 host blocks, expected 20"):
+        report(scheduler, {0: 19})
+
+
+def test_a_request_that_leaves_while_pending_is_forgotten() -> None:
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    request = scheduler.request("a", 100)
+    assert scheduler.half.lookup(request, 0) is None
+    scheduler.half.finished(request)
+    assert not scheduler.half._tracked
+    report(scheduler, {0: NUM_BLOCKS})
+    scheduler.store_one("a")
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+def test_a_request_that_ran_before_the_tier_was_there_is_stored() -> None:
+    """vLLM lets requests in that do not read caches, whatever the lookup answers."""
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    request = scheduler.request("a", 100)
+    request.skip_reading_prefix_cache = True
+    assert scheduler.admit(request) == 0
+    scheduler.step(request)
+    assert not scheduler.jobs.stores
+    report(scheduler, {0: NUM_BLOCKS})
+    scheduler.finish(request)
+    scheduler.step()
+    scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+def test_what_ran_before_a_reset_without_a_tier_is_not_stored() -> None:
+    """The weights may be others now."""
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    request = scheduler.request("a", 100)
+    request.skip_reading_prefix_cache = True
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.half.reset()
+    report(scheduler, {0: NUM_BLOCKS})
+    scheduler.finish(request)
+    scheduler.step()
+    assert not scheduler.jobs.stores
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 0
+
+
+def test_requests_do_not_wait_for_ever_for_a_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """An executor that drops the reports costs the tier, and no request."""
+    scheduler = Scheduler(FULL, world_size=2, num_host_blocks=None, load_timeout_s=5.0)
+    request = scheduler.request("a", 100)
+    assert scheduler.half.lookup(request, 0) is None
+    report(scheduler, {0: NUM_BLOCKS})
+    scheduler.now = 4.9
+    assert scheduler.half.lookup(request, 0) is None and not scheduler.half.may_rest()
+    scheduler.now = 5.1
+    with caplog.at_level("ERROR", logger="vllm.kvstow.vllm.capacity"):
+        assert scheduler.admit(request) == 0
+        assert scheduler.half.may_rest()
+    assert len(caplog.records) <= 1, "once"
+    scheduler.step(request)
+    scheduler.finish(request)
+    assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    report(scheduler, {1: NUM_BLOCKS})
+    assert scheduler.half.offload is not None
+    later = scheduler.request("b", 200)
+    scheduler.admit(later)
+    scheduler.step(later)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    scheduler.step(reports=[(store.job_id, rank, True) for rank in range(2)])
+    assert scheduler.half.offload.num_resident == 12
+
+
+# -- other connectors beside -----------------------------------------------------------------------
+
+OWN = {
+    "kv_connector": "KVStowConnector",
+    "kv_connector_module_path": "kvstow.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"num_cpu_blocks": 400},
+}
+OTHER = {
+    "kv_connector": "ShakingConnector",
+    "kv_connector_module_path": "tests.vllm.shaking",
+    "kv_role": "kv_both",
+}
+ORDERS = pytest.mark.parametrize("own_at", [0, 1], ids=["kvstow first", "kvstow second"])
+
+
+class Nixl(NixlBaseConnector):
+    """NIXL's connector, less what its two kinds differ in."""
+
+
+Nixl.__abstractmethods__ = frozenset()
+
+
+def multi(own_at: int) -> dict[str, Any]:
+    connectors = [OWN, OTHER] if own_at == 0 else [OTHER, OWN]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+
+
+@ORDERS
+def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -> None:
+    """vLLM passes one child's handshake on to all of them."""
+    config = engine_config(folder, {}, kv_transfer_config=multi(own_at))
+    worker, scheduler = (
+        MultiConnector(config, role, cache_config(FULL))
+        for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
+    )
+    meta = worker.get_handshake_metadata()
+    assert meta is not None
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): meta})
+    own, other = (scheduler.sub_connectors[at] for at in (own_at, 1 - own_at))
+    assert isinstance(other, ShakingConnector) and other.shaken == {0: Hand(0)}
+    assert isinstance(own, KVStowConnector) and own._scheduler is not None
+    assert scheduler.has_pending_push_work()
+    worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    reports = worker.build_connector_worker_meta()
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
+    assert own._scheduler.offload is not None
+    assert own._scheduler.offload.num_host_blocks == 400
+    assert not scheduler.has_pending_push_work()
+
+
+@ORDERS
+def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
+    """NIXL's own classes, without its library; of two pipeline stages."""
+    config = engine_config(folder, OPTIONS)
+
+    def multi_connector(role: KVConnectorRole, nixl: NixlBaseConnector) -> MultiConnector:
+        own = KVStowConnector(config, role, cache_config(FULL))
+        connector: MultiConnector = object.__new__(MultiConnector)
+        connector._connectors = [own, nixl] if own_at == 0 else [nixl, own]
+        return connector
+
+    payload = NixlHandshakePayload("hash", b"agent")
+    worker = object.__new__(Nixl)
+    worker.kv_transfer_config = config.kv_transfer_config
+    worker.connector_worker = SimpleNamespace(xfer_handshake_metadata=payload)
+    scheduler = object.__new__(Nixl)
+    scheduler.connector_scheduler = object.__new__(NixlBaseConnectorScheduler)
+    # Only that it does not listen on a socket; what it is given is checked before.
+    scheduler.connector_scheduler._nixl_handshake_listener_t = threading.current_thread()
+    meta = multi_connector(KVConnectorRole.WORKER, worker).get_handshake_metadata()
+    assert meta is payload
+    side = multi_connector(KVConnectorRole.SCHEDULER, scheduler)
+    side.set_xfer_handshake_metadata_pp_aware({(stage, 0): meta for stage in range(2)})
+    with pytest.raises(ValueError, match="NixlConnectorScheduler expects"):
+        side.set_xfer_handshake_metadata_pp_aware({(0, 0): Hand(0)})
+
+
+# -- an engine -------------------------------------------------------------------------------------
+
+PROMPTS = prompts(3, 300)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    engine = Engine(
+        folder,
+        num_blocks=60,
+        options={"num_cpu_blocks": 400, "preserve_on_sleep": True},
+    )
+    yield engine
+    engine.close()
+
+
+def test_the_first_request_waits_for_one_empty_step(engine: Engine) -> None:
+    assert engine.half.offload is None, "no step was run yet"
+    sizes = []
+    build = engine.half.build
+
+    def counting(scheduled: Any) -> StepJobs:
+        sizes.append(scheduled.total_num_scheduled_tokens)
+        return build(scheduled)
+
+    engine.half.build = counting  # type: ignore[method-assign]
+    try:
+        engine.begin(PROMPTS)
+        engine.step(2)
+        assert sizes[0] == 0 and sizes[1] > 0
+        assert len(engine.finish()) == len(PROMPTS)
+    finally:
+        del engine.half.build
+    engine.settle()
+    engine.check_idle()
+    assert engine.stats()["stored_blocks"] > 0
+
+
+@pytest.mark.parametrize("keeps_requests", [False, True], ids=["empty", "keep"])
+def test_a_wake_up_of_vllm_033_keeps_the_tier(engine: Engine, keeps_requests: bool) -> None:
+    """It takes the workers' memory away and back, and then sends all handshakes again."""
+    engine.start_over()
+    expected = engine.generate(PROMPTS)
+    engine.settle()
+    if keeps_requests:
+        engine.begin(prompts(2, 200, seed=5), 40)
+        engine.step(6)
+    engine.sleep()
+    resident = engine.stats()["resident_blocks"]
+    connector = engine.connector
+    engine.worker.unregister()
+    engine.worker.restore()
+    handshakes = engine.core.model_executor.get_kv_connector_handshake_metadata()
+    content = {rank: one for each in handshakes if each for rank, one in each.items()}
+    connector.set_xfer_handshake_metadata_pp_aware(content)
+    engine.wake()
+    assert engine.stats()["resident_blocks"] == resident > 0
+    if keeps_requests:
+        assert len(engine.finish()) == 2
+        engine.settle()
+    loaded = engine.stats()["loaded_blocks"]
+    assert difference(engine.generate(PROMPTS), expected) < TOLERANCE
+    assert engine.stats()["loaded_blocks"] > loaded
+    engine.settle()
+    engine.check_idle()
+
+
+def test_what_a_wake_up_does_not_load_shows(engine: Engine) -> None:
+    """The negative control."""
+    engine.start_over()
+    expected = engine.generate(PROMPTS)
+    engine.settle()
+    engine.sleep()
+    engine.wake()
+    with engine.movers(Forgetful):  # type: ignore[arg-type]
+        assert difference(engine.generate(PROMPTS), expected) > DAMAGE
+    engine.settle()
