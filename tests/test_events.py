@@ -1,17 +1,21 @@
 """The events file: what its lines say, that nothing is missing, and what a full disk does."""
 
 import errno
+import gc
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.forks import in_child
 
 from kvstow import (
     AllBlocksCleared,
@@ -173,6 +177,59 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> Non
         engine(events_path=path)
     assert repr(path) in str(raised.value)
     assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize("kind", ["pipe", "pipe with a reader", "socket"])
+def test_file_that_could_block_the_engine_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "events"
+    with ExitStack() as opened:
+        if kind == "socket":
+            server = opened.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(path))
+        else:
+            os.mkfifo(path)
+        if kind == "pipe with a reader":
+            opened.callback(os.close, os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(ConfigError, match=r"cannot be opened .* name a file"):
+            EventFile(path)
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+def test_character_devices_take_events() -> None:
+    with EventFile(os.devnull) as file:
+        pool = BlockPool(4, events=True)
+        pool.cache(pool.allocate(1), [b"ab"])
+        file.write(pool.take_events())
+        assert (file.num_written, file.num_lost) == (1, 0)
+        assert file._descriptor is not None
+        assert os.get_blocking(file._descriptor)
+
+
+def test_file_that_nobody_closes_leaves_no_descriptor(tmp_path: Path) -> None:
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    files = [EventFile(tmp_path / "events.jsonl") for _ in range(5)]
+    files[0].close()
+    files.clear()
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_writes_no_events(tmp_path: Path) -> None:
+    pool = BlockPool(4, events=True)
+    pool.cache(pool.allocate(1), [b"ab"])
+    taken = pool.take_events()
+    with EventFile(tmp_path / "events.jsonl") as file:
+
+        def check() -> None:
+            file.write(taken)
+            assert (file.num_written, file.num_lost) == (0, 1)
+            file.close()
+
+        in_child(check)
+        file.write(taken)
+    assert len(lines(tmp_path / "events.jsonl")) == 1
 
 
 def test_a_mover_that_cannot_be_built_leaves_no_open_file(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """The file that an engine sleeps in: whole or refused, whatever happens to it or to its writer."""
 
+import errno
 import fcntl
 import json
+import mmap
 import os
 import random
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -368,6 +371,53 @@ def test_a_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.Monkey
     it.engine.close()
     assert image.read_bytes() == before
     assert os.listdir(image.parent) == ["image"]
+
+
+@pytest.mark.parametrize("status", [errno.EIO, errno.EINVAL, errno.ENOTSUP])
+def test_folder_that_cannot_be_synced_has_the_new_file(
+    image: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(status, os.strerror(status))
+        real_fsync(file)
+
+    real_fsync = os.fsync
+    it = World()
+    it.run("new", prompt(1, 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        if status == errno.EIO:
+            # The old file is gone: the message must not say otherwise.
+            with pytest.raises(SnapshotError, match="is written, but its folder cannot be synced"):
+                sleep(it.engine, after=READY, to=image, **WHO)
+        else:
+            sleep(it.engine, after=READY, to=image, **WHO)
+    it.engine.close()
+    assert b'"new"' in image.read_bytes()
+    assert refusal(image) is None
+
+
+def test_file_is_read_where_pages_are_larger(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LargePages(mmap.mmap):
+        """As on a machine with pages of 64 KiB."""
+
+        def __new__(cls, *args: Any, offset: int = 0, **kwargs: Any) -> "LargePages":
+            if offset % (64 << 10):
+                raise ValueError(errno.EINVAL, "offset is no multiple of the page size")
+            return super().__new__(cls, *args, offset=offset, **kwargs)  # type: ignore[misc]
+
+    monkeypatch.setattr(mmap, "mmap", LargePages)
+    monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", 64 << 10)
+    with SnapshotFile(image) as file:
+        assert any(arena.offset % (64 << 10) for arena in file._arenas), "the case is met"
+        assert file.damaged_slots() == []
+        for arena in file.map_arenas():
+            assert arena.memory.shape == (arena.num_bytes,)
+            assert arena.base_address == arena.memory.ctypes.data
+            assert arena.base_address % PAGE == 0
+            arena.close()
+    assert refusal(image) is None
 
 
 # -- kvstow snapshot info ----------------------------------------------------------------------

@@ -17,10 +17,13 @@ one TransferCompleted with its `job_id`, and a store that can be found one Cache
 before that.
 """
 
+import errno
 import json
 import logging
 import os
+import stat
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -35,6 +38,7 @@ from kvstow._core import (
     TransferCompleted,
     TransferInitiated,
 )
+from kvstow.transfer.fork import close_in_children
 
 __all__ = ["BlockEvent", "EventFile", "TransferEvent", "event_fields"]
 
@@ -90,20 +94,24 @@ class EventFile:
             clock: seconds, for `time_s`.
 
         Raises:
-            ConfigError: it cannot be opened.
+            ConfigError: it cannot be opened, or is neither a regular file nor a character device
+                such as /dev/null.
         """
         self.path = os.fspath(path)
         self.num_written = 0
         self.num_lost = 0
         self._clock = clock
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._descriptor: int | None = os.open(self.path, flags, 0o666)
+            descriptor = _open(self.path)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the events file {self.path!r} cannot be opened ({error}); name a file in a "
                 "folder that exists and can be written"
             ) from error
+        self._descriptor: int | None = descriptor
+        # Closed with the last name of this object, should nobody call `close`.
+        self._finalizer = weakref.finalize(self, _close, descriptor)
+        close_in_children(self)
 
     def write(self, events: Sequence[BlockEvent | TransferEvent]) -> None:
         """Append these, and hand them to the system: once a step is often enough."""
@@ -127,13 +135,17 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file; again does nothing. What is written from now on is lost, and counted."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
+        self._descriptor = None
         try:
-            os.close(descriptor)
+            self._finalizer()  # does nothing the second time
         except OSError as error:
             _LOG.warning("the events file %r may lack its end: %s", self.path, error)
+
+    def close_in_child(self) -> None:
+        """Close it in a forked child: its events are not those of the parent's engine."""
+        self._descriptor = None
+        with suppress(OSError):
+            self._finalizer()
 
     def _give_up(self, error: OSError) -> None:
         _LOG.warning(
@@ -157,6 +169,28 @@ class EventFile:
     ) -> None:
         """Close it."""
         self.close()
+
+
+def _open(path: str | os.PathLike[str]) -> int:
+    """Open a file to append to, without waiting for whoever may read it.
+
+    A pipe is refused: a reader that is slow, or gone, would hold up the engine.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+            raise OSError(errno.EINVAL, "it is a pipe or a block device")
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    os.close(descriptor)
 
 
 def _append(descriptor: int, data: bytes) -> None:

@@ -15,6 +15,7 @@ moment leaves the old file or the new one. Nothing in a file is executed or unpi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import operator
@@ -106,7 +107,8 @@ def write_snapshot(
             slot's checksum it stands, so that what was damaged meanwhile is not found sound.
 
     Raises:
-        SnapshotError: it cannot be written. What had the name before still has it.
+        SnapshotError: it cannot be written, and what had the name before still has it. Or it is
+            written, but the folder cannot be synced.
     """
     path = Path(path)
     try:
@@ -114,8 +116,15 @@ def write_snapshot(
             _write(file, image, arenas, used_slots)
     except OSError as error:
         raise SnapshotError(
-            f"{path} cannot be written: {error.strerror or error}; free some space or name another "
-            "place"
+            f"{path} cannot be written: {error.strerror or error}. What had this name before still "
+            "has it; free some space or name another place"
+        ) from error
+    try:
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise SnapshotError(
+            f"{path} is written, but its folder cannot be synced ({error.strerror or error}): a "
+            "loss of power may bring back what had this name before; name another place"
         ) from error
 
 
@@ -242,7 +251,6 @@ def _replacing(path: Path) -> Iterator[int]:
         raise
     finally:
         os.close(file)
-    _sync_folder(path.parent)
 
 
 def _new_file(path: Path) -> tuple[int, str]:
@@ -285,6 +293,10 @@ def _sync_folder(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and keep names by other means.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
     finally:
         os.close(file)
 

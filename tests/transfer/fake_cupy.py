@@ -65,7 +65,11 @@ class FakeCupy(ModuleType):
                 driverGetVersion=lambda: driver,
                 runtimeGetVersion=lambda: built_for,
                 getDeviceCount=lambda: _count(num_devices),
-                getDeviceProperties=lambda _: {"name": b"Fake H1", "uuid": bytes(range(16))},
+                getDeviceProperties=lambda device: {
+                    "name": b"Fake H1",
+                    # As cupy does: up to the first zero.
+                    "uuid": bytes([0x5A, 0, device]).partition(b"\0")[0],
+                },
                 deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
                 memGetInfo=lambda: (3 << 30, 4 << 30),
                 eventQuery=lambda _: self.event_status,

@@ -1,5 +1,6 @@
 """What `CudaRuntime` makes of cupy's answers; the device itself is in tests/gpu/."""
 
+import cuda.bindings.runtime as cuda_api
 import numpy as np
 import pytest
 from tests.transfer.any_order import AnyOrder
@@ -73,18 +74,85 @@ def test_an_event_of_a_lost_device_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert runtime.lost is raised.value
 
 
-@pytest.mark.parametrize("status", [1, 2, 12, 304, 400, 712, 801, CAPTURE_ELSEWHERE])
-def test_what_is_refused_does_not_lose_the_device(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+# What CUDA's reference says of its errors, by name, and not the numbers of the code.
+POISONING = [
+    "Contained",
+    "IllegalAddress",
+    "LaunchTimeout",
+    "Assert",
+    "HardwareStackError",
+    "IllegalInstruction",
+    "MisalignedAddress",
+    "InvalidAddressSpace",
+    "InvalidPc",
+    "LaunchFailure",
+    "TensorMemoryLeak",
+    "MpsClientTerminated",
+    "ExternalDevice",
+]
+GONE = [
+    "InitializationError",
+    "CudartUnloading",
+    "DeviceUninitialized",
+    "ECCUncorrectable",
+    "NvlinkUncorrectable",
+    "ContextIsDestroyed",
+    "Unknown",
+]
+REFUSED = sorted(
+    error.name.removeprefix("cudaError")
+    for error in cuda_api.cudaError_t
+    if error.name not in {"cudaSuccess", "cudaErrorNotReady"}
+    and error.name.removeprefix("cudaError") not in {*POISONING, *GONE}
+)
+
+
+def status_of(name: str) -> int:
+    return int(getattr(cuda_api.cudaError_t, f"cudaError{name}").value)
+
+
+def test_reference_calls_no_other_error_poisoning() -> None:
+    said = {
+        error.name.removeprefix("cudaError")
+        for error in cuda_api.cudaError_t
+        if "inconsistent state" in (error.__doc__ or "")
+    }
+    assert said <= set(POISONING), "a newer CUDA has more"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_call_does_not_lose_the_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     cupy = FakeCupy().install(monkeypatch)
     runtime = CudaRuntime(0)
-    cupy.capture_status = status
+    cupy.capture_status = status_of(name)
     with pytest.raises(CudaError) as raised:
         runtime.record_external(0)
     assert not raised.value.is_fatal
+    assert "restart" not in str(raised.value)
     cupy.capture_status = 0
     runtime.record_external(0)
+
+
+@pytest.mark.parametrize("name", [*POISONING, *GONE])
+def test_error_that_poisons_the_context_loses_the_device(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    cupy = FakeCupy().install(monkeypatch)
+    runtime = CudaRuntime(0)
+    cupy.capture_status = status_of(name)
+    with pytest.raises(CudaError, match="restart it") as raised:
+        runtime.record_external(0)
+    assert raised.value.is_fatal
+    cupy.capture_status = 0
+    with pytest.raises(CudaError, match="restart it"):
+        runtime.record_external(0)
+
+
+def test_devices_whose_uuids_begin_alike_have_identities_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeCupy(num_devices=2).install(monkeypatch)
+    assert CudaRuntime(0).identity != CudaRuntime(1).identity
 
 
 def test_an_upload_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.forks import LONG_S, in_child
 from tests.transfer.test_cuda_mover import bench
 
 from kvstow import StateError, TransferError
@@ -32,30 +31,10 @@ from kvstow.transfer import (
 # A process with threads may fork: that is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
-LONG_S = 60
 NUM_BLOCKS, NUM_SLOTS, BLOCK_BYTES = 64, 64, 64 << 10
 KINDS = ["host", "verified", "proving"]
 
 Bytes = npt.NDArray[np.uint8]
-
-
-def in_child(check: Callable[[], None]) -> None:
-    """Fork, and run `check` in the child; fail with what it raises, and if it hangs or crashes."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(LONG_S)
-        try:
-            check()
-        except BaseException:
-            os.write(writing, traceback.format_exc().encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as pipe:
-        failure = pipe.read()
-    _, status = os.waitpid(child, 0)
-    assert not failure, failure
-    assert status == 0, f"the child was ended by signal {status & 127}"
 
 
 class Made:

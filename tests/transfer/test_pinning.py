@@ -1,3 +1,4 @@
+import mmap
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,21 @@ def test_chunks_are_of_whole_runs(runtime: AnyOrder) -> None:
         assert all((at - arena.base_address) % per_chunk == 0 for at in runtime.allocated)
         unpin()
         assert runtime.allocated == {}
+
+
+@pytest.mark.parametrize(
+    ("stride_bytes", "slots_per_run", "expected"),
+    [(4096, 1, 64), (12288, 1, 16), (65536, 1, 4), (1280, 16, 256), (1 << 20, 1, 1)],
+)
+def test_chunks_are_of_whole_pages_whatever_their_size(
+    monkeypatch: pytest.MonkeyPatch, stride_bytes: int, slots_per_run: int, expected: int
+) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    monkeypatch.setattr(pinning, "MAX_CHUNK_BYTES", 256 << 10)
+    num_slots = chunk_slots(stride_bytes, slots_per_run)
+    assert num_slots == expected
+    assert num_slots * stride_bytes % 65536 == 0
+    assert num_slots % slots_per_run == 0
 
 
 @pytest.mark.usefixtures("small_chunks")

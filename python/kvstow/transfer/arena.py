@@ -115,7 +115,7 @@ class HostArena:
         self._is_forked = False
         self._map = self._map_memory(file)
         _keep_private(self._map)
-        memory = np.frombuffer(self._map, dtype=np.uint8)
+        memory = np.frombuffer(self._map, dtype=np.uint8)[-self.num_bytes :]
         self._base_address = memory.ctypes.data
         self._memory: npt.NDArray[np.uint8] | None = memory
         rows = memory.reshape(self._num_slots, self._slot_stride_bytes)
@@ -131,8 +131,14 @@ class HostArena:
         try:
             if file is not None:
                 descriptor, offset = file
+                # From where a page of this machine begins, which may be larger than 4 KiB.
+                before = offset % mmap.ALLOCATIONGRANULARITY
                 return mmap.mmap(
-                    descriptor, num_bytes, mmap.MAP_PRIVATE, _READ_AND_WRITE, offset=offset
+                    descriptor,
+                    before + num_bytes,
+                    mmap.MAP_PRIVATE,
+                    _READ_AND_WRITE,
+                    offset=offset - before,
                 )
             return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _READ_AND_WRITE)
         except (OSError, OverflowError, ValueError) as error:

@@ -35,12 +35,19 @@ _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
 # What CUDA answers while another thread captures a graph: that it must not be asked now.
 _CAPTURE = range(900, 909)
-# cudaErrorInvalidValue, MemoryAllocation, InvalidPitchValue, OperatingSystem (which would not pin),
-# InvalidResourceHandle (of a stream that is gone), HostMemoryAlreadyRegistered,
-# HostMemoryNotRegistered, NotPermitted, NotSupported, and what a capture forbids: the call was
-# refused, and the context is as it was. What else a launch or a query says, an illegal address say,
-# is said by every later call too.
-_RECOVERABLE = frozenset({1, 2, 12, 304, 400, 712, 713, 800, 801, *_CAPTURE})
+# After these every later call of the process fails too, and it must be restarted. CUDA's reference
+# says so ("leaves the process in an inconsistent state") of Contained, IllegalAddress,
+# LaunchTimeout, Assert, HardwareStackError, IllegalInstruction, MisalignedAddress,
+# InvalidAddressSpace, InvalidPc, LaunchFailure, TensorMemoryLeak, MpsClientTerminated and
+# ExternalDevice.
+_POISONING = frozenset({226, 700, 702, 710, *range(714, 720), 721, 810, 911})
+# InitializationError (of a forked child), CudartUnloading, DeviceUninitialized, ECCUncorrectable,
+# NvlinkUncorrectable, ContextIsDestroyed and Unknown: there is no context to go on with.
+_GONE = frozenset({3, 4, 201, 214, 220, 709, 999})
+# Any other error is a call that was refused, for its arguments or for what the device lacks (701:
+# too many resources for a launch, 209: no binary for it): the context is as it was. If a new kind
+# of error does poison it, each later call says so itself.
+_FATAL = _POISONING | _GONE
 
 
 class CudaEvent:
@@ -151,7 +158,9 @@ class CudaRuntime:
             properties = self._api.getDeviceProperties(device)
             name, uuid = bytes(properties["name"]).decode(), bytes(properties["uuid"]).hex()
             self.pci_bus_id = str(self._api.deviceGetPCIBusId(device)).lower()
-        self.identity = f"{name}, {uuid}, CUDA {self._api.driverGetVersion()}"
+        # Where it is plugged in, too: cupy gives the UUID only up to its first zero byte.
+        driver = self._api.driverGetVersion()
+        self.identity = f"{name}, {uuid}, {self.pci_bus_id}, CUDA {driver}"
         self._gather, self._scatter = self._kernels()
 
     def _kernels(self) -> tuple[Any, Any]:
@@ -321,7 +330,7 @@ class CudaRuntime:
             with self._cupy.cuda.Device(self.device):
                 yield
         except self._errors as error:
-            is_fatal = error.status not in _RECOVERABLE
+            is_fatal = error.status in _FATAL
             advice = "; the device is lost to this process, restart it" if is_fatal else ""
             failure = CudaError(f"{doing} failed: {error}{advice}", is_fatal=is_fatal)
             if is_fatal:

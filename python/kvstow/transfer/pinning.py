@@ -7,6 +7,8 @@ device, which is where the system then takes them from.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -91,9 +93,11 @@ def pin(
 
 
 def chunk_slots(slot_stride_bytes: int, slots_per_run: int) -> int:
-    """How many slots of an arena are pinned together: whole runs of them."""
+    """How many slots of an arena are pinned together: whole runs of them, and whole pages."""
     run_bytes = slot_stride_bytes * slots_per_run
-    return max(1, MAX_CHUNK_BYTES // run_bytes) * slots_per_run
+    # The least number of runs that end where a page does: no page is pinned twice.
+    num_runs = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, run_bytes)
+    return max(1, MAX_CHUNK_BYTES // (num_runs * run_bytes)) * num_runs * slots_per_run
 
 
 def _chunks(arena: HostArena) -> Iterator[tuple[int, int]]:
