@@ -43,8 +43,8 @@ AT_REST = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
-    "kvstow:jobs_in_flight",
-    "kvstow:quarantined_blocks",
+    "kvstow_transfers_in_flight",
+    "kvstow_blocks_in_quarantine",
 )
 
 
@@ -124,13 +124,14 @@ class Server:
         return [answer for answer in got if isinstance(answer, Answer)]
 
     async def counters(self) -> Counters:
-        """The numbers at /metrics, summed up over engines."""
+        """The numbers at /metrics, summed up over engines, as `NAME` or `NAME DIRECTION`."""
         values = Counters()
         for line in (await self._get("/metrics")).splitlines():
             if not line.startswith("#"):
-                name, _, rest = line.partition("{")
-                name = name.partition(" ")[0]
-                values[name] = values[name] + float((rest or line).rpartition(" ")[2])
+                name = line.partition("{")[0].partition(" ")[0]
+                if direction := re.search(r'[{,]direction="(\w+)"', line):
+                    name = f"{name} {direction[1]}"
+                values[name] = values[name] + float(line.rpartition(" ")[2])
         return values
 
     async def rest(self) -> None:
@@ -281,14 +282,14 @@ async def more_than_the_pool(server: Server, asked: argparse.Namespace) -> str:
     after = await server.counters()
     compared = asked.compare(first, again)
     hits = after.since(between, "vllm:external_prefix_cache_hits_total")
-    stored = between.since(before, "kvstow:store_blocks_total")
-    loaded = after.since(between, "kvstow:load_blocks_total")
+    stored = between.since(before, "kvstow_transfer_blocks_total store")
+    loaded = after.since(between, "kvstow_transfer_blocks_total load")
     if not hits:
         raise Failure(
             "asked again, no token came from the host: is there a connector, and is the host tier "
             f"larger than {num_tokens:,} tokens?"
         )
-    if after["kvstow:capacity_blocks"] and not (stored and loaded):
+    if after["kvstow_capacity_blocks"] and not (stored and loaded):
         raise Failure(f"{stored} blocks stored, {loaded} loaded, yet {hits:,} tokens hit")
     return (
         f"{len(prompts)} of {server.prompt_tokens:,} tokens, {stored:,} blocks stored; again: "

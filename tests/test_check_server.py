@@ -64,9 +64,10 @@ class Pretender:
             f'vllm:kv_cache_usage_perc{{engine="0"}} {held}\n'
             f'vllm:external_prefix_cache_hits_total{{engine="0"}} {self.num_hits}\n'
             f'vllm:num_preemptions_total{{engine="0"}} {self.num_preemptions}\n'
-            'kvstow:capacity_blocks{engine="0"} 1000.0\n'
-            f'kvstow:store_blocks_total{{engine="0"}} {9 * len(self.seen)}\n'
-            f'kvstow:load_blocks_total{{engine="0"}} {counted}\n'
+            'kvstow_capacity_blocks{engine="0",tier="host"} 1000.0\n'
+            'kvstow_transfer_blocks_total{engine="0",direction="store"} '
+            f"{9 * len(self.seen)}\n"
+            f'kvstow_transfer_blocks_total{{engine="0",direction="load"}} {counted}\n'
         )
 
     async def complete(self, request: web.Request) -> web.Response:

@@ -55,7 +55,10 @@ class Script:
         self.collector = MetricsCollector(self.kv.stats)
         self.expected: dict[str, float] = dict.fromkeys(scraped(self.collector), 0.0)
         capacity = {"device": 9 * BLOCK, "host": num_host_blocks * BLOCK}
-        self.expect(**{f"capacity_tokens {tier}": num for tier, num in capacity.items()})
+        self.expect(
+            **{f"capacity_tokens {tier}": num for tier, num in capacity.items()},
+            **{f"capacity_blocks {tier}": num // BLOCK for tier, num in capacity.items()},
+        )
 
     def expect(self, **changes: float) -> None:
         """These metrics have changed by so much, and no other."""

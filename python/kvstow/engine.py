@@ -577,7 +577,8 @@ class Engine:
         device_hit_tokens (found), device_evicted_blocks; of transfers that went well, all ranks,
         stored_bytes, loaded_bytes, and store_seconds and load_seconds from their submission until
         `poll` or `end` saw their end; lost_events (that the events file lacks). Gauges: requests,
-        device_blocks_free, device_blocks_cached. And device_capacity_tokens.
+        device_blocks_free, device_blocks_cached. Capacities: device_capacity_blocks (without the
+        null block), device_capacity_tokens, and capacity_blocks (host slots).
 
         May be called from any thread.
         """
@@ -587,7 +588,9 @@ class Engine:
             "device_blocks_free": pool.num_free,
             "device_blocks_cached": pool.num_cached,
             "device_evicted_blocks": counts.evicted_blocks + pool.num_evicted,
+            "device_capacity_blocks": pool.num_blocks - 1,
             "device_capacity_tokens": counts.capacity_tokens,
+            "capacity_blocks": self.scheduler.num_host_blocks,
             "device_query_tokens": counts.query_tokens,
             "device_hit_tokens": counts.hit_tokens,
             "stored_bytes": counts.num_bytes["store"],

@@ -4,8 +4,9 @@
     REGISTRY.register(MetricsCollector(engine.stats))
     start_http_server(9400)
 
-The counters are read when the metrics are scraped and kept nowhere twice. What a source does not
-count is left out: `OffloadScheduler.stats` has no device, and knows blocks but no bytes.
+`METRICS` defines every metric, for an engine and for the vLLM connector. The collector reads the
+counters at each scrape. It leaves out what its source does not count: `OffloadScheduler.stats` has
+no device tier and no bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +26,14 @@ Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metric(NamedTuple):
-    """One metric, and where its numbers are.
+    """One metric, and the statistics that it exports.
 
     Attributes:
-        name: as it is exposed.
+        name: as Prometheus shows it.
         kind: a counter only rises.
         text: what it counts.
-        label: which label tells its samples apart; none for a single one.
-        keys: of the statistics, by the label's value; for a single sample under "".
+        label: the label that distinguishes its samples; empty for a single sample.
+        keys: by the label's value, the key in `Engine.stats()`; "" for a single sample.
     """
 
     name: str
@@ -54,119 +55,126 @@ METRICS: Final = (
     Metric(
         "kvstow_prefix_query_tokens_total",
         "counter",
-        "Tokens, in whole blocks, that admitted requests looked for; on the host, those that the "
-        "device did not have.",
+        "Tokens, in whole blocks, that admitted requests looked up in the tier; in the host tier, "
+        "those that the device lacked.",
         "tier",
         _tiers("device_query_tokens", "query_tokens"),
     ),
     Metric(
         "kvstow_prefix_hit_tokens_total",
         "counter",
-        "Tokens of these that were found and used.",
+        "Tokens of these that the tier held, and that requests used instead of computing them.",
         "tier",
         _tiers("device_hit_tokens", "hit_tokens"),
     ),
     Metric(
         "kvstow_pending_lookups_total",
         "counter",
-        "Lookups told to ask again, because what they need was being loaded for another request.",
+        "Lookups deferred because another request is loading the same blocks.",
         "",
         {"": "pending_lookups"},
     ),
     Metric(
         "kvstow_transfer_blocks_total",
         "counter",
-        "Blocks whose copies went well and count.",
+        "Blocks of transfers that succeeded; a block counts once, whatever the number of ranks.",
         "direction",
         _directions("stored_blocks", "loaded_blocks"),
     ),
     Metric(
         "kvstow_transfer_bytes_total",
         "counter",
-        "Bytes of transfers that went well, on all ranks.",
+        "Bytes of transfers that succeeded, on all ranks.",
         "direction",
         _directions("stored_bytes", "loaded_bytes"),
     ),
     Metric(
         "kvstow_transfer_seconds_total",
         "counter",
-        "Time from the submission of transfers that went well until their end was seen; what "
-        "overlaps counts for each.",
+        "Time of transfers that succeeded, from submission until kvstow saw their end; transfers "
+        "that overlap each count in full.",
         "direction",
         _directions("store_seconds", "load_seconds"),
     ),
     Metric(
         "kvstow_transfer_failures_total",
         "counter",
-        "Transfers that failed, were late, or were loads that a reset overtook.",
+        "Transfers that failed, missed their deadline, or were loads that a reset overtook.",
         "direction",
         _directions("failed_stores", "failed_loads"),
     ),
     Metric(
         "kvstow_late_transfers_total",
         "counter",
-        "Transfers that were past their deadline.",
+        "Transfers that missed their deadline.",
         "",
         {"": "late_jobs"},
     ),
     Metric(
         "kvstow_transfers_in_flight",
         "gauge",
-        "Transfers under way, those in quarantine not counted.",
+        "Transfers under way, without those in quarantine.",
         "",
         {"": "jobs_in_flight"},
     ),
     Metric(
         "kvstow_transfers_in_quarantine",
         "gauge",
-        "Late transfers that have not ended: their blocks are out of reach.",
+        "Transfers that missed their deadline and have not ended.",
         "",
         {"": "quarantined_jobs"},
     ),
     Metric(
         "kvstow_blocks_in_quarantine",
         "gauge",
-        "Device blocks that these transfers hold.",
+        "Device blocks that transfers in quarantine hold.",
         "",
         {"": "quarantined_blocks"},
     ),
     Metric(
         "kvstow_dropped_blocks_total",
         "counter",
-        "Slots' worth of blocks that were due for a store and for which the host had no room.",
+        "Blocks, in host slots, that were due for a store when the host tier had no room.",
         "",
         {"": "dropped_blocks"},
     ),
     Metric(
         "kvstow_evicted_blocks_total",
         "counter",
-        "Cached blocks of the device, and slots of the host, that were given up for others.",
+        "Cached blocks that the tier evicted; in the host tier, in slots.",
         "tier",
         _tiers("device_evicted_blocks", "evicted_blocks"),
     ),
     Metric(
         "kvstow_cached_blocks",
         "gauge",
-        "Blocks of the device, and slots of the host, that a lookup can find.",
+        "Blocks that a lookup can find; in the host tier, in slots.",
         "tier",
         _tiers("device_blocks_cached", "resident_blocks"),
     ),
     Metric(
+        "kvstow_capacity_blocks",
+        "gauge",
+        "Blocks that the tier has, without the null block; in the host tier, in slots.",
+        "tier",
+        _tiers("device_capacity_blocks", "capacity_blocks"),
+    ),
+    Metric(
         "kvstow_capacity_tokens",
         "gauge",
-        "Tokens of prompts that the tier holds, where every group keeps all of its blocks.",
+        "Tokens of prompts that fit into the tier if every group keeps all of its blocks.",
         "tier",
         _tiers("device_capacity_tokens", "capacity_tokens"),
     ),
     Metric(
         "kvstow_lost_events_total",
         "counter",
-        "Events that the events file lacks, because it could not be written.",
+        "Events that the events file lacks because it could not be written.",
         "",
         {"": "lost_events"},
     ),
 )
-"""All metrics there are."""
+"""All metrics. `kvstow.Engine` and the vLLM connector export them under the same names."""
 
 
 class MetricsCollector(Collector):

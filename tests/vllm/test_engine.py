@@ -397,14 +397,14 @@ def test_metrics_count_what_was_moved(engine: Engine, monkeypatch: pytest.Monkey
         engine.generate(PROMPTS)
         engine.settle()
     told, counted = total.reduce(), engine.stats()
-    assert told["store_blocks"] == counted["stored_blocks"] > 0
-    assert told["load_blocks"] == counted["loaded_blocks"] > 0
+    assert told["stored_blocks"] == counted["stored_blocks"] > 0
+    assert told["loaded_blocks"] == counted["loaded_blocks"] > 0
     assert told["hit_tokens"] == counted["hit_tokens"] == 8 * NUM_HIT
     assert told["resident_blocks"] == counted["resident_blocks"]
     layouts = engine.connector._model.layers
     block_bytes = sum(layer.block_bytes for layer in layouts[0])
-    assert told["load_bytes"] == told["load_blocks"] * block_bytes  # groups are alike
-    assert told["store_seconds"] > 0 and "load_failed" not in told
+    assert told["loaded_bytes"] == told["loaded_blocks"] * block_bytes  # groups are alike
+    assert told["store_seconds"] > 0 and "failed_loads" not in told
 
 
 def test_a_damaged_slot_is_noticed_and_recomputed(engine: Engine, expected: list[Answer]) -> None:

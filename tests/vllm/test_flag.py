@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 import kvstow.vllm
 from kvstow.vllm.options import _READERS, DEFAULT_BYTES, Options
-from kvstow.vllm.stats import _COUNTED, _GAUGES, _MOVED, LOAD, STORE
+from kvstow.vllm.stats import EXPORTED
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "vllm.md"
@@ -127,16 +127,20 @@ def test_the_docs_have_every_option_with_its_default() -> None:
     assert list(documented) == list(_READERS)
 
 
-def test_the_docs_have_every_metric() -> None:
-    documented = {
-        name: kind
-        for names, kind, _ in table("Metrics")
-        for name in re.findall(r"`kvstow:(\w+)`", names)
+def test_the_docs_have_every_metric_with_its_labels() -> None:
+    documented = {tuple(row) for row in table("Metrics")}
+    values = {
+        metric.name: [
+            value for shown, value in EXPORTED.values() if shown.name == metric.name and value
+        ]
+        for metric, _ in EXPORTED.values()
     }
-    counters = [
-        *_COUNTED,
-        *(f"{direction}_{what}" for direction in (STORE, LOAD) for what in _MOVED),
-    ]
-    assert documented == dict.fromkeys((f"{name}_total" for name in counters), "counter") | (
-        dict.fromkeys(_GAUGES, "gauge")
-    )
+    assert documented == {
+        (
+            f"`{metric.name}`",
+            metric.kind,
+            f"`{metric.label}`: {', '.join(values[metric.name])}" if metric.label else "",
+            metric.text,
+        )
+        for metric, _ in EXPORTED.values()
+    }

@@ -51,15 +51,16 @@ def test_the_five_cases(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         print(f"\n{printed}", end="")
     assert status == 0
     assert re.findall(r"^(TC\d) passed", printed, re.MULTILINE) == list(check_server.CASES)
-    counted = {
-        name: float(value)
-        for name, value in re.findall(r"^kvstow:(\w+)\{.*\} (\S+)$", metrics, re.MULTILINE)
-    }
+    samples = re.findall(
+        r'^kvstow_(\w+)\{.*?(?:(?:direction|tier)="(\w+)".*?)?\} (\S+)$', metrics, re.MULTILINE
+    )
+    counted = {f"{name} {label}".rstrip(): float(value) for name, label, value in samples}
     # TC3's second round alone brings back most of its 9 whole blocks of each prompt.
-    assert counted["load_blocks_total"] >= 100 * 9 * 0.8
-    assert counted["hit_tokens_total"] >= counted["load_blocks_total"]
-    assert counted["store_bytes_total"] / counted["store_blocks_total"] == 131072
-    assert counted.get("store_failed_total", 0) == counted.get("load_failed_total", 0) == 0
+    stored, loaded = (counted[f"transfer_blocks_total {way}"] for way in ("store", "load"))
+    assert loaded >= 100 * 9 * 0.8
+    assert counted["prefix_hit_tokens_total host"] >= loaded
+    assert counted["transfer_bytes_total store"] / stored == 131072
+    assert counted["transfer_failures_total store"] == counted["transfer_failures_total load"] == 0
     # Under TC5's load, too, something came from the host.
     (loaded,) = re.findall(r"^TC5 .* ([\d,]+) tokens from the host", printed, re.MULTILINE)
     assert int(loaded.replace(",", "")) > 0

@@ -1,4 +1,9 @@
-"""What the connector tells vLLM's own logging and Prometheus."""
+"""What the connector reports to vLLM's own logging and Prometheus.
+
+The statistics have the keys of `Engine.stats`, and `kvstow.metrics.METRICS` names their metrics, so
+that a dashboard fits an engine and vLLM alike. Each rank reports bytes and seconds; the scheduler
+half reports the rest, once for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvstow.metrics import METRICS, Metric
+
 Direction: TypeAlias = Literal["store", "load"]
 STORE: Final[Direction] = "store"
 LOAD: Final[Direction] = "load"
 
-# Counters that the worker half keeps per direction, and how Prometheus describes them.
-_MOVED = {
-    "blocks": "Device blocks that {}s have moved.",
-    "bytes": "Bytes that {}s have moved, of all ranks.",
-    "seconds": "Seconds from the start to the end of {}s, summed up over jobs and ranks.",
-    "failed": "{} jobs that have failed on a rank.",
+_BYTES: Final = {STORE: "stored_bytes", LOAD: "loaded_bytes"}
+_SECONDS: Final = {STORE: "store_seconds", LOAD: "load_seconds"}
+
+
+def _is_exported(key: str) -> bool:
+    # vLLM itself counts the device tier; the connector's events file warns in the log.
+    return not key.startswith("device_") and key != "lost_events"
+
+
+EXPORTED: Final = {
+    key: (metric, value)
+    for metric in METRICS
+    for value, key in metric.keys.items()
+    if _is_exported(key)
 }
-# Counters of `OffloadScheduler.stats`, by the names they have there.
-_COUNTED = {
-    "query_tokens": "Tokens that the device did not have and the host tier was asked for.",
-    "hit_tokens": "Tokens that the host tier spared requests to compute.",
-    "pending_lookups": "Lookups that were told to ask again: another load brings the blocks.",
-    "dropped_blocks": "Blocks that were due for a store when there was no room for them.",
-    "evicted_blocks": "Blocks that the host tier gave up for room.",
-    "late_jobs": "Transfers that missed their deadline.",
-}
-_GAUGES = {
-    "resident_blocks": "Blocks that the host tier holds.",
-    "capacity_blocks": "Blocks that the host tier has room for.",
-    "capacity_tokens": "Tokens that the host tier has room for, one block of each group for each.",
-    "jobs_in_flight": "Transfers under way.",
-    "quarantined_blocks": "Device blocks held by transfers that missed their deadline.",
-}
+"""By key of the statistics: the metric, and the value of its label."""
+_GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")
 
 
 class ConnectorStats(KVConnectorStats):
@@ -46,32 +47,23 @@ class ConnectorStats(KVConnectorStats):
         self.data.clear()
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Add the counters of another rank or interval; of a gauge the newer value counts."""
-        for name, value in other.data.items():
-            self.data[name] = value if name in _GAUGES else self.data.get(name, 0) + value
+        for key, value in other.data.items():
+            self.data[key] = value if key in _GAUGES else self.data.get(key, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """A line for the log."""
+        """Return the numbers of a line in the log."""
         return dict(self.data)
 
-    def moved(
-        self, direction: Direction, blocks: int, num_bytes: int, seconds: float, *, ok: bool
-    ) -> None:
-        """Count a job that has ended."""
-        if ok:
-            self._add(f"{direction}_blocks", blocks)
-            self._add(f"{direction}_bytes", num_bytes)
-        else:
-            self._add(f"{direction}_failed", 1)
-        self._add(f"{direction}_seconds", seconds)
-
-    def _add(self, name: str, value: float) -> None:
-        self.data[name] = self.data.get(name, 0) + value
+    def moved(self, direction: Direction, num_bytes: int, seconds: float) -> None:
+        """Count a copy that succeeded: its bytes, and its share of the transfer's seconds."""
+        for key, value in ((_BYTES[direction], num_bytes), (_SECONDS[direction], seconds)):
+            self.data[key] = self.data.get(key, 0) + value
 
 
 class StatsReporter:
@@ -82,56 +74,44 @@ class StatsReporter:
         self._capacity_blocks = capacity_blocks
 
     def report(self, stats: dict[str, int]) -> ConnectorStats | None:
-        """What has changed; None if nothing has."""
-        if stats == self._last:
-            return None
+        """Return what has changed; None if nothing has."""
+        stats = {key: value for key, value in stats.items() if key in EXPORTED}
+        stats["capacity_blocks"] = self._capacity_blocks
         last, self._last = self._last, stats
-        data: dict[str, Any] = {}
-        if not last:
-            data["capacity_blocks"] = self._capacity_blocks
-        for name, value in stats.items():
-            if value != last.get(name):
-                if name in _GAUGES:
-                    data[name] = value
-                elif name in _COUNTED and value:
-                    data[name] = value - last.get(name, 0)
+        data = {
+            key: value if key in _GAUGES else value - last.get(key, 0)
+            for key, value in stats.items()
+            if value != last.get(key, 0)
+        }
         return ConnectorStats(data=data) if data else None
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """The same for Prometheus, as `kvstow:*` beside vLLM's own metrics."""
+    """The same for Prometheus, with vLLM's labels before those of `METRICS`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        counters = dict(_COUNTED)
-        for direction in (STORE, LOAD):
-            for what, text in _MOVED.items():
-                counters[f"{direction}_{what}"] = text.format(direction).capitalize()
-        self._counters = {
-            name: self._counter_cls(
-                name=f"kvstow:{name}_total", documentation=text, labelnames=self._labelnames
-            )
-            for name, text in counters.items()
-        }
-        self._gauges = {
-            name: self._gauge_cls(
-                name=f"kvstow:{name}",
-                documentation=text,
-                labelnames=self._labelnames,
-                multiprocess_mode="mostrecent",
-            )
-            for name, text in _GAUGES.items()
-        }
+        metrics = {metric.name: metric for metric, _ in EXPORTED.values()}
+        families = {name: self._family(metric) for name, metric in metrics.items()}
+        self._samples: dict[tuple[int, str], Any] = {}
+        for engine, values in self.per_engine_labelvalues.items():
+            for key, (metric, value) in EXPORTED.items():
+                labels = [*values, value] if metric.label else values
+                # Every sample exists from the start, at 0, so that rates have no gap.
+                self._samples[engine, key] = families[metric.name].labels(*labels)
 
-        for labels in self.per_engine_labelvalues.values():
-            for metric in (*self._counters.values(), *self._gauges.values()):
-                metric.labels(*labels)  # from the start at 0, so that rates have no gap
+    def _family(self, metric: Metric) -> Any:
+        labels = [*self._labelnames, metric.label] if metric.label else self._labelnames
+        options = {"name": metric.name, "documentation": metric.text, "labelnames": labels}
+        if metric.kind == "counter":
+            return self._counter_cls(**options)
+        return self._gauge_cls(**options, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take over what an engine reports."""
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            if name in self._gauges:
-                self._gauges[name].labels(*labels).set(value)
+        for key, value in transfer_stats_data.items():
+            sample = self._samples[engine_idx, key]
+            if key in _GAUGES:
+                sample.set(value)
             else:
-                self._counters[name].labels(*labels).inc(value)
+                sample.inc(value)

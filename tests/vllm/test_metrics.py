@@ -1,0 +1,123 @@
+"""One vocabulary: the connector exports what `kvstow.Engine` exports, under the same names."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import prometheus_client
+from prometheus_client import CollectorRegistry
+
+from kvstow import Engine, FullAttention, hash_tokens
+from kvstow.metrics import MetricsCollector
+from kvstow.transfer import READY, BlockLayout
+from kvstow.vllm.stats import (
+    EXPORTED,
+    LOAD,
+    STORE,
+    ConnectorPromMetrics,
+    ConnectorStats,
+    StatsReporter,
+)
+
+BLOCK = 4
+Sample = tuple[str, str]  # its name, and the value of the label that is ours
+
+
+class Exported:
+    """The connector's metrics in a registry of their own, of two engines."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(**options: Any) -> prometheus_client.Counter:
+            return prometheus_client.Counter(**options, registry=registry)
+
+        def gauge(multiprocess_mode: str, **options: Any) -> prometheus_client.Gauge:
+            assert multiprocess_mode == "mostrecent"
+            return prometheus_client.Gauge(**options, registry=registry)
+
+        self.metrics = ConnectorPromMetrics(
+            SimpleNamespace(kv_transfer_config=None),
+            {
+                prometheus_client.Counter: counter,
+                prometheus_client.Gauge: gauge,
+                prometheus_client.Histogram: None,
+            },
+            ["model_name", "engine"],
+            {0: ["a model", "0"], 1: ["a model", "1"]},
+        )
+
+
+def samples(registry: CollectorRegistry, **labels: str) -> dict[Sample, tuple[str, str, float]]:
+    """Of one engine: what each sample is, and its value."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created") and labels.items() <= sample.labels.items():
+                own = {name: value for name, value in sample.labels.items() if name not in labels}
+                [(label, value)] = own.items() or [("", "")]
+                meaning = f"{label}: {family.documentation}"
+                found[sample.name, value] = (family.type, meaning, sample.value)
+    return found
+
+
+def land(engine: Engine) -> None:
+    for transfer in engine.transfers:
+        transfer.wait()
+    engine.poll()
+
+
+def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> None:
+    device = np.zeros((10, BLOCK))
+    reporter, ours, theirs = StatsReporter(6), Exported(), CollectorRegistry()
+    ticks = count()
+    with Engine(
+        10, 6, [FullAttention(BLOCK)], [BlockLayout.from_arrays([device])],
+        clock=lambda: next(ticks) / 1000,
+    ) as engine:  # fmt: skip
+        theirs.register(MetricsCollector(engine.stats))
+        for name in ("first", "again"):
+            engine.add(name, hash_tokens(range(16), BLOCK))
+            engine.admit(name, 17, 100, after=READY)
+            land(engine)  # the load of the second
+            engine.computed([name], [16], after=READY)
+            land(engine)
+            report = reporter.report(engine.scheduler.stats())  # in parts: they add up
+            assert report is not None
+            ours.metrics.observe(report.data, 1)
+            engine.finish(name)
+            engine.ledger.pool.reset()
+        assert reporter.report(engine.scheduler.stats()) is None, "nothing has changed"
+        stats = engine.stats()
+        rank = ConnectorStats()
+        rank.moved(STORE, int(stats["stored_bytes"]), stats["store_seconds"])
+        rank.moved(LOAD, int(stats["loaded_bytes"]), stats["load_seconds"])
+        ours.metrics.observe(rank.data, 1)
+
+        expected = samples(theirs)
+    for sample in list(expected):
+        if sample[1] == "device" or sample[0] == "kvstow_lost_events_total":
+            del expected[sample]
+    found = samples(ours.registry, model_name="a model", engine="1")
+    assert found == expected
+    assert found["kvstow_transfer_bytes_total", "load"][2] == 4 * BLOCK * 8
+    assert found["kvstow_prefix_hit_tokens_total", "host"][2] == 16
+    assert found["kvstow_transfer_seconds_total", "store"][2] > 0
+    # The other engine has every sample from the start, at 0.
+    idle = samples(ours.registry, model_name="a model", engine="0")
+    assert idle.keys() == found.keys()
+    assert not any(value for *_, value in idle.values())
+
+
+def test_of_several_ranks_counters_add_up_and_gauges_do_not() -> None:
+    total = ConnectorStats()
+    for _ in range(3):
+        rank = ConnectorStats()
+        rank.moved(STORE, 100, 0.25)
+        total.aggregate(rank)
+        total.aggregate(ConnectorStats(data={"resident_blocks": 7}))
+    assert total.reduce() == {"stored_bytes": 300, "store_seconds": 0.75, "resident_blocks": 7}
+    assert total.data.keys() <= EXPORTED.keys()
