@@ -326,10 +326,17 @@ def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collecti
 
     def settle() -> None:
         if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread
+            with contextlib.suppress(OSError):  # elsewhere the memory is only slower
+                os.sched_setaffinity(0, cpus)  # of this thread
 
-    with ThreadPoolExecutor(
-        num_threads, thread_name_prefix="kvstow-prefault", initializer=settle
-    ) as pool:
-        for _ in pool.map(touch, starts):
-            pass
+    try:
+        with ThreadPoolExecutor(
+            num_threads, thread_name_prefix="kvstow-prefault", initializer=settle
+        ) as pool:
+            for _ in pool.map(touch, starts):
+                pass
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the threads that touch the memory cannot be started ({error}); lower "
+            "num_prefault_threads, or raise the limit of threads (ulimit -u)"
+        ) from error

@@ -257,9 +257,14 @@ class Lane:
             self._runnable.append(one)
 
     def _take_room(self, job: CudaJob) -> bool:
-        """Take events, and room in the ring; False while there is none."""
-        while len(self._spare_events) < len((self.pack, self.link)):
-            self._spare_events.append(self.runtime.event())
+        """Take events, and room in the ring; False while there is none of either."""
+        try:
+            while len(self._spare_events) < len((self.pack, self.link)):
+                self._spare_events.append(self.runtime.event())
+        except CudaError as error:
+            if error.is_fatal or not self._in_flight:
+                raise
+            return False  # those that are in flight give theirs back
         first = job.ring.take(job.block_ids)
         if first is None:
             return False
@@ -283,17 +288,15 @@ class Lane:
         for event, stream in zip(job.done, (self.pack, self.link), strict=True):
             try:
                 self.runtime.record(event, stream)
-            except CudaError:
-                raise
             except BaseException as error:
                 # Once more: one that is not recorded counts as reached, and so would the job.
-                interrupt = error
+                interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, stream)
         if interrupt is not None:
             raise interrupt
 
     def _retire(self) -> None:
-        is_done = self.runtime.is_done
+        is_done = self._is_reached
         for job in self._in_flight:
             if job.is_staged and not job.ticket.is_released:
                 if not is_done(job.done[0]):
@@ -311,6 +314,15 @@ class Lane:
             job.ring.give_back()
             self._spare_events += job.done
             job.ticket.end(error)
+
+    def _is_reached(self, event: DeviceEvent) -> bool:
+        try:
+            return self.runtime.is_done(event)
+        except CudaError as error:
+            if error.is_fatal:
+                raise
+            # Nobody knows, so it is asked again: what is in flight may still write to its blocks.
+            return False
 
     def _lose(self, error: CudaError) -> None:
         """The device is gone: so is every job, and no slot that they would fill is ever shown."""
@@ -418,8 +430,10 @@ class CudaLink:
     def _detach(self) -> None:
         self._num_movers -= 1
         if self.closed:
-            self.stores.close()
-            self.loads.close()
+            try:
+                self.stores.close()
+            finally:
+                self.loads.close()
 
 
 _links: dict[int, CudaLink] = {}

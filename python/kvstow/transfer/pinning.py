@@ -12,6 +12,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvstow.transfer.arena import HostArena
@@ -74,22 +75,14 @@ def pin(
     Raises:
         CudaError: it was refused.
     """
-    pinned: list[int] = []
-
-    def unpin() -> None:
-        while pinned:
-            runtime.unregister(pinned.pop())
-
-    try:
+    with ExitStack() as pinned:
         for begin, num_bytes in _chunks(arena):
-            runtime.register(arena.base_address + begin, num_bytes)
-            pinned.append(arena.base_address + begin)
+            address = arena.base_address + begin
+            runtime.register(address, num_bytes)
+            pinned.callback(runtime.unregister, address)  # of all chunks, should one be refused
             if progress is not None:
                 progress(begin + num_bytes, arena.num_bytes)
-    except BaseException:
-        unpin()
-        raise
-    return unpin
+        return pinned.pop_all().close
 
 
 def chunk_slots(slot_stride_bytes: int, slots_per_run: int) -> int:
