@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm import version as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -105,6 +106,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             tokens_per_hash=tokens_per_hash,
             horizon_blocks=_horizon_blocks(model, vllm_config),
             drops_last_block=speculative is not None and speculative.use_eagle(),
+            stores_sessions=_hashes_sessions_right(
+                vllm_version.__version_tuple__[:2], has_drafts=speculative is not None
+            ),
             events=self._host_events is not None or self._event_file is not None,
             host_events=self._host_events,
         )
@@ -342,6 +346,16 @@ def _warn(transfer: Any) -> None:
             'with "recompute" it is computed instead',
             transfer.kv_load_failure_policy,
         )
+
+
+def _hashes_sessions_right(version: tuple[object, ...], *, has_drafts: bool) -> bool:
+    """Whether vLLM's hashes of a session's blocks are those of the tokens in them.
+
+    A session drops its last sampled token when its next chunk arrives. vLLM before 0.32 keeps the
+    hash of the dropped token. vLLM before 0.33 counts drafts that were accepted beyond a stop as
+    computed, and takes the chunk's first tokens for them.
+    """
+    return version >= ((0, 33) if has_drafts else (0, 32))
 
 
 def _horizon_blocks(model: Model, config: VllmConfig) -> int:

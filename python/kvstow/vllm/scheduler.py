@@ -64,7 +64,8 @@ class _Tracked:
     is_fresh: bool = False
     # Its load is under way or has failed: what its table says is computed is not.
     is_loading: bool = False
-    # Its blocks were computed before a reset: they are not for the tier.
+    # Its blocks are not for the tier: they were computed before a reset, or their hashes are not
+    # to be trusted.
     is_stale: bool = False
     # A load of it has failed, or vLLM would never begin it: it computes what it needs.
     recompute: bool = False
@@ -111,6 +112,7 @@ class SchedulerHalf:
         tokens_per_hash: int,
         horizon_blocks: int,
         drops_last_block: bool = False,
+        stores_sessions: bool = True,
         events: bool = False,
         host_events: HostEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -124,6 +126,8 @@ class SchedulerHalf:
             tokens_per_hash: of `Request.block_hashes`.
             horizon_blocks: lazy, how much of the free queue is stored ahead of its eviction.
             drops_last_block: a draft model reads one block less of a hit (EAGLE).
+            stores_sessions: the hashes of a session (a resumable request) are those of the tokens
+                that vLLM keeps of it.
             events: keep block and transfer events.
             host_events: is told what the blocks hold that may be stored.
             clock: seconds.
@@ -132,8 +136,10 @@ class SchedulerHalf:
         self._options = options
         self._world_size = world_size
         self._stride = model.tokens_per_hash // tokens_per_hash
+        self._tokens_per_own_hash = tokens_per_hash
         self._horizon_blocks = horizon_blocks
         self._drops_last_block = drops_last_block
+        self._stores_sessions = stores_sessions
         self._events = events
         self._host_events = host_events
         self._clock = clock
@@ -214,7 +220,7 @@ class SchedulerHalf:
             # The first step brings the ranks' reports, and vLLM steps again while a request waits.
             may_wait = not request.skip_reading_prefix_cache
             return None if may_wait and self._capacities.is_awaited() else 0
-        self._tell_hashes(request.request_id, tracked)
+        self._report_hashes(request.request_id, tracked, request.num_tokens)
         if (
             tracked.recompute
             or request.skip_reading_prefix_cache
@@ -290,6 +296,8 @@ class SchedulerHalf:
             if tracked is not None:
                 num_computed = tracked.request.num_computed_tokens + num_tokens
                 if num_computed >= tracked.due:
+                    # vLLM hashes no drafts and no tokens that are still to be sampled.
+                    num_computed = min(num_computed, tracked.request.num_tokens)
                     self._take_down(request_id, tracked, num_computed)
                 tracked.is_fresh = False
         if self._transfers:
@@ -413,6 +421,8 @@ class SchedulerHalf:
     def _track(self, request: Request, *, recompute: bool = False) -> _Tracked:
         num_groups = len(self._model.groups)
         tracked = _Tracked(request, 0, [0] * num_groups, self._tokens_per_hash, recompute=recompute)
+        if request.resumable and not self._stores_sessions:
+            tracked.is_stale = tracked.recompute = True
         if self.offload is not None:
             self.offload.add(request.request_id, [])
         self._tracked[request.request_id] = tracked
@@ -424,20 +434,24 @@ class SchedulerHalf:
         if self.offload is not None:
             self.offload.finish(request_id)
 
-    def _tell_hashes(self, request_id: str, tracked: _Tracked) -> None:
+    def _report_hashes(self, request_id: str, tracked: _Tracked, num_tokens: int) -> None:
+        """Report the hashes of the request's first `num_tokens` tokens to the tier."""
         assert self.offload is not None
         stride = self._stride
         hashes: Sequence[bytes] = tracked.request.block_hashes
-        if len(hashes) // stride > tracked.num_hashes:
-            new = hashes
-            if tracked.num_hashes or stride > 1:  # a whole prompt's are not copied to tell them
-                new = hashes[(tracked.num_hashes + 1) * stride - 1 :: stride]
-            self.offload.extend(request_id, new)
-            tracked.num_hashes += len(new)
+        first, end = (tracked.num_hashes + 1) * stride - 1, num_tokens // self._tokens_per_hash
+        if end <= tracked.num_hashes:
+            return
+        end = min(end * stride, len(hashes))
+        # A whole prompt's hashes are not copied.
+        is_all = first == 0 and stride == 1 and end == len(hashes)
+        new = hashes if is_all else hashes[first:end:stride]
+        self.offload.extend(request_id, new)
+        tracked.num_hashes += len(new)
 
     def _take_down(self, request_id: str, tracked: _Tracked, num_computed: int) -> None:
         """Remember the blocks that are full once `num_computed` tokens are computed."""
-        if tracked.is_stale or not tracked.is_admitted:
+        if num_computed < tracked.due or tracked.is_stale or not tracked.is_admitted:
             return
         assert self._manager is not None
         tables = self._manager.get_blocks(request_id).blocks
@@ -464,18 +478,15 @@ class SchedulerHalf:
             if tracked.is_stale:
                 del self._due[request_id]
                 continue
-            self._tell_hashes(request_id, tracked)
-            num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-            num_computed = min(num_computed, tracked.num_hashes * self._tokens_per_hash)
+            num_computed = self._num_cached_tokens(
+                tracked, request.num_computed_tokens - request.num_in_flight_tokens
+            )
             if num_computed < tracked.due:
                 continue  # its step is under way, or its drafts were rejected
+            self._report_hashes(request_id, tracked, num_computed)
             for g, group in enumerate(self._model.groups):
                 told = tracked.num_told[g]
-                full = num_computed // group.block_size
-                skipped = told - tracked.first[g]
-                own = tracked.filling[g]
-                if skipped or len(own) > full - told:
-                    own = own[skipped : skipped + full - told]
+                own = self._filled(tracked, g, num_computed // group.block_size)
                 if self._is_window[g]:
                     own_ids = self._cached_ids(own, request, told, g)
                 else:
@@ -503,6 +514,34 @@ class SchedulerHalf:
             job = self.offload.store(named, computed, ids, offsets, deadline=self._deadline())
             self._begin_store(job, ids, told_blocks)
 
+    def _filled(self, tracked: _Tracked, g: int, num_full: int) -> list[KVCacheBlock]:
+        """The blocks of a group's first `num_full` that the tier was not told of."""
+        told, first = tracked.num_told[g], tracked.first[g]
+        own = tracked.filling[g]
+        if told == first and len(own) <= num_full - told:
+            return own
+        return own[told - first : num_full - first]
+
+    def _num_cached_tokens(self, tracked: _Tracked, num_computed: int) -> int:
+        """How many of the computed tokens vLLM has in blocks that hold these very tokens' hashes.
+
+        A hash covers all tokens before it, so of a full-attention table the last block answers for
+        those before it. vLLM hashes a block in the step that fills it, or one later if drafts did.
+        """
+        request = tracked.request
+        num_computed = min(num_computed, len(request.block_hashes) * self._tokens_per_own_hash)
+        for g, group in enumerate(self._model.groups):
+            if self._is_window[g] or num_computed < tracked.due:
+                continue
+            own = self._filled(tracked, g, num_computed // group.block_size)
+            end = tracked.num_told[g] + len(own)
+            for block in reversed(own):
+                if block.block_hash == self._own_key(request, end - 1, g):
+                    break
+                end -= 1
+            num_computed = min(num_computed, (end + 1) * group.block_size - 1)
+        return num_computed
+
     def _cached_ids(
         self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
     ) -> list[int]:
@@ -511,13 +550,14 @@ class SchedulerHalf:
         vLLM gives hashes only to blocks at which a hit can end; and one that was given away may
         by now be someone else's, which its hash tells.
         """
-        suffix = self._group_suffixes[group]
         return [
-            block.block_id
-            if block.block_hash == self._own_hash(request, first + at, group) + suffix
-            else 0
+            block.block_id if block.block_hash == self._own_key(request, first + at, group) else 0
             for at, block in enumerate(blocks)
         ]
+
+    def _own_key(self, request: Request, index: int, group: int) -> bytes:
+        """The key that vLLM gives a request's block: its hash and its group."""
+        return self._own_hash(request, index, group) + self._group_suffixes[group]
 
     def _own_hash(self, request: Request, index: int, group: int) -> bytes:
         """The hash of a request's block: the last of those that the block covers."""

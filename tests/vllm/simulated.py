@@ -1,0 +1,457 @@
+"""vLLM's real scheduler and both halves of the connector, with a model whose KV can be checked.
+
+What a step would compute on a device is simulated: the KV of a token is a number that depends on
+all tokens before it, on the cache salt and on the group. So a read of KV that belongs to other
+tokens, or that nobody wrote, is seen at once, at the block where it happens. Schedulers are vLLM's
+own, with steps that overlap or not; copies are made by kvstow's own movers, late if told so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvstow import TransferError
+from kvstow.transfer import READY
+from kvstow.transfer.mover import Event, Ticket
+from kvstow.vllm import KVStowConnector
+from kvstow.vllm.scheduler import SchedulerHalf
+from kvstow.vllm.worker import WorkerHalf
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 50
+NUM_DRAFTS = 3
+FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
+)
+PAGE_BYTES = FULL.page_size_bytes
+
+
+class WrongKV(AssertionError):
+    """A request reads KV that is not that of its own tokens."""
+
+
+class LateTicket(Ticket):
+    """A copy that is made when the device is told to, or fails then."""
+
+    def __init__(self, begin: Any) -> None:
+        self._begin = begin
+        self._ticket: Ticket | None = None
+        self._error: TransferError | None = None
+
+    def go(self, *, fails: bool = False) -> None:
+        if fails:
+            self._error = TransferError("injected")
+        else:
+            self._ticket = self._begin()
+            self._ticket.wait(10)
+
+    def poll(self) -> bool:
+        return self._error is not None or self._ticket is not None
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise NotImplementedError
+
+
+class LateMover:
+    """Makes copies when the device is told to."""
+
+    def __init__(self, mover: Any, waiting: list[LateTicket]) -> None:
+        self.mover = mover
+        self._waiting = waiting
+
+    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
+        return self._wait(lambda: self.mover.store(block_ids, host_slots, after=READY))
+
+    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
+        return self._wait(lambda: self.mover.load(host_slots, block_ids, after=READY))
+
+    def close(self) -> None:
+        self.mover.close()
+
+    def _wait(self, begin: Any) -> Ticket:
+        ticket = LateTicket(begin)
+        self._waiting.append(ticket)
+        return ticket
+
+
+@dataclass
+class _Sampled:
+    """What a step has sampled for a request, and the scheduler does not know yet."""
+
+    num_scheduled: int
+    tokens: list[int]
+
+
+@dataclass
+class Simulated:
+    """An engine without a model."""
+
+    folder: Path
+    options: dict[str, Any]
+    specs: Sequence[Any] = (FULL,)
+    num_blocks: int = 24
+    num_in_flight: int = 1  # 2: asynchronous scheduling
+    drafts: bool = False
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        init_none_hash(sha256_cbor)
+        self.dice = random.Random(self.seed)
+        size = PAGE_BYTES * self.num_blocks
+        names = [str(at) for at in range(len(self.specs))]
+        cache = KVCacheConfig(
+            num_blocks=self.num_blocks,
+            kv_cache_tensors=[
+                KVCacheTensor(size, [name], layer_stride=size, block_stride=PAGE_BYTES)
+                for name in names
+            ],
+            kv_cache_groups=[
+                KVCacheGroupSpec([name], spec) for name, spec in zip(names, self.specs, strict=True)
+            ],
+            prefix_cache_retention_interval=0,  # vLLM's default
+        )
+        config = self._config()
+        config.cache_config.num_gpu_blocks = self.num_blocks
+        kind = AsyncScheduler if self.num_in_flight > 1 else Scheduler
+        self.scheduler = kind(
+            config,
+            cache,
+            StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, KVStowConnector) and connector._scheduler is not None
+        self.connector = connector
+        self.half: SchedulerHalf = connector._scheduler
+        self.memory = torch.zeros(size, dtype=torch.uint8)
+        self.worker_connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+        self.worker_connector.register_kv_caches(dict.fromkeys(names, self.memory))
+        assert self.worker_connector._worker is not None
+        self.worker: WorkerHalf = self.worker_connector._worker
+        self.waiting: list[LateTicket] = []
+        # Two groups may share a mover.
+        late = {id(mover): LateMover(mover, self.waiting) for mover in self.worker.movers}
+        self.worker.movers = [late[id(m)] for m in self.worker.movers]  # type: ignore[misc]
+        # [block, position in it, copies of one number]
+        self.kv = self.memory.view(torch.int64).view(self.num_blocks, BLOCK_SIZE, -1).numpy()
+        self.kv[:] = -1
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256_cbor)
+        # What the last of a chain of block hashes stands for: the tokens, and the salt.
+        self.hashed: dict[Any, tuple[list[int], str | None]] = {}
+        self.steps: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.sampled: dict[str, deque[_Sampled]] = {}
+        self.drafted: dict[str, list[int]] = {}
+        self.num_steps = 0
+        self.num_reads = 0
+        self.answers: dict[str, list[int]] = {}
+
+    def _config(self) -> Any:
+        transfer = {
+            "kv_connector": "KVStowConnector",
+            "kv_connector_module_path": "kvstow.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": self.options,
+        }
+        if self.drafts:
+            self.settings["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": NUM_DRAFTS,
+                "prompt_lookup_max": 2,
+            }
+        defaults = {
+            "model": str(self.folder),
+            "skip_tokenizer_init": True,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 512,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+        }
+        args = EngineArgs(**(defaults | self.settings), kv_transfer_config=transfer)
+        config = args.create_engine_config()
+        config.scheduler_config.async_scheduling = self.num_in_flight > 1
+        return config
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 4,
+        resumable: bool = False,
+        priority: int = 0,
+        salt: str | None = None,
+        reads_cache: bool | None = None,
+    ) -> None:
+        """Add a request, or the next chunk of a session of that name."""
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            skip_reading_prefix_cache=None if reads_cache is None else not reads_cache,
+        )
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self._hash,
+            resumable=resumable,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.scheduler.add_request(request)
+
+    def _hash(self, request: Request) -> Any:
+        new = self._hasher(request)
+        if new:
+            before = request.block_hashes
+            if before:
+                self.hashed.pop(before[-1], None)
+            num_tokens = (len(before) + len(new)) * BLOCK_SIZE
+            self.hashed[new[-1]] = (list(request.all_token_ids[:num_tokens]), request.cache_salt)
+        return new
+
+    def ask_for_all(self) -> int:
+        """Ask for every chain of blocks that was ever hashed; returns the tokens of host hits.
+
+        The device is emptied before: all that is found comes from the host, and is checked.
+        """
+        assert self.scheduler.reset_prefix_cache()
+        num_loaded = 0
+        for number, (prompt, salt) in enumerate(list(self.hashed.values())):
+            name = f"all-{number}"
+            offload = self.half.offload
+            assert offload is not None
+            before = offload.stats()["hit_tokens"]
+            self.add(name, [*prompt, 0], max_tokens=1, salt=salt)
+            self.settle()
+            assert self.answers[name] == self.right_answer([*prompt, 0], 1, salt)
+            num_loaded += offload.stats()["hit_tokens"] - before
+            assert self.scheduler.reset_prefix_cache()
+        return num_loaded
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The requests that are not over."""
+        found = self.scheduler.requests.items()
+        return {name: request for name, request in found if not request.is_finished()}
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One turn of vLLM's engine loop; False if there was nothing to do."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.steps.append((output, self._execute(output)))
+            self.num_steps += 1
+            is_more = output.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
+            if len(self.steps) < self.num_in_flight and is_more:
+                return True
+        if not self.steps:
+            return False
+        self._update()
+        return True
+
+    def _update(self) -> None:
+        output, result = self.steps.popleft()
+        for name in output.num_scheduled_tokens:
+            self.sampled[name].popleft()
+        answered = self.scheduler.update_from_output(output, result)
+        for outputs in answered.values():
+            for one in outputs.outputs:
+                self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+        if self.drafts and self.num_in_flight == 1:
+            names = list(self.drafted)
+            drafts = [self.drafted.pop(name) for name in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def settle(self, num_steps: int = 300, *, copies: bool = True) -> None:
+        """Step until nothing is left to do; make all copies that are asked for."""
+        for _ in range(num_steps):
+            if copies:
+                self.copy()
+            if not self.step():
+                return
+        left = {name: request.status.name for name, request in self.requests.items()}
+        raise AssertionError(f"vLLM does not come to rest: {left}")
+
+    def copy(self, share: float = 1.0, failing: float = 0.0) -> None:
+        """Make the copies that were asked for: a share of them, some of which fail."""
+        waiting, self.waiting[:] = self.waiting[:], []
+        for ticket in waiting:
+            if self.dice.random() >= share:
+                self.waiting.append(ticket)
+            else:
+                ticket.go(fails=self.dice.random() < failing)
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        connector = self.worker_connector
+        meta = output.kv_connector_metadata
+        assert meta is not None
+        connector.handle_preemptions(meta)
+        connector.bind_connector_metadata(meta)
+        sampled = [self._compute(name, num, output) for name, num in self._scheduled(output)]
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        ended = connector.get_transfer_results(output.finished_req_ids)
+        told = KVConnectorOutput(
+            finished_sending=ended.finished_sending,
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        names = [name for name, _ in self._scheduled(output)]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=told,
+        )
+
+    @staticmethod
+    def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
+        return list(output.num_scheduled_tokens.items())
+
+    def _compute(self, name: str, num_tokens: int, output: SchedulerOutput) -> list[int]:
+        """Read and write KV as a model does; returns the tokens sampled."""
+        request = self.scheduler.requests[name]
+        in_flight = self.sampled.setdefault(name, deque())
+        start = request.num_computed_tokens - num_tokens
+        # Of what was sampled and is not delivered, stale shares count no more.
+        num_stale, pending = request.num_stale_output_tokens, []
+        for one in in_flight:
+            if num_stale > 0 and request.drop_stale_output:
+                num_stale -= one.num_scheduled
+            else:
+                pending += one.tokens
+        tokens = [*request.all_token_ids, *pending]
+        num_true = len(tokens)
+        drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
+        values = self.values(tokens + drafts, request.cache_salt)
+        self._check(request, values, start)
+        tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
+        for group, table in enumerate(tables):
+            for at in range(start, start + num_tokens):
+                block = table[at // BLOCK_SIZE]
+                assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
+                self.kv[block.block_id, at % BLOCK_SIZE] = values[at] ^ group
+        new: list[int] = []
+        if start + num_tokens >= num_true:
+            for draft in [*drafts, None]:
+                new.append(self.next(tokens, request.cache_salt))
+                tokens.append(new[-1])
+                if draft != new[-1]:
+                    break
+            if self.drafts:
+                self.drafted[name] = self._draft(tokens, request.cache_salt)
+        in_flight.append(_Sampled(num_tokens, new))
+        return new
+
+    def _draft(self, tokens: list[int], salt: str | None) -> list[int]:
+        """Tokens that may come next: some right ones, then perhaps a wrong one."""
+        tokens, first = list(tokens), len(tokens)
+        for _ in range(self.dice.randrange(NUM_DRAFTS + 1)):
+            is_right = self.dice.random() < 0.8
+            tokens.append(self.next(tokens, salt) if is_right else self.dice.randrange(VOCAB_SIZE))
+        return tokens[first:]
+
+    def _check(self, request: Request, values: list[int], end: int) -> None:
+        """Every group's KV before token `end`, as far as attention reads it, is the request's."""
+        tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
+            window = getattr(spec, "sliding_window", None)
+            for at in range(0 if window is None else max(0, end - window + 1), end):
+                block = table[at // BLOCK_SIZE]
+                self.num_reads += 1
+                if block.is_null or (
+                    self.kv[block.block_id, at % BLOCK_SIZE, 0] != values[at] ^ group
+                ):
+                    raise WrongKV(
+                        f"step {self.num_steps}: request {request.request_id} reads block "
+                        f"{block.block_id} of group {group} at token {at} of {end} "
+                        f"({request.num_tokens} known), which holds other KV"
+                    )
+
+    # -- what is right ------------------------------------------------------------------------
+
+    def values(self, tokens: Sequence[int], salt: str | None) -> list[int]:
+        """The KV of each token, which depends on all before it."""
+        value, found = sum(map(ord, salt or "")) + 1, []
+        for token in tokens:
+            value = (value * 6364136223846793005 + token + 1442695040888963407) & (2**62 - 1)
+            found.append(value ^ (value >> 31))
+        return found
+
+    def next(self, tokens: Sequence[int], salt: str | None) -> int:
+        return int(self.values(tokens, salt)[-1] >> 8) % VOCAB_SIZE
+
+    def right_answer(self, prompt: Sequence[int], num_tokens: int, salt: str | None) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(self.next(tokens, salt))
+        return tokens[len(prompt) :]
+
+    # -- afterwards ---------------------------------------------------------------------------
+
+    def check_at_rest(self) -> None:
+        """Nothing is held for requests and jobs that are over."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert not self.scheduler.requests
+        held = {block.block_id: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
+        assert not held, f"blocks held for nobody, by id: {held}"
+        assert pool.get_num_free_blocks() == self.num_blocks - 1
+        queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        assert sorted(queue) == list(range(1, self.num_blocks))
+        offload = self.half.offload
+        assert offload is not None
+        offload.check()
+        assert offload.stats()["jobs_in_flight"] == 0
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker_connector.shutdown()
+
+
+def tokens(num_tokens: int, seed: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, VOCAB_SIZE, num_tokens)]
