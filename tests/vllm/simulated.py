@@ -37,8 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstow import TransferError
-from kvstow.transfer import READY
-from kvstow.transfer.mover import Event, Ticket
+from kvstow.transfer import READY, Event, Ticket
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
