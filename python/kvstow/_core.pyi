@@ -50,6 +50,7 @@ debug_build: bool
 
 _Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 _Ids: TypeAlias = npt.NDArray[np.int32]
+_Bools: TypeAlias = Sequence[bool] | npt.NDArray[np.bool_]
 _ExtraKey: TypeAlias = int | str | bytes | bool | tuple["_ExtraKey", ...] | list["_ExtraKey"] | None
 _ExtraKeys: TypeAlias = Sequence[Sequence[_ExtraKey] | None]
 _Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
@@ -624,6 +625,22 @@ class OffloadScheduler:
         """Make a request known, with the hashes of its blocks known so far."""
     def extend(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Append hashes as generated tokens fill blocks."""
+    def truncate(self, request_id: str, num_hashes: int) -> None:
+        """Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
+
+        A streaming session drops its last token when its next chunk arrives: `truncate`, then
+        `extend` with the new hashes. Blocks beyond are not stored any more. What was stored stays
+        under its own hash. What the request's lookup holds is released. Raises `ConfigError` for
+        more hashes than are known.
+        """
+    def invalidate(self, block_ids: _Ints) -> None:
+        """Lazy mode: forget what was computed into device blocks that are about to be overwritten.
+
+        Name all blocks that an allocation took, before their request runs. A pool may publish a
+        block's hash when it grants the block; without this call, a request that leaves before its
+        step has run would have blocks stored that nobody has computed. In eager mode it does
+        nothing. The targets of `load` need no call.
+        """
     def lookup(self, request_id: str, num_local_tokens: int, max_tokens: int) -> int | None:
         """How many tokens right after the local hit the host can serve, and pin them.
 
@@ -705,13 +722,33 @@ class OffloadScheduler:
 
         `block_ids` are free blocks, next to be evicted first, and `hashes` what they hold.
         """
-    def complete(self, job_id: int, *, ok: bool = True, rank: int = 0) -> JobEnd | None:
+    def complete(
+        self,
+        job_id: int,
+        *,
+        ok: bool | _Bools = True,
+        rank: int = 0,
+    ) -> JobEnd | None:
         """Report that a rank's part of a job has ended, or that it never began.
 
-        None until all ranks have reported. Then the job ends, and it failed if any part did. Of a
-        store, the slots become visible to `lookup`, or are given back. Raises `StateError` for a
-        job that is not in flight, and for a rank that reports twice. Reports of jobs that
-        `end_all` has ended are swallowed.
+        Args:
+            job_id: the job.
+            ok: how it went: one bool for the whole job, or one for each of its blocks, in the job's
+                order. A whole job that failed drops nothing from the host tier, because a timeout
+                or a device error says nothing about the host's bytes. Of a load, a block that is
+                False has its slot dropped: no lookup finds it from now on, its memory is empty when
+                its last pin ends, the slots of its children stay, and the next store of the block
+                brings it back. Of a store, one False fails it.
+            rank: whose part.
+
+        Returns:
+            None until all ranks have reported, and for jobs that `end_all` has ended. Then how the
+            job ended: it failed if any part did. Of a store, the slots become visible to `lookup`,
+            or are given back.
+
+        Raises:
+            StateError: the job is not in flight, or this rank has reported it.
+            ConfigError: a rank outside the world, or another number of outcomes than blocks.
         """
     def expire(self, now: float) -> list[int]:
         """The jobs whose `deadline` lies before `now`, on the caller's own clock, each told once.
@@ -781,8 +818,9 @@ class OffloadScheduler:
         """Counters since construction, and gauges of the moment.
 
         Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
-        the tier had no room), evicted_blocks (for room), failed_stores, failed_loads, late_jobs
-        (jobs), pending_lookups, query_tokens (in whole blocks, that a request's last lookup before
+        the tier had no room), evicted_blocks (for room), failed_stores, failed_loads,
+        damaged_blocks (dropped because a load found them damaged), late_jobs (jobs),
+        pending_lookups, query_tokens (in whole blocks, that a request's last lookup before
         it loaded or computed asked for), hit_tokens (accepted by loads). Gauges: resident_blocks,
         storing_blocks, jobs_in_flight, and of late jobs quarantined_jobs and quarantined_blocks.
         And capacity_tokens: of prompts, where every group keeps all of its blocks.

@@ -168,6 +168,22 @@ pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     ints(obj, |item| refused(shown(item)))?.into_iter().map(to_count).collect()
 }
 
+/// Bools from any sequence of them, or any one-dimensional array.
+pub(crate) fn bools(obj: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    if let Ok(array) = obj.cast::<PyUntypedArray>() {
+        return bools(&array.call_method0("tolist")?);
+    }
+    let mut items = Vec::with_capacity(capacity_hint(obj));
+    each_item(obj, "bools", |item| {
+        let is_true = item.extract::<bool>();
+        items.push(is_true.map_err(|_| {
+            ConfigError::new_err(format!("{} is no bool: give True or False", shown(item)))
+        })?);
+        Ok(())
+    })?;
+    Ok(items)
+}
+
 /// The id of a job: one that no job can have is that of none in flight.
 pub(crate) fn job_id(obj: &Bound<'_, PyAny>) -> PyResult<JobId> {
     obj.extract().map(JobId).map_err(|error: PyErr| {

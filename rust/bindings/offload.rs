@@ -14,7 +14,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{
-    Count, Name, RequestId, as_strs, counts, group_id, hashes, ids, job_id, request_ids, to_array,
+    Count, Name, RequestId, as_strs, bools, counts, group_id, hashes, ids, job_id, request_ids,
+    to_array,
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
@@ -243,6 +244,17 @@ impl OffloadScheduler {
         lock(&self.0).extend(&request_id, &hashes).map_err(to_py)
     }
 
+    /// Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
+    fn truncate(&self, request_id: RequestId, num_hashes: Count) -> PyResult<()> {
+        lock(&self.0).truncate(&request_id, num_hashes.0).map_err(to_py)
+    }
+
+    /// Lazy mode: forget what was computed into device blocks that are about to be overwritten.
+    fn invalidate(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let block_ids = ids(block_ids, MAX_BLOCKS)?;
+        lock(&self.0).invalidate(&block_ids).map_err(to_py)
+    }
+
     /// How many tokens right after the local hit the host can serve; None means pending.
     fn lookup(
         &self,
@@ -361,16 +373,21 @@ impl OffloadScheduler {
 
     /// A rank's part of a job has ended; when all have, how the job ended.
     #[pyo3(
-        signature = (job_id, *, ok = true, rank = Count(0)),
+        signature = (job_id, *, ok = Outcome::Whole(true), rank = Count(0)),
         text_signature = "($self, job_id, *, ok=True, rank=0)"
     )]
     fn complete(
         &self,
         job_id: &Bound<'_, PyAny>,
-        ok: bool,
+        ok: Outcome,
         rank: Count,
     ) -> PyResult<Option<JobEnd>> {
-        let end = lock(&self.0).complete(self::job_id(job_id)?, rank.0, ok).map_err(to_py)?;
+        let job_id = self::job_id(job_id)?;
+        let outcome = match &ok {
+            Outcome::Whole(is_ok) => offload::Outcome::Whole(*is_ok),
+            Outcome::Blocks(are_ok) => offload::Outcome::Blocks(are_ok),
+        };
+        let end = lock(&self.0).complete(job_id, rank.0, outcome).map_err(to_py)?;
         Ok(end.map(to_end))
     }
 
@@ -411,6 +428,7 @@ impl OffloadScheduler {
             (intern!(py, "resident_blocks"), stats.resident_blocks),
             (intern!(py, "storing_blocks"), stats.storing_blocks),
             (intern!(py, "jobs_in_flight"), stats.jobs_in_flight),
+            (intern!(py, "damaged_blocks"), stats.damaged_blocks),
             (intern!(py, "late_jobs"), stats.late_jobs),
             (intern!(py, "pending_lookups"), stats.pending_lookups),
             (intern!(py, "query_tokens"), stats.query_tokens),
@@ -463,6 +481,24 @@ fn to_job(py: Python<'_>, job: offload::Job) -> Job {
         block_ids: to_array(py, job.block_ids).unbind(),
         host_slots: host_slots.into_pyarray(py).unbind(),
         offsets: offsets.into_pyarray(py).unbind(),
+    }
+}
+
+/// How a rank's part of a job went: one bool for all of it, or one per block.
+enum Outcome {
+    Whole(bool),
+    Blocks(Vec<bool>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Outcome {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        // Also numpy's: its arrays are no sequences, and its bools are no `bool`.
+        if let Ok(is_ok) = obj.extract::<bool>() {
+            return Ok(Self::Whole(is_ok));
+        }
+        bools(&obj).map(Self::Blocks)
     }
 }
 

@@ -39,6 +39,9 @@ pub(super) struct Image {
     pub(super) shared: Vec<BlockId>,
     #[n(2)]
     pub(super) copies: ImageCopies,
+    /// Whether a shared slot proved damaged. A snapshot keeps no such image.
+    #[cbor(skip)]
+    pub(super) is_damaged: bool,
 }
 
 /// Where one block of the device is to lie.
@@ -91,7 +94,7 @@ impl OffloadScheduler {
             request.held = Held::default();
         }
         let (missing, copies) = self.image_copies_of(&placed, &own);
-        self.image = Some(Image { own, shared, copies });
+        self.image = Some(Image { own, shared, copies, is_damaged: false });
         Ok(missing)
     }
 
@@ -141,16 +144,28 @@ impl OffloadScheduler {
     /// All copies of the image that is held: each the other way brings its block back.
     ///
     /// # Errors
-    /// [`Error::State`] where none is held.
+    /// [`Error::State`] where none is held, or a block of it proved damaged in the tier.
     pub fn image(&self) -> Result<&ImageCopies> {
-        let none = || Error::State("no sleep image is held: nothing is to be woken".to_owned());
-        self.image.as_ref().map(|image| &image.copies).ok_or_else(none)
+        match &self.image {
+            Some(image) if image.is_damaged => Err(Error::State(
+                "the sleep image shares a host slot that proved damaged: release the image, and \
+                 wake without it"
+                    .to_owned(),
+            )),
+            Some(image) => Ok(&image.copies),
+            None => Err(Error::State("no sleep image is held: nothing is to be woken".to_owned())),
+        }
     }
 
-    /// The slots that hold anything, counted from 0: what lookup finds, what stores fill, and the
-    /// image's own.
+    /// The slots that hold anything, counted from 0, ascending: what lookup finds, what stores fill,
+    /// and what the image holds, also where a reset has emptied the tier since.
     pub fn used_slots(&self) -> impl Iterator<Item = u32> {
-        self.tier.used_slots().map(|slot| slot.0 - 1)
+        let mut shared = self.image.as_ref().map_or(Vec::new(), |image| image.shared.clone());
+        shared.sort_unstable();
+        let is_used = move |slot: &BlockId| {
+            self.tier.is_referenced(*slot) || shared.binary_search(slot).is_ok()
+        };
+        self.tier.slots().filter(is_used).map(|slot| slot.0 - 1)
     }
 
     /// Lets the image go, if one is held: the device has its blocks, or will never need them.

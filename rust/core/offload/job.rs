@@ -23,7 +23,7 @@ pub struct Job {
 #[derive(Debug)]
 pub(super) struct Copies {
     block_ids: Vec<BlockId>,
-    host_slots: Vec<u32>,
+    pub(super) host_slots: Vec<u32>,
     offsets: Vec<usize>,
 }
 
@@ -41,7 +41,7 @@ impl Copies {
 
     /// One between a device block and the place `at` of a slot.
     pub(super) fn push(&mut self, block: BlockId, slot: BlockId, at: usize, per_slot: usize) {
-        // Slot i lies in block i + 1 of the tier's pool, whose block 0 is its null block.
+        // The inverse of `slot_at`.
         let place = (slot.index() - 1) * per_slot + at;
         self.block_ids.push(block);
         self.host_slots.push(u32::try_from(place).unwrap_or(u32::MAX));
@@ -50,6 +50,31 @@ impl Copies {
     /// What follows is the next group's.
     pub(super) fn end_group(&mut self) {
         self.offsets.push(self.block_ids.len());
+    }
+}
+
+/// How one rank's part of a job went.
+#[derive(Clone, Copy, Debug)]
+pub enum Outcome<'a> {
+    /// All of it alike. A failure says nothing about what the host holds.
+    Whole(bool),
+    /// Block by block, in the job's order. False for a block of a load: what its slot holds is
+    /// damaged.
+    Blocks(&'a [bool]),
+}
+
+impl From<bool> for Outcome<'_> {
+    fn from(is_ok: bool) -> Self {
+        Self::Whole(is_ok)
+    }
+}
+
+impl Outcome<'_> {
+    fn is_ok(self) -> bool {
+        match self {
+            Self::Whole(is_ok) => is_ok,
+            Self::Blocks(are_ok) => !are_ok.contains(&false),
+        }
     }
 }
 
@@ -86,7 +111,10 @@ pub(super) struct InFlight {
 
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
-    Load,
+    Load {
+        /// Of each block, its place on the host.
+        host_slots: Vec<u32>,
+    },
     Store {
         /// What each slot is to hold.
         filling: Filling,
@@ -101,13 +129,40 @@ impl InFlight {
         self.slots.len() - self.num_loading()
     }
 
+    /// The slots of the blocks that an outcome calls damaged.
+    fn damaged(
+        &self,
+        job_id: JobId,
+        outcome: Outcome<'_>,
+        per_slot: usize,
+    ) -> Result<Vec<BlockId>> {
+        let Outcome::Blocks(are_ok) = outcome else { return Ok(Vec::new()) };
+        if are_ok.len() != self.block_ids.len() {
+            return Err(Error::Config(format!(
+                "{} outcomes for the {} blocks of job {}: give one per block, in the job's order",
+                are_ok.len(),
+                self.block_ids.len(),
+                job_id.0
+            )));
+        }
+        let Kind::Load { host_slots } = &self.kind else { return Ok(Vec::new()) };
+        let damaged = host_slots.iter().zip(are_ok).filter(|&(_, is_ok)| !is_ok);
+        Ok(damaged.map(|(&place, _)| slot_at(place, per_slot)).collect())
+    }
+
     /// Slots that this job pins.
     pub(super) fn num_loading(&self) -> usize {
         match self.kind {
-            Kind::Load => self.slots.len(),
+            Kind::Load { .. } => self.slots.len(),
             Kind::Store { .. } => 0,
         }
     }
+}
+
+/// The slot in which a place on the host lies: slot i lies in block i + 1 of the tier's pool, whose
+/// block 0 is its null block.
+pub(super) fn slot_at(place: u32, per_slot: usize) -> BlockId {
+    BlockId(u32::try_from(place as usize / per_slot + 1).unwrap_or(u32::MAX))
 }
 
 impl OffloadScheduler {
@@ -144,12 +199,23 @@ impl OffloadScheduler {
     /// ranks have: then the job ends, and it failed if any part did. Of a store the slots become
     /// visible to lookup and their chains are ranked, or they are given back.
     ///
+    /// Of a load, the slot of each block that is reported as damaged leaves the tier at once, also
+    /// if the job is late; its memory is empty when its last pin ends. The slots below it stay, and
+    /// the next store of that block brings it back.
+    ///
     /// Reports of jobs that [`end_all`](Self::end_all) has ended are swallowed.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`] for a job that is not in flight, [`Error::Config`] for a rank outside
-    /// the world, [`Error::State`] for one that has reported this job already.
-    pub fn complete(&mut self, job_id: JobId, rank: usize, is_ok: bool) -> Result<Option<JobEnd>> {
+    /// [`Error::UnknownJob`] for a job that is not in flight; [`Error::Config`] for a rank outside
+    /// the world, and for another number of outcomes than the job has blocks; [`Error::State`] for a
+    /// rank that has reported this job already.
+    pub fn complete<'a>(
+        &mut self,
+        job_id: JobId,
+        rank: usize,
+        outcome: impl Into<Outcome<'a>>,
+    ) -> Result<Option<JobEnd>> {
+        let outcome = outcome.into();
         if rank >= self.world_size {
             return Err(Error::Config(format!(
                 "rank {rank} of {}: ranks count from 0",
@@ -166,13 +232,27 @@ impl OffloadScheduler {
                 job_id.0
             )));
         }
+        let damaged = job.damaged(job_id, outcome, self.blocks_per_slot)?;
         job.reported[rank] = true;
-        job.has_failed |= !is_ok;
-        if job.reported.contains(&false) {
-            return Ok(None);
+        job.has_failed |= !outcome.is_ok();
+        let is_ended = !job.reported.contains(&false);
+        self.drop_damaged(&damaged)?;
+        let ended = if is_ended { self.jobs.remove(&job_id) } else { None };
+        ended.map(|job| self.end(job_id, job)).transpose()
+    }
+
+    /// Takes slots out of the tier whose content a load found damaged. A sleep image that shares
+    /// one serves nobody any more.
+    fn drop_damaged(&mut self, slots: &[BlockId]) -> Result<()> {
+        if slots.is_empty() {
+            return Ok(());
         }
-        let Some(job) = self.jobs.remove(&job_id) else { return Ok(None) };
-        self.end(job_id, job).map(Some)
+        let dropped = self.tier.drop_damaged(slots)?;
+        if let Some(image) = &mut self.image {
+            image.is_damaged |= dropped.iter().any(|slot| image.shared.contains(slot));
+        }
+        self.counters.damaged += dropped.len() * self.blocks_per_slot;
+        self.tier.give_back(&dropped)
     }
 
     /// Jobs whose deadline lies before `now`, on the caller's clock, each told once: their requests
@@ -190,7 +270,7 @@ impl OffloadScheduler {
             job.is_late = true;
             late.push(job_id);
             match &job.kind {
-                Kind::Load => self.tier.end_loads(&job.slots),
+                Kind::Load { .. } => self.tier.end_loads(&job.slots),
                 Kind::Store { .. } => self.tier.fence(&job.slots)?,
             }
         }
@@ -213,7 +293,7 @@ impl OffloadScheduler {
     fn end(&mut self, job_id: JobId, job: InFlight) -> Result<JobEnd> {
         let is_ok = !job.has_failed && !job.is_fenced && !job.is_late;
         match &job.kind {
-            Kind::Load => {
+            Kind::Load { .. } => {
                 if !job.is_late {
                     self.tier.end_loads(&job.slots);
                 }

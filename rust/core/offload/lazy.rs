@@ -22,8 +22,9 @@ pub(super) struct Computed {
     key: BlockKey,
     /// The hash of the block before it.
     parent: Option<BlockHash>,
-    /// Whether it was looked at: it is stored once for each time that it was used.
-    pub(super) is_seen: bool,
+    /// The tier's losses when it was looked at: it is stored once for each time that it was used,
+    /// and again if the tier has lost slots since.
+    seen: Option<u64>,
 }
 
 /// Of each device block, the last KV that was computed into it.
@@ -53,10 +54,11 @@ impl OffloadScheduler {
         let mut due: Vec<(BlockId, Computed)> = Vec::new();
         for (id, key) in candidates {
             let Some(known) = self.computed.get_mut(&id) else { continue };
-            if known.key != key || known.is_seen {
+            let seen = Some(self.tier.num_losses());
+            if known.key != key || known.seen == seen {
                 continue;
             }
-            known.is_seen = true;
+            known.seen = seen;
             if self.tier.resident_or_in_flight(&key).is_none() {
                 due.push((id, *known));
             }
@@ -103,7 +105,7 @@ impl OffloadScheduler {
             let known = Computed {
                 key: key(at),
                 parent: at.checked_sub(1).map(|before| key(before).hash),
-                is_seen: false,
+                seen: None,
             };
             // A hit is told of again: it may be stored again, if the host has evicted it since.
             if !id.is_null() {
@@ -113,10 +115,30 @@ impl OffloadScheduler {
         table.num_kept = table.num_kept.max(table.num_confirmed);
     }
 
+    /// Forgets what was computed into device blocks, because they are about to be overwritten: a
+    /// block that holds the same key again may not have been computed since. Eager mode keeps no
+    /// such record.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the device pool.
+    pub fn invalidate(&mut self, block_ids: &[BlockId]) -> Result<()> {
+        self.check_ids(block_ids)?;
+        Self::forget_computed(&mut self.computed, block_ids);
+        Ok(())
+    }
+
+    pub(super) fn forget_computed(computed: &mut ComputedBlocks, block_ids: &[BlockId]) {
+        if !computed.is_empty() {
+            for id in block_ids {
+                computed.remove(id);
+            }
+        }
+    }
+
     /// A store that came to nothing is looked at again.
     pub(super) fn forget_seen(&mut self, id: BlockId) {
         if let Some(known) = self.computed.get_mut(&id) {
-            known.is_seen = false;
+            known.seen = None;
         }
     }
 

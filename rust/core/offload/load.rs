@@ -50,8 +50,8 @@ impl OffloadScheduler {
     /// after the load reads. Ranks the whole chain.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::State`] without a lookup, and where a window before an
-    /// earlier end is not on the host; [`Error::Config`] for no tokens, more than were found, a
+    /// [`Error::UnknownRequest`]; [`Error::State`] without a lookup, where a window before an
+    /// earlier end is not on the host, and where what was found proved damaged since; [`Error::Config`] for no tokens, more than were found, a
     /// number that is no multiple of the block size, or another number of groups or blocks;
     /// [`Error::NoSuchBlock`] for an id outside the device pool, [`Error::InvalidBlock`] for a null
     /// or repeated block.
@@ -103,7 +103,8 @@ impl OffloadScheduler {
             if found.len() < needed.len() {
                 return Err(Error::State(format!(
                     "request {request_id:?}: what comes before token {} is not on the host in \
-                     group {}: load all that was found",
+                     group {}: load all that was found, or look up again if some of it proved \
+                     damaged since",
                     start + num_tokens,
                     id.0
                 )));
@@ -124,6 +125,9 @@ impl OffloadScheduler {
         let request = self.requests.get_mut(request_id)?;
         self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
         self.tier.begin_loads(&slots);
+        for blocks in block_ids {
+            Self::forget_computed(&mut self.computed, blocks);
+        }
         self.counters.query_tokens += std::mem::take(&mut request.num_queried);
         self.counters.hit_tokens += num_tokens;
         request.num_hit_tokens = 0;
@@ -131,7 +135,8 @@ impl OffloadScheduler {
         let end = start + num_tokens;
         self.rank(&hashes[..end / self.model.hash_block_size()], end);
         self.requests.get_mut(request_id)?.hashes = hashes;
-        Ok(self.begin(copies, slots, Kind::Load, deadline))
+        let kind = Kind::Load { host_slots: copies.host_slots.clone() };
+        Ok(self.begin(copies, slots, kind, deadline))
     }
 
     /// Gives back what a request's lookup holds.

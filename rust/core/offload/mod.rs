@@ -3,18 +3,21 @@
 //! The scheduler names device blocks and never owns them: a [`Job`] says which ones to pin while
 //! it is in flight, and [`OffloadScheduler::complete`] which ones to unpin.
 
+mod chains;
 mod image;
 mod job;
 mod lazy;
 mod load;
 mod policy;
+mod rank;
 mod record;
 mod store;
 mod tier;
+mod tracked;
 mod transfer;
 
 pub use image::ImageCopies;
-pub use job::{Job, JobEnd};
+pub use job::{Job, JobEnd, Outcome};
 pub use policy::EvictionPolicy;
 pub(crate) use record::SchedulerRecord;
 pub use store::Progress;
@@ -27,8 +30,8 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::group::{Attention, Group, Model};
-use crate::ids::{BlockId, JobId};
-use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
+use crate::ids::JobId;
+use crate::key::HashWidth;
 use crate::pool::MAX_BLOCKS;
 use crate::requests::Requests;
 
@@ -36,6 +39,7 @@ use image::Image;
 use job::InFlight;
 use lazy::ComputedBlocks;
 use tier::HostTier;
+use tracked::{Held, Table, Tracked};
 
 /// The most device blocks that a slot holds.
 pub const MAX_BLOCKS_PER_SLOT: usize = 1 << 10;
@@ -74,42 +78,6 @@ pub struct OffloadScheduler {
     transfers: Option<Vec<TransferEvent>>,
 }
 
-/// What is kept of a live request.
-#[derive(Clone, Debug, Default)]
-struct Tracked {
-    hashes: Vec<BlockHash>,
-    /// Per group.
-    tables: Vec<Table>,
-    held: Held,
-    /// Tokens its last lookup asked for. They count once it is served: who waits asks again.
-    num_queried: usize,
-    /// Tokens, from the first, that device and host had when it was last looked up, and that no rank
-    /// has told the policy of yet: once per request.
-    num_hit_tokens: usize,
-}
-
-/// A request's blocks in one group.
-#[derive(Clone, Debug, Default)]
-struct Table {
-    /// On the device, as far as they were told; null where they were skipped.
-    blocks: Vec<BlockId>,
-    /// Slots, from the first, whose blocks are all computed, hashed and allocated.
-    num_confirmed: usize,
-    /// Slots, from the first, that need no store: the tier had them or was given them when it was
-    /// last looked at, or has not room for them.
-    num_kept: usize,
-}
-
-/// What a request's last lookup found.
-#[derive(Clone, Debug, Default)]
-struct Held {
-    /// Pinned; all groups'.
-    slots: Vec<BlockId>,
-    num_local_tokens: usize,
-    /// Tokens found, those before them not counted.
-    num_tokens: usize,
-}
-
 /// What has happened since construction.
 #[derive(Clone, Copy, Debug, Default, Encode, Decode)]
 struct Counters {
@@ -131,6 +99,9 @@ struct Counters {
     query_tokens: usize,
     #[n(8)]
     hit_tokens: usize,
+    #[n(9)]
+    #[cbor(default)]
+    damaged: usize,
 }
 
 /// When blocks are stored.
@@ -202,6 +173,8 @@ pub struct OffloadStats {
     pub resident_blocks: usize,
     /// Now: slots that stores are filling.
     pub storing_blocks: usize,
+    /// Blocks that the tier dropped because a load found them damaged.
+    pub damaged_blocks: usize,
     /// Jobs that were past their deadline.
     pub late_jobs: usize,
     /// Lookups that were told to ask again.
@@ -315,45 +288,6 @@ impl OffloadScheduler {
             && self.tier.num_referenced() == 0
     }
 
-    /// Makes a request known, with the hashes of its blocks known so far.
-    ///
-    /// # Errors
-    /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width.
-    pub fn add(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
-        self.requests.check_new(request_id)?;
-        self.tier.agree_width(hashes.width())?;
-        let hashes = hashes.as_slice().to_vec();
-        let tables = vec![Table::default(); self.model.groups().len()];
-        self.requests.insert(request_id, Tracked { hashes, tables, ..Tracked::default() });
-        Ok(())
-    }
-
-    /// Appends hashes as generated tokens fill blocks.
-    ///
-    /// # Errors
-    /// [`Error::UnknownRequest`], [`Error::HashWidth`].
-    pub fn extend(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
-        let request = self.requests.get_mut(request_id)?;
-        self.tier.agree_width(hashes.width())?;
-        request.hashes.extend_from_slice(hashes.as_slice());
-        Ok(())
-    }
-
-    /// Forgets a request that finished, was preempted or aborted, and ranks its chain. What its
-    /// lookup holds is released; its jobs go on.
-    ///
-    /// # Errors
-    /// [`Error::UnknownRequest`].
-    pub fn finish(&mut self, request_id: &str) -> Result<()> {
-        let request = self.requests.remove(request_id)?;
-        self.tier.unpin(&request.held.slots)?;
-        for table in &request.tables {
-            self.counters.dropped += table.num_confirmed - table.num_kept.min(table.num_confirmed);
-        }
-        self.rank(&request.hashes, request.num_hit_tokens);
-        Ok(())
-    }
-
     /// Empties the tier, at any moment. What lookups hold is released; jobs in flight still end,
     /// stores without effect and loads as failed.
     ///
@@ -372,9 +306,6 @@ impl OffloadScheduler {
         for job in self.jobs.values_mut() {
             job.is_fenced = true;
         }
-        for computed in self.computed.values_mut() {
-            computed.is_seen = false;
-        }
         self.tier.reset()
     }
 
@@ -390,6 +321,7 @@ impl OffloadScheduler {
             failed_loads: self.counters.failed_loads,
             resident_blocks: self.tier.num_resident(),
             storing_blocks: self.tier.num_in_flight(),
+            damaged_blocks: self.counters.damaged,
             late_jobs: self.counters.late_jobs,
             pending_lookups: self.counters.pending_lookups,
             query_tokens: self.counters.query_tokens,
@@ -457,56 +389,5 @@ impl OffloadScheduler {
             }
         }
         Ok(())
-    }
-
-    /// Makes what the tier has of a prompt its most recent blocks: in every group the first of all
-    /// goes last. Those that end within `num_hit_tokens` are hits.
-    fn rank(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
-        if self.is_full_attention() {
-            return self.rank_chains(hashes, num_hit_tokens);
-        }
-        let mut slots = Vec::new();
-        for (id, group) in self.slot_model.enumerate() {
-            let per_block = self.slot_model.hashes_per_block(group);
-            let own = hashes.chunks_exact(per_block).filter_map(<[_]>::last);
-            let kept =
-                own.map(|&hash| self.tier.resident_or_in_flight(&BlockKey { hash, group: id }));
-            let with_end =
-                |(index, slot): (usize, Option<_>)| Some(((index + 1) * group.block_size, slot?));
-            if group.attention == Attention::Full {
-                slots.extend(kept.take_while(Option::is_some).enumerate().filter_map(with_end));
-            } else {
-                slots.extend(kept.enumerate().filter_map(with_end));
-            }
-        }
-        // By where they end in the prompt, whatever their group: what is left when some have gone
-        // is a shorter prefix that every group still serves.
-        slots.sort_by_key(|&(end, _)| std::cmp::Reverse(end));
-        self.tier.ranked(slots.into_iter().map(|(end, slot)| (slot, end <= num_hit_tokens)));
-    }
-
-    /// Whether no group skips blocks.
-    fn is_full_attention(&self) -> bool {
-        self.model.groups().iter().all(|group| group.attention == Attention::Full)
-    }
-
-    /// As [`rank`](Self::rank) where all groups are full attention: the tier knows their chains.
-    fn rank_chains(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
-        for (id, group) in self.slot_model.enumerate() {
-            let per_block = self.slot_model.hashes_per_block(group);
-            let slot = |index: usize| {
-                let hash = hashes[(index + 1) * per_block - 1];
-                self.tier.resident_or_in_flight(&BlockKey { hash, group: id })
-            };
-            let (mut num_kept, mut end) = (0, hashes.len() / per_block);
-            while num_kept < end {
-                let middle = num_kept.midpoint(end);
-                if slot(middle).is_some() { num_kept = middle + 1 } else { end = middle }
-            }
-            if let Some(tail) = num_kept.checked_sub(1).and_then(slot) {
-                let num_missed = num_kept.saturating_sub(num_hit_tokens / group.block_size);
-                self.tier.rank_chain(tail, num_missed);
-            }
-        }
     }
 }

@@ -96,13 +96,16 @@ impl OffloadScheduler {
         if !self.jobs.is_empty() {
             quiet.to_mut().end_all()?;
         }
+        if self.image.as_ref().is_some_and(|image| image.is_damaged) {
+            quiet.to_mut().release_image()?;
+        }
         let kept = |(name, request): (&str, &Tracked)| {
             // Lazy, what was told of blocks goes with them.
             let is_eager = self.mode == Mode::Eager;
-            let num_kept = |table: &Table| if is_eager { table.num_kept } else { 0 };
+            let num_kept = |at| if is_eager { quiet.num_kept(request, at) } else { 0 };
             let record = TrackedRecord {
                 hashes: request.hashes.clone(),
-                num_kept: request.tables.iter().map(num_kept).collect(),
+                num_kept: (0..request.tables.len()).map(num_kept).collect(),
                 num_queried: request.num_queried,
                 num_hit_tokens: request.num_hit_tokens,
             };
@@ -201,14 +204,12 @@ impl HostTier {
     fn to_record(&self) -> TierRecord {
         let resident = |slot: BlockId| {
             let key = self.pool.key(slot).filter(|_| self.policy.contains(slot))?;
-            Some((slot, key, BlockId(self.parents[slot.index()])))
+            Some((slot, key, self.chains.parent(slot)))
         };
-        let mut awaited: Vec<_> = self.awaited.iter().map(|(&slot, &key)| (slot, key)).collect();
-        awaited.sort_unstable();
         TierRecord {
             width: self.hash_width(),
             residents: self.slots().filter_map(resident).collect(),
-            awaited,
+            awaited: self.chains.waiting(),
             empty: self.pool.free_order().collect(),
             policy: self.policy.to_record(),
             num_evicted: self.num_evicted,
@@ -217,7 +218,7 @@ impl HostTier {
 
     /// Whether a slot is in use and cannot be found.
     fn is_unfindable(&self, slot: BlockId) -> bool {
-        slot.index() < self.parents.len()
+        slot.index() < self.pool.num_blocks()
             && self.pool.num_refs(slot) > 0
             && self.pool.key(slot).is_none()
     }
@@ -247,10 +248,9 @@ impl HostTier {
             if !parent.is_null() && !is_kept {
                 return damaged("a host slot stands below an empty one");
             }
-            self.parents[slot.index()] = parent.0;
-            self.num_children[parent.index()] += 1;
+            self.chains.attach(slot, parent);
         }
-        if self.has_loop() {
+        if self.chains.has_loop() {
             return damaged("host slots stand below one another");
         }
         if empty.iter().any(|&slot| !is_slot(slot) || self.pool.key(slot).is_some()) {
@@ -261,32 +261,11 @@ impl HostTier {
         let key_of = |slot| if is_slot(slot) { pool.key(slot) } else { None };
         self.policy.restore(policy, key_of)?;
         for (slot, parent) in awaited {
-            if key_of(slot).is_none() || self.awaited.insert(slot, parent).is_some() {
+            if key_of(slot).is_none() || !self.chains.wait(slot, parent) {
                 return damaged("an empty host slot waits for its parent");
             }
-            self.awaiting.entry(parent).or_default().push(slot);
         }
         self.num_evicted = num_evicted;
         self.check().or_else(|error| damaged(&error.to_string()))
-    }
-
-    /// Whether a slot stands below itself.
-    fn has_loop(&self) -> bool {
-        let mut is_done = vec![false; self.parents.len()];
-        let mut is_on_path = vec![false; self.parents.len()];
-        is_done[0] = true;
-        let mut path = Vec::new();
-        for slot in 1..self.parents.len() {
-            let mut at = slot;
-            while !is_done[at] {
-                if std::mem::replace(&mut is_on_path[at], true) {
-                    return true;
-                }
-                path.push(at);
-                at = self.parents[at] as usize;
-            }
-            path.drain(..).for_each(|at| is_done[at] = true);
-        }
-        false
     }
 }

@@ -98,7 +98,11 @@ impl OffloadScheduler {
         }
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
+        let num_losses = self.tier.num_losses();
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
+            if self.requests.get(request_id)?.num_losses != num_losses {
+                self.look_again(request_id)?;
+            }
             let request = self.requests.get_mut(request_id)?;
             self.counters.query_tokens += std::mem::take(&mut request.num_queried);
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {

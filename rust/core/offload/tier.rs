@@ -8,14 +8,13 @@
 //! ```
 //!
 //! Slots lie in a [`BlockPool`]: empty ones are its free blocks; a slot in flight or resident has
-//! one reference, the tier's own, and only a resident one has its key in the index. Each slot
-//! of a full-attention group knows its parent's slot, and how many children it has in flight or
-//! resident: a slot that has any does not go, so nothing that is kept loses its prefix. Slots of
-//! groups that skip blocks have no parents: each can go when its turn comes.
+//! one reference, the tier's own, and its key in the index. Each slot of a full-attention group
+//! stands in [`Chains`]: one that has children does not go for room, so nothing that is kept loses
+//! its prefix. Slots of groups that skip blocks have no parents: each can go when its turn comes.
+//! A resident slot that proves damaged loses its key and its place at once, and is empty when its
+//! last pin ends.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::ops::Range;
 
 use crate::error::{Error, Result};
@@ -25,6 +24,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::{BLOCK_BYTES, BlockPool, MAX_BLOCKS, check_memory};
 
+use super::chains::Chains;
 use super::policy::{AnyPolicy, EvictionPolicy, Pass};
 
 /// What the slots of a store are being filled with, known from its plan on.
@@ -38,29 +38,24 @@ pub(super) struct Filling {
 }
 
 /// What a slot costs besides its block in the pool and what its policy keeps, in bytes.
-const SLOT_BYTES: usize = 13;
+const SLOT_BYTES: usize = Chains::SLOT_BYTES + 5;
 
-/// At most 121 bytes a slot, taken at construction; 196 where the policy has ghosts.
+/// At most 129 bytes a slot, taken at construction; 204 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
     pub(super) pool: BlockPool,
-    /// The slot of the block before; null for a root.
-    pub(super) parents: Vec<u32>,
-    /// Children in flight or resident.
-    pub(super) num_children: Vec<u32>,
+    pub(super) chains: Chains,
     /// Loads that read the slot.
     num_loads: Vec<u32>,
     /// Whether a store is filling the slot: then its key is in the pool's index, to be found by
     /// stores and by no lookup.
     is_filling: Vec<bool>,
     num_filling: usize,
-    /// Slots whose parent is not on the host, and its key: the device has it, or nobody.
-    pub(super) awaited: HashMap<BlockId, BlockKey, BuildHasherDefault<DefaultHasher>>,
-    /// The same by that key.
-    pub(super) awaiting: HashMap<BlockKey, Vec<BlockId>, BuildHasherDefault<DefaultHasher>>,
     pub(super) policy: AnyPolicy,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
+    /// How often resident slots have gone though there was room: by a reset, or damaged.
+    num_losses: u64,
 }
 
 /// What lookup can find: resident slots.
@@ -94,15 +89,13 @@ impl HostTier {
         check_memory(num_blocks, BLOCK_BYTES + SLOT_BYTES + policy.slot_bytes())?;
         Ok(Self {
             pool: BlockPool::new(num_blocks, events.then_some(Medium::Host))?,
-            parents: vec![0; num_blocks],
-            num_children: vec![0; num_blocks],
+            chains: Chains::new(num_blocks),
             num_loads: vec![0; num_blocks],
             is_filling: vec![false; num_blocks],
             num_filling: 0,
-            awaited: HashMap::default(),
-            awaiting: HashMap::default(),
             policy: policy.build(policy_size),
             num_evicted: 0,
+            num_losses: 0,
         })
     }
 
@@ -181,12 +174,12 @@ impl HostTier {
     /// How many resident slots may go, one after the other: all but those that are pinned, and
     /// those above them.
     fn num_evictable(&self) -> usize {
-        let mut stays = vec![false; self.parents.len()];
+        let mut stays = vec![false; self.pool.num_blocks()];
         stays[0] = true;
         for slot in self.slots().filter(|&slot| self.pool.num_pins(slot) > 0) {
             let mut at = slot.index();
             while !std::mem::replace(&mut stays[at], true) {
-                at = self.parents[at] as usize;
+                at = self.chains.parents()[at] as usize;
             }
         }
         self.slots().filter(|&slot| self.policy.contains(slot) && !stays[slot.index()]).count()
@@ -208,18 +201,9 @@ impl HostTier {
 
     /// A slot that has its key takes its place in the chain.
     fn enter(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
-        self.parents[slot.index()] = parent.0;
-        self.num_children[parent.index()] += 1;
-        let children = if self.awaiting.is_empty() { None } else { self.awaiting.remove(&key) };
-        for child in children.unwrap_or_default() {
-            self.awaited.remove(&child);
-            if self.is_below(slot, child) {
-                continue; // in a list that is no true chain: the two would be each other's parents
-            }
-            self.parents[child.index()] = slot.0;
-            self.policy.attached(child);
-            self.num_children[BlockId::NULL.index()] -= 1;
-            self.num_children[slot.index()] += 1;
+        self.chains.attach(slot, parent);
+        for root in self.chains.adopt(slot, &key) {
+            self.policy.split(root);
         }
         self.is_filling[slot.index()] = true;
         self.num_filling += 1;
@@ -231,15 +215,6 @@ impl HostTier {
         self.is_filling[slot.index()] = false;
     }
 
-    /// Whether `slot` is `other`, or stands below it.
-    fn is_below(&self, slot: BlockId, other: BlockId) -> bool {
-        let mut at = slot;
-        while !at.is_null() && at != other {
-            at = BlockId(self.parents[at.index()]);
-        }
-        at == other
-    }
-
     /// As [`fill`](Self::fill), below the slot that holds the hash before, or that will hold it: a
     /// lazy store brings a prompt's tail before its root. None: below nothing.
     pub(super) fn fill_below(&mut self, slot: BlockId, key: BlockKey, parent: Option<BlockHash>) {
@@ -248,8 +223,7 @@ impl HostTier {
             Some((_, Some(above))) => self.fill(slot, key, above),
             Some((parent, None)) => {
                 self.fill(slot, key, BlockId::NULL);
-                self.awaited.insert(slot, parent);
-                self.awaiting.entry(parent).or_default().push(slot);
+                self.chains.wait(slot, parent);
             }
             None => self.fill(slot, key, BlockId::NULL),
         }
@@ -381,7 +355,7 @@ impl HostTier {
     /// Ranks a whole chain, from `tail` up to its root. All but the `num_missed` next to the tail are
     /// hits.
     pub(super) fn rank_chain(&mut self, tail: BlockId, num_missed: usize) {
-        self.policy.ranked_chain(tail, &self.parents, num_missed);
+        self.policy.ranked_chain(tail, self.chains.parents(), num_missed);
     }
 
     /// Drops everything. Slots in flight are emptied when their jobs end; pinned ones when they
@@ -392,15 +366,13 @@ impl HostTier {
         self.pool.evict(&residents)?;
         self.pool.free(&residents)?;
         self.policy.clear();
+        self.num_losses += 1;
         let filling: Vec<BlockId> =
             self.slots().filter(|slot| self.is_filling[slot.index()]).collect();
         self.pool.forget_hidden(&filling);
         self.is_filling.fill(false);
         self.num_filling = 0;
-        self.awaited.clear();
-        self.awaiting.clear();
-        self.parents.fill(0);
-        self.num_children.fill(0);
+        self.chains.clear();
         Ok(())
     }
 
@@ -410,9 +382,8 @@ impl HostTier {
         let mut victims = Vec::new();
         let mut pass = Pass::default();
         while victims.len() < num_missing {
-            let is_unpinned_leaf = |slot: BlockId| {
-                self.num_children[slot.index()] == 0 && self.pool.num_pins(slot) == 0
-            };
+            let is_unpinned_leaf =
+                |slot: BlockId| self.chains.is_leaf(slot) && self.pool.num_pins(slot) == 0;
             let Some(slot) = self.policy.victim(&mut pass, is_unpinned_leaf) else { break };
             self.forget(slot);
             victims.push(slot);
@@ -427,34 +398,20 @@ impl HostTier {
 
     /// Takes a slot out of the chain it stands in.
     fn forget(&mut self, slot: BlockId) {
-        let parent = std::mem::take(&mut self.parents[slot.index()]);
-        self.num_children[parent as usize] -= 1;
-        if !self.awaited.is_empty()
-            && let Some(parent) = self.awaited.remove(&slot)
-            && let Some(children) = self.awaiting.get_mut(&parent)
-        {
-            children.retain(|&child| child != slot);
-            if children.is_empty() {
-                self.awaiting.remove(&parent);
-            }
-        }
+        self.chains.leave(slot);
         self.policy.removed(slot);
     }
 
     /// Takes `lost`, and all slots below them, out of the tier. Those of jobs in flight stay
     /// referenced until their jobs end.
     fn drop_below(&mut self, lost: &[BlockId]) -> Result<()> {
-        let is_lost = self.below(lost);
-        let doomed = |slot: &BlockId| is_lost[slot.index()];
-        let all: Vec<BlockId> = self.slots().filter(doomed).collect();
-        let filling: Vec<BlockId> =
-            all.iter().copied().filter(|slot| self.is_filling[slot.index()]).collect();
+        let all = self.chains.below(lost);
+        let (filling, residents): (Vec<BlockId>, Vec<BlockId>) =
+            all.iter().partition(|slot| self.is_filling[slot.index()]);
         self.pool.forget_hidden(&filling);
         for &slot in &filling {
             self.end_filling(slot);
         }
-        let residents: Vec<BlockId> =
-            all.iter().copied().filter(|&slot| self.policy.contains(slot)).collect();
         for slot in all {
             self.forget(slot);
         }
@@ -462,28 +419,29 @@ impl HostTier {
         self.pool.free(&residents)
     }
 
-    /// Marks `lost` and everything below them, by walking each slot up to one that is known.
-    fn below(&self, lost: &[BlockId]) -> Vec<bool> {
-        let mut is_lost = vec![None; self.parents.len()];
-        is_lost[0] = Some(false);
-        for slot in lost {
-            is_lost[slot.index()] = Some(true);
+    /// Takes those of `slots` that are resident out of the tier, because what they hold is damaged.
+    /// Their children wait for them. Returns them, sorted: each is the caller's to
+    /// [`give_back`](Self::give_back).
+    pub(super) fn drop_damaged(&mut self, slots: &[BlockId]) -> Result<Vec<BlockId>> {
+        let mut lost = slots.to_vec();
+        lost.sort_unstable();
+        lost.dedup();
+        lost.retain(|&slot| self.policy.contains(slot));
+        for &slot in &lost {
+            let Some(key) = self.pool.key(slot) else { continue };
+            self.policy.split(self.chains.root(slot));
+            self.chains.abandon(slot, key);
+            self.forget(slot);
         }
-        let mut path = Vec::new();
-        for slot in 1..self.parents.len() {
-            let mut at = slot;
-            let known = loop {
-                match is_lost[at] {
-                    Some(known) => break known,
-                    None => path.push(at),
-                }
-                at = self.parents[at] as usize;
-            };
-            for at in path.drain(..) {
-                is_lost[at] = Some(known);
-            }
-        }
-        is_lost.into_iter().map(|known| known == Some(true)).collect()
+        self.pool.evict(&lost)?;
+        self.num_losses += u64::from(!lost.is_empty());
+        Ok(lost)
+    }
+
+    /// Changes whenever resident slots have gone though there was room: what had been kept is to be
+    /// looked at again.
+    pub(super) fn num_losses(&self) -> u64 {
+        self.num_losses
     }
 
     /// Slots that stores are filling.
@@ -498,14 +456,12 @@ impl HostTier {
     /// Verifies every invariant of the tier.
     pub(super) fn check(&self) -> Result<()> {
         self.pool.check()?;
-        let parent = |slot: BlockId| BlockId(self.parents[slot.index()]);
-        self.policy.check(|slot| self.pool.key(slot), parent)?;
+        self.policy.check(|slot| self.pool.key(slot), |slot| self.chains.parent(slot))?;
         let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
         let is_filling = &self.is_filling;
         if is_filling.iter().filter(|&&is_filling| is_filling).count() != self.num_filling {
             return broken("slots that stores fill are miscounted".to_owned());
         }
-        let mut num_children = vec![0; self.pool.num_blocks()];
         for slot in self.slots() {
             let is_resident = self.policy.contains(slot);
             if self.pool.key(slot).is_some() != (is_resident || is_filling[slot.index()]) {
@@ -518,39 +474,12 @@ impl HostTier {
             if is_kept && self.pool.num_refs(slot) != 1 {
                 return broken(format!("slot {slot} has {} references", self.pool.num_refs(slot)));
             }
-            let parent = BlockId(self.parents[slot.index()]);
-            if !is_kept && !parent.is_null() {
-                return broken(format!("slot {slot} is empty and has the parent {parent}"));
-            }
-            if is_kept {
-                if !parent.is_null() && !self.policy.contains(parent) && !is_filling[parent.index()]
-                {
-                    return broken(format!("slot {slot} has lost its parent {parent}"));
-                }
-                num_children[parent.index()] += 1;
-            }
             if self.num_loads[slot.index()] > self.pool.num_pins(slot) {
                 return broken(format!("slot {slot} is read by a load that does not pin it"));
             }
         }
-        let num_awaiting: usize = self.awaiting.values().map(Vec::len).sum();
-        for (slot, parent) in &self.awaited {
-            let is_kept = self.policy.contains(*slot) || is_filling[slot.index()];
-            let waits = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
-            if !is_kept || !waits || self.parents[slot.index()] != 0 {
-                return broken(format!("slot {slot} does not wait for its parent as it should"));
-            }
-            if self.resident_or_in_flight(parent).is_some() {
-                return broken(format!("slot {slot} waits for a parent that is there"));
-            }
-        }
-        if num_awaiting != self.awaited.len() {
-            return broken("slots that wait for their parents are miscounted".to_owned());
-        }
-        if num_children != self.num_children {
-            return broken("children are miscounted".to_owned());
-        }
-        Ok(())
+        let is_kept = |slot: BlockId| self.policy.contains(slot) || is_filling[slot.index()];
+        self.chains.check(is_kept, |key| self.resident_or_in_flight(key).is_some())
     }
 
     /// How many pins are held on all slots.
@@ -558,13 +487,13 @@ impl HostTier {
         self.slots().map(|slot| self.pool.num_pins(slot) as usize).sum()
     }
 
-    /// Slots in use: resident, given to a store, or of a sleep image.
-    pub(super) fn used_slots(&self) -> impl Iterator<Item = BlockId> {
-        self.slots().filter(|&slot| self.pool.num_refs(slot) > 0)
+    /// Whether a slot is in use: resident, given to a store, or a sleep image's own.
+    pub(super) fn is_referenced(&self, slot: BlockId) -> bool {
+        self.pool.num_refs(slot) > 0
     }
 
     /// How many slots are in use.
     pub(super) fn num_referenced(&self) -> usize {
-        self.used_slots().count()
+        self.slots().filter(|&slot| self.is_referenced(slot)).count()
     }
 }

@@ -47,7 +47,7 @@ pub enum TransferEvent {
 impl Kind {
     pub(super) fn direction(&self) -> Direction {
         match self {
-            Self::Load => Direction::Load,
+            Self::Load { .. } => Direction::Load,
             Self::Store { .. } => Direction::Store,
         }
     }

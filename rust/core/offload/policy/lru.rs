@@ -119,7 +119,7 @@ impl Policy for Lru {
         self.has_chains = true;
     }
 
-    fn attached(&mut self, root: BlockId) {
+    fn split(&mut self, root: BlockId) {
         self.tails[root.index()] = 0;
     }
 

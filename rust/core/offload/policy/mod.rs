@@ -122,8 +122,8 @@ pub(super) trait Policy {
         self.ranked(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
     }
 
-    /// A slot that was a root has a parent from now on.
-    fn attached(&mut self, _root: BlockId) {}
+    /// The chains below `root` stand together no more: one was put below another slot, or cut.
+    fn split(&mut self, _root: BlockId) {}
 
     /// A slot is no longer resident, if it was.
     fn removed(&mut self, slot: BlockId);
@@ -193,8 +193,8 @@ impl AnyPolicy {
         delegate!(self, policy => policy.ranked_chain(tail, parents, num_missed));
     }
 
-    pub(super) fn attached(&mut self, root: BlockId) {
-        delegate!(self, policy => policy.attached(root));
+    pub(super) fn split(&mut self, root: BlockId) {
+        delegate!(self, policy => policy.split(root));
     }
 
     #[inline]

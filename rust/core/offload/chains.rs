@@ -1,0 +1,264 @@
+//! Which slot stands below which: the prefix trees of the host tier.
+//!
+//! ```text
+//!   root <-- a <-- b        a slot's parent holds the block before it
+//!             ^--- c        children of one slot are linked to one another
+//!
+//!   d waits for key k       the tier does not have the block before d: d is a root until k comes
+//! ```
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, DefaultHasher};
+
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+use crate::key::BlockKey;
+
+type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
+
+const OLDER: usize = 0;
+const NEWER: usize = 1;
+
+/// Parents and children of slots, and the slots that wait for a parent. 16 bytes a slot.
+#[derive(Clone, Debug)]
+pub(super) struct Chains {
+    /// The slot of the block before; null for a root.
+    parents: Vec<u32>,
+    /// The child that came last; null for a leaf. A root is nobody's child.
+    children: Vec<u32>,
+    /// The neighbours among the children of one slot.
+    siblings: Vec<[u32; 2]>,
+    /// Roots whose parent is not on the host, and its key.
+    awaited: Map<BlockId, BlockKey>,
+    /// The same by that key.
+    awaiting: Map<BlockKey, Vec<BlockId>>,
+}
+
+impl Chains {
+    pub(super) const SLOT_BYTES: usize = 16;
+
+    /// For slots `1..num_blocks`, all of them roots without children.
+    pub(super) fn new(num_blocks: usize) -> Self {
+        Self {
+            parents: vec![0; num_blocks],
+            children: vec![0; num_blocks],
+            siblings: vec![[0; 2]; num_blocks],
+            awaited: HashMap::default(),
+            awaiting: HashMap::default(),
+        }
+    }
+
+    /// The parents by slot; null above a root.
+    pub(super) fn parents(&self) -> &[u32] {
+        &self.parents
+    }
+
+    #[inline]
+    pub(super) fn parent(&self, slot: BlockId) -> BlockId {
+        BlockId(self.parents[slot.index()])
+    }
+
+    #[inline]
+    pub(super) fn is_leaf(&self, slot: BlockId) -> bool {
+        self.children[slot.index()] == 0
+    }
+
+    /// The root above `slot`, or `slot` itself.
+    pub(super) fn root(&self, slot: BlockId) -> BlockId {
+        let mut at = slot;
+        while !self.parent(at).is_null() {
+            at = self.parent(at);
+        }
+        at
+    }
+
+    /// Whether `slot` is `other`, or stands below it.
+    fn is_below(&self, slot: BlockId, other: BlockId) -> bool {
+        let mut at = slot;
+        while !at.is_null() && at != other {
+            at = self.parent(at);
+        }
+        at == other
+    }
+
+    /// A root goes below `parent`; below null it stays a root.
+    #[inline]
+    pub(super) fn attach(&mut self, slot: BlockId, parent: BlockId) {
+        self.parents[slot.index()] = parent.0;
+        if parent.is_null() {
+            return;
+        }
+        let older = std::mem::replace(&mut self.children[parent.index()], slot.0);
+        self.siblings[slot.index()] = [older, 0];
+        if older != 0 {
+            self.siblings[older as usize][NEWER] = slot.0;
+        }
+    }
+
+    /// Puts below `slot`, which holds `key` from now on, what has waited for that key. Returns the
+    /// slots that were roots.
+    #[inline]
+    pub(super) fn adopt(&mut self, slot: BlockId, key: &BlockKey) -> Vec<BlockId> {
+        if self.awaiting.is_empty() {
+            return Vec::new();
+        }
+        let mut adopted = self.awaiting.remove(key).unwrap_or_default();
+        for child in &adopted {
+            self.awaited.remove(child);
+        }
+        // In a list that is no true chain the two would be each other's parents.
+        adopted.retain(|&child| !self.is_below(slot, child));
+        for &child in &adopted {
+            self.attach(child, slot);
+        }
+        adopted
+    }
+
+    /// A root waits for its parent. False if it waits already.
+    pub(super) fn wait(&mut self, root: BlockId, parent: BlockKey) -> bool {
+        let is_new = self.awaited.insert(root, parent).is_none();
+        if is_new {
+            self.awaiting.entry(parent).or_default().push(root);
+        }
+        is_new
+    }
+
+    /// Takes a slot out of its place. Returns its parent.
+    #[inline]
+    pub(super) fn leave(&mut self, slot: BlockId) -> BlockId {
+        let parent = std::mem::take(&mut self.parents[slot.index()]);
+        if parent != 0 {
+            let [older, newer] = self.siblings[slot.index()];
+            if older != 0 {
+                self.siblings[older as usize][NEWER] = newer;
+            }
+            if newer == 0 {
+                self.children[parent as usize] = older;
+            } else {
+                self.siblings[newer as usize][OLDER] = older;
+            }
+        }
+        if !self.awaited.is_empty()
+            && let Some(parent) = self.awaited.remove(&slot)
+            && let Some(children) = self.awaiting.get_mut(&parent)
+        {
+            children.retain(|&child| child != slot);
+            if children.is_empty() {
+                self.awaiting.remove(&parent);
+            }
+        }
+        BlockId(parent)
+    }
+
+    /// The children of a slot that held `key` become roots, and wait for it to come back.
+    pub(super) fn abandon(&mut self, slot: BlockId, key: BlockKey) {
+        let mut child = BlockId(std::mem::take(&mut self.children[slot.index()]));
+        while !child.is_null() {
+            self.parents[child.index()] = 0;
+            self.wait(child, key);
+            child = BlockId(self.siblings[child.index()][OLDER]);
+        }
+    }
+
+    /// These slots and all below them, ascending.
+    pub(super) fn below(&self, slots: &[BlockId]) -> Vec<BlockId> {
+        let mut all = slots.to_vec();
+        all.sort_unstable();
+        all.dedup();
+        let given = all.clone();
+        let mut at = 0;
+        while at < all.len() {
+            let mut child = self.children[all[at].index()];
+            while child != 0 {
+                if given.binary_search(&BlockId(child)).is_err() {
+                    all.push(BlockId(child));
+                }
+                child = self.siblings[child as usize][OLDER];
+            }
+            at += 1;
+        }
+        all.sort_unstable();
+        all
+    }
+
+    /// Every slot becomes a root without children.
+    pub(super) fn clear(&mut self) {
+        self.parents.fill(0);
+        self.children.fill(0);
+        self.awaited.clear();
+        self.awaiting.clear();
+    }
+
+    /// The slots that wait, and for what, ascending.
+    pub(super) fn waiting(&self) -> Vec<(BlockId, BlockKey)> {
+        let mut waiting: Vec<_> = self.awaited.iter().map(|(&slot, &key)| (slot, key)).collect();
+        waiting.sort_unstable();
+        waiting
+    }
+
+    /// Whether a slot stands below itself.
+    pub(super) fn has_loop(&self) -> bool {
+        let mut is_done = vec![false; self.parents.len()];
+        let mut is_on_path = vec![false; self.parents.len()];
+        is_done[0] = true;
+        let mut path = Vec::new();
+        for slot in 1..self.parents.len() {
+            let mut at = slot;
+            while !is_done[at] {
+                if std::mem::replace(&mut is_on_path[at], true) {
+                    return true;
+                }
+                path.push(at);
+                at = self.parents[at] as usize;
+            }
+            path.drain(..).for_each(|at| is_done[at] = true);
+        }
+        false
+    }
+
+    /// Verifies that links agree, and that only slots that are kept have a place.
+    ///
+    /// # Errors
+    /// [`Error::Broken`] names the first invariant that does not hold.
+    pub(super) fn check(
+        &self,
+        is_kept: impl Fn(BlockId) -> bool,
+        holds: impl Fn(&BlockKey) -> bool,
+    ) -> Result<()> {
+        let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
+        let mut num_children = 0;
+        for slot in (1..).map(BlockId).take(self.parents.len() - 1) {
+            let parent = self.parent(slot);
+            if !(parent.is_null() || is_kept(slot) && is_kept(parent)) {
+                return broken(format!("slot {slot} or its parent {parent} is empty"));
+            }
+            num_children += usize::from(!parent.is_null());
+            let (mut newer, mut child) = (0, self.children[slot.index()]);
+            while child != 0 {
+                let at = child as usize;
+                if self.parents[at] != slot.0 || self.siblings[at][NEWER] != newer {
+                    return broken(format!("slot {child} is no child of {slot}, or out of order"));
+                }
+                num_children = num_children.wrapping_sub(1);
+                (newer, child) = (child, self.siblings[at][OLDER]);
+            }
+        }
+        if num_children != 0 {
+            return broken("children are miscounted".to_owned());
+        }
+        let num_awaiting: usize = self.awaiting.values().map(Vec::len).sum();
+        for (slot, parent) in &self.awaited {
+            let waits = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
+            if !is_kept(*slot) || !waits || !self.parent(*slot).is_null() {
+                return broken(format!("slot {slot} does not wait for its parent as it should"));
+            }
+            if holds(parent) {
+                return broken(format!("slot {slot} waits for a parent that is there"));
+            }
+        }
+        if num_awaiting != self.awaited.len() {
+            return broken("slots that wait for their parents are miscounted".to_owned());
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,235 @@
+"""Streaming sessions that replace their last tokens, and device blocks that are overwritten.
+
+Each block's content is the hash that its KV was computed for, or "torn" where no step has run: a
+block that is stored under another hash than its content's would serve wrong KV.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow import (
+    BlockLedger,
+    ConfigError,
+    FullAttention,
+    InvalidBlock,
+    Job,
+    OffloadScheduler,
+    StateError,
+    UnknownRequest,
+)
+
+BLOCK = 4
+ALL = 2**40
+GROUP = FullAttention(BLOCK)
+TORN = b"torn"
+NUM_DEVICE_BLOCKS = 12
+
+Mode = Literal["eager", "lazy"]
+
+
+class Sessions:
+    """A session at a time, over a device whose pool publishes hashes when it grants blocks."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.tier = OffloadScheduler(200, [GROUP], mode=mode)
+        self.lazy = mode == "lazy"
+        self.device: dict[int, bytes] = {}
+        self.published: dict[int, bytes] = {}
+        self.host: dict[int, bytes] = {}
+        self.num_names = 0
+        self.ever: list[list[bytes]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.hashes: list[bytes] = []
+        self.table: list[int] = []
+        self.num_reported = 0
+        self.id = f"session {self.num_names}"
+        self.tier.add(self.id, [])
+
+    def new_names(self, num: int) -> list[bytes]:
+        self.num_names += num
+        return [(self.num_names + at).to_bytes(8, "big") for at in range(num)]
+
+    def grant(self, names: list[bytes]) -> list[int]:
+        """Blocks for these hashes, published; no step has run yet."""
+        free = [block for block in range(1, NUM_DEVICE_BLOCKS) if block not in self.table]
+        taken = free[: len(names)]
+        for block, name in zip(taken, names, strict=False):
+            self.device[block], self.published[block] = TORN, name
+        self.tier.invalidate(taken)
+        return taken
+
+    def grow(self, num: int) -> None:
+        names = self.new_names(num)
+        taken = self.grant(names)
+        names = names[: len(taken)]
+        self.hashes += names
+        self.table += taken
+        self.tier.extend(self.id, names)
+        self.compute(len(self.hashes) - len(names))
+
+    def compute(self, first: int) -> None:
+        """A step has filled the blocks from `first` on."""
+        self.device |= dict(zip(self.table[first:], self.hashes[first:], strict=True))
+        self.ever.append(list(self.hashes))
+        new = self.table[self.num_reported :]
+        self.num_reported = len(self.table)
+        self.land(self.tier.store([self.id], [len(self.table) * BLOCK], new, [0, len(new)]))
+
+    def replace(self, num: int) -> None:
+        """The last blocks get other tokens: they are computed again, where they lie."""
+        first = max(len(self.hashes) - num, 0)
+        if first == len(self.hashes):
+            return
+        self.tier.truncate(self.id, first)
+        names = self.new_names(len(self.hashes) - first)
+        self.hashes[first:] = names
+        self.published |= dict(zip(self.table[first:], names, strict=True))
+        self.tier.invalidate(self.table[first:])
+        self.tier.extend(self.id, names)
+        self.compute(first)
+
+    def abort(self, num: int) -> None:
+        """A request is granted blocks for hashes that were used before, and leaves at once."""
+        if self.ever:
+            self.grant(self.ever[-1][:num])
+
+    def finish(self) -> None:
+        self.tier.finish(self.id)
+        self.num_names += 1
+        self.begin()
+
+    def evictable(self) -> None:
+        if self.lazy:
+            blocks = [block for block in self.published if block not in self.table]
+            hashes = [self.published[block] for block in blocks]
+            self.land(self.tier.store_candidates(blocks, hashes))
+
+    def land(self, job: Job | None) -> None:
+        if job is not None:
+            for block, slot in zip(job.block_ids.tolist(), job.host_slots.tolist(), strict=True):
+                self.host[slot] = self.device[block]
+            self.tier.complete(job.job_id)
+        self.tier.check()
+
+    def check_served(self, hashes: list[bytes]) -> int:
+        """What the host serves of a prompt is what its hashes name."""
+        self.tier.add("probe", hashes)
+        num_tokens = self.tier.lookup("probe", 0, ALL)
+        assert num_tokens is not None
+        if num_tokens:
+            job = self.tier.load("probe", num_tokens, [range(100, 100 + num_tokens // BLOCK)])
+            served = [self.host[slot] for slot in job.host_slots.tolist()]
+            assert served == hashes[: num_tokens // BLOCK]
+            self.tier.complete(job.job_id)
+        self.tier.finish("probe")
+        return num_tokens // BLOCK
+
+
+count = st.integers(1, 4)
+ops = st.one_of(
+    st.tuples(st.sampled_from(["grow", "replace", "abort"]), count),
+    st.tuples(st.sampled_from(["finish", "evictable"])),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(mode=st.sampled_from(["eager", "lazy"]), script=st.lists(ops, max_size=25))
+def test_no_block_is_stored_under_a_hash_that_it_does_not_hold(
+    mode: Mode, script: list[tuple[str] | tuple[str, int]]
+) -> None:
+    sessions = Sessions(mode)
+    for name, *args in script:
+        getattr(sessions, name)(*args)
+        for hashes in sessions.ever:
+            sessions.check_served(hashes)
+        if mode == "eager":
+            assert sessions.check_served(sessions.hashes) == len(sessions.hashes), "all is stored"
+
+
+def test_truncated_request_stores_its_new_blocks_and_keeps_the_old_ones_stored() -> None:
+    sessions = Sessions("eager")
+    sessions.grow(3)
+    before = list(sessions.hashes)
+    sessions.replace(1)
+    assert sessions.check_served(before) == 3, "the block was right when it was stored"
+    assert sessions.check_served(sessions.hashes) == 3
+
+
+def test_truncate_releases_what_a_lookup_holds() -> None:
+    sessions = Sessions("eager")
+    sessions.grow(3)
+    tier = sessions.tier
+    tier.add("again", sessions.hashes)
+    assert tier.lookup("again", 0, ALL) == 3 * BLOCK
+    tier.truncate("again", 2)
+    with pytest.raises(StateError, match="its lookup comes first"):
+        tier.load("again", 3 * BLOCK, [[7, 8, 9]])
+    assert tier.lookup("again", 0, ALL) == 2 * BLOCK
+    tier.check()
+
+
+def test_truncate_refuses_more_hashes_than_are_known() -> None:
+    tier = OffloadScheduler(8, [GROUP])
+    tier.add("a", [b"12345678"])
+    with pytest.raises(ConfigError, match="2 of 1 hashes cannot be kept"):
+        tier.truncate("a", 2)
+    with pytest.raises(UnknownRequest):
+        tier.truncate("b", 0)
+
+
+def test_lazy_stores_nothing_that_was_published_and_not_computed() -> None:
+    """A block held a prompt, held another, and was granted for the first one again."""
+    ledger = BlockLedger(3, [GROUP])
+    tier = OffloadScheduler(8, [GROUP], mode="lazy", num_device_blocks=3)
+    prompt = [b"A" * 8]
+
+    def admit(id: str, hashes: list[bytes]) -> list[int]:
+        ledger.add(id, hashes)
+        tier.add(id, hashes)
+        granted = ledger.allocate(id, len(hashes) * BLOCK)
+        assert granted is not None
+        tier.invalidate(granted[0])
+        blocks: list[int] = granted[0].tolist()
+        return blocks
+
+    (first,) = admit("first", prompt)
+    tier.store(["first"], [BLOCK], [first], [0, 1])
+    ledger.free("first")
+    tier.finish("first")
+    admit("other", [b"x" * 8, b"y" * 8])
+    ledger.free("other")
+    tier.finish("other")
+    ledger.pool.evict([1, 2])
+    assert admit("again", prompt) == [first]
+    # It leaves before its step has run.
+    ledger.free("again")
+    tier.finish("again")
+    assert tier.store_evictable(ledger.pool, 2) is None
+
+
+def test_lazy_load_forgets_what_its_target_held() -> None:
+    tier = OffloadScheduler(8, [GROUP], mode="lazy")
+    for id, name in (("a", b"A" * 8), ("b", b"B" * 8)):
+        tier.add(id, [name])
+        tier.store([id], [BLOCK], [1 if id == "a" else 2], [0, 1])
+    job = tier.store_candidates([1], [b"A" * 8])
+    assert job is not None
+    tier.complete(job.job_id)
+    tier.add("loads", [b"A" * 8])
+    assert tier.lookup("loads", 0, ALL) == BLOCK
+    load = tier.load("loads", BLOCK, [[2]])
+    tier.complete(load.job_id, ok=False)
+    assert tier.store_candidates([2], [b"B" * 8]) is None, "the load may have torn it"
+
+
+def test_invalidate_refuses_blocks_outside_the_device() -> None:
+    tier = OffloadScheduler(8, [GROUP], mode="lazy", num_device_blocks=4)
+    with pytest.raises(InvalidBlock, match="block 4 is not in this pool"):
+        tier.invalidate([1, 4])
