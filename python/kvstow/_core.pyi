@@ -174,14 +174,32 @@ class FullAttention:
 class SlidingWindow:
     """Layers in which a token attends to itself and the `window - 1` tokens before it."""
 
-    def __new__(cls, block_size: int, window: int) -> SlidingWindow:
-        """Raises `ConfigError` unless each is 1 to 2**30."""
+    def __new__(
+        cls, block_size: int, window: int, *, extra_retained_tokens: int = 0
+    ) -> SlidingWindow:
+        """Describe a group of such layers.
+
+        Args:
+            block_size: tokens per block.
+            window: in tokens, the attending one included.
+            extra_retained_tokens: tokens right below the window that no token attends to, but
+                whose blocks a request keeps and a load brings. Speculative decoding with several
+                modules needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the
+                device does not need them.
+
+        Raises:
+            ConfigError: a block size or window that is not 1 to 2**30, or a window of more
+                together with its extra tokens.
+        """
     @property
     def block_size(self) -> int:
         """Tokens per block."""
     @property
     def window(self) -> int:
         """In tokens, the attending one included."""
+    @property
+    def extra_retained_tokens(self) -> int:
+        """Tokens right below the window whose blocks a request keeps."""
     def __hash__(self) -> int: ...
 
 @final

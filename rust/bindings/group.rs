@@ -40,10 +40,21 @@ pub(crate) struct SlidingWindow {
 #[pymethods]
 impl SlidingWindow {
     #[new]
-    fn new(block_size: Count, window: Count) -> PyResult<Self> {
+    #[pyo3(
+        signature = (block_size, window, *, extra_retained_tokens = Count(0)),
+        text_signature = "(block_size, window, *, extra_retained_tokens=0)"
+    )]
+    fn new(block_size: Count, window: Count, extra_retained_tokens: Count) -> PyResult<Self> {
         let window = window.0;
-        let group = Group::new(Attention::SlidingWindow { window }, block_size.0).map_err(to_py)?;
+        let group = Group::new(Attention::SlidingWindow { window }, block_size.0)
+            .and_then(|group| group.retaining(extra_retained_tokens.0))
+            .map_err(to_py)?;
         Ok(Self { group, window })
+    }
+
+    #[getter]
+    fn extra_retained_tokens(&self) -> usize {
+        self.group.extra_retained_tokens()
     }
 
     #[getter]
@@ -52,7 +63,11 @@ impl SlidingWindow {
     }
 
     fn __repr__(&self) -> String {
-        format!("SlidingWindow(block_size={}, window={})", self.group.block_size, self.window)
+        let extra = match self.group.extra_retained_tokens() {
+            0 => String::new(),
+            extra => format!(", extra_retained_tokens={extra}"),
+        };
+        format!("SlidingWindow(block_size={}, window={}{extra})", self.block_size(), self.window)
     }
 }
 

@@ -24,6 +24,10 @@ fn window(window: usize, block_size: usize) -> Group {
     Group::new(Attention::SlidingWindow { window }, block_size).unwrap()
 }
 
+fn retaining(extra: usize, group: Group) -> Group {
+    group.retaining(extra).unwrap()
+}
+
 fn chunked(chunk: usize, block_size: usize) -> Group {
     Group::new(Attention::ChunkedLocal { chunk }, block_size).unwrap()
 }
@@ -52,12 +56,18 @@ fn num_skipped(group: Group, num_tokens: usize) -> usize {
     match group.attention {
         Attention::Full => 0,
         Attention::SlidingWindow { window } => {
-            (num_tokens + 1).saturating_sub(window) / group.block_size
+            let kept = window + group.extra_retained_tokens();
+            (num_tokens + 1).saturating_sub(kept) / group.block_size
         }
         Attention::ChunkedLocal { chunk } => num_tokens / chunk * (chunk / group.block_size),
         Attention::StateSpace => num_tokens.div_ceil(group.block_size).saturating_sub(1),
         _ => unreachable!("no other kind is known here"),
     }
+}
+
+/// Blocks, from the first, that no token reads from there on.
+fn num_unread(group: Group, num_tokens: usize) -> usize {
+    num_skipped(Group::new(group.attention, group.block_size).unwrap(), num_tokens)
 }
 
 fn name(who: usize) -> String {
@@ -166,6 +176,10 @@ fn a_kind_skips_what_no_later_token_reads() {
         (window(5, 4), 12, 2),
         (window(1, 4), 3, 0),
         (window(1, 4), 4, 1),
+        (retaining(3, window(5, 4)), 10, 0), // token 10 reads from 6 on, 3 to 5 are retained
+        (retaining(3, window(5, 4)), 11, 1),
+        (retaining(4, window(1, 4)), 7, 0),
+        (retaining(4, window(1, 4)), 8, 1),
         (chunked(8, 4), 7, 0),
         (chunked(8, 4), 8, 2),
         (chunked(8, 4), 15, 2),
@@ -184,6 +198,38 @@ fn a_kind_skips_what_no_later_token_reads() {
         assert_eq!(ledger.pool().num_free(), free_before + num_skipped - taken.len());
         ledger.check().unwrap();
     }
+}
+
+#[test]
+fn a_hit_does_not_need_what_a_window_retains() {
+    let groups = [retaining(6, window(5, 4))];
+    let mut ledger = with_prompt(&groups, 20);
+    // The window of token 20 begins in block 4; blocks 2 and 3 are retained below it.
+    assert_eq!(found_without(&ledger, 0, &[0, 1, 2, 3]), (20, vec![(4, 5)]));
+    ledger.free("a").unwrap();
+    ledger.add("a", &hashes(&[0, 1, 2, 3, 4]), Context::default()).unwrap();
+    let hit = ledger.lookup("a", usize::MAX).unwrap();
+    let args = AllocateArgs { num_new_tokens: 4, hit: Some(&hit), ..AllocateArgs::default() };
+    ledger.allocate("a", &args).unwrap().unwrap();
+    ledger.check().unwrap();
+    // What was not hit is null, though a request that computes the same keeps it.
+    assert_eq!(num_null(ledger.block_table("a", 0).unwrap()), 4);
+    ledger.rewind("a", 20).unwrap();
+    allocate(&mut ledger, 12).unwrap();
+    allocate(&mut ledger, 1).unwrap();
+    // Token 32 reads from 28 on, and 22 to 27 are retained.
+    assert_eq!(num_null(ledger.block_table("a", 0).unwrap()), 5);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn only_a_window_retains_tokens_below_it() {
+    for group in [full(4), chunked(8, 4), state(4)] {
+        assert!(group.retaining(1).is_err());
+    }
+    assert!(window(5, 4).retaining(usize::MAX).is_err());
+    assert!(window(5, 4).retaining((1 << 30) - 4).is_err());
+    assert!(window(5, 4).retaining((1 << 30) - 5).is_ok());
 }
 
 #[test]
@@ -318,10 +364,11 @@ struct More {
 }
 
 fn group() -> impl Strategy<Value = Group> {
-    (0..4, select(vec![1, 2, 4, 8, 6, 3]), 1..40_usize).prop_map(|(kind, block_size, extent)| {
+    (0..5, select(vec![1, 2, 4, 8, 6, 3]), 1..40_usize).prop_map(|(kind, block_size, extent)| {
         match kind {
             0 => full(block_size),
             1 => window(extent, block_size),
+            4 => retaining(extent % 13, window(1 + extent % 11, block_size)),
             2 => chunked((1 + extent % 4) * block_size, block_size),
             _ => state(block_size),
         }
@@ -654,7 +701,7 @@ impl World {
         if self.ledger.rewind(&name(who), num_tokens).is_ok() {
             *granted = num_tokens;
             for (table, group) in tables.iter().zip(self.groups()) {
-                assert!(num_null(table) <= num_skipped(group, num_tokens));
+                assert!(num_null(table) <= num_unread(group, num_tokens));
             }
         }
         assert_eq!(self.seen(&self.ledger), expected);

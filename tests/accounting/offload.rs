@@ -30,6 +30,8 @@ fn models() -> impl Strategy<Value = Vec<Group>> {
     prop_oneof![
         4 => Just(vec![group(Attention::Full, 2)]),
         2 => Just(vec![group(Attention::Full, 2), window(4, 2)]),
+        1 => Just(vec![group(Attention::Full, 2), window(3, 2).retaining(4).unwrap()]),
+        1 => Just(vec![group(Attention::Full, 4), window(3, 2).retaining(2).unwrap()]),
         2 => Just(vec![window(3, 2), group(Attention::Full, 4), group(Attention::StateSpace, 2)]),
         1 => Just(vec![group(Attention::ChunkedLocal { chunk: 6 }, 2), window(5, 4)]),
         1 => Just(vec![group(Attention::Full, 2), group(Attention::Full, 2)]),

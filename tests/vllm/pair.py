@@ -84,6 +84,7 @@ def spec(group: Group) -> KVCacheSpec:
                 head_size=1,
                 dtype=torch.float32,
                 sliding_window=group.window,
+                extra_retained_tokens=group.extra_retained_tokens,
             )
         case ChunkedLocal():
             return ChunkedLocalAttentionSpec(

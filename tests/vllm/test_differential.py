@@ -28,6 +28,15 @@ MODELS = [
     Model("sliding + full + sliding", (SlidingWindow(4, 9), FullAttention(4), SlidingWindow(4, 9))),
     Model("full + 2 windows", (FullAttention(4), SlidingWindow(4, 6), SlidingWindow(4, 17))),
     Model("2 windows", (SlidingWindow(4, 5), SlidingWindow(4, 21))),
+    Model("retaining", (SlidingWindow(4, 6, extra_retained_tokens=5),)),
+    Model(
+        "full + retaining + sliding",
+        (FullAttention(4), SlidingWindow(4, 9, extra_retained_tokens=2), SlidingWindow(4, 9)),
+    ),
+    Model(
+        "retaining in smaller blocks",
+        (FullAttention(8), SlidingWindow(2, 3, extra_retained_tokens=4)),
+    ),
     Model("full + chunked", (FullAttention(4), ChunkedLocal(4, 12))),
     Model("full + chunked + sliding", (FullAttention(2), ChunkedLocal(2, 8), SlidingWindow(2, 7))),
     Model("full + state", (FullAttention(4), StateSpace(4))),

@@ -9,9 +9,10 @@
 //!   recurrent state   the one block whose state ends at n         n - 1 tokens
 //! ```
 //!
-//! What a hit needs is what is not skipped: the next token reads it. A skipped block stands in the
-//! table as the null block. The reference is vLLM 0.32's
-//! `single_type_kv_cache_manager.py`.
+//! What a hit needs is what the next token reads. A skipped block stands in the table as the null
+//! block. A window may retain tokens below it ([`Group::retaining`]): a request keeps their blocks
+//! longer, and a tier loads them, but a hit on the device does not need them. The reference is vLLM
+//! 0.32's `single_type_kv_cache_manager.py`.
 
 mod chunked_local;
 mod full_attention;
@@ -70,6 +71,10 @@ pub struct Group {
     /// Tokens per block.
     #[n(1)]
     pub block_size: usize,
+    /// Tokens right below a window whose blocks a request keeps, though no token reads them.
+    #[n(2)]
+    #[cbor(default)]
+    extra_retained_tokens: usize,
 }
 
 impl Group {
@@ -93,7 +98,43 @@ impl Group {
                 }
             }
         }
-        Ok(Self { attention, block_size })
+        Ok(Self { attention, block_size, extra_retained_tokens: 0 })
+    }
+
+    /// The same window, keeping the blocks of that many tokens more: draft models of several
+    /// modules compute the last tokens again, and then read below the window.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for another kind than a window, and where both together are more than
+    /// [`MAX_GROUP_TOKENS`].
+    pub fn retaining(self, extra_retained_tokens: usize) -> Result<Self> {
+        let Attention::SlidingWindow { window } = self.attention else {
+            return Err(Error::Config(format!(
+                "{extra_retained_tokens} extra retained tokens for {:?}: only a window retains any",
+                self.attention
+            )));
+        };
+        let num_tokens = window.saturating_add(extra_retained_tokens);
+        check_tokens("a window with its extra retained tokens", num_tokens)?;
+        Ok(Self { extra_retained_tokens, ..self })
+    }
+
+    /// The group as a tier holds it, in blocks `factor` times as large. A load fills all that a
+    /// request keeps, so a hit there needs what a window retains.
+    pub(crate) fn in_tier(self, factor: usize) -> Result<Self> {
+        let block_size = self.block_size.saturating_mul(factor);
+        match self.attention {
+            Attention::SlidingWindow { window } => {
+                let window = window + self.extra_retained_tokens;
+                Self::new(Attention::SlidingWindow { window }, block_size)
+            }
+            other => Self::new(other, block_size),
+        }
+    }
+
+    /// Tokens right below a window whose blocks a request keeps.
+    pub fn extra_retained_tokens(self) -> usize {
+        self.extra_retained_tokens
     }
 
     /// Blocks that `num_tokens` tokens need, the last one perhaps in part.
@@ -102,11 +143,18 @@ impl Group {
         num_tokens.div_ceil(self.block_size)
     }
 
+    /// Blocks at the start of a request that it gives up once `num_tokens` are computed: no later
+    /// token reads them, and no window retains them.
+    #[inline]
+    pub fn num_skipped_blocks(self, num_tokens: usize) -> usize {
+        self.num_unread_blocks(num_tokens.saturating_sub(self.extra_retained_tokens))
+    }
+
     /// Blocks at the start of a request that no later token reads, `num_tokens` being computed. A
     /// hit of that many tokens needs all blocks but these.
     #[inline]
-    pub fn num_skipped_blocks(self, num_tokens: usize) -> usize {
-        let num_skipped_tokens = match self.attention {
+    pub fn num_unread_blocks(self, num_tokens: usize) -> usize {
+        let num_unread_tokens = match self.attention {
             Attention::Full => 0,
             Attention::SlidingWindow { window } => {
                 sliding_window::num_skipped_tokens(window, num_tokens)
@@ -116,7 +164,7 @@ impl Group {
             }
             Attention::StateSpace => state_space::num_skipped_tokens(num_tokens),
         };
-        num_skipped_tokens / self.block_size
+        num_unread_tokens / self.block_size
     }
 
     /// The most blocks that a request holds at once while it computes `num_in_flight` tokens at a
@@ -126,6 +174,7 @@ impl Group {
         match self.attention {
             Attention::Full | Attention::StateSpace => None,
             Attention::SlidingWindow { window } => {
+                let window = window + self.extra_retained_tokens;
                 Some(sliding_window::max_held_blocks(window, self.block_size, num_in_flight))
             }
             Attention::ChunkedLocal { chunk } => {
@@ -143,7 +192,7 @@ impl Group {
         // From the right: a short window is found at once, however long the prefix.
         let mut end = max_blocks - max_blocks % step;
         loop {
-            let needed = self.num_skipped_blocks(end * self.block_size)..end;
+            let needed = self.num_unread_blocks(end * self.block_size)..end;
             // Most often all is there, and a range is found quicker than its blocks one by one.
             let found = cached.range(&needed);
             if found.iter().all(|blocks| blocks.len() == end) {
@@ -162,7 +211,7 @@ impl Group {
     fn is_reachable(self, index: usize, step: usize) -> bool {
         let end = (index / step + 1) * step;
         !matches!(self.attention, Attention::SlidingWindow { .. })
-            || index >= self.num_skipped_blocks(end * self.block_size)
+            || index >= self.num_unread_blocks(end * self.block_size)
     }
 }
 

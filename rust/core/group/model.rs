@@ -78,14 +78,14 @@ impl Model {
         Ok(Self { groups, alike, hash_block_size: divisor, hit_block_size: multiple })
     }
 
-    /// The same groups in blocks that are `factor` times as large, hashed as finely as before.
+    /// The groups as a tier holds them, in blocks `factor` times as large, hashed as finely as
+    /// before.
     ///
     /// # Errors
     /// [`Error::Config`] as [`Model::new`] and [`Group::new`].
-    pub(crate) fn coarser(&self, factor: usize) -> Result<Self> {
-        let larger =
-            |group: &Group| Group::new(group.attention, group.block_size.saturating_mul(factor));
-        let groups = self.groups.iter().map(larger).collect::<Result<_>>()?;
+    pub(crate) fn in_tier(&self, factor: usize) -> Result<Self> {
+        let groups =
+            self.groups.iter().map(|group| group.in_tier(factor)).collect::<Result<_>>()?;
         Ok(Self { hash_block_size: self.hash_block_size, ..Self::new(groups)? })
     }
 

@@ -326,8 +326,10 @@ impl Grant<'_> {
             let kept = hits.get(num_skipped..).unwrap_or_default();
             self.pool.touch(kept)?;
             table.blocks.resize(num_skipped, BlockId::NULL);
-            table.blocks.extend_from_slice(kept);
             table.num_skipped = num_skipped;
+            table.blocks.extend_from_slice(kept);
+            // A hit names no block of the tokens that a window retains below it.
+            table.num_skipped += kept.iter().take_while(|id| id.is_null()).count();
             table.num_hits = table.blocks.len();
             table.num_published = table.num_hits;
             // A mistake on purpose: `two_phase_tests` shows what it breaks.

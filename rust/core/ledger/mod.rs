@@ -149,7 +149,7 @@ impl BlockLedger {
             )));
         }
         for (table, group) in request.tables.iter().zip(self.model.groups()) {
-            if table.num_skipped > group.num_skipped_blocks(num_tokens) {
+            if table.num_skipped > group.num_unread_blocks(num_tokens) {
                 return Err(Error::State(format!(
                     "cannot rewind request {request_id:?} to {num_tokens} tokens: blocks that they \
                      read are freed; name tokens in flight when you allocate"

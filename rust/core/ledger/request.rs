@@ -27,7 +27,7 @@ pub struct Context {
 pub(super) struct Table {
     #[n(0)]
     pub(super) blocks: Vec<BlockId>,
-    /// How many of them, from the first, are null: what the group no longer reads.
+    /// How many of them, from the first, are null: what the group no longer needs.
     #[n(1)]
     pub(super) num_skipped: usize,
     /// How many of them, from the first, were published, were hits or were skipped before either.

@@ -242,7 +242,7 @@ impl OffloadScheduler {
             )));
         }
         Ok(Self {
-            slot_model: model.coarser(blocks_per_slot)?,
+            slot_model: model.in_tier(blocks_per_slot)?,
             model,
             blocks_per_slot,
             tier: HostTier::new(num_host_blocks, policy, events)?,
