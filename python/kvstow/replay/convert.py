@@ -1,0 +1,144 @@
+"""Readers that make a trace from token ids: blocks get an id each, in the order they first appear.
+
+Ids are chained, as in the Mooncake form: two requests share an id where all tokens up to the end of
+that block are equal. The trace holds no token, and no hash of one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from kvstow._core import hash_tokens
+from kvstow.replay.trace import Trace, TraceReader, TraceRequest
+
+__all__ = ["TokenReader", "VllmLogReader", "trace_lines"]
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def trace_lines(trace: Trace) -> Iterator[str]:
+    """Yield the requests as JSON lines, which `read_trace` reads."""
+    for request in trace.requests:
+        row = {
+            "timestamp": round(request.arrival_s * 1000, 3),
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": request.trace_ids,
+        }
+        yield json.dumps(row, separators=(",", ":")) + "\n"
+
+
+class TokenReader(TraceReader):
+    """JSON lines with `timestamp`, `prompt_token_ids`, `output_length`, and perhaps a `salt`."""
+
+    def __init__(self, path: str | Path, block_size: int) -> None:
+        super().__init__(path, block_size)
+        self._numbers: dict[bytes, int] = {}
+
+    def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
+        tokens = self._tokens(row, line)
+        output = self._count(row, line, "output_length", at_least=0)
+        salt = row.get("salt")
+        if salt is not None and not isinstance(salt, str):
+            self._fail(line, f"salt is {salt!r}; expected a text")
+        ids = self._block_ids(tokens, salt)
+        return TraceRequest(line, arrival_s, len(tokens), output, ids)
+
+    def _tokens(self, row: dict[str, object], line: int) -> array[int]:
+        tokens = self._field(row, line, "prompt_token_ids")
+        if not isinstance(tokens, list) or not tokens:
+            self._fail(line, "prompt_token_ids must be a list of one or more token ids")
+        for position, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
+                self._fail(
+                    line,
+                    f"prompt_token_ids[{position}] is {token!r}; expected 0 to {_MAX_TOKEN_ID}",
+                )
+        return array("I", tokens)
+
+    def _block_ids(self, tokens: array[int], salt: str | None) -> tuple[int, ...]:
+        """One id per block, the partial last one included."""
+        size = self.block_size
+        num_full = len(tokens) // size
+        first = [] if salt is None else [("salt", salt)]
+        keys = [*first, *[None] * (num_full + 1 - len(first))]
+        digests = list(hash_tokens(tokens[: num_full * size], size, extra_keys=keys[:num_full]))
+        if tail := tokens[num_full * size :]:
+            parent = digests[-1] if digests else None
+            digests += hash_tokens(tail, len(tail), parent=parent, extra_keys=keys[num_full:])
+        numbers = self._numbers
+        return tuple(numbers.setdefault(digest, len(numbers)) for digest in digests)
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_MOMENT = r"^[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
+_REQUEST = re.compile(
+    _MOMENT + r"Request (?P<id>\S+) details: prompt: .*, "
+    r"prompt_token_ids: (?P<tokens>\[[0-9, ]+\]), prompt_embeds shape: .*\.$"
+)
+_RECEIVED = re.compile(_MOMENT + r"Received request (?P<id>\S+): .*, lora_request: (?P<lora>.*)\.$")
+_LORA_NAME = re.compile(r"lora_name='(.*?)'")
+_RESPONSE = re.compile(
+    _MOMENT + r"Generated response (?P<id>\S+)(?: \(streaming \w+\))? details: "
+    r"output_token_ids: (?P<tokens>\[[0-9, ]*\])$"
+)
+_HALF_A_YEAR = timedelta(days=183)
+
+
+class VllmLogReader(TokenReader):
+    """vLLM's log with request details: `--enable-log-requests` and `VLLM_LOGGING_LEVEL=DEBUG`.
+
+    `--enable-log-outputs` adds the outputs of chat requests. Where the log has no output,
+    `output_tokens` stands for it.
+    """
+
+    def __init__(self, path: str | Path, block_size: int, output_tokens: int = 0) -> None:
+        super().__init__(path, block_size)
+        self._output_tokens = output_tokens
+
+    def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
+        rows: dict[str, tuple[int, dict[str, object]]] = {}
+        outputs: dict[str, int] = {}
+        begin: datetime | None = None
+        latest: datetime | None = None
+        for line, raw in self.source.lines():
+            text = _ANSI.sub("", raw.decode(errors="replace").rstrip())
+            if found := _REQUEST.match(text):
+                moment = latest = self._moment(found["moment"], latest, line)
+                begin = begin or moment
+                rows[found["id"]] = (
+                    line,
+                    {
+                        "timestamp": (moment - begin).total_seconds() * 1000,
+                        "prompt_token_ids": json.loads(found["tokens"]),
+                    },
+                )
+            elif (found := _RECEIVED.match(text)) and found["id"] in rows:
+                if name := _LORA_NAME.search(found["lora"]):
+                    rows[found["id"]][1]["salt"] = name[1]
+            elif found := _RESPONSE.match(text):
+                num_tokens = len(json.loads(found["tokens"]))
+                outputs[found["id"]] = outputs.get(found["id"], 0) + num_tokens
+        if not rows:
+            self._fail(
+                1,
+                "no line `Request ID details: ... prompt_token_ids: [...]`; start vLLM with "
+                "--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
+            )
+        for request_id, (line, row) in rows.items():
+            yield line, row | {"output_length": outputs.get(request_id, self._output_tokens)}
+
+    def _moment(self, text: str, latest: datetime | None, line: int) -> datetime:
+        """The log has no year: a leap year stands for it, and after December comes the next."""
+        try:
+            moment = datetime.strptime(f"2000-{text}", "%Y-%m-%d %H:%M:%S")
+        except ValueError:
+            self._fail(line, f"{text!r} is no time; expected MONTH-DAY HOUR:MINUTE:SECOND")
+        while latest is not None and moment < latest - _HALF_A_YEAR:
+            moment += timedelta(days=366)
+        return moment if latest is None else max(moment, latest)

@@ -1,0 +1,118 @@
+"""Tokens become a trace, whose replay has the hits that one counts by hand."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow import ConfigError, cli
+from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
+
+DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
+BLOCK = 4
+
+
+def converted(path: Path, rows: list[dict[str, object]]) -> list[dict[str, Any]]:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return [json.loads(line) for line in trace_lines(TokenReader(path, BLOCK).read())]
+
+
+def row(tokens: list[int], **fields: object) -> dict[str, object]:
+    return {"timestamp": 0, "prompt_token_ids": tokens, "output_length": 3, **fields}
+
+
+def test_equal_prefixes_share_ids_and_nothing_else_does(tmp_path: Path) -> None:
+    rows = [
+        row([*range(10)], timestamp=2.5),
+        row([*range(8), 9, 9]),  # two blocks, and another tail
+        row([9, *range(1, 10)]),  # the second block has equal tokens, after another first
+        row([*range(12)]),  # the third block begins as the tail of the first
+        row([*range(10)]),
+        row([*range(10)], salt="a tenant"),
+        row([*range(8)], salt="a tenant"),
+        row([*range(3)]),
+    ]
+    trace = converted(tmp_path / "t", rows)
+    assert [request["hash_ids"] for request in trace] == [
+        [0, 1, 2], [0, 1, 3], [4, 5, 6], [0, 1, 7], [0, 1, 2], [8, 9, 10], [8, 9], [11],
+    ]  # fmt: skip
+    assert trace[0] == {
+        "timestamp": 2.5, "input_length": 10, "output_length": 3, "hash_ids": [0, 1, 2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids must be a list of one or more"),
+        ({"prompt_token_ids": "text"}, "prompt_token_ids must be a list of one or more"),
+        ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1] is -1; expected 0 to 4294967295"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids[0] is True"),
+        ({"prompt_token_ids": [2**32]}, "prompt_token_ids[0] is 4294967296"),
+        ({"output_length": -1}, "output_length is -1"),
+        ({"salt": 7}, "salt is 7; expected a text"),
+    ],
+)
+def test_bad_fields_are_named(tmp_path: Path, fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"t:2: {problem}")):
+        converted(tmp_path / "t", [row([1]), row([1]) | fields])
+
+
+def test_tokens_to_hits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of 10, 8 and 10 tokens, far apart: each finds what those before it computed."""
+    rows = [
+        row([*range(10)]),
+        row([*range(8)], timestamp=60_000),  # one token is left to compute: a hit of one block
+        row([*range(8), 7, 7], timestamp=120_000),  # two blocks
+        row([*range(8), 7, 7], timestamp=180_000, salt="other"),  # none
+    ]
+    tokens, trace = tmp_path / "tokens.jsonl", tmp_path / "trace.jsonl"
+    tokens.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    assert cli.main(["trace", "convert", str(tokens), "--block-size", "4"]) == 0
+    trace.write_text(capsys.readouterr().out)
+    assert cli.main(["replay", str(trace), "--block-size", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hit_blocks"] == {"device": 3, "host": 0, "resumed": 0}
+    assert (found["blocks"], found["recomputed_blocks"]) == (3 + 2 + 3 + 3, 8)
+    assert found["corrupt_blocks"] == 0
+
+
+def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    path = tmp_path / "three.jsonl"
+    path.write_text(example)
+    assert cli.main(["replay", str(path), "--block-size", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hit_blocks"] == {"device": 1 + 3, "host": 0, "resumed": 0}
+
+
+LOG = """\
+(APIServer pid=7) INFO 12-31 23:59:57 [api_server.py:1] Starting
+\x1b[32mDEBUG\x1b[0m 12-31 23:59:58 [request_logger.py:56] Request a details: prompt: 'x, prompt_token_ids: [9], prompt_embeds shape: None.', prompt_token_ids: [1, 2, 3, 4, 5], prompt_embeds shape: None.
+INFO 12-31 23:59:58 [request_logger.py:66] Received request a: params: SamplingParams(n=1), lora_request: None.
+DEBUG 01-01 00:00:01 [request_logger.py:56] Request b details: prompt: None, prompt_token_ids: [1, 2, 3, 4], prompt_embeds shape: None.
+INFO 01-01 00:00:01 [request_logger.py:66] Received request b: params: SamplingParams(n=1), lora_request: LoRARequest(lora_name='poet', lora_int_id=1).
+DEBUG 01-01 00:00:02 [request_logger.py:102] Generated response a (streaming delta) details: output_token_ids: [7, 8]
+DEBUG 01-01 00:00:02 [request_logger.py:102] Generated response a (streaming delta) details: output_token_ids: [9]
+DEBUG 01-01 00:00:02 [request_logger.py:102] Generated response a (streaming complete) details: output_token_ids: None
+INFO 01-01 00:00:03 [x.py:1] somebody wrote: DEBUG 01-01 00:00:03 [y.py:1] Request c details: prompt: '', prompt_token_ids: [1], prompt_embeds shape: None.
+"""  # noqa: E501 - as vLLM writes them
+
+
+def test_a_log_of_vllm(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(LOG)
+    trace = VllmLogReader(path, BLOCK, output_tokens=50).read()
+    first, second = trace.requests
+    assert (first.arrival_s, first.prompt_tokens, first.output_tokens) == (0, 5, 3)
+    assert (second.arrival_s, second.prompt_tokens, second.output_tokens) == (3, 4, 50)
+    assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
+
+
+def test_a_log_without_requests_says_what_to_switch_on(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(LOG.splitlines()[0])
+    with pytest.raises(ConfigError, match="--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG"):
+        VllmLogReader(path, BLOCK).read()
