@@ -516,7 +516,7 @@ def test_a_copy_that_fails_fails_its_job_and_only_that(setup: Setup) -> None:
     want = setup.block(3)
     # One beyond the view, which may span far more than the regions' own rows: no checked id comes
     # near it, and numpy itself raises in the worker.
-    [job] = setup.mover._stores._order._waiting.values()
+    [(job, _)] = setup.mover._stores._order._waiting.values()
     assert isinstance(job.work, partial)
     copy = job.work.args[0][0]
     copy.source_rows = np.full_like(copy.target_rows, len(copy.source))

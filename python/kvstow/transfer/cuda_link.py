@@ -33,7 +33,7 @@ from kvstow.transfer.cuda_runtime import CudaEvent, cuda_runtime
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import MAX_ADDRESS, checked_int
 from kvstow.transfer.mover import Event, Index
-from kvstow.transfer.order import JobOrder, OrderedJob
+from kvstow.transfer.order import JobOrder, Turn
 from kvstow.transfer.ticket import Ticket, checked_timeout_s, late
 
 __all__ = ["CudaJob", "CudaLink", "CudaTicket", "Lane", "Place", "cuda_link"]
@@ -62,11 +62,12 @@ class Place:
     drained: DeviceEvent
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class CudaJob(OrderedJob):
+@dataclass(slots=True, eq=False)
+class CudaJob:
     """A transfer in a lane.
 
     Attributes:
+        targets: the slots or blocks that it writes to.
         owner: the mover that it came through.
         after: what it waits for.
         block_ids: shape [n], int64, in the order in which they are moved.
@@ -77,11 +78,15 @@ class CudaJob(OrderedJob):
         landed: told when all has arrived; returns what is wrong with it.
         is_staged: whether its source is read before the link's copies end.
         ticket: reports its end.
+        is_ready: whether its event has happened, or the device will wait for it.
+        is_submitted: whether the lane has it.
+        turn: of a job that has to wait, what for.
         first: where its ids begin in the ring.
         done: of the two streams: reached, they have carried out all of it.
         error: what it has failed with before it landed.
     """
 
+    targets: Index
     owner: object
     after: Event
     block_ids: Index
@@ -92,7 +97,9 @@ class CudaJob(OrderedJob):
     landed: Callable[[CudaJob], TransferError | None]
     is_staged: bool
     ticket: CudaTicket
+    is_ready: bool = False
     is_submitted: bool = False
+    turn: Turn | None = None
     first: int = 0
     done: list[DeviceEvent] = field(default_factory=list)
     error: TransferError | None = None
@@ -227,7 +234,7 @@ class Lane:
             self.advance()
 
     def close_in_child(self) -> None:
-        """End every job in a forked child, which must not ask the device: the parent does."""
+        """End every job in a forked child: for it the device is lost, and the parent's alone."""
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
         lost = CudaError(f"the transfer {FORKED}; this one sees no end of it", is_fatal=True)
         self._lose(lost)

@@ -130,10 +130,9 @@ class CudaMover(Mover):
     def close(self) -> None:
         """End every job and give the device's memory back; see `Mover.close`."""
         self._is_open = False
-        if not self._is_forked:
-            # Nothing is given back before no job is in flight, should this be interrupted.
-            self._link.finish(self)
-            self._built.close()
+        # Nothing is given back before no job is in flight, should this be interrupted.
+        self._link.finish(self)
+        self._built.close()
 
     def _check_open(self) -> None:
         if not self._is_open:

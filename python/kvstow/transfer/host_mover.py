@@ -113,14 +113,16 @@ class HostMover(Mover):
     def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
         ids, slots, is_brief = self._ordered(block_ids, host_slots)
         copies = [c for device, host in self._sides for c in _plan(host, slots, device, ids)]
-        work = partial(_run_all, copies)
-        return self._stores.submit(work, slots, after=after, keep_alive=self, is_brief=is_brief)
+        return self._stores.submit(partial(self._run, copies), slots, after, is_brief=is_brief)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         ids, slots, is_brief = self._ordered(block_ids, host_slots)
         copies = [c for device, host in self._sides for c in _plan(device, ids, host, slots)]
-        work = partial(_run_all, copies)
-        return self._loads.submit(work, ids, after=after, keep_alive=self, is_brief=is_brief)
+        return self._loads.submit(partial(self._run, copies), ids, after, is_brief=is_brief)
+
+    def _run(self, copies: Sequence[_Copy]) -> None:
+        for copy in copies:
+            copy.run()
 
     def _ordered(self, block_ids: Index, host_slots: Index) -> tuple[Index, Index, bool]:
         """The pairs, by slot unless they are brief, and whether they are.
@@ -146,11 +148,6 @@ class _Copy:
         """Copy. Both halves run without the interpreter lock, unless they are brief."""
         rows = self.source if self.source_rows is None else self.source[self.source_rows]
         self.target[self.target_rows] = rows
-
-
-def _run_all(copies: Sequence[_Copy]) -> None:
-    for copy in copies:
-        copy.run()
 
 
 class _Rows:

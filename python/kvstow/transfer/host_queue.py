@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Event, Index
-from kvstow.transfer.order import JobOrder, OrderedJob
+from kvstow.transfer.order import JobOrder, Turn
 from kvstow.transfer.ticket import HostTicket
 
 __all__ = ["HostQueue", "stop_queues"]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Job(OrderedJob):
+@dataclass(slots=True, eq=False)
+class _Job:
     work: Callable[[], None]
+    targets: Index
     after: Event
     ticket: HostTicket
-    # The mover: with the last name of it gone, what is queued is still carried out.
-    keep_alive: object
+    is_ready: bool = False
     is_submitted: bool = False
+    turn: Turn | None = None
 
 
 class HostQueue:
@@ -60,28 +61,22 @@ class HostQueue:
         close_in_children(self)
 
     def submit(
-        self,
-        work: Callable[[], None],
-        targets: Index,
-        *,
-        after: Event,
-        keep_alive: object,
-        is_brief: bool = False,
+        self, work: Callable[[], None], targets: Index, after: Event, *, is_brief: bool = False
     ) -> HostTicket:
         """Queue a job, or carry it out; one without targets has ended already.
 
         Args:
-            work: run once `after` has happened; what it raises, the transfer has failed with.
+            work: run once `after` has happened; what it raises, the transfer has failed with. It
+                holds the mover: with the last name of that gone, it is still carried out.
             targets: the slots or blocks that it writes to.
             after: what it waits for.
-            keep_alive: kept until the job has ended.
             is_brief: it takes less time than to wake the thread.
 
         Raises:
             StateError: the queue was stopped.
         """
         ticket = HostTicket()
-        job = _Job(targets=targets, work=work, after=after, ticket=ticket, keep_alive=keep_alive)
+        job = _Job(work, targets, after, ticket)
         if not len(targets):
             ticket.end(None)
             return ticket

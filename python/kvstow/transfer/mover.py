@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, InvalidBlock, StateError, TransferError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.ticket import Ticket
 
@@ -141,8 +140,6 @@ class Mover(ABC):
             )
         self._layout = layout
         self._arena = arena
-        self._is_forked = False
-        close_in_children(self)
 
     @property
     def layout(self) -> BlockLayout:
@@ -167,7 +164,7 @@ class Mover(ABC):
             ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
             StateError: the mover or its arena is closed, or belongs to the parent process.
         """
-        self._check_usable()
+        self._check_open()
         ids, slots = self._checked_pairs(block_ids, host_slots, after)
         _refuse_repeated("host_slots", slots)
         return self._submit_store(ids, slots, after)
@@ -185,7 +182,7 @@ class Mover(ABC):
             ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
             StateError: the mover or its arena is closed, or belongs to the parent process.
         """
-        self._check_usable()
+        self._check_open()
         ids, slots = self._checked_pairs(block_ids, host_slots, after)
         _refuse_repeated("block_ids", ids)
         return self._submit_load(slots, ids, after)
@@ -198,15 +195,6 @@ class Mover(ABC):
         not; all others fail. When it returns, every ticket has ended and nothing touches layout or
         arena any more. If it is interrupted, no job can be submitted any more; call it again.
         """
-
-    def close_in_child(self) -> None:
-        """Refuse every call in a forked child, which has neither the threads nor the memory."""
-        self._is_forked = True
-
-    def _check_usable(self) -> None:
-        if self._is_forked:
-            raise StateError(f"this {type(self).__name__} {FORKED}; build a new one here")
-        self._check_open()
 
     @abstractmethod
     def _check_open(self) -> None:

@@ -15,32 +15,42 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvstow.transfer.mover import Index
 
-__all__ = ["JobOrder", "OrderedJob"]
+__all__ = ["JobOrder", "OrderedJob", "Turn"]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class OrderedJob:
+@dataclass(slots=True)
+class Turn:
+    """Of a job that has to wait, what for.
+
+    Attributes:
+        serial: its number among the jobs that had to wait.
+        num_before: waiting jobs that it waits for.
+        followers: serials of the waiting jobs that wait for it.
+    """
+
+    serial: int
+    num_before: int
+    followers: list[int] = field(default_factory=list)
+
+
+class OrderedJob(Protocol):
     """What the order of a job depends on.
 
     Attributes:
         targets: the slots or blocks that it writes to.
         is_ready: whether its event has happened.
-        serial: its number among the jobs that had to wait; 0 for none.
-        num_before: waiting jobs that it waits for.
-        followers: waiting jobs that wait for it.
+        turn: None unless it had to wait.
     """
 
     targets: Index
-    is_ready: bool = False
-    serial: int = 0
-    num_before: int = 0
-    followers: list[OrderedJob] = field(default_factory=list)
+    is_ready: bool
+    turn: Turn | None
 
 
 J = TypeVar("J", bound=OrderedJob)
@@ -58,43 +68,48 @@ class JobOrder(Generic[J]):
         # Per target the last waiting job that writes there; jobs that wait no more stay named.
         # Nothing reads or writes it, and so it takes no memory, until a job has to wait.
         self._last = np.zeros(num_targets, dtype=np.int64)
-        self._waiting: dict[int, J] = {}
+        self._waiting: dict[int, tuple[J, Turn]] = {}
         self._num_serials = 0
 
     def enter(self, job: J) -> bool:
         """Whether the job may run now; if not, `release` returns it when it may."""
-        earlier = self._earlier(job) if self._waiting else []
+        if job.is_ready and not self._waiting:
+            return True
+        earlier = self._earlier(job)
         if job.is_ready and not earlier:
             return True
         self._num_serials += 1
-        job.serial, job.num_before = self._num_serials, len(earlier)
+        job.turn = Turn(self._num_serials, len(earlier))
         for one in earlier:
-            one.followers.append(job)
-        self._last[job.targets] = job.serial
-        self._waiting[job.serial] = job
+            one.followers.append(job.turn.serial)
+        self._last[job.targets] = job.turn.serial
+        self._waiting[job.turn.serial] = job, job.turn
         return False
 
     def release(self, job: J) -> list[J]:
         """Return the jobs that may run now that the event of `job` has happened, in their order."""
         job.is_ready = True
         released: list[J] = []
-        candidates = deque([job.serial])
+        candidates = deque([] if job.turn is None else [job.turn.serial])
         while candidates:
-            one = self._waiting.get(candidates.popleft())
-            if one is not None and one.is_ready and not one.num_before:
-                del self._waiting[one.serial]
+            serial = candidates.popleft()
+            if serial not in self._waiting:
+                continue
+            one, turn = self._waiting[serial]
+            if one.is_ready and not turn.num_before:
+                del self._waiting[serial]
                 released.append(one)
-                for follower in one.followers:
-                    follower.num_before -= 1
-                    candidates.append(follower.serial)
+                for follower in turn.followers:
+                    self._waiting[follower][1].num_before -= 1
+                    candidates.append(follower)
         return released
 
     def abandon(self) -> list[J]:
         """Forget the jobs that wait, and return them."""
         waiting, self._waiting = self._waiting, {}
-        return list(waiting.values())
+        return [job for job, _ in waiting.values()]
 
-    def _earlier(self, job: J) -> list[J]:
+    def _earlier(self, job: J) -> list[Turn]:
         """The last waiting jobs that write where this one does; others wait before those."""
         serials = np.unique(self._last[job.targets]).tolist()
-        return [self._waiting[serial] for serial in serials if serial in self._waiting]
+        return [self._waiting[serial][1] for serial in serials if serial in self._waiting]

@@ -77,14 +77,14 @@ class VerifiedMover(Mover):
             for slot in host_slots.tolist():
                 self._checksums[slot] = self._arena.checksum(slot)
 
-        return self._stores.submit(store_and_take_down, host_slots, after=after, keep_alive=self)
+        return self._stores.submit(store_and_take_down, host_slots, after)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         def check_and_load() -> None:
             _compare(self._arena, host_slots.tolist(), "what was stored in it")
             self._mover.load(host_slots, block_ids, after=READY).wait()
 
-        return self._loads.submit(check_and_load, block_ids, after=after, keep_alive=self)
+        return self._loads.submit(check_and_load, block_ids, after)
 
 
 class ProvingMover(Mover):
@@ -144,9 +144,7 @@ class ProvingMover(Mover):
             # Not waited for: its event may be far off, and the next load must not wait for it.
             ticket.copy = self._mover.load(host_slots, block_ids, after=after)
 
-        self._last_proof = ticket.proof = self._proofs.submit(
-            prove_and_submit, block_ids, after=READY, keep_alive=self
-        )
+        self._last_proof = ticket.proof = self._proofs.submit(prove_and_submit, block_ids, READY)
         return ticket
 
     def _sum_up(self, slot: int) -> None:
