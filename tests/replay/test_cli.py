@@ -15,6 +15,7 @@ from kvstow.engine import Transfer
 from kvstow.replay import BUNDLED_TRACE, Observer, ReplayEngine, command
 
 COMMAND = [sys.executable, "-m", "kvstow"]
+README = Path(__file__).parents[2] / "README.md"
 SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
 
 API_KEYS = {
@@ -72,11 +73,26 @@ def test_json_to_stdout_is_json_and_nothing_else() -> None:
     assert not found["interrupted"]
 
 
-def test_the_default_figures_of_the_bundled_slice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_figures_of_the_bundled_slice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """They depend on nothing but the trace and the options: what changes them must mean to."""
-    found = figures(capsys)
-
+    path = tmp_path / "figures.json"
+    assert replay("--json-file", str(path)) == 0
+    found = json.loads(path.read_text())
     assert {key: found[key] for key in THE_FIGURES} == THE_FIGURES
+
+    # And the README shows this table.
+    (shown,) = re.findall(r"```text\n(conversation_1000.*?)```", README.read_text(), re.DOTALL)
+    printed = capsys.readouterr().out
+    assert untimed(shown) == untimed(printed)
+    assert "1,419.8 GiB in Llama-3.1-8B" in printed
+
+
+def untimed(table: str) -> list[str]:
+    """The lines that no machine changes, without the padding between columns."""
+    lines = [" ".join(line.split()) for line in table.splitlines()]
+    return [line for line in lines if line and not line.startswith(("accounting", "wall time"))]
 
 
 @pytest.mark.parametrize("model", ["gemma-3", "gpt-oss", "jamba"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 import yaml  # type: ignore[import-untyped]
 
 import kvstow.vllm
@@ -99,14 +101,25 @@ def test_the_manifest_holds_together() -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert vllm[probe]["httpGet"] == {"path": "/health", "port": "http"}
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-    for one in (vllm, *pod["spec"]["initContainers"]):
-        assert {mount["name"] for mount in one["volumeMounts"]} <= volumes
-        assert one["image"] == vllm["image"]
+    assert {mount["name"] for mount in vllm["volumeMounts"]} == volumes
     # The host tier is the container's memory, and weights go through it as well.
     tier = manifest_flag()["kv_connector_extra_config"]["cpu_bytes_to_use"]
     for kind in ("requests", "limits"):
         memory = vllm["resources"][kind]["memory"]
         assert memory.endswith("Gi") and int(memory[:-2]) * GIB >= tier + 16 * GIB
+
+
+def test_the_manifest_runs_the_image_that_the_dockerfile_builds() -> None:
+    dockerfile = (ROOT / "examples" / "Dockerfile").read_text()
+    image = container()["image"]
+    assert f" -t {image} dist\n" in dockerfile, "the build context is where `make wheel` writes"
+    assert f"docker push {image}\n" in dockerfile
+    assert image.endswith(f":{kvstow.__version__}")
+    (version,) = re.findall(r"^FROM vllm/vllm-openai:v(.*)$", dockerfile, re.MULTILINE)
+    assert version == vllm.__version__.partition("+")[0], "what the tests run on"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"\.whl\)\[(\w+)\]", dockerfile)
+    assert extra in project["optional-dependencies"]
 
 
 def table(heading: str) -> list[list[str]]:
