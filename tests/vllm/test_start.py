@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.vllm import models
 from tests.vllm.engine import DAMAGE, TOLERANCE, Engine, difference, prompts
 from tests.vllm.shaking import Hand, ShakingConnector
@@ -17,6 +20,7 @@ from tests.vllm.test_connector import (
     FULL,
     NUM_BLOCKS,
     PAGE_BYTES,
+    WINDOW,
     Scheduler,
     Step,
     cache_config,
@@ -31,12 +35,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvstow import StateError
+from kvstow import ConfigError, StateError
 from kvstow.vllm import KVStowConnector
-from kvstow.vllm.messages import StepJobs, StepReports
+from kvstow.vllm.messages import Copies, StepJobs, StepReports
+from kvstow.vllm.model import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -189,6 +195,101 @@ def test_requests_do_not_wait_for_ever_for_a_rank(caplog: pytest.LogCaptureFixtu
     (store,) = scheduler.jobs.stores
     scheduler.step(reports=[(store.job_id, rank, True) for rank in range(2)])
     assert scheduler.half.offload.num_resident == 12
+
+
+# -- ranks without layers of a group ---------------------------------------------------------------
+
+
+def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """A pipeline stage with these layers of a hybrid, projected by vLLM's own function."""
+    specs = {"f0": FULL, "f1": FULL, "w0": WINDOW, "w1": WINDOW}
+    groups = [KVCacheGroupSpec(["f0", "f1"], FULL), KVCacheGroupSpec(["w0", "w1"], WINDOW)]
+    own = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in layers})
+    assert len(own) == 2, "vLLM keeps groups without layers"
+    size = PAGE_BYTES * NUM_BLOCKS
+    tensors = [KVCacheTensor(size, [name], size, PAGE_BYTES) for name in layers]
+    caches = {name: torch.zeros(size, dtype=torch.uint8) for name in layers}
+    return KVCacheConfig(NUM_BLOCKS, tensors, own, prefix_cache_retention_interval=0), caches
+
+
+def copies(job_id: int, blocks: list[int], slots: list[int], offsets: list[int]) -> Copies:
+    return Copies(job_id, *(np.array(ids, dtype=np.int32) for ids in (blocks, slots, offsets)))
+
+
+def run_step(connector: KVStowConnector, jobs: StepJobs) -> list[tuple[int, int, Any]]:
+    """A worker's step; returns what it reports of jobs, once all of them have ended."""
+    assert connector._worker is not None
+    connector.bind_connector_metadata(jobs)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    ended = []
+    for _ in range(10_000):
+        told = connector.build_connector_worker_meta()
+        ended += told.reports if isinstance(told, StepReports) else []
+        if not connector._worker._running:
+            return ended
+        time.sleep(0.001)
+    raise AssertionError("the copies do not end")
+
+
+@pytest.mark.parametrize("layers", [("f0", "f1"), ("w0", "w1"), ()], ids=["full", "window", "none"])
+def test_a_stage_without_layers_of_a_group_copies_the_others(
+    folder: Path, layers: tuple[str, ...]
+) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    cache, caches = stage(*layers)
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+    connector.register_kv_caches(caches)
+    for tensor in caches.values():
+        tensor[PAGE_BYTES : 3 * PAGE_BYTES] = 7
+    # Block 1 is the first group's, block 2 the second's.
+    store = StepJobs(stores=[copies(1, [1, 2], [1, 2], [0, 1, 2])])
+    assert run_step(connector, store) == [(1, 0, True)]
+    for tensor in caches.values():
+        tensor.zero_()
+    load = StepJobs(loads=[copies(2, [3, 4], [1, 2], [0, 1, 2])])
+    assert run_step(connector, load) == [(2, 0, True)]
+    own = 4 if layers and layers[0] == "w0" else 3
+    for tensor in caches.values():
+        assert tensor[own * PAGE_BYTES : (own + 1) * PAGE_BYTES].eq(7).all()
+        assert tensor.sum() == 7 * PAGE_BYTES, "nothing else"
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    connector.shutdown()
+
+
+def test_a_stage_without_layers_sets_no_bound(folder: Path) -> None:
+    """Each stage has the same bytes, and what a block takes of them differs."""
+    config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
+    capacities: dict[int, int] = {}
+    for rank, layers in enumerate([("f0", "f1", "w0", "w1"), ("w0",), ()]):
+        config.parallel_config.world_size, config.parallel_config.rank = 3, rank
+        connector = KVStowConnector(config, KVConnectorRole.WORKER, stage(*layers)[0])
+        connector.bind_connector_metadata(StepJobs(asks_capacity=True))
+        told = connector.build_connector_worker_meta()
+        assert isinstance(told, StepReports)
+        capacities |= told.capacities
+    assert capacities[0] == capacities[1] == 60 < capacities[2]
+    scheduler = Scheduler(FULL, WINDOW, world_size=3, num_host_blocks=None)
+    report(scheduler, capacities)
+    assert scheduler.half.offload is not None and scheduler.half.offload.num_host_blocks == 60
+
+
+def test_a_worker_without_its_memory_copies_nothing(folder: Path) -> None:
+    """A job that ends well without a copy would serve whatever the slots hold."""
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    cache, caches = stage("f0", "f1")
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+    for job_id, change in enumerate((lambda: None, connector.shutdown)):
+        change()
+        load = StepJobs(loads=[copies(job_id, [3], [1], [0, 1, 1])])
+        assert run_step(connector, load) == [(job_id, 0, False)]
+        connector.register_kv_caches(caches)
+
+
+def test_a_model_without_kv_caches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="keeps no KV cache"):
+        Model.of(KVCacheConfig(1, [], []))
 
 
 # -- other connectors beside -----------------------------------------------------------------------

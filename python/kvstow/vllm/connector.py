@@ -82,7 +82,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 # Of its own engine: with data parallelism vLLM may count through all of them.
                 rank=parallel.rank % parallel.world_size,
                 world_size=parallel.world_size,
-                num_local_ranks=parallel.local_world_size,
+                # Engines whose models are dense do not know of each other: vLLM tells each of them
+                # that it is the only one.
+                num_local_ranks=parallel.local_world_size
+                * max(parallel.data_parallel_size_local, 1),
             )
             return
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)

@@ -55,7 +55,8 @@ class Model:
     Attributes:
         num_blocks: of the device pool, the null block included.
         groups: how the layers attend, in vLLM's order.
-        layers: per group, its layers, as they lie in memory.
+        layers: per group, the layers that this rank has of it, as they lie in memory. A pipeline
+            stage may have none.
     """
 
     num_blocks: int
@@ -69,6 +70,11 @@ class Model:
         Raises:
             ConfigError: a kind of attention or a layout that kvstow does not know.
         """
+        if not config.kv_cache_groups:
+            raise ConfigError(
+                "vLLM keeps no KV cache for this model, so there is nothing to store: start it "
+                "without the connector"
+            )
         groups, layers = [], []
         for number, group in enumerate(config.kv_cache_groups):
             spec = group.kv_cache_spec
@@ -96,7 +102,7 @@ class Model:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a host slot: the largest group's block."""
+        """Bytes of a host slot on this rank: the largest group's block; 0 without layers."""
         return max(sum(layer.block_bytes for layer in layers) for layers in self.layers)
 
     @property
@@ -104,13 +110,18 @@ class Model:
         """What a host slot takes of the arena."""
         return -(-self.slot_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
+    @property
+    def local_groups(self) -> tuple[int, ...]:
+        """The groups of which this rank has layers: what it copies of a block."""
+        return tuple(group for group, layers in enumerate(self.layers) if layers)
+
     def layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[BlockLayout, ...]:
-        """Per group, where its blocks lie in the memory that vLLM has allocated.
+        """Per local group, where its blocks lie in the memory that vLLM has allocated.
 
         Raises:
             ConfigError: a tensor is missing, or is not where the configuration says.
         """
-        return tuple(self._layout(layers, kv_caches) for layers in self.layers)
+        return tuple(self._layout(self.layers[group], kv_caches) for group in self.local_groups)
 
     def _layout(
         self, layers: tuple[Layer, ...], kv_caches: Mapping[str, torch.Tensor]

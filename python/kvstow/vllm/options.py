@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from kvstow import ConfigError
+from kvstow.transfer.layout import MAX_BLOCKS
 
 DEFAULT_BYTES = 8 << 30
 WHERE = "kv_connector_extra_config"
@@ -78,11 +79,15 @@ class Options:
     def num_host_blocks(self, slot_stride_bytes: int, world_size: int) -> int:
         """How many slots of that many bytes one of `world_size` ranks has.
 
+        A rank without layers stores nothing, so it sets no bound: its slots take 0 bytes.
+
         Raises:
             ConfigError: the budget does not hold a single block.
         """
         if self.num_cpu_blocks is not None:
             return self.num_cpu_blocks
+        if slot_stride_bytes == 0:
+            return MAX_BLOCKS - 1
         name, num_bytes = "cpu_bytes_to_use_per_rank", self.cpu_bytes_to_use_per_rank
         if num_bytes is None:
             total = DEFAULT_BYTES if self.cpu_bytes_to_use is None else self.cpu_bytes_to_use

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstow import ConfigError, KvstowError, StateError
+from kvstow import ConfigError, StateError
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import (
     READY,
@@ -40,7 +40,7 @@ class _Running:
     tickets: list[Ticket]
     num_bytes: int
     begun: float = field(default_factory=time.monotonic)
-    error: KvstowError | None = None
+    error: BaseException | None = None
     # Of a store: it reads its blocks no more.
     is_released: bool = False
 
@@ -48,7 +48,7 @@ class _Running:
         return all(ticket.poll() for ticket in self.tickets)
 
     def why(self) -> BaseException | None:
-        """Why it failed, once it has ended."""
+        """Return why it failed, once it has ended."""
         errors = (ticket.error for ticket in self.tickets)
         return self.error or next((error for error in errors if error is not None), None)
 
@@ -66,7 +66,7 @@ class WorkerHalf:
             options: as parsed.
             rank: of this worker in its engine.
             world_size: workers of the engine.
-            num_local_ranks: of those, the ones on this machine.
+            num_local_ranks: workers on this machine, those of other engines included.
         """
         self._model = model
         self._options = options
@@ -77,9 +77,9 @@ class WorkerHalf:
         # would then count twice.
         self._num_local_ranks, self._free_bytes = num_local_ranks, free_memory()
         self.arena: HostArena | None = None
-        # Per group; groups that lie in the same bytes share one.
+        # Per local group; groups that lie in the same bytes share one. None while vLLM sleeps.
         self.movers: list[Mover] = []
-        self._block_bytes: list[int] = []
+        self._open: list[Mover] = []
         self._layouts: tuple[BlockLayout, ...] = ()
         self._before_step: Event | None = None
         self._jobs = StepJobs()
@@ -95,7 +95,7 @@ class WorkerHalf:
                 memory than the machine has free.
         """
         devices = {tensor.device.type for tensor in kv_caches.values()}
-        if devices not in ({"cpu"}, {"cuda"}):
+        if devices not in ({"cpu"}, {"cuda"}, set()):
             raise ConfigError(
                 f"the KV cache lies on {', '.join(sorted(devices))}: this version of kvstow moves "
                 "blocks of CUDA devices and of the CPU engine; start vLLM without the connector"
@@ -103,7 +103,7 @@ class WorkerHalf:
         layouts = self._model.layouts(kv_caches)
         num_bytes = self._num_host_blocks * self._model.slot_stride_bytes
         self._stop()
-        if self.arena is None:
+        if self.arena is None and layouts:
             # Kept when vLLM registers anew: the scheduler half knows what lies in it.
             check_memory(
                 self._num_host_blocks,
@@ -133,38 +133,51 @@ class WorkerHalf:
 
     def restore(self) -> None:
         """Take hold of the device again, whose memory is back where it was: vLLM has woken."""
-        if self.movers or self.arena is None:
+        if self.movers:
             return
+        self._stop()  # what an earlier, failed call has left open
         is_verified = self._options.verify == "checksum"
         shared: dict[object, Mover] = {}
         for layout in self._layouts:
             if layout.regions not in shared:
+                assert self.arena is not None, "whoever has layouts has an arena"
                 mover = mover_for(layout, self.arena, verify=is_verified)
+                self._open.append(mover)
                 shared[layout.regions] = mover
-            self.movers.append(shared[layout.regions])
-        self._block_bytes = [layout.slot_bytes for layout in self._layouts]
+        self.movers = [shared[layout.regions] for layout in self._layouts]
 
     def bind(self, jobs: StepJobs) -> None:
         """Take a step's jobs."""
+        self._drop_step()
+        jobs.failed_request_ids += self._jobs.failed_request_ids
         self._jobs = jobs
         self._before_step = None
+
+    def _drop_step(self) -> None:
+        """Fail the jobs that the last step has left: an error has ended it before they began."""
+        for direction, left in ((LOAD, self._jobs.loads), (STORE, self._jobs.stores)):
+            for copies in left:
+                error = StateError("an error has ended the step before this job began")
+                self._running[copies.job_id] = _Running(direction, [], 0, error=error)
+            left.clear()
 
     def start_loads(self) -> None:
         """Begin this step's loads: what may still read their blocks was submitted before it."""
         if self._jobs.loads or self._jobs.stores:
             self._before_step = self._computed()
-        loads, self._jobs.loads = self._jobs.loads, []  # once, should vLLM ask twice
-        for copies in loads:
-            self._start(LOAD, copies)
+        self._start_all(LOAD, self._jobs.loads)
 
     def start_stores(self) -> None:
         """Begin this step's stores: what they read was computed in earlier steps."""
-        stores, self._jobs.stores = self._jobs.stores, []
-        for copies in stores:
-            self._start(STORE, copies)
+        self._start_all(STORE, self._jobs.stores)
+
+    def _start_all(self, direction: Direction, jobs: list[Copies]) -> None:
+        """Begin jobs once, should vLLM ask twice: those that have begun leave the list."""
+        while jobs:
+            self._start(direction, jobs.pop(0))
 
     def _computed(self) -> Event:
-        """The event of all compute that was submitted by now, that of earlier steps."""
+        """Return the event of all compute that was submitted by now, that of earlier steps."""
         device = self._layouts[0].device if self._layouts else None
         if device is None:
             return READY  # on the CPU it is over
@@ -198,10 +211,21 @@ class WorkerHalf:
         return stats
 
     def _stop(self) -> None:
-        """End every job: what did not come to its end has failed, and is told so."""
-        for mover in self.movers:
-            mover.close()
+        """End every job, and report as failed what did not come to its end.
+
+        Every mover is closed, whatever one of them raises; those that raise stay for another call.
+        """
         self.movers = []
+        self._drop_step()
+        errors = []
+        for mover in list(self._open):
+            try:
+                mover.close()
+                self._open.remove(mover)
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         self._poll()
 
     def _poll(self) -> None:
@@ -209,40 +233,51 @@ class WorkerHalf:
             return
         for job_id, running in list(self._running.items()):
             if running.poll():
-                del self._running[job_id]
                 self._report(job_id, running)
+                del self._running[job_id]
             elif running.direction == STORE and not running.is_released:
                 running.is_released = all(one.source_released() for one in running.tickets)
                 if running.is_released:
                     self._reports.released.append(job_id)
 
     def close(self) -> None:
-        """Stop the movers and give the host memory back."""
-        self._stop()
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
+        """Stop the movers and give the host memory back. Call it again if it has raised."""
+        self._layouts = ()
+        try:
+            self._stop()
+        finally:
+            if self.arena is not None:
+                self.arena.close()
+                self.arena = None
 
     def _start(self, direction: Direction, copies: Copies) -> None:
+        """Begin a job. Whatever is raised fails it, once the copies that have begun are over."""
         running = _Running(direction, [], 0)
-        try:
-            if not self.movers:
-                raise StateError("the device's memory is gone, vLLM sleeps: it copies nothing")
-            after = self._before_step or self._computed()
-            offsets = copies.offsets.tolist()
-            for group, mover in enumerate(self.movers):
-                start, end = offsets[group], offsets[group + 1]
-                if start == end:
-                    continue
-                ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
-                running.num_bytes += (end - start) * self._block_bytes[group]
-                if direction == LOAD:
-                    running.tickets.append(mover.load(slots, ids, after=after))
-                else:
-                    running.tickets.append(mover.store(ids, slots, after=after))
-        except KvstowError as error:
-            running.error = error
         self._running[copies.job_id] = running
+        try:
+            self._submit(running, copies)
+        except Exception as error:
+            running.error = error
+        except BaseException as error:
+            running.error = error
+            raise
+
+    def _submit(self, running: _Running, copies: Copies) -> None:
+        if len(self.movers) < len(self._model.local_groups):
+            raise StateError("the device's memory is gone, vLLM sleeps: it copies nothing")
+        after = self._before_step or self._computed()
+        offsets = copies.offsets.tolist()
+        local = zip(self._model.local_groups, self.movers, self._layouts, strict=True)
+        for group, mover, layout in local:
+            start, end = offsets[group], offsets[group + 1]
+            if start == end:
+                continue
+            ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
+            running.num_bytes += (end - start) * layout.slot_bytes
+            if running.direction == LOAD:
+                running.tickets.append(mover.load(slots, ids, after=after))
+            else:
+                running.tickets.append(mover.store(ids, slots, after=after))
 
     def _report(self, job_id: int, running: _Running) -> None:
         error = running.why()
