@@ -1,0 +1,240 @@
+"""Every call that the worker half makes of movers, arenas and tickets may raise.
+
+A run is counted first. Then it is made once for each of its calls, and that call raises. Whatever
+it is, each job is reported once, and after `close` nothing is left: no mapping, no thread, no
+descriptor.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm.test_connector import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW
+from tests.vllm.test_start import copies, stage
+
+import kvstow.vllm.worker as module
+from kvstow.transfer import arena_for, mover_for
+from kvstow.vllm.messages import StepJobs
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+from kvstow.vllm.worker import WorkerHalf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+assert FULL.block_size == WINDOW.block_size
+NUM_HOST_BLOCKS = 8
+
+
+class Injected(Exception):
+    """What no part of kvstow raises by itself."""
+
+
+class Faults:
+    """Counts calls; the one of number `at` raises."""
+
+    def __init__(self, at: int | None, error: type[BaseException] = Injected) -> None:
+        self.at = at
+        self.error = error
+        self.calls: list[str] = []
+        self.maps: list[weakref.ref[mmap.mmap]] = []
+
+    def call(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) - 1 == self.at:
+            raise self.error(name)
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.call(name)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def arena(self, *args: Any, **kwargs: Any) -> Any:
+        self.call("arena_for")
+        arena = arena_for(*args, **kwargs)
+        self.maps.append(weakref.ref(arena._map))
+        vars(arena)["close"] = self.wrap("arena.close", arena.close)
+        return arena
+
+    def mover(self, *args: Any, **kwargs: Any) -> Any:
+        self.call("mover_for")
+        return FaultyMover(mover_for(*args, **kwargs), self)
+
+
+class FaultyMover:
+    def __init__(self, mover: Any, faults: Faults) -> None:
+        self.mover, self.faults = mover, faults
+
+    def store(self, *args: Any, **kwargs: Any) -> Any:
+        self.faults.call("mover.store")
+        return FaultyTicket(self.mover.store(*args, **kwargs), self.faults)
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        self.faults.call("mover.load")
+        return FaultyTicket(self.mover.load(*args, **kwargs), self.faults)
+
+    def close(self) -> None:
+        self.faults.call("mover.close")
+        self.mover.close()
+
+
+class FaultyTicket:
+    def __init__(self, ticket: Any, faults: Faults) -> None:
+        self.ticket, self.faults = ticket, faults
+
+    def poll(self) -> bool:
+        self.faults.call("ticket.poll")
+        return bool(self.ticket.wait(10) is None)
+
+    def source_released(self) -> bool:
+        self.faults.call("ticket.source_released")
+        return bool(self.ticket.source_released())
+
+    def __getattr__(self, name: str) -> Any:
+        self.faults.call(f"ticket.{name}")
+        return getattr(self.ticket, name)
+
+
+class Run:
+    """A worker's life: stores, loads, a sleep, stores, and the end. What raises is tried again."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.raised = 0
+        self.reports: Counter[tuple[int, bool]] = Counter()
+        self.released: Counter[int] = Counter()
+        config, self.caches = stage("f0", "w0")
+        self.worker = WorkerHalf(
+            Model.of(config),
+            Options(num_cpu_blocks=NUM_HOST_BLOCKS),
+            rank=0,
+            world_size=1,
+            num_local_ranks=1,
+        )
+
+    def __call__(self) -> None:
+        worker = self.worker
+        self.attempt(worker.register, self.caches)
+        self.held = left(self.faults)
+        self.fill(1)
+        self.step(StepJobs(stores=[copies(1, [1, 2], [1, 2], [0, 1, 2])]))
+        self.step(StepJobs(loads=[copies(2, [3, 4], [1, 2], [0, 1, 2])]))
+        self.attempt(worker.unregister)
+        self.attempt(worker.restore)
+        self.step(
+            StepJobs(
+                loads=[copies(3, [5], [1], [0, 1, 1]), copies(4, [6], [2], [0, 0, 1])],
+                stores=[copies(5, [1], [3], [0, 1, 1])],
+            )
+        )
+        self.step(StepJobs())
+        self.attempt(worker.unregister)
+        self.collect()
+        self.attempt(worker.close)
+
+    def fill(self, value: int) -> None:
+        for tensor in self.caches.values():
+            tensor[PAGE_BYTES : 3 * PAGE_BYTES] = value
+
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except self.faults.error:
+            self.raised += 1
+            return call(*args)
+
+    def step(self, jobs: StepJobs) -> None:
+        """As vLLM's worker does it; an error ends the step, and the next one goes on."""
+        try:
+            self.worker.bind(jobs)
+            self.worker.start_loads()
+            self.worker.start_stores()
+        except self.faults.error:
+            self.raised += 1
+        self.collect()
+
+    def collect(self) -> None:
+        self.attempt(self.worker.stats)
+        told = self.attempt(self.worker.reports)
+        if told is not None:
+            self.reports.update((job_id, bool(ok)) for job_id, _, ok in told.reports)
+            self.released.update(told.released)
+
+
+def left(faults: Faults) -> tuple[int, int, int]:
+    """Descriptors, threads, and host memory that is mapped."""
+    gc.collect()
+    mapped = [one for one in (ref() for ref in faults.maps) if one is not None and not one.closed]
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(mapped)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Faults], Run]]:
+    # pytest keeps what was logged, errors with their frames included.
+    monkeypatch.setattr(module.logger, "disabled", True)
+
+    def run(faults: Faults) -> Run:
+        monkeypatch.setattr(module, "check_memory", faults.wrap("check_memory", lambda *_, **__: 0))
+        monkeypatch.setattr(module, "arena_for", faults.arena)
+        monkeypatch.setattr(module, "mover_for", faults.mover)
+        made = Run(faults)
+        made()
+        return made
+
+    yield run
+
+
+@pytest.mark.parametrize("error", [Injected, KeyboardInterrupt])
+def test_a_call_that_raises_loses_no_job_and_leaks_nothing(
+    faulty: Callable[[Faults], Run], error: type[BaseException]
+) -> None:
+    run = faulty(Faults(None, error))
+    calls = run.faults.calls
+    wanted = "check_memory arena_for mover_for mover.load mover.store mover.close arena.close"
+    assert {*wanted.split(), "ticket.poll", "ticket.error"} <= set(calls)
+    assert run.reports == Counter((job_id, True) for job_id in range(1, 6))
+    held, faults = run.held, run.faults
+    del run
+    gc.collect()
+    gc.freeze()  # vLLM and torch: what they hold is looked through at every collection otherwise
+    before = left(faults)
+    assert before[2] == 0 < held[2]
+    assert held[1] > before[1], "they would show"
+    for at, name in enumerate(calls):
+        run = faulty(Faults(at, error))
+        assert run.faults.calls[at] == name
+        told = Counter(job_id for job_id, _ in run.reports.elements())
+        assert told == Counter(range(1, 6)), f"call {at}, {name}: {run.reports}"
+        assert max(run.released.values(), default=0) <= 1
+        num_failed = sum(not ok for _, ok in run.reports)
+        begins = name in ("mover.load", "mover.store")
+        assert num_failed >= 1 if begins else num_failed <= 1, f"call {at}, {name}"
+        assert run.raised or begins
+        for tensor in run.caches.values():
+            check_loaded(run, tensor)
+        assert run.worker.arena is None and run.worker.movers == []
+        faults = run.faults
+        del run
+        assert left(faults) == before, f"call {at}, {name}"
+    gc.unfreeze()
+
+
+def check_loaded(run: Run, tensor: torch.Tensor) -> None:
+    """What was reported as loaded lies where it should."""
+    full = tensor is run.caches["f0"]
+    for job_id, target in ((2, 3 if full else 4), (3, 5), (4, 6)):
+        if job_id in (3, 4) and full != (job_id == 3):
+            continue
+        if (job_id, True) in run.reports and (1, True) in run.reports:
+            assert tensor[target * PAGE_BYTES : (target + 1) * PAGE_BYTES].eq(1).all()
+    assert tensor.numel() == NUM_BLOCKS * PAGE_BYTES
