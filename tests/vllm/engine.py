@@ -239,7 +239,6 @@ class Engine:
         assert self.llm.reset_prefix_cache()
         assert self.worker.arena is not None
         self.half.agree(num_host_blocks or self.worker.arena.num_slots)
-        self.half._offered.clear()
 
     def stats(self) -> dict[str, int]:
         assert self.half.offload is not None

@@ -36,6 +36,7 @@ import kvstow.vllm
 from kvstow import ConfigError, TransferError
 from kvstow.transfer import READY
 from kvstow.vllm import KVStowConnector
+from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -234,6 +235,11 @@ class Scheduler:
         if num_host_blocks is not None:
             self.half.agree(num_host_blocks)
         self.jobs = StepJobs()
+
+    @property
+    def lazy(self) -> LazyQueue:
+        assert self.half._lazy is not None
+        return self.half._lazy
 
     def request(self, name: str, num_tokens: int, **settings: Any) -> Request:
         return Request(
@@ -444,7 +450,7 @@ def test_blocks_are_free_once_every_rank_has_read_them(lazy: bool) -> None:
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
     assert not scheduler.half.may_rest(), "the host does not have them yet"
     freed = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-    assert freed == ([*store.block_ids[::-1], *order] if lazy else freed)
+    assert not lazy or freed == [*order, *store.block_ids[::-1]], "as if nothing was stored"
     for rank in range(2):
         scheduler.step(reports=[(store.job_id, rank, True)])
     assert scheduler.half.may_rest()
@@ -611,7 +617,7 @@ def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
 
 def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() -> None:
     scheduler = Scheduler(FULL, lazy_offload=True)
-    scheduler.half._horizon_blocks = 0
+    scheduler.lazy.horizon_blocks = 0
     for name in ("a", "b"):
         request = scheduler.request(name, 100, cache_salt=name)
         scheduler.admit(request)
@@ -619,7 +625,7 @@ def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() ->
         scheduler.finish(request)
     queue = scheduler.manager.block_pool.free_block_queue
     order = [block.block_id for block in queue.get_all_free_blocks()]
-    scheduler.half._horizon_blocks = NUM_BLOCKS - 1 - 6  # all but the second one's
+    scheduler.lazy.horizon_blocks = NUM_BLOCKS - 1 - 6  # all but the second one's
     scheduler.step()
     assert queue.num_free_blocks == NUM_BLOCKS - 1 - 6
     scheduler.step()

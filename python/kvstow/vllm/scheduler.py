@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
 from kvstow.vllm.capacity import Capacities
+from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -153,13 +154,7 @@ class SchedulerHalf:
         self._loads: list[Copies] = []
         self._stores: list[Copies] = []
         self._failed: list[str] = []
-        # Lazy: what was offered of the free queue, by block id; the place in it of what is stored.
-        self._offered: dict[int, bytes] = {}
-        self._places: dict[int, int] = {}
-        self._num_walked = 0
-        # Blocks that lazy stores have taken out of the queue: they lie before all that are in it.
-        self._num_taken = 0
-        self._last_queue: tuple[object, object, int] | None = None
+        self._lazy: LazyQueue | None = None
         self._manager: KVCacheManager | None = None
         self._weights = WeightsVersion(options.weights_version_path)
         self._capacities = Capacities(world_size, timeout_s=options.load_timeout_s, clock=clock)
@@ -171,6 +166,8 @@ class SchedulerHalf:
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's own accounting, whose blocks jobs hold."""
         self._manager = manager
+        if self._options.lazy_offload:
+            self._lazy = LazyQueue(manager.block_pool, self._horizon_blocks)
 
     def agree(self, num_host_blocks: int) -> None:
         """Make the host tier, as large as every rank has memory for.
@@ -252,6 +249,9 @@ class SchedulerHalf:
             tracked.is_loading = False  # its load has landed, and it runs now
             return
         tracked.is_admitted = tracked.is_fresh = True
+        if self._lazy is not None:
+            for table, group in zip(blocks.blocks, self._model.groups, strict=True):
+                self._lazy.used(table[: tracked.num_local_tokens // group.block_size])
         if self.offload is None:
             return  # without a tier nothing was offered
         if num_external_tokens == 0:
@@ -317,11 +317,8 @@ class SchedulerHalf:
                 for job_id, rank, ok in reports.reports
                 if (end := self.offload.complete(job_id, ok=ok, rank=rank)) is not None
             ]
-            unused: list[KVCacheBlock] = []
-            self._released(reports.released, unused)
-            loaded = self._end(ends, unused)
-            if unused:
-                self._put_back(unused)
+            self._released(reports.released)
+            loaded = self._end(ends)
             if loaded:
                 output.finished_recving = (output.finished_recving or set()) | loaded
         for request_id in output.finished_recving or ():
@@ -331,8 +328,8 @@ class SchedulerHalf:
             return
         if self._due:
             self._store(list(self._due))
-        if self._options.lazy_offload:
-            self._store_evictable()
+        if self._lazy is not None:
+            self._store_blocks(self._lazy.evictable())
 
     def finished(self, request: Request) -> None:
         """A request is over, and its blocks are still its own: store what is due of them."""
@@ -493,6 +490,9 @@ class SchedulerHalf:
                     own_ids = [block.block_id for block in own]
                 ids += own_ids
                 told_blocks += own
+                if self._lazy is not None:
+                    # Also blocks that were stored before: the host may have evicted them.
+                    self._lazy.computed(b for b, at in zip(own, own_ids, strict=True) if at)
                 if self._host_events is not None:
                     stored = [
                         (told + at, self._own_hash(request, told + at, g))
@@ -502,9 +502,6 @@ class SchedulerHalf:
                     self._host_events.computed(request, g, group.block_size, stored)
                 tracked.num_told[g] = told + len(own)
                 offsets.append(len(ids))
-            if self._options.lazy_offload:
-                for block_id in ids[offsets[-1 - len(self._model.groups)] :]:
-                    self._offered.pop(block_id, None)  # used again: the host may have evicted it
             named.append(request_id)
             computed.append(num_computed)
             unit = self._tokens_per_hash
@@ -565,10 +562,6 @@ class SchedulerHalf:
         own: bytes = request.block_hashes[(index + 1) * per_block * self._stride - 1]
         return own
 
-    def _store_evictable(self) -> None:
-        """Lazy: plan the stores of what vLLM is about to overwrite."""
-        self._store_blocks(self._evictable())
-
     def _store_blocks(self, cached: Iterable[KVCacheBlock]) -> None:
         """Plan the stores of those of these blocks that the host does not have."""
         assert self.offload is not None
@@ -583,27 +576,6 @@ class SchedulerHalf:
                 deadline=self._deadline(),
             )
             self._begin_store(job)
-
-    def _evictable(self) -> list[KVCacheBlock]:
-        """The cached blocks among the next ones to be overwritten that were not offered before."""
-        queue = self._pool.free_block_queue
-        head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
-        ends = (head.next_free_block, tail.prev_free_block, queue.num_free_blocks)
-        if ends == self._last_queue:
-            return []  # as in most steps of decoding requests
-        self._last_queue = ends
-        found = []
-        offered = self._offered
-        block = head.next_free_block
-        for _ in range(min(self._horizon_blocks - self._num_taken, queue.num_free_blocks)):
-            block_hash = block.block_hash
-            if block_hash is not None and offered.get(block.block_id) is not block_hash:
-                offered[block.block_id] = block_hash
-                self._num_walked += 1
-                self._places[block.block_id] = self._num_walked
-                found.append(block)
-            block = block.next_free_block
-        return found
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -622,12 +594,13 @@ class SchedulerHalf:
             if held is None or ids != told_ids:
                 held = list(map(self._pool.blocks.__getitem__, ids))
             self._hold(held)
+            if self._lazy is not None:
+                self._lazy.hold(held)
             self._transfers[job.job_id] = _Transfer("store", held, is_held=True)
             self._num_storing += 1
-            self._num_taken += len(held)
             self._stores.append(Copies.of(job))
 
-    def _end(self, ends: Sequence[JobEnd], unused: list[KVCacheBlock]) -> set[str]:
+    def _end(self, ends: Sequence[JobEnd]) -> set[str]:
         """Let go of what jobs held. Returns the requests whose loads have landed."""
         loaded = set()
         for end in ends:
@@ -641,32 +614,29 @@ class SchedulerHalf:
                     self._failed.append(transfer.request_id)
                 continue
             self._num_storing -= not transfer.is_late
-            if self._options.lazy_offload and not end.ok:
-                for block in transfer.blocks:
-                    self._offered.pop(block.block_id, None)
-            self._release(transfer, unused)
+            self._release(transfer)
+            if self._lazy is not None and not end.ok:
+                self._lazy.offer_again(transfer.blocks)
         return loaded
 
-    def _released(self, job_ids: Iterable[int], unused: list[KVCacheBlock]) -> None:
+    def _released(self, job_ids: Iterable[int]) -> None:
         """Ranks read the blocks of these stores no more, though their bytes may be on the way."""
         for job_id in job_ids:
             transfer = self._transfers.get(job_id)
             if transfer is not None:
                 transfer.num_released += 1
                 if transfer.num_released == self._world_size:
-                    self._release(transfer, unused)
+                    self._release(transfer)
 
-    def _release(self, transfer: _Transfer, unused: list[KVCacheBlock]) -> None:
-        """Let go of a store's blocks, once; lazy, `unused` gets those that are to be put back."""
+    def _release(self, transfer: _Transfer) -> None:
+        """Let go of a store's blocks, once."""
         if not transfer.is_held:
             return
         transfer.is_held = False
-        self._num_taken -= len(transfer.blocks)
-        if not self._options.lazy_offload:
+        if self._lazy is not None:
+            self._lazy.put_back(transfer.blocks)
+        else:
             self._let_go(transfer.blocks)
-            return
-        unused += [block for block in transfer.blocks if block.ref_cnt == 1]
-        self._pool.free_blocks([block for block in transfer.blocks if block.ref_cnt > 1])
 
     def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
         """As `BlockPool.touch`, but that a copy is no access, which vLLM would count for each."""
@@ -688,18 +658,6 @@ class SchedulerHalf:
                 unused.append(block)
         if unused:
             self._pool.free_blocks(unused)
-
-    def _put_back(self, blocks: list[KVCacheBlock]) -> None:
-        """Put blocks back at the head of vLLM's free queue, as if they had never left it.
-
-        A lazy store takes them from there, because vLLM has no pins; freed as usual they would be
-        the last to be overwritten, and what was used after them would go first.
-        """
-        places = self._places
-        blocks.sort(key=lambda block: places.get(block.block_id, 0))
-        for block in blocks:
-            block.ref_cnt = 0
-        self._pool.free_block_queue.prepend_n(blocks)
 
     def _expire(self) -> None:
         """Fail what is past its deadline; its blocks stay held until the copies have ended."""

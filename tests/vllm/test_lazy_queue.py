@@ -1,0 +1,200 @@
+"""The lazy queue against a naive model, on vLLM's real block pool."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from kvstow.vllm.lazy_queue import LazyQueue
+
+NUM_BLOCKS = 60
+
+
+class Pool:
+    """vLLM's pool with a lazy queue, and beside them what the order of the queue must be."""
+
+    def __init__(self, seed: int, horizon_blocks: int, num_blocks: int = NUM_BLOCKS) -> None:
+        self.dice = random.Random(seed)
+        self.pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=16)
+        self.lazy = LazyQueue(self.pool, horizon_blocks)
+        self.used: list[list[KVCacheBlock]] = []
+        self.stores: list[list[KVCacheBlock]] = []
+        self.num_keys = 0
+        # Free blocks in vLLM's order as if nothing were stored, those that stores hold among them.
+        self.order = list(self.pool.free_block_queue.get_all_free_blocks())
+        self.held: set[int] = set()
+        # Of the blocks that are computed, those that were not offered since.
+        self.due: set[int] = set()
+        self.num_changed = horizon_blocks
+        self.num_taken = 0
+
+    def allocate(self) -> None:
+        """A request takes new blocks, computes some, and keys these."""
+        num_blocks = self.dice.randrange(1, 6)
+        self._take(num_blocks)
+        blocks = self.pool.get_new_blocks(min(num_blocks, self.pool.get_num_free_blocks()))
+        for block in blocks:
+            self.order.remove(block)
+            self.due.discard(block.block_id)
+        num_keyed = self.dice.randrange(len(blocks) + 1)
+        for block in blocks[:num_keyed]:
+            self.num_keys += 1
+            block.set_block_hash(b"%031d0000" % self.num_keys, num_tokens=16)
+        self.lazy.computed(blocks[: num_keyed - self.dice.randrange(num_keyed + 1)])
+        self.due |= {b for b, key in self.lazy._computed.items() if self._is(b, key)}
+        self.used.append(blocks)
+        self.num_changed += len(blocks)
+
+    def _take(self, num_blocks: int) -> None:
+        """A step takes fewer blocks than the horizon has."""
+        self.num_taken += num_blocks
+        if self.num_taken >= self.lazy.horizon_blocks:
+            self.offer()
+            self.num_taken = num_blocks
+
+    def _is(self, block_id: int, key: bytes) -> bool:
+        return self.pool.blocks[block_id].block_hash is key
+
+    def free(self) -> None:
+        if not self.used:
+            return
+        blocks = self.used.pop(self.dice.randrange(len(self.used)))[::-1]
+        gone = [b for b in blocks if b.ref_cnt == 1]
+        self.pool.free_blocks(blocks)
+        blank = [b for b in gone if b.block_hash is None]
+        self.order[:0] = blank
+        self.order += [b for b in gone if b.block_hash is not None]
+        self.num_changed += len(blocks)
+
+    def hit(self) -> None:
+        """A request finds cached blocks, also ones that a store holds."""
+        cached = [b for b in self.pool.blocks[1:] if b.block_hash is not None]
+        if not cached:
+            return
+        self._take(3)
+        blocks = self.dice.sample(cached, min(len(cached), 3))
+        self.pool.touch(blocks)
+        self.lazy.used(blocks)
+        for block in blocks:
+            if block in self.order:
+                self.order.remove(block)
+            self.held.discard(block.block_id)
+        self.used.append(blocks)
+        self.num_changed += len(blocks)
+
+    def offer(self) -> None:
+        """A step ends: what is offered is stored, or some of it."""
+        before = self.lazy.num_visited
+        found = self.lazy.evictable()
+        num_visited = self.lazy.num_visited - before
+        assert num_visited <= 2 * (self.num_changed + len(self.held) + 1), "the horizon was walked"
+        self.num_changed = self.num_taken = 0
+        offered = {block.block_id for block in found}
+        assert len(offered) == len(found) and offered <= self.due
+        assert not any(block.ref_cnt for block in found)
+        self.due -= offered
+        within = {block.block_id for block in self.order[: self.lazy.horizon_blocks]}
+        assert not within & self.due - self.held, "due within the horizon, and not offered"
+        store = [block for block in found if self.dice.random() < 0.8]
+        if store:
+            for block in store:
+                self.pool.free_block_queue.remove(block)
+                block.ref_cnt += 1
+            self.lazy.hold(store)
+            self.held |= {block.block_id for block in store}
+            self.stores.append(store)
+            self.num_changed += len(store)
+
+    def end_store(self) -> None:
+        if not self.stores:
+            return
+        store = self.stores.pop(self.dice.randrange(len(self.stores)))
+        fails = self.dice.random() < 0.3
+        unused = [b for b in store if b.ref_cnt == 1 and b.block_id not in self.held]
+        back = [b for b in store if b.block_id in self.held]
+        self.lazy.put_back(store)
+        # A block that was hit while it was held, and freed since, is freed by the store's end.
+        self.order += unused[::-1]
+        self.held -= {b.block_id for b in back}
+        if fails:
+            self.lazy.offer_again(store)
+            self.due |= {b.block_id for b in back}
+        self.num_changed += len(store)
+
+    def evict(self) -> None:
+        """vLLM takes the key of a block in use away: its load has failed."""
+        block = self.dice.choice(self.pool.blocks[1:])
+        if block.ref_cnt and block.block_id not in self.held:
+            self.pool.evict_blocks({block.block_id})
+            self.due.discard(block.block_id)
+
+    def check(self) -> None:
+        queue = self.pool.free_block_queue.get_all_free_blocks()
+        expected = [b.block_id for b in self.order if b.block_id not in self.held]
+        assert [block.block_id for block in queue] == expected
+        assert self.pool.get_num_free_blocks() == len(expected)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_queue_is_as_if_nothing_had_been_stored(seed: int) -> None:
+    pool = Pool(seed, horizon_blocks=(8, 25, NUM_BLOCKS)[seed % 3])
+    kinds = [pool.allocate, pool.free, pool.hit, pool.offer, pool.offer, pool.end_store, pool.evict]
+    for _ in range(400):
+        pool.dice.choice(kinds)()
+        pool.check()
+
+
+def test_a_step_looks_at_what_has_changed_only() -> None:
+    """A pool of 40,000 blocks, all of them offered: each step takes 16 and frees 16."""
+    pool = BlockPool(40_000, enable_caching=True, hash_block_size=16)
+    blocks = pool.get_new_blocks(39_999)
+    for block in blocks:
+        block.set_block_hash(b"%031d0000" % block.block_id, num_tokens=16)
+    lazy = LazyQueue(pool, horizon_blocks=9_000)
+    lazy.computed(blocks)
+    pool.free_blocks(blocks)
+    assert len(lazy.evictable()) == 9_000
+    for _ in range(20):
+        before = lazy.num_visited
+        taken = pool.get_new_blocks(16)
+        for block in taken:
+            block.set_block_hash(b"%031d0000" % block.block_id, num_tokens=16)
+        lazy.computed(taken)
+        pool.free_blocks(taken)
+        assert len(lazy.evictable()) == 16
+        assert lazy.num_visited - before <= 2 * 16
+
+
+def test_a_block_that_was_only_granted_is_not_offered() -> None:
+    """Its key is that of the block's last life, and vLLM publishes keys when it grants blocks."""
+    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
+    lazy = LazyQueue(pool, horizon_blocks=4)
+    for is_computed in (True, False):
+        blocks = pool.get_new_blocks(3)
+        for block in blocks:
+            # Equal keys, and yet other objects, as vLLM makes them.
+            block.set_block_hash(bytes([block.block_id]) * 32 + bytes(4), num_tokens=16)
+        if is_computed:
+            lazy.computed(blocks)
+        pool.free_blocks(blocks)
+        if not is_computed:
+            assert lazy.evictable() == []
+
+
+def test_a_block_that_was_computed_is_offered_once() -> None:
+    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
+    lazy = LazyQueue(pool, horizon_blocks=4)
+    blocks = pool.get_new_blocks(3)
+    for block in blocks:
+        block.set_block_hash(bytes([block.block_id]) * 32 + bytes(4), num_tokens=16)
+    lazy.computed(blocks)
+    pool.free_blocks(blocks)
+    assert lazy.evictable() == blocks
+    assert lazy.evictable() == []
+    pool.touch(blocks[:1])
+    lazy.computed(blocks[:1])
+    pool.free_blocks(blocks[:1])
+    assert lazy.evictable() == blocks[:1], "used again: the host may have evicted it"
