@@ -30,7 +30,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.run ## replay a real request trace, every loaded block verified (TRACE=FILE, ARGS="--limit 100")
-	@$(BIN)/kvstow replay $(TRACE) $(ARGS)
+	@$(BIN)/kvstow replay $(TRACE) $(ARGS) $(if $(TRACE),,</dev/null)
 
 test: lint ## everything the gate checks: lint, cargo test, pytest
 	cargo test

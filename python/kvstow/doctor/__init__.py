@@ -1,7 +1,7 @@
-"""What this machine has of what kvstow can use, and what would help: the command `kvstow doctor`.
+"""The command `kvstow doctor`: check GPU, CUDA, memory limits and vLLM, and suggest fixes.
 
-`diagnose` asks without the command line's extras. Each probe answers for itself: whatever goes
-wrong in one is a finding, and the others go on.
+`diagnose` returns the findings to a program. A probe that fails is a finding too, and the others
+still run.
 """
 
 from kvstow.doctor.findings import Finding, Status
