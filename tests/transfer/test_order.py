@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,6 +89,26 @@ def test_order_without_waiting_jobs_touches_no_memory() -> None:
     order: JobOrder[Job] = JobOrder(4)
     assert order.enter(Job(targets=np.array([1, 2]), is_ready=True))
     assert not order._last.any()
+
+
+def test_first_jobs_that_wait_import_no_module() -> None:
+    """An import takes milliseconds, of a step that computes."""
+    script = """
+import sys
+import numpy as np
+from kvstow.transfer import *
+mover = HostMover(BlockLayout.from_arrays([np.zeros((9, 64), np.uint8)]), HostArena(8, 64))
+before = set(sys.modules)
+event = HostEvent()
+tickets = [mover.store([1, 2], [1, 2], after=event) for _ in range(2)]
+event.set()
+tickets[-1].wait(60)
+print(sorted(set(sys.modules) - before))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout == "[]\n"
 
 
 # -- the movers ----------------------------------------------------------------------------------

@@ -73,9 +73,7 @@ class JobOrder(Generic[J]):
 
     def enter(self, job: J) -> bool:
         """Whether the job may run now; if not, `release` returns it when it may."""
-        if job.is_ready and not self._waiting:
-            return True
-        earlier = self._earlier(job)
+        earlier = self._earlier(job) if self._waiting else []
         if job.is_ready and not earlier:
             return True
         self._num_serials += 1
@@ -111,5 +109,6 @@ class JobOrder(Generic[J]):
 
     def _earlier(self, job: J) -> list[Turn]:
         """The last waiting jobs that write where this one does; others wait before those."""
-        serials = np.unique(self._last[job.targets]).tolist()
+        # Not numpy's unique: its first call imports numpy.ma, in the middle of a step.
+        serials = sorted(set(self._last[job.targets].tolist()))
         return [self._waiting[serial][1] for serial in serials if serial in self._waiting]
