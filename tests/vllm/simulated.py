@@ -8,6 +8,7 @@ own, with steps that overlap or not; copies are made by kvstow's own movers, lat
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -69,17 +70,23 @@ class LateTicket(Ticket):
             self._error = TransferError("injected")
         else:
             self._ticket = self._begin()
-            self._ticket.wait(10)
+            with contextlib.suppress(TransferError):
+                self._ticket.wait(10)
 
     def poll(self) -> bool:
         return self._error is not None or self._ticket is not None
 
     @property
     def error(self) -> TransferError | None:
-        return self._error
+        return self._error if self._ticket is None else self._ticket.error
+
+    @property
+    def damaged_slots(self) -> tuple[int, ...]:
+        return () if self._ticket is None else self._ticket.damaged_slots
 
     def wait(self, timeout_s: float | None = None) -> None:
-        raise NotImplementedError
+        if self.error is not None:
+            raise self.error
 
 
 class LateMover:

@@ -62,7 +62,8 @@ class Slow(Ticket):
         return None if self._ticket is None else self._ticket.error
 
     def wait(self, timeout_s: float | None = None) -> None:
-        raise NotImplementedError
+        if self.error is not None:
+            raise self.error
 
 
 class Unsteady(ChangedMover):

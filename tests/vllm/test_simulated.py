@@ -205,3 +205,45 @@ def test_sessions_are_not_stored_where_vllm_keeps_the_hashes_of_dropped_tokens(
     engine.check_at_rest()
     assert engine.ask_for_all() == 0
     engine.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_damaged_slot_costs_one_load_and_is_stored_again(folder: Path, lazy: bool) -> None:
+    options = {"num_cpu_blocks": 60, "lazy_offload": lazy, "verify": "checksum"}
+    engine = Simulated(folder, options)
+    engine.add("first", tokens(100, 1))
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+    offload, arena = engine.half.offload, engine.worker.arena
+    assert offload is not None and arena is not None
+    assert offload.num_resident == 6
+    arena.slots[:, 5] ^= 1
+    right = engine.right_answer(tokens(100, 1), 4, None)
+    # The first load fails and its request computes, and its blocks are stored again.
+    for number, (num_failed, num_loaded) in enumerate([(1, 0), (1, 6), (1, 12)]):
+        engine.add(f"later-{number}", tokens(100, 1))
+        engine.settle()
+        assert engine.answers[f"later-{number}"] == right
+        stats = offload.stats()
+        assert (stats["failed_loads"], stats["loaded_blocks"]) == (num_failed, num_loaded)
+        assert engine.scheduler.reset_prefix_cache()
+        assert offload.num_resident == 6
+    engine.check_at_rest()
+    engine.close()
+
+
+def test_a_load_that_fails_for_other_reasons_drops_no_slot(folder: Path) -> None:
+    engine = Simulated(folder, {"num_cpu_blocks": 60, "verify": "checksum"})
+    engine.add("first", tokens(100, 1))
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.half.offload is not None
+    num_stored = engine.half.offload.stats()["stored_blocks"]
+    engine.add("later", tokens(100, 1))
+    engine.step()
+    engine.copy(failing=1.0)
+    engine.settle()
+    stats = engine.half.offload.stats()
+    assert (stats["failed_loads"], stats["stored_blocks"]) == (1, num_stored)
+    assert engine.answers["later"] == engine.right_answer(tokens(100, 1), 4, None)
+    engine.close()

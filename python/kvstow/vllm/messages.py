@@ -51,12 +51,13 @@ class StepReports(KVConnectorWorkerMetadata):
     """Workers to scheduler: how far jobs have come.
 
     Attributes:
-        reports: jobs that have ended, as (job id, rank, whether it went well).
+        reports: jobs that have ended, as (job id, rank, whether it went well); the last is one bool
+            for each block of the job if a check found host slots damaged.
         released: stores that read their blocks no more though they have not ended, by each rank.
         capacities: by rank, how many host blocks it has; only where the step's jobs ask for it.
     """
 
-    reports: list[tuple[int, int, bool]] = field(default_factory=list)
+    reports: list[tuple[int, int, bool | list[bool]]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     capacities: dict[int, int] = field(default_factory=dict)
 

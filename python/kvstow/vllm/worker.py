@@ -20,6 +20,7 @@ from kvstow.transfer import (
     Ticket,
     arena_for,
     mover_for,
+    outcome,
 )
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -27,6 +28,8 @@ from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 logger = logging.getLogger("vllm." + __name__)
@@ -37,6 +40,8 @@ class _Running:
     """A job under way: one ticket for each group that it touches."""
 
     direction: Direction
+    # The job's, in its order.
+    host_slots: npt.NDArray[np.int32]
     tickets: list[Ticket]
     num_bytes: int
     begun: float = field(default_factory=time.monotonic)
@@ -158,7 +163,9 @@ class WorkerHalf:
         for direction, left in ((LOAD, self._jobs.loads), (STORE, self._jobs.stores)):
             for copies in left:
                 error = StateError("an error has ended the step before this job began")
-                self._running[copies.job_id] = _Running(direction, [], 0, error=error)
+                self._running[copies.job_id] = _Running(
+                    direction, copies.host_slots, [], 0, error=error
+                )
             left.clear()
 
     def start_loads(self) -> None:
@@ -252,7 +259,7 @@ class WorkerHalf:
 
     def _start(self, direction: Direction, copies: Copies) -> None:
         """Begin a job. Whatever is raised fails it, once the copies that have begun are over."""
-        running = _Running(direction, [], 0)
+        running = _Running(direction, copies.host_slots, [], 0)
         self._running[copies.job_id] = running
         try:
             self._submit(running, copies)
@@ -281,13 +288,16 @@ class WorkerHalf:
 
     def _report(self, job_id: int, running: _Running) -> None:
         error = running.why()
+        ok: bool | list[bool] = error is None
         if error is not None:
+            if running.error is None:
+                ok = outcome(running.tickets, running.host_slots)
             logger.warning("kvstow: %s job %d failed: %s", running.direction, job_id, error)
         else:
             # A transfer takes as long as its ranks do on average: vLLM adds up what they report.
             seconds = (time.monotonic() - running.begun) / self._world_size
             self._stats.moved(running.direction, running.num_bytes, seconds)
-        self._reports.reports.append((job_id, self._rank, error is None))
+        self._reports.reports.append((job_id, self._rank, ok))
 
 
 def _log_pinned(num_bytes: int, of_bytes: int) -> None:
