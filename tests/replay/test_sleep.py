@@ -219,5 +219,5 @@ def test_the_command_sleeps(capsys: pytest.CaptureFixture[str]) -> None:
     assert (slept["corrupt_blocks"], slept["finished_requests"]) == (0, 60)
     assert slept["verified_blocks"] > awake["verified_blocks"]
     assert main(["replay", "--sleep-at", "1,x"]) == 2
-    assert "as in 10,20" in capsys.readouterr().err
+    assert "such as 10,20" in capsys.readouterr().err
     assert main(["replay", "--sleep-at", "-1"]) == 2

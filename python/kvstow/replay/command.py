@@ -104,8 +104,8 @@ def _number(
 @_choice(
     "--policy",
     get_args(Policy),
-    "What the host tier evicts first: the least recently used, or what promises the fewest hits "
-    "for the time that it stays, as learned from what was hit and what came back.",
+    "What the host tier evicts first: lru, the least recently used block; hit-density, the block "
+    "with the fewest expected hits per unit of time, learned from earlier hits and evictions.",
 )
 @_choice(
     "--mode",
@@ -116,8 +116,8 @@ def _number(
 @_choice(
     "--mover",
     get_args(MoverKind),
-    "Where blocks live and what copies them: on a GPU, in this machine's memory; auto, on a GPU if "
-    "there is one.",
+    "Where blocks live and what copies them: cuda, on a GPU; host, in this machine's memory; auto, "
+    "on a GPU if there is one.",
 )
 @click.option("--limit", type=int, help="Replay only the first requests of the trace.")
 @_choice("--verify", ["all", "sample", "off"], "Which blocks are checked: all, 1 in 16, or none.")
@@ -127,11 +127,11 @@ def _number(
     is_flag=True,
     help="Ids name content wherever it stands (RAGPulse): chain them by path.",
 )
-@_number("--step-ms", 5.0, "Virtual time of a step, before what is computed in it.")
-@_number("--prefill-token-ms", 0.1, "And for each token of a prefill.")
-@_number("--decode-request-ms", 0.05, "And for each request that decodes.")
-@_number("--max-step-tokens", 8192, "Tokens computed in a step, at most.")
-@_number("--max-requests", 256, "Requests that run or load at a time, at most.")
+@_number("--step-ms", 5.0, "Virtual time of each step.")
+@_number("--prefill-token-ms", 0.1, "Virtual time added for each token of a prefill.")
+@_number("--decode-request-ms", 0.05, "Virtual time added for each request that decodes.")
+@_number("--max-step-tokens", 8192, "Most tokens that a step computes.")
+@_number("--max-requests", 256, "Most requests that run or load at a time.")
 @click.option(
     "--bandwidth",
     "bandwidth_bytes_per_s",
@@ -139,7 +139,7 @@ def _number(
     help="Speed of each direction of the link. [default: 50 GB/s (PCIe 5), slowed down as much as "
     "a token is smaller than the 128 KiB of Llama-3.1-8B]",
 )
-@_choice("--model", MODELS, "Whose layers to replay: all of full attention, or a hybrid.")
+@_choice("--model", MODELS, "Model whose layers to replay: full attention only, or a hybrid.")
 @click.option("--layers", "num_layers", type=int, help="Layers of the full model. [default: 2]")
 @click.option(
     "--bytes-per-token",
@@ -150,24 +150,28 @@ def _number(
     "--faults",
     type=int,
     metavar="SEED",
-    help="Let some copies land late, some fail, and some loads get lost: they are given up after "
-    "5 s of virtual time, and land later. A seed stands for one run.",
+    help="Make some copies late, let some fail, and lose some loads: those fail after 5 s of "
+    "virtual time, and land later. The same seed makes the same faults.",
 )
 @_number("--world-size", 1, "Ranks, each with a shard of every block, on the device and the host.")
-@_number("--blocks-per-slot", 1, "Consecutive blocks that a host slot holds; eager, full model.")
+@_number(
+    "--blocks-per-slot",
+    1,
+    "Consecutive blocks that a host slot holds; more than 1 needs eager mode and the full model.",
+)
 @click.option(
     "--events",
     "events_path",
     metavar="FILE",
-    help="Append what happens to blocks and transfers, as JSON lines in virtual time.",
+    help="Append the events of blocks and transfers, as JSON lines in virtual time.",
 )
-@_number("--lookahead-tokens", 0, "Slots for drafts that a step grants besides, to each request.")
+@_number("--lookahead-tokens", 0, "Slots for draft tokens that each step grants to each request.")
 @click.option(
     "--sleep-at",
     metavar="STEP[,STEP...]",
     default="",
     callback=lambda _context, _option, given: _steps(given),
-    help="After so many steps the engine sleeps, its device memory is overwritten, and it wakes "
+    help="After so many steps, put the engine to sleep, overwrite its device memory, and wake it "
     "with its blocks under other ids.",
 )
 @with_output
@@ -253,7 +257,7 @@ def _steps(given: str) -> tuple[int, ...]:
         return tuple(int(step) for step in given.split(",") if given)
     except ValueError:
         raise ConfigError(
-            f"--sleep-at {given}: pass numbers of steps with commas between them, as in 10,20"
+            f"--sleep-at is {given!r}; pass numbers of steps separated by commas, such as 10,20"
         ) from None
 
 
@@ -266,7 +270,7 @@ def _report_corruption(engine: ReplayEngine) -> None:
 
 
 class _ProgressBar(Observer):
-    """Finished requests, on stderr, if that is a terminal."""
+    """Shows the number of finished requests on standard error, if that is a terminal."""
 
     def __init__(self, num_requests: int) -> None:
         console = Console(stderr=True)
@@ -278,7 +282,7 @@ class _ProgressBar(Observer):
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
-            auto_refresh=False,  # a thread of its own would take turns with the engine's
+            auto_refresh=False,  # its thread would slow the engine's down
             transient=True,
         )
         self._task = self._bar.add_task("requests", total=num_requests)
@@ -291,11 +295,11 @@ class _ProgressBar(Observer):
         self.close()
 
     def close(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
         self._bar.stop()
 
     def stepped(self, engine: ReplayEngine) -> None:
-        """Draw anew, a few times a second."""
+        """Redraw the bar a few times a second."""
         if (now_s := time.monotonic()) >= self._next_s:
             self._next_s = now_s + _REFRESH_S
             self._bar.update(self._task, completed=engine.figures.finished, refresh=True)
