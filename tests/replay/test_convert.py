@@ -1,7 +1,9 @@
 """Tokens become a trace, whose replay has the hits that one counts by hand."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,7 @@ def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["replay", str(path), "--block-size", "16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hit_blocks"] == {"device": 1 + 3, "host": 0, "resumed": 0}
+    assert found["block_size"] == 16
 
 
 LOG = """\
@@ -109,6 +112,25 @@ def test_a_log_of_vllm(tmp_path: Path) -> None:
     assert (first.arrival_s, first.prompt_tokens, first.output_tokens) == (0, 5, 3)
     assert (second.arrival_s, second.prompt_tokens, second.output_tokens) == (3, 4, 50)
     assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
+
+
+def test_the_converter_reads_a_pipe_and_reports_bad_input_with_its_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def standard_input(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    standard_input(LOG)
+    assert cli.main(["trace", "convert", "-", "--from", "vllm-log", "--output-tokens", "5"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"timestamp": 0.0, "input_length": 5, "output_length": 3, "hash_ids": [0]}
+    assert (second["timestamp"], second["output_length"]) == (3000.0, 5)
+    standard_input("{}\n")
+    assert cli.main(["trace", "convert", "-"]) == 2
+    assert (
+        "<stdin>:1: no 'timestamp'; a request has timestamp, prompt_token_ids"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_log_without_requests_says_what_to_switch_on(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 class TokenReader(TraceReader):
     """JSON lines with `timestamp`, `prompt_token_ids`, `output_length`, and perhaps a `salt`."""
 
+    _FIELDS = "timestamp, prompt_token_ids and output_length"
+
     def __init__(self, path: str | Path, block_size: int) -> None:
         super().__init__(path, block_size)
         self._numbers: dict[bytes, int] = {}

@@ -31,6 +31,7 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
     }
     return {
         "trace": engine.trace.path,
+        "block_size": engine.trace.block_size,
         "model": engine.model.name,
         "options": asdict(engine.config) | in_force,
         "interrupted": interrupted,

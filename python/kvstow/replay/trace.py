@@ -110,6 +110,8 @@ class TraceReader:
     arrives no earlier than the one before it.
     """
 
+    _FIELDS = "timestamp, input_length, output_length and hash_ids"
+
     def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
             raise ConfigError(
@@ -165,10 +167,7 @@ class TraceReader:
 
     def _field(self, row: dict[str, object], line: int, key: str) -> object:
         if key not in row:
-            self._fail(
-                line,
-                f"no {key!r}; a request has timestamp, input_length, output_length and hash_ids",
-            )
+            self._fail(line, f"no {key!r}; a request has {self._FIELDS}")
         return row[key]
 
     def _count(self, row: dict[str, object], line: int, key: str, *, at_least: int) -> int:
