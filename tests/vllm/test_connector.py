@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +53,7 @@ WINDOW = SlidingWindowSpec(
 PAGE_BYTES = FULL.page_size_bytes
 
 
-def cache_config(*specs: Any) -> KVCacheConfig:
+def cache_config(*specs: Any, retention: int | None = 0) -> KVCacheConfig:
     """Groups of one layer each, overlaid in one allocation, as vLLM lays hybrids out."""
     size = PAGE_BYTES * NUM_BLOCKS
     return KVCacheConfig(
@@ -63,7 +63,7 @@ def cache_config(*specs: Any) -> KVCacheConfig:
             for at in range(len(specs))
         ],
         kv_cache_groups=[KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(specs)],
-        prefix_cache_retention_interval=0,  # vLLM's default
+        prefix_cache_retention_interval=retention,  # vLLM's default: 0
     )
 
 
@@ -98,7 +98,10 @@ def engine_config(folder: Path, options: dict[str, Any], **settings: Any) -> Any
         ({"cpu_bytes_touse": 1}, "did you mean 'cpu_bytes_to_use'"),
         ({"lazy": True}, "lazy_offload"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use is 0"),
-        ({"cpu_bytes_to_use": "8GiB"}, "cpu_bytes_to_use is '8GiB'"),
+        ({"cpu_bytes_to_use": "8 GiX"}, "cpu_bytes_to_use is '8 GiX'"),
+        ({"cpu_bytes_to_use_per_rank": 1.5}, "cpu_bytes_to_use_per_rank is 1.5"),
+        ({"num_cpu_blocks": 1.5}, "num_cpu_blocks is 1.5"),
+        ({"num_cpu_blocks": "4"}, "num_cpu_blocks is '4'"),
         ({"num_cpu_blocks": True}, "num_cpu_blocks is True"),
         ({"num_cpu_blocks": 4, "cpu_bytes_to_use": 1 << 30}, "keep one"),
         ({"lazy_offload": "yes"}, "true or false"),
@@ -113,6 +116,14 @@ def test_options_that_cannot_be_right(options: dict[str, Any], told: str) -> Non
     with pytest.raises(ConfigError, match="kv_connector_extra_config") as refused:
         Options.parse(options)
     assert told in str(refused.value)
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    for given in ("32GiB", "32 gib", 32 << 30, float(32 << 30), str(32 << 30)):
+        assert Options.parse({"cpu_bytes_to_use": given}).cpu_bytes_to_use == 32 << 30
+        options = Options.parse({"cpu_bytes_to_use_per_rank": given})
+        assert options.cpu_bytes_to_use_per_rank == 32 << 30
+    assert Options.parse({"num_cpu_blocks": 4.0}).num_cpu_blocks == 4
 
 
 def test_a_budget_below_one_block_names_the_least_that_will_do() -> None:
@@ -210,11 +221,12 @@ class Scheduler:
         *specs: Any,
         world_size: int = 1,
         num_host_blocks: int | None = NUM_BLOCKS,
+        retention: int | None = 0,
         **options: Any,
     ) -> None:
         """`num_host_blocks` None leaves the ranks' capacities to be reported."""
         init_none_hash(sha256_cbor)
-        config = cache_config(*specs)
+        config = cache_config(*specs, retention=retention)
         self.manager = KVCacheManager(
             config,
             max_model_len=1 << 20,
@@ -317,6 +329,67 @@ def test_a_window_is_stored_though_it_is_given_away_with_the_request() -> None:
     assert scheduler.half.offload is not None
     assert scheduler.half.offload.num_resident == 6 + 2, "vLLM keeps the others for nobody"
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+@pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
+@pytest.mark.parametrize("extra", [0, 1, 2, 3, 20])
+def test_a_load_brings_what_vllm_retains_below_a_window(extra: int, retention: int | None) -> None:
+    """Drafts of several modules need it: vLLM allocates these blocks and may cache them."""
+    retaining = replace(WINDOW, extra_retained_tokens=extra)
+    scheduler = Scheduler(FULL, retaining, retention=retention)
+    scheduler.store_one("a", 200)
+    request = scheduler.request("b", 200)
+    assert scheduler.admit(request) == 192
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    tables = scheduler.manager.get_blocks("b").blocks
+    taken = [block.block_id for table in tables for block in table[:12] if not block.is_null]
+    assert load.block_ids.tolist() == taken
+    assert len(taken) == 12 + -(-(32 - 1 + extra) // BLOCK_SIZE)
+    scheduler.step(reports=[(load.job_id, 0, True)])
+    scheduler.finish(request)
+
+
+def test_a_retained_block_that_was_given_away_is_not_stored() -> None:
+    """It has no hash that would tell."""
+    scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
+    request = scheduler.request("a", 200)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 200}))
+    request.num_computed_tokens = 200
+    scheduler.manager.remove_skipped_blocks("a", 200, num_prompt_tokens=200)
+    other = scheduler.request("b", 100, cache_salt="b")
+    scheduler.manager.allocate_slots(other, 100)
+    scheduler.half.processed(KVConnectorOutput())
+    (store,) = scheduler.half.build(Step()).stores
+    table = scheduler.manager.get_blocks("a").blocks[1]
+    own = {block.block_id for block in table if not block.is_null}
+    stored = store.block_ids[store.offsets[1] :].tolist()
+    assert stored and set(stored) <= own
+
+
+def test_a_retained_block_that_another_connector_loads_is_not_stored() -> None:
+    """It may have loaded what a hit needs, and left the retained block as it was."""
+    scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
+    request = scheduler.request("a", 200)
+    assert scheduler.half.lookup(request, 0) == 0
+    scheduler.manager.allocate_slots(
+        request, 0, num_external_computed_tokens=96, delay_cache_blocks=True
+    )
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
+    request.num_computed_tokens = 96
+    scheduler.manager.cache_blocks(request, 96)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
+    scheduler.manager.allocate_slots(request, 104)
+    scheduler.step(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    table = scheduler.manager.get_blocks("a").blocks[1]
+    blocks = scheduler.manager.block_pool.blocks
+    loaded = {block.block_id for block in table[:6] if not block.is_null}
+    stored = set(store.block_ids[store.offsets[1] :].tolist())
+    assert loaded and stored
+    assert all(blocks[block_id].block_hash is not None for block_id in loaded & stored)
 
 
 def test_a_request_aborted_while_it_loads_stores_nothing() -> None:

@@ -180,7 +180,11 @@ def _group(name: str, spec: KVCacheSpec) -> Group:
         # every block is kept, and a hit needs them all.
         return FullAttention(spec.block_size)
     if kind is SlidingWindowSpec:
-        return SlidingWindow(spec.block_size, spec.sliding_window)
+        return SlidingWindow(
+            spec.block_size,
+            spec.sliding_window,
+            extra_retained_tokens=spec.extra_retained_tokens,
+        )
     if kind is ChunkedLocalAttentionSpec:
         return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
     raise ConfigError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from kvstow import ConfigError
+from kvstow.sizes import parse_bytes
 from kvstow.transfer.layout import MAX_BLOCKS
 
 DEFAULT_BYTES = 8 << 30
@@ -21,7 +22,8 @@ class Options:
     """What a user may set; names are vLLM's own where vLLM has the option.
 
     Attributes:
-        cpu_bytes_to_use: host memory of the whole server, shared out among its ranks.
+        cpu_bytes_to_use: host memory of the whole server, shared out among its ranks; a number of
+            bytes, or a text such as "32GiB".
         cpu_bytes_to_use_per_rank: host memory of one rank.
         num_cpu_blocks: host blocks of one rank, instead of bytes.
         lazy_offload: store blocks when they near eviction, not as soon as they are computed.
@@ -101,9 +103,15 @@ class Options:
         return num_bytes // slot_stride_bytes
 
 
+def _size(name: str, value: object) -> int:
+    return parse_bytes(value, name=f"{WHERE}.{name}")
+
+
 def _count(name: str, value: object) -> int:
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        is_whole = isinstance(value, float) and value.is_integer()
+        whole: Any = int(value) if is_whole else value  # type: ignore[call-overload]
+        number = 0 if isinstance(value, bool) else operator.index(whole)
     except TypeError:
         number = 0
     if number < 1:
@@ -140,8 +148,8 @@ def _one_of(*choices: str) -> Callable[[str, object], str]:
 
 
 _READERS: dict[str, Callable[[str, object], Any]] = {
-    "cpu_bytes_to_use": _count,
-    "cpu_bytes_to_use_per_rank": _count,
+    "cpu_bytes_to_use": _size,
+    "cpu_bytes_to_use_per_rank": _size,
     "num_cpu_blocks": _count,
     "lazy_offload": _flag,
     "eviction_policy": _one_of("lru", "hit-density"),

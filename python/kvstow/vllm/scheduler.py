@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
-from kvstow import Job, JobEnd, KvstowError, OffloadScheduler
+from kvstow import Job, JobEnd, KvstowError, OffloadScheduler, SlidingWindow
 from kvstow.vllm.capacity import Capacities
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
@@ -60,6 +60,8 @@ class _Tracked:
     # Tokens that must be computed before there is anything new to tell.
     due: int
     num_local_tokens: int = 0
+    # Tokens that it had when its first step was scheduled, from hits and loads.
+    num_given_tokens: int = 0
     is_admitted: bool = False
     # Admitted since the last step was built: a preemption that it names is an older one.
     is_fresh: bool = False
@@ -294,6 +296,8 @@ class SchedulerHalf:
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             tracked = tracked_of(request_id)
             if tracked is not None:
+                if tracked.is_fresh:
+                    tracked.num_given_tokens = tracked.request.num_computed_tokens
                 num_computed = tracked.request.num_computed_tokens + num_tokens
                 if num_computed >= tracked.due:
                     # vLLM hashes no drafts and no tokens that are still to be sampled.
@@ -485,7 +489,7 @@ class SchedulerHalf:
                 told = tracked.num_told[g]
                 own = self._filled(tracked, g, num_computed // group.block_size)
                 if self._is_window[g]:
-                    own_ids = self._cached_ids(own, request, told, g)
+                    own_ids = self._cached_ids(own, tracked, told, g)
                 else:
                     own_ids = [block.block_id for block in own]
                 ids += own_ids
@@ -540,17 +544,29 @@ class SchedulerHalf:
         return num_computed
 
     def _cached_ids(
-        self, blocks: Sequence[KVCacheBlock], request: Request, first: int, group: int
+        self, blocks: Sequence[KVCacheBlock], tracked: _Tracked, first: int, group: int
     ) -> list[int]:
         """Ids of a window's blocks; 0 where vLLM no longer has the block, or does not keep it.
 
         vLLM gives hashes only to blocks at which a hit can end; and one that was given away may
-        by now be someone else's, which its hash tells.
+        by now be someone else's, which its hash tells. A hit on the device needs no block below its
+        window, so those that vLLM retains there have no hash. A load must bring them: whether such
+        a block is still the request's, its table tells. The request must have computed it, because
+        another connector's load may leave such blocks as they were.
         """
-        return [
+        request, spec = tracked.request, self._model.groups[group]
+        ids = [
             block.block_id if block.block_hash == self._own_key(request, first + at, group) else 0
             for at, block in enumerate(blocks)
         ]
+        if isinstance(spec, SlidingWindow) and spec.extra_retained_tokens:
+            assert self._manager is not None
+            table = self._manager.get_blocks(request.request_id).blocks[group]
+            start = max(0, -(-tracked.num_given_tokens // spec.block_size) - first)
+            for at, own in enumerate(table[first + start : first + len(blocks)], start):
+                if own is blocks[at] and not own.is_null:
+                    ids[at] = own.block_id
+        return ids
 
     def _own_key(self, request: Request, index: int, group: int) -> bytes:
         """The key that vLLM gives a request's block: its hash and its group."""
