@@ -281,6 +281,7 @@ class BlockPool:
     def reset(self) -> bool:
         """Drop every key. False, and nothing changed, while a block is referenced or pinned."""
     def ref_counts(self, ids: _Ints) -> _Ids: ...
+    def pin_counts(self, ids: _Ints) -> _Ids: ...
     def free_order(self) -> _Ids:
         """The free queue, next to be taken first; pinned blocks in it included."""
     def check(self) -> None:
@@ -333,6 +334,7 @@ class LedgerPool:
     def reset(self) -> bool:
         """As `BlockPool.reset`."""
     def ref_counts(self, ids: _Ints) -> _Ids: ...
+    def pin_counts(self, ids: _Ints) -> _Ids: ...
     def free_order(self) -> _Ids:
         """As `BlockPool.free_order`."""
     def take_events(self) -> list[_Event]:
@@ -462,6 +464,13 @@ class BlockLedger:
         """
     def block_table(self, request_id: str, group: int = 0) -> _Ids:
         """The request's block ids; `ConfigError` for a group that does not exist."""
+    def min_blocks(self, num_tokens: int, num_computed_tokens: int) -> int:
+        """The fewest blocks that slots for `num_tokens` take, that many of them computed.
+
+        A pool with fewer usable blocks can never grant them, however empty it is.
+        """
+    def blocks_to_fit(self, num_tokens: int) -> int:
+        """The blocks that `must_fit_tokens` counts for so many tokens."""
     def num_granted_tokens(self, request_id: str) -> int: ...
     def free(self, request_id: str, *, num_computed_tokens: int | None = None) -> list[str]:
         """Drop the request: its references, each group's tail first, then the request itself.

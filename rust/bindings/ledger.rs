@@ -105,6 +105,11 @@ impl LedgerPool {
         self.ref_counts_of(ids)
     }
 
+    /// As `BlockPool.pin_counts`.
+    fn pin_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        self.pin_counts_of(ids)
+    }
+
     /// As `BlockPool.free_order`.
     fn free_order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.free_order_in(py)
@@ -298,6 +303,16 @@ impl BlockLedger {
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let table = lock(&self.0).block_table(&request_id, group.0).map(<[_]>::to_vec);
         Ok(to_array(py, table.map_err(to_py)?))
+    }
+
+    /// The fewest blocks that slots for `num_tokens` take, `num_computed_tokens` of them computed.
+    fn min_blocks(&self, num_tokens: Count, num_computed_tokens: Count) -> usize {
+        lock(&self.0).min_blocks(num_tokens.0, num_computed_tokens.0)
+    }
+
+    /// The blocks that `must_fit_tokens` counts for so many tokens.
+    fn blocks_to_fit(&self, num_tokens: Count) -> usize {
+        lock(&self.0).blocks_to_fit(num_tokens.0)
     }
 
     fn num_granted_tokens(&self, request_id: RequestId) -> PyResult<usize> {

@@ -39,6 +39,15 @@ pub(crate) trait SharedPool {
         Ok(counts.into_pyarray(given.py()))
     }
 
+    /// Pins held on each.
+    fn pin_counts_of<'py>(&self, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let counts = self.with_ids(given, |pool, ids| {
+            pool.check_ids(ids)?;
+            Ok(ids.iter().map(|&id| pool.num_pins(id).cast_signed()).collect::<Vec<_>>())
+        })?;
+        Ok(counts.into_pyarray(given.py()))
+    }
+
     /// The free queue.
     fn free_order_in<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         let order: Vec<_> = self.with(|pool| pool.free_order().collect());
@@ -169,6 +178,11 @@ impl BlockPool {
     /// References held on each.
     fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         self.ref_counts_of(ids)
+    }
+
+    /// Pins held on each.
+    fn pin_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        self.pin_counts_of(ids)
     }
 
     /// The free queue, next to be taken first; pinned blocks in it included.

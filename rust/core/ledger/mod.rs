@@ -85,6 +85,24 @@ impl BlockLedger {
         &self.model
     }
 
+    /// The fewest blocks that slots for `num_tokens` take, `num_computed` of them computed: a pool
+    /// with fewer usable blocks can never grant them, however empty it is.
+    pub fn min_blocks(&self, num_tokens: usize, num_computed: usize) -> usize {
+        let held = |group: &Group| {
+            group.num_blocks(num_tokens).saturating_sub(group.num_skipped_blocks(num_computed))
+        };
+        self.model.groups().iter().map(held).fold(0, usize::saturating_add)
+    }
+
+    /// The blocks that [`AllocateArgs::must_fit_tokens`] counts for `num_tokens`.
+    pub fn blocks_to_fit(&self, num_tokens: usize) -> usize {
+        let held = |group: &Group| {
+            let cap = self.max_in_flight_tokens.and_then(|limit| group.max_held_blocks(limit));
+            group.num_blocks(num_tokens).min(cap.unwrap_or(usize::MAX))
+        };
+        self.model.groups().iter().map(held).fold(0, usize::saturating_add)
+    }
+
     /// How many requests are known.
     pub fn num_requests(&self) -> usize {
         self.requests.len()
