@@ -28,12 +28,12 @@ API_KEYS = {
 # Of the bundled slice, with the defaults.
 THE_FIGURES = {
     "requests": 1000, "blocks": 27305,
-    "hit_blocks": {"device": 1047, "host": 3238, "resumed": 17006},
-    "recomputed_blocks": 23020, "stored_blocks": 22717, "loaded_blocks": 3772,
-    "evicted_blocks": {"device": 25487, "host": 14525}, "dropped_blocks": 0,
-    "verified_blocks": 31769, "corrupt_blocks": 0, "corruptions": [], "preemptions": 425,
-    "bytes_stored": 93048832, "bytes_loaded": 15450112, "prefill_tokens": 11670194,
-    "decode_tokens": 349344, "steps": 11238, "virtual_seconds": 1240.6766000000173,
+    "hit_blocks": {"device": 1046, "host": 3243, "resumed": 16907},
+    "recomputed_blocks": 23016, "stored_blocks": 22712, "loaded_blocks": 3785,
+    "evicted_blocks": {"device": 25496, "host": 14520}, "dropped_blocks": 0,
+    "verified_blocks": 31782, "corrupt_blocks": 0, "corruptions": [], "preemptions": 437,
+    "bytes_stored": 93028352, "bytes_loaded": 15503360, "prefill_tokens": 11665367,
+    "decode_tokens": 349343, "steps": 11200, "virtual_seconds": 1240.003850000021,
 }  # fmt: skip
 
 

@@ -31,19 +31,19 @@ class SetOracle(Checked):
     max_steps = 10**9
 
     def __init__(self) -> None:
-        self.published: set[bytes] = set()
+        self.known: set[bytes] = set()
         self.first_hits: dict[str, int] = {}
         self.num_resumed = 0
 
-    def granted(
+    def published(
         self, engine: ReplayEngine, seats: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> None:
         for seat, num_tokens in zip(seats.tolist(), tokens.tolist(), strict=True):
             digests = engine.batch.request(seat).digests[: num_tokens // engine.trace.block_size]
             for digest in reversed(digests):
-                if digest in self.published:  # published with all before it
+                if digest in self.known:  # published with all before it
                     break
-                self.published.add(digest)
+                self.known.add(digest)
 
     def looked_up(
         self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
@@ -51,7 +51,7 @@ class SetOracle(Checked):
         block_size = engine.trace.block_size
         longest = (request.known_tokens - 1) // block_size
         expected = 0
-        while expected < longest and request.digests[expected] in self.published:
+        while expected < longest and request.digests[expected] in self.known:
             expected += 1
         assert device_tokens + host_tokens == expected * block_size
         if request.admitted:

@@ -139,11 +139,19 @@ class _Spy:
     def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)
 
-    def store(self, names: list[str], computed: Slots, block_ids: Slots, offsets: Slots) -> object:
+    def store(
+        self,
+        names: list[str],
+        computed: Slots,
+        block_ids: Slots,
+        offsets: Slots,
+        *,
+        deadline: float | None,
+    ) -> object:
         held = np.concatenate([table for name in names for table in self._kv.tables(name)])
         assert np.isin(block_ids, held).all(), "told of a block that is somebody else's by now"
         self.num_null += int(np.count_nonzero(block_ids == 0))
-        return self._scheduler.store(names, computed, block_ids, offsets)
+        return self._scheduler.store(names, computed, block_ids, offsets, deadline=deadline)
 
 
 def test_the_scheduler_is_never_told_of_a_block_that_has_left_its_window() -> None:

@@ -33,9 +33,9 @@ def test_a_lazy_replay_serves_from_the_host_and_stores_less(model: str) -> None:
     assert 0 < lazy.figures.stored < eager.figures.stored
 
 
-@pytest.mark.parametrize("model", ["full", "jamba"])
-def test_a_lazy_replay_with_faults_ends_with_nothing_wrong(model: str) -> None:
-    engine = replayed(model, "lazy", seed=5)
+@pytest.mark.parametrize(("model", "seed"), [("full", 6), ("jamba", 5)])
+def test_a_lazy_replay_with_faults_ends_with_nothing_wrong(model: str, seed: int) -> None:
+    engine = replayed(model, "lazy", seed=seed)
     assert engine.figures.finished == 150
     assert engine.verifier.num_corrupt == 0
     assert engine.figures.failed_loads > 0

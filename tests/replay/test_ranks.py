@@ -124,7 +124,7 @@ def test_a_wrong_shard_is_corrupt_and_its_rank_is_named(
             if transfer.direction == "store":
                 fault(engine, transfer)
 
-    config = ReplayConfig(device_blocks=350, host_blocks=500, world_size=2, blocks_per_slot=4)
+    config = ReplayConfig(device_blocks=350, host_blocks=1000, world_size=2, blocks_per_slot=4)
     engine = ReplayEngine(read_trace(BUNDLED_TRACE, limit=150), config, observer=Spoil())
     try:
         engine.run()

@@ -190,10 +190,12 @@ class ReplayEngine:
             if self._unfinished:
                 self._skip_ahead()
             return
+        for seat, _ in admitted:
+            self._check_reads(seat, int(self.batch.computed[seat]))
+        start = self.batch.computed[seats]
         due = self._compute(seats, tokens)
-        for seat, chunk in admitted:  # not before: a block may be hit in the step that computes it
-            self._check_reads(seat, int(self.batch.computed[seat]) - chunk)
         self._store(due)
+        self._published(seats, start, self.batch.computed[seats])
         self._finish(seats)
         self.figures.accounting_us.append(self._watch.take_us())
         self.observer.stepped(self)
@@ -311,7 +313,6 @@ class ReplayEngine:
                 self._preempt(batch.running.pop())
                 num_reached = min(num_reached, len(batch.running))
         seats, tokens = seats[:num_served], tokens[:num_served]
-        self._granted(seats, batch.computed[seats], tokens)
         return seats, tokens, all_fitted
 
     def _extend(self, seats: Seats) -> None:
@@ -390,8 +391,6 @@ class ReplayEngine:
             return seat
         self._count_hits(request, num_hit // self._block_size, 0)
         self.batch.running.append(seat)
-        new = np.array([admission.num_new_tokens])
-        self._granted(np.array([seat]), np.array([num_hit]), new)
         return seat
 
     def _check_reads(self, seat: int, num_tokens: int) -> None:
@@ -413,12 +412,11 @@ class ReplayEngine:
         self.figures.host_hits += num_host
         self.figures.recomputed += len(request.trace.trace_ids) - num_device - num_host
 
-    def _granted(self, seats: Seats, computed: Tokens, tokens: Tokens) -> None:
+    def _published(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
         """The ledger published the full blocks among these."""
-        granted, size = computed + tokens, self._block_size
-        num_full = int((granted // size - computed // size).sum())
+        num_full = int((stop // self._block_size - start // self._block_size).sum())
         self.figures.published += num_full * len(self.model.groups)
-        self.observer.granted(self, seats, granted)
+        self.observer.published(self, seats, stop)
 
     # -- compute -------------------------------------------------------------------------------
 

@@ -18,13 +18,13 @@ __all__ = ["Observer"]
 class Observer:
     """Told what the engine does, as it does it; this base class ignores it all."""
 
-    def granted(
+    def published(
         self,
         engine: ReplayEngine,
         seats: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int64],
     ) -> None:
-        """These seats have slots for so many tokens, and full blocks among them are published."""
+        """These seats have computed so many tokens, and full blocks among them are published."""
 
     def looked_up(
         self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
