@@ -1,4 +1,5 @@
 import gc
+import inspect
 import re
 import time
 import weakref
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import kvstow
 from kvstow import (
     AdmissionState,
     ConfigError,
@@ -530,7 +532,7 @@ def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
     with world() as it, pytest.MonkeyPatch.context() as patch:
         it.run("a", prompt(1, 18))
         it.settle()
-        before = state(it.engine)
+        tables = it.engine.tables("a")[0].tolist()
         movers = list(it.engine.movers)
 
         def interrupt(*_: object) -> None:
@@ -539,7 +541,9 @@ def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
         patch.setattr("kvstow.sleep._finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             sleep(it.engine, after=event)
-        assert state(it.engine) == before
+        it.engine.check()
+        assert it.engine.tables("a")[0].tolist() == tables
+        assert it.engine.scheduler.num_resident == len(it.engine.scheduler.used_slots())
         with pytest.raises(StateError, match="this HostMover is closed"):
             movers[0].load([0], [1], after=READY)
         event.callback()
@@ -738,6 +742,65 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
         restart(it.engine, path, after=READY, identity="a model", weights_version="8")
 
 
+def test_an_engine_does_not_wake_from_the_file_of_another(tmp_path: Path) -> None:
+    path, mine = tmp_path / "image", tmp_path / "mine"
+    with world() as first, world() as second:
+        first.run("alice", prompt(1, 18))
+        second.run("bob", prompt(3, 13))
+        first.sleep(to=path, **WHO)
+        mine.write_bytes(path.read_bytes())
+        second.sleep(to=path, **WHO)
+        written = path.read_bytes()
+        num_mappings = len(Path("/proc/self/maps").read_text().splitlines())
+        with pytest.raises(SnapshotError, match=r"another engine slept with.*Put back the file"):
+            first.wake(**WHO)
+        assert len(Path("/proc/self/maps").read_text().splitlines()) == num_mappings
+        assert path.read_bytes() == written
+        with pytest.raises(StateError, match="sleeps: wake it first"):
+            first.engine.poll()
+        second.wake(**WHO)
+        second.check()
+        mine.rename(path)
+        first.wake(**WHO)
+        first.check()
+
+
+def test_an_engine_does_not_wake_from_the_file_of_an_earlier_sleep(tmp_path: Path) -> None:
+    path, early = tmp_path / "image", tmp_path / "early"
+    with world() as it:
+        it.run("a", prompt(1, 18))
+        it.sleep(to=early, **WHO)
+        it.wake(**WHO)
+        it.go_on("a", 5)
+        it.sleep(to=path, **WHO)
+        early.rename(path)
+        with pytest.raises(SnapshotError, match="or this one another time"):
+            it.wake(**WHO)
+
+
+def test_methods_and_functions_do_the_same(tmp_path: Path) -> None:
+    assert {"Engine", "sleep", "snapshot"} <= set(dir(kvstow))
+    with world() as it:
+        it.run("a", prompt(1, 18))
+        for place in HOST, tmp_path / "image":
+            it.engine.sleep(after=READY, to=place, timeout_s=5.0, preserve=True, **WHO)
+            it.wake(**WHO)
+            it.check()
+            it.sleep(to=place, **WHO)
+            it.memory = it.new_memory(24)
+            awake = it.engine.wake(
+                it.layouts, after=READY, num_device_blocks=24, block_ids="packed", **WHO
+            )
+            assert awake.new_ids.tolist() == [1, 2, 3, 4, 5]
+            it.check()
+    for name in "sleep", "wake":
+        method = inspect.signature(getattr(Engine, name)).parameters
+        function = inspect.signature(getattr(kvstow.sleep, name)).parameters
+        assert list(method)[1:] == list(function)[1:]
+        defaults = [one.default for one in method.values()]
+        assert defaults == [one.default for one in function.values()]
+
+
 # -- movers that check what they load ----------------------------------------------------------
 
 
@@ -783,7 +846,7 @@ def test_tokens_and_extra_keys_of_events_come_back(tmp_path: Path) -> None:
         it.engine.take_events()
         it.engine.step(["a"], [8])
         it.engine.extend("a", hashes[2:], tokens=text[8:], extra_keys=keys[2:])
-        it.engine.step(["a"], [1])
+        it.engine.computed(["a"], [16], after=READY)
         [event] = [one for one in it.engine.take_events() if one.medium == "GPU"]
         assert event.token_ids == text[8:]  # type: ignore[union-attr]
         assert event.parent_block_hash == hashes[1]  # type: ignore[union-attr]
@@ -791,6 +854,7 @@ def test_tokens_and_extra_keys_of_events_come_back(tmp_path: Path) -> None:
         it.engine.reset()
         it.engine.take_events()
         assert it.engine.admit("a", 16, 100, after=READY).state is RUNS
-        [event] = it.engine.take_events()
+        it.engine.computed(["a"], [16], after=READY)
+        [event] = [one for one in it.engine.take_events() if one.medium == "GPU"]
         assert event.extra_keys == keys  # type: ignore[union-attr]
         it.engine.check()

@@ -57,6 +57,10 @@ else:
             return import_module(f"kvstow.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    def __dir__() -> list[str]:
+        """List what is imported when it is first asked for, too."""
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Admission",

@@ -8,7 +8,7 @@ The caller batches, computes and says so; this accounts and moves. A request, an
       \-- preempt -------------------------------------/
 
 Blocks under a copy are pinned from the moment it is planned until it has really ended, whatever
-has become of its request meanwhile. `kvstow.sleep` lets the whole engine sleep, and wakes it.
+has become of its request meanwhile. What `sleep` and `wake` do is in `kvstow.sleep`.
 """
 
 import time
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from math import isfinite
+from numbers import Real
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -27,19 +28,26 @@ import numpy.typing as npt
 
 from kvstow._core import (
     BlockLedger,
-    ChunkedLocal,
     ConfigError,
-    FullAttention,
     Job,
     JobEnd,
     KvstowError,
     OffloadScheduler,
-    SlidingWindow,
+    OutOfBlocks,
     StateError,
-    StateSpace,
     StepAllocation,
     UnknownRequest,
 )
+from kvstow.arguments import (
+    Group,
+    check_callables,
+    check_sizes,
+    checked_counts,
+    checked_groups,
+    checked_limit_s,
+    checked_names,
+)
+from kvstow.closing import call_all
 from kvstow.events import BlockEvent, EventFile, TransferEvent
 from kvstow.ranks import (
     MakeMover,
@@ -49,18 +57,24 @@ from kvstow.ranks import (
     build_arenas,
     checked_layouts,
 )
+from kvstow.recovery import Change, mend, settle
+from kvstow.snapshot import HOST, To
 from kvstow.transfer import Event, mover_for
+from kvstow.transfer.layout import MAX_BLOCKS, checked_int
 from kvstow.transfer.mover import check_event
 
 if TYPE_CHECKING:
-    from kvstow.sleep import Asleep
+    from kvstow.sleep import Asleep, Awake, BlockIds
 
 __all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Policy", "Transfer"]
 
-Group: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
 Policy: TypeAlias = Literal["lru", "hit-density"]
 Ids: TypeAlias = npt.NDArray[np.int32]
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+
+
+# What the ledger counts at most.
+_MAX_TOKENS = 1 << 40
 
 
 class AdmissionState(Enum):
@@ -104,10 +118,10 @@ class Landed:
 
     Attributes:
         loaded: requests whose load has landed: they run, and go into the next `step`.
-        failed: requests whose load has failed or is late, each told once. They hold nothing and are
-            to be admitted anew, which then recomputes.
+        failed: requests whose load has failed or is late, each reported once. They hold nothing:
+            admit them again, and they recompute.
         num_stored_blocks: that the host has now.
-        num_failed_stores: jobs.
+        num_failed_stores: jobs that have failed or are late, each reported once.
     """
 
     loaded: list[str]
@@ -123,7 +137,9 @@ class Engine:
     `computed`, `finish` those that are done. For one thread. Use it as a context manager, or call
     `close`.
 
-    Every method that raises has changed nothing.
+    A method that raises a `KvstowError` has changed nothing. Another exception may come in the
+    middle of one: Ctrl-C, for example, or an `after` that raises. Then the next call ends all
+    copies as failed and goes on; `poll` reports them. A running request may be in `failed` then.
 
     Attributes:
         ledger: the device's accounting, to look at.
@@ -143,6 +159,7 @@ class Engine:
         policy: Policy = "lru",
         horizon_blocks: int | None = None,
         load_timeout_s: float | None = None,
+        store_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_in_flight_tokens: int | None = None,
         world_size: int = 1,
@@ -168,8 +185,9 @@ class Engine:
                 learns from what comes back.
             load_timeout_s: a load that takes longer fails its request, which then recomputes; its
                 blocks stay out of reach until the copy has really ended. None: never.
-            clock: finite seconds, of which `load_timeout_s` are counted and by which transfers and
-                events are timed.
+            store_timeout_s: a store that takes longer has failed; its blocks are pinned until the
+                copy has really ended, and another store may bring them to the host. None: never.
+            clock: finite seconds, for the two timeouts and the times of transfers and events.
             max_in_flight_tokens: as `BlockLedger` takes it.
             world_size: ranks, each with device and host memory of its own; a transfer is one of
                 all of them, and fails or is late if it is so on one.
@@ -184,23 +202,34 @@ class Engine:
             ConfigError: sizes that cannot be right, or that contradict each other, or a file that
                 cannot be opened.
         """
+        groups = checked_groups(groups)
+        check_sizes(
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            world_size=world_size,
+            blocks_per_slot=blocks_per_slot,
+        )
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
-        if load_timeout_s is not None and not 0 < load_timeout_s < float("inf"):
-            raise ConfigError(
-                f"load_timeout_s is {load_timeout_s}; pass seconds above 0, or None to wait for "
-                "every load"
-            )
+        load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
+        store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
+        check_callables(clock=clock, mover=mover)
         if (mode == "lazy") != (horizon_blocks is not None):
             raise ConfigError(
                 f"mode is {mode!r} and horizon_blocks {horizon_blocks}; a lazy engine needs a "
                 "horizon, an eager one has none"
             )
-        if horizon_blocks is not None and horizon_blocks < 1:
-            raise ConfigError(f"horizon_blocks is {horizon_blocks}; it must be 1 or more")
+        if horizon_blocks is not None:
+            horizon_blocks = checked_int(
+                "horizon_blocks", horizon_blocks, 1, MAX_BLOCKS, "pass the blocks of a step"
+            )
         has_events = events or events_path is not None
         # As it is built now, it is built again when it wakes: over another pool, maybe.
         self._new_ledger = partial(
-            BlockLedger, groups=groups, max_in_flight_tokens=max_in_flight_tokens, events=has_events
+            BlockLedger,
+            groups=groups,
+            publish="computed",
+            max_in_flight_tokens=max_in_flight_tokens,
+            events=has_events,
         )
         self._new_scheduler = partial(
             OffloadScheduler,
@@ -229,17 +258,24 @@ class Engine:
         self._keeps_events = events
         self._block_events: list[BlockEvent] = []
         self._transfer_events: list[TransferEvent] = []
-        self._groups, self._world_size = list(groups), world_size
-        self._counts = _Counts(self._capacity_tokens())
+        self._groups, self._world_size = groups, world_size
+        self._block_sizes = [group.block_size for group in groups]
+        self._counts = _Counts(self._capacity_tokens(self.ledger))
+        # A pair, because another thread reads both at once.
+        self._evicted_before = self.ledger, 0
         self._blocks_per_slot = blocks_per_slot
         self._horizon_blocks = horizon_blocks
         self._load_timeout_s = load_timeout_s
+        self._store_timeout_s = store_timeout_s
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._running: set[str] = set()
         self._transfers: dict[int, Transfer] = {}
-        # Stores under way whose blocks are unpinned already.
+        # Stores under way whose blocks are unpinned already, and those that are late.
         self._released: set[int] = set()
+        self._late: set[int] = set()
+        self._change = Change()
+        self._unwritten: list[BlockEvent | TransferEvent] = []
         self._refused_id = ""
         self._asleep: Asleep | None = None
         self._untold = Landed([], [], 0, 0)
@@ -260,9 +296,11 @@ class Engine:
         request that is already known.
         """
         self._check_open()
-        ints = None if tokens is None else list(map(int, tokens))
-        keys = None if extra_keys is None else list(extra_keys)
-        self._register(request_id, _Request(list(hashes), ints, keys, self._no_blocks()))
+        if not isinstance(request_id, str):
+            raise ConfigError(f"request_id is {request_id!r}, expected a str: pass its name")
+        ints, keys = _as_lists(tokens, extra_keys)
+        with self._change:
+            self._register(request_id, _Request(list(hashes), ints, keys, self._no_blocks()))
 
     def extend(
         self,
@@ -274,13 +312,17 @@ class Engine:
     ) -> None:
         """Append hashes as generated tokens fill blocks, before such a block is `computed`."""
         request = self._request(request_id)
-        self.ledger.extend(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
-        self.scheduler.extend(request_id, hashes)
-        request.hashes.extend(hashes)
-        if request.tokens is not None and tokens is not None:
-            request.tokens.extend(map(int, tokens))
-        if request.extra_keys is not None and extra_keys is not None:
-            request.extra_keys.extend(extra_keys)
+        new, (ints, keys) = list(hashes), _as_lists(tokens, extra_keys)
+        with self._change:
+            self.ledger.extend(request_id, new, tokens=ints, extra_keys=keys)  # type: ignore[arg-type]
+            self._change.commit()
+            self.scheduler.extend(request_id, new)
+            # The hashes first: they tell whether an extension that was cut short has happened.
+            request.hashes.extend(new)
+            if request.tokens is not None and ints is not None:
+                request.tokens.extend(ints)
+            if request.extra_keys is not None and keys is not None:
+                request.extra_keys.extend(keys)
 
     def admit(  # noqa: PLR0913 - what `BlockLedger.allocate` can be asked
         self,
@@ -309,6 +351,8 @@ class Engine:
         Raises:
             UnknownRequest: it was not added.
             StateError: it was admitted already, or this engine is closed.
+            OutOfBlocks: not even an empty pool could hold what is asked for. Where it is the whole
+                request, or `must_fit_tokens`, refuse the request: it can never run.
             ConfigError: a number that is not positive, or `after` is no `Event`.
         """
         self._check_open()
@@ -316,49 +360,55 @@ class Engine:
         request = self._request(request_id)
         if request.state != "added":
             raise StateError(f"request {request_id!r} is {request.state}; admit it once")
-        if num_tokens < 1 or max_new_tokens < 1:
-            raise ConfigError(
-                f"num_tokens is {num_tokens} and max_new_tokens {max_new_tokens}; a request has 1 "
-                "or more, and without room in the step it waits"
-            )
+        check_sizes(
+            num_lookahead_tokens=num_lookahead_tokens,
+            reserve=reserve,
+            must_fit_tokens=must_fit_tokens or 0,
+        )
+        self._check_can_fit(request_id, num_tokens, max_new_tokens, must_fit_tokens)
+        begin_s = self._now_s()
         hit = self.ledger.lookup(request_id, num_tokens - 1)
         num_hit, num_external = hit.num_tokens, 0
-        if not request.recompute:
-            found = self.scheduler.lookup(request_id, num_hit, num_tokens - 1)
-            if found is None:
-                return Admission(AdmissionState.PENDING, num_hit)
-            num_external = found
-        num_new = 0 if num_external else min(num_tokens - num_hit, max_new_tokens)
-        try:
-            begin_s = self._now_s() if num_external else 0.0
-            taken = self.ledger.allocate(
-                request_id,
-                num_new,
-                hit=hit,
-                num_external_tokens=num_external,
-                num_lookahead_tokens=num_lookahead_tokens,
-                delay_caching=num_external > 0,
-                reserve=reserve,
-                must_fit_tokens=must_fit_tokens,
-            )
-        except BaseException:
-            self.scheduler.release(request_id)
-            raise
-        if taken is None:
-            self._keep_host_hit(request_id)
-            return Admission(AdmissionState.NO_ROOM, num_hit, num_external)
-        self._count_query(request, num_tokens, num_hit)
-        if not num_external:
-            self._run(request_id, request)
+        with self._change:
+            if not request.recompute:
+                found = self.scheduler.lookup(request_id, num_hit, num_tokens - 1)
+                if found is None:
+                    return Admission(AdmissionState.PENDING, num_hit)
+                num_external = found
+            num_new = 0 if num_external else min(num_tokens - num_hit, max_new_tokens)
+            try:
+                taken = self.ledger.allocate(
+                    request_id,
+                    num_new,
+                    hit=hit,
+                    num_external_tokens=num_external,
+                    num_lookahead_tokens=num_lookahead_tokens,
+                    delay_caching=num_external > 0,
+                    reserve=reserve,
+                    must_fit_tokens=must_fit_tokens,
+                )
+                if taken is None:
+                    num_slots = num_hit + num_external + num_new + num_lookahead_tokens
+                    self._check_has_room(request_id, num_slots, num_hit + num_external, reserve)
+            except KvstowError:
+                self.scheduler.release(request_id)
+                raise
+            if taken is None:
+                self._keep_host_hit(request_id)
+                return Admission(AdmissionState.NO_ROOM, num_hit, num_external)
+            self._change.commit()
+            self._count_query(request, num_tokens, num_hit)
+            if not num_external:
+                self._run(request_id, request)
+                tables = self.tables(request_id)
+                return Admission(AdmissionState.RUNS, num_hit, 0, num_new, tables)
+            deadline = _deadline_s(begin_s, self._load_timeout_s)
+            job = self.scheduler.load(request_id, num_external, taken, deadline=deadline)
+            request.state, request.load_id = "loading", job.job_id
             tables = self.tables(request_id)
-            return Admission(AdmissionState.RUNS, num_hit, 0, num_new, tables)
-        deadline = None if self._load_timeout_s is None else begin_s + self._load_timeout_s
-        job = self.scheduler.load(request_id, num_external, taken, deadline=deadline)
-        request.state, request.load_id = "loading", job.job_id
-        tables = self.tables(request_id)
-        num_bytes, num_loaded = self._ranks.num_bytes(job), num_hit + num_external
-        transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
-        self._start(transfer, after)
+            num_bytes, num_loaded = self._ranks.num_bytes(job), num_hit + num_external
+            transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
+            self._start(transfer, after)
         return Admission(AdmissionState.LOADS, num_hit, num_external, 0, tables, transfer)
 
     def step(
@@ -386,8 +436,10 @@ class Engine:
     def computed(
         self, request_ids: Sequence[str], num_computed_tokens: Ints, *, after: Event
     ) -> Transfer | None:
-        """Store what a step has made due: call it after each, with its requests.
+        """Publish and store what a step has made due: call it after each, with its requests.
 
+        Until then nobody finds the blocks of the step. So requests of one step do not share what it
+        computes, and one that leaves before its step is computed leaves nothing behind.
         Only requests in which a block became full are looked at further.
 
         Args:
@@ -407,11 +459,8 @@ class Engine:
         self._check_open()
         check_event(after)
         self._check_running(request_ids)
-        if len(num_computed_tokens) != len(request_ids):
-            raise ConfigError(
-                f"{len(request_ids)} request_ids but {len(num_computed_tokens)} num_computed_tokens"
-            )
-        counts, requests = map(int, num_computed_tokens), self._requests
+        requests = self._requests
+        counts = checked_counts("num_computed_tokens", num_computed_tokens, len(request_ids))
         due = [
             (name, requests[name], count)
             for name, count in zip(request_ids, counts, strict=True)
@@ -419,14 +468,22 @@ class Engine:
         ]
         if not due and self._horizon_blocks is None:
             return None
+        self._check_granted(due)
         begin_s = self._now_s()
-        job = self._planned(due) if due else None
-        if self._horizon_blocks is not None:
-            job = self.scheduler.store_evictable(self.ledger.pool, self._horizon_blocks)
-        if job is None:
-            return None
-        transfer = Transfer(job, "store", self._ranks.num_bytes(job), begin_s)
-        self._start(transfer, after)
+        deadline = _deadline_s(begin_s, self._store_timeout_s)
+        with self._change:
+            job = self._planned(due, deadline) if due else None
+            self._change.commit()
+            # Before this nobody finds the blocks: a request may leave before its step is computed.
+            self.ledger.cache_step([name for name, _, _ in due], [count for _, _, count in due])
+            if self._horizon_blocks is not None:
+                job = self.scheduler.store_evictable(
+                    self.ledger.pool, self._horizon_blocks, deadline=deadline
+                )
+            if job is None:
+                return None
+            transfer = Transfer(job, "store", self._ranks.num_bytes(job), begin_s)
+            self._start(transfer, after)
         return transfer
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
@@ -446,15 +503,19 @@ class Engine:
         """
         request = self._request(request_id)
         if request.state != "added":
-            self._restart(request_id, request)
+            with self._change:
+                self._change.commit()
+                self._restart(request_id, request)
 
     def finish(self, request_id: str) -> None:
         """Forget a request that is done or aborted, at any moment; its copies go on."""
         self._request(request_id)
-        del self._requests[request_id]
-        self._running.discard(request_id)
-        self.scheduler.finish(request_id)
-        self.ledger.free(request_id)
+        with self._change:
+            self._change.commit()
+            del self._requests[request_id]
+            self._running.discard(request_id)
+            self.scheduler.finish(request_id)
+            self.ledger.free(request_id)
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -464,69 +525,49 @@ class Engine:
         return tuple(self._transfers.values())
 
     def poll(self) -> Landed:
-        """End the copies that are done, then fail the loads that are late. Never blocks.
+        """End the copies that are done, then fail those that are late. Never blocks.
 
-        The first one after a sleep tells what ended then, too.
+        What a call that raised had found, the next one reports. So does the first one after a sleep
+        for what ended then.
         """
         self._check_awake()
-        untold, self._untold = self._untold, Landed([], [], 0, 0)
-        loaded, failed = untold.loaded, untold.failed
-        num_stored, num_failed_stores = untold.num_stored_blocks, untold.num_failed_stores
-        for transfer in self.transfers:
-            if not transfer.poll():
-                self._release_source(transfer)
-                continue
-            request_id = self._waiting_for(transfer)
-            ok = self.end(transfer).ok
-            if transfer.direction == "store":
-                num_stored += len(transfer.job) if ok else 0
-                num_failed_stores += not ok
-            elif request_id is not None:
-                (loaded if ok else failed).append(request_id)
-        failed += self.expire()
+        self._end_ended()
         self.flush_events()
-        return Landed(loaded, failed, num_stored, num_failed_stores)
+        untold, requests = self._untold, self._requests
+        nothing = Landed([], [], 0, 0)
+        if untold.loaded or untold.failed:
+            # Where a call raised, the caller may have finished or preempted one of them since.
+            states = {name: one.state for name, one in requests.items()}
+            untold.loaded[:] = [name for name in untold.loaded if states.get(name) == "running"]
+            untold.failed[:] = [name for name in untold.failed if states.get(name) == "added"]
+        self._untold = nothing
+        return untold
 
     def end(self, transfer: Transfer) -> JobEnd:
         """Wait for one transfer and account for its end, as `poll` does for all that are done.
 
         The request that waits for a load runs if the result is `ok`; if not, it is to be admitted
-        anew. Where the result is `late`, `expire` has already told of it.
+        anew. Where the result is `late`, `expire` or `poll` has reported it already.
 
         Raises:
             StateError: it has ended already.
         """
+        self._check_awake()
         job_id = transfer.job.job_id
         if self._transfers.get(job_id) is not transfer:
             raise StateError(f"job {job_id} is not in flight here; a transfer ends once")
-        outcomes, end_s = transfer.outcomes(), self._now_s()
-        reports = [
-            self.scheduler.complete(job_id, ok=ok, rank=rank) for rank, ok in enumerate(outcomes)
-        ]
-        end = reports[-1]
-        assert end is not None, f"all ranks have reported job {job_id}"
-        if end.ok:
-            self._counts.ended(transfer, end_s)
-        request_id = self._waiting_for(transfer)
-        del self._transfers[job_id]
-        self._unpin(end)
-        if request_id is not None:
-            request = self._requests[request_id]
-            if end.ok:
-                self.ledger.cache(request_id, transfer.num_tokens)
-                self._run(request_id, request)
-            else:
-                self._restart(request_id, request, recompute=True)
-        return end
+        return self._end(transfer, report=False)
 
     def expire(self) -> list[str]:
-        """Fail the requests whose loads are late by now, and name them, each once."""
-        if self._load_timeout_s is None:
-            return []
-        late = [self._transfers[job_id] for job_id in self.scheduler.expire(self._now_s())]
-        failed = [name for name in map(self._waiting_for, late) if name is not None]
-        for request_id in failed:
-            self._restart(request_id, self._requests[request_id], recompute=True)
+        """Fail the requests whose loads are late by now, and name them, each once.
+
+        The next `poll` reports the stores that are late.
+        """
+        self._check_awake()
+        num_reported = len(self._untold.failed)
+        self._fail_late()
+        failed = self._untold.failed[num_reported:]
+        del self._untold.failed[num_reported:]
         return failed
 
     # -- the whole -----------------------------------------------------------------------------
@@ -559,16 +600,19 @@ class Engine:
         return taken
 
     def flush_events(self) -> None:
-        """Write what has happened to the events file, as `poll` and `close` do. Raises nothing."""
+        """Write what has happened to the events file, as `poll` and `close` do."""
         if self._event_file is None and not self._keeps_events:
             return
-        blocks = [*self.ledger.pool.take_events(), *self.scheduler.take_events()]
-        transfers = self.scheduler.take_transfer_events()
+        # First where an error of the clock cannot lose it.
+        self._unwritten += self.ledger.pool.take_events()
+        self._unwritten += self.scheduler.take_events()
+        self._unwritten += self.scheduler.take_transfer_events()
         if self._event_file is not None:
-            self._event_file.write([*blocks, *transfers])
+            self._event_file.write(self._unwritten)
+        taken, self._unwritten = self._unwritten, []
         if self._keeps_events:
-            self._block_events += blocks
-            self._transfer_events += transfers
+            self._block_events += [one for one in taken if isinstance(one, BlockEvent)]
+            self._transfer_events += [one for one in taken if isinstance(one, TransferEvent)]
 
     def stats(self) -> dict[str, float]:
         """Those of `OffloadScheduler.stats`, and what only the whole engine knows.
@@ -582,12 +626,13 @@ class Engine:
 
         May be called from any thread.
         """
-        pool, counts, file = self.ledger.pool, self._counts, self._event_file
+        (ledger, evicted_before), counts = self._evicted_before, self._counts
+        pool, file = ledger.pool, self._event_file
         return self.scheduler.stats() | {
-            "requests": self.ledger.num_requests,
+            "requests": ledger.num_requests,
             "device_blocks_free": pool.num_free,
             "device_blocks_cached": pool.num_cached,
-            "device_evicted_blocks": counts.evicted_blocks + pool.num_evicted,
+            "device_evicted_blocks": evicted_before + pool.num_evicted,
             "device_capacity_blocks": pool.num_blocks - 1,
             "device_capacity_tokens": counts.capacity_tokens,
             "capacity_blocks": self.scheduler.num_host_blocks,
@@ -600,8 +645,61 @@ class Engine:
             "lost_events": 0 if file is None else file.num_lost,
         }
 
+    def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely made
+        self,
+        *,
+        after: Event,
+        preserve: bool = True,
+        to: To = HOST,
+        identity: str = "",
+        weights_version: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Let this engine sleep. When this returns, its device memory may go.
+
+        See `kvstow.sleep.sleep` for the arguments and errors.
+        """
+        from kvstow.sleep import sleep  # noqa: PLC0415 - it imports this module
+
+        sleep(
+            self,
+            after=after,
+            preserve=preserve,
+            to=to,
+            identity=identity,
+            weights_version=weights_version,
+            timeout_s=timeout_s,
+        )
+
+    def wake(  # noqa: PLR0913 - likewise
+        self,
+        layouts: RankLayouts,
+        *,
+        after: Event,
+        num_device_blocks: int | None = None,
+        block_ids: "BlockIds" = "same",
+        identity: str = "",
+        weights_version: str = "",
+    ) -> "Awake":
+        """Wake this engine over new device memory. When this returns, its blocks hold their bytes.
+
+        See `kvstow.sleep.wake` for the arguments and errors.
+        """
+        from kvstow.sleep import wake  # noqa: PLC0415 - it imports this module
+
+        return wake(
+            self,
+            layouts,
+            after=after,
+            num_device_blocks=num_device_blocks,
+            block_ids=block_ids,
+            identity=identity,
+            weights_version=weights_version,
+        )
+
     def check(self) -> None:
         """Verify every invariant. Raises `StateError` if one is broken."""
+        self._recover()
         self.ledger.check()
         self.scheduler.check()
         in_flight, stats = len(self._transfers), self.scheduler.stats()
@@ -621,24 +719,25 @@ class Engine:
     def close(self) -> None:
         """End every copy, stop the movers and give the host memory back; again does nothing.
 
-        Requests can still be finished and looked at; those that were loading never will run. A file
-        in which the engine sleeps stays.
+        Where one part cannot be closed, the others are all the same; then it raises the first
+        error. Requests can still be finished and looked at; those that were loading never will run.
+        A file in which the engine sleeps stays.
         """
         if self._asleep is not None:  # nobody can wake the requests that it accounts for
-            self._asleep = None
+            self._requests.clear()
             self._replace_ledger(self._new_ledger(self.ledger.pool.num_blocks))
-        self._ranks.close()
-        for end in self.scheduler.end_all():
-            self._unpin(end)
-        for request in self._requests.values():
-            if request.state == "loading":
-                request.state, request.load_id = "stranded", 0
-        self._transfers.clear()
-        for arena in self.arenas:
-            arena.close()
-        self.flush_events()
-        if self._event_file is not None:
-            self._event_file.close()
+            self._asleep = None
+        with self._change:
+            self._change.commit()
+            call_all(
+                [
+                    self._ranks.close,
+                    partial(settle, self, closing=True),
+                    *[arena.close for arena in self.arenas],
+                    self.flush_events,
+                    *([] if self._event_file is None else [self._event_file.close]),
+                ]
+            )
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -655,13 +754,30 @@ class Engine:
 
     # -- within --------------------------------------------------------------------------------
 
-    def _check_awake(self) -> None:
+    def _recover(self) -> None:
+        """Put in order what an exception in the middle of the last operation has left."""
+        if not self._change.is_torn:
+            return
         if self._asleep is not None:
-            raise StateError("this Engine sleeps: wake it first, with kvstow.sleep.wake")
+            self._forget_device()
+        elif self._is_closed:
+            settle(self, closing=True)
+        else:
+            mend(self)
+        self._change.is_torn = False
+
+    def _check_awake(self) -> None:
+        self._recover()
+        if self._asleep is not None:
+            raise StateError("this Engine sleeps: wake it first, with Engine.wake")
+
+    @property
+    def _is_closed(self) -> bool:
+        return any(arena.closed for arena in self.arenas)
 
     def _check_open(self) -> None:
         self._check_awake()
-        if self.arenas[0].closed:
+        if self._is_closed:
             raise StateError("this Engine is closed; build a new one")
 
     def _no_blocks(self) -> list[int]:
@@ -671,13 +787,14 @@ class Engine:
         self._check_awake()
         try:
             return self._requests[request_id]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UnknownRequest(
                 f"request {request_id!r} is not known: never added, or finished"
             ) from None
 
     def _check_running(self, request_ids: Sequence[str]) -> None:
-        if self._running.issuperset(request_ids):
+        self._recover()
+        if self._running.issuperset(checked_names(request_ids)):
             return
         for request_id in request_ids:
             if (state := self._request(request_id).state) != "running":
@@ -693,27 +810,63 @@ class Engine:
                     f"{num_granted}"
                 )
 
-    def _planned(self, due: "list[tuple[str, _Request, int]]") -> Job | None:
+    def _check_can_fit(
+        self, request_id: str, num_tokens: int, max_new_tokens: int, must_fit_tokens: int | None
+    ) -> None:
+        """Refuse numbers that are wrong, and a request that not even an empty pool could hold."""
+        way_out = "a request has 1 or more, and without room in the step it waits"
+        checked_int("num_tokens", num_tokens, 1, _MAX_TOKENS, way_out)
+        checked_int("max_new_tokens", max_new_tokens, 1, _MAX_TOKENS, way_out)
+        num_usable = self.ledger.pool.num_blocks - 1
+        needed = {num_tokens: self.ledger.min_blocks(num_tokens, num_tokens - 1)}
+        if must_fit_tokens is not None:
+            needed[must_fit_tokens] = self.ledger.blocks_to_fit(must_fit_tokens)
+        for count, num_needed in needed.items():
+            if num_needed > num_usable:
+                raise OutOfBlocks(
+                    f"request {request_id!r} needs {num_needed} blocks for {count} tokens, the "
+                    f"pool has {num_usable}: it can never run; refuse it, or build the engine with "
+                    f"num_device_blocks={num_needed + 1} or more"
+                )
+
+    def _check_has_room(
+        self, request_id: str, num_slots: int, num_computed: int, reserve: int
+    ) -> None:
+        """Refuse an admission that would not fit into an empty pool either."""
+        num_usable = self.ledger.pool.num_blocks - 1
+        num_needed = self.ledger.min_blocks(num_slots, num_computed) + reserve
+        if num_needed > num_usable:
+            raise OutOfBlocks(
+                f"request {request_id!r} needs {num_needed} blocks now, {reserve} of them in "
+                f"reserve, and the pool has {num_usable}: pass less max_new_tokens, "
+                "num_lookahead_tokens or reserve"
+            )
+
+    def _planned(
+        self, due: "list[tuple[str, _Request, int]]", deadline: float | None = None
+    ) -> Job | None:
         """Tell the scheduler what these requests have computed, and what their tables have new."""
-        self._check_granted(due)
-        # The ledger's own tables: a block that has left a window since it was taken is null.
+        # Full blocks only, as the ledger's tables have them now. A block that has left a window is
+        # null there, and may be another request's when its last token is computed.
         appended = [
-            self.ledger.block_table(name, group)[num_told:]
-            for name, request, _ in due
-            for group, num_told in enumerate(request.num_told)
+            self.ledger.block_table(name, group)[num_told : max(num_told, count // size)]
+            for name, request, count in due
+            for group, (num_told, size) in enumerate(
+                zip(request.num_told, self._block_sizes, strict=True)
+            )
         ]
         job = self.scheduler.store(
             [name for name, _, _ in due],
             [count for _, _, count in due],
             np.concatenate(appended),
             np.cumsum([0, *map(len, appended)], dtype=np.int32),
+            deadline=deadline,
         )
-        # The next slot: what does not fill one is not stored.
-        size = self.ledger.hash_block_size * self._blocks_per_slot
+        size = self.ledger.hash_block_size
         lengths = iter(map(len, appended))
         for _, request, count in due:
             request.num_told = [told + next(lengths) for told in request.num_told]
-            request.due_tokens = (count // size + 1) * size
+            request.num_computed, request.due_tokens = count, (count // size + 1) * size
         return job
 
     def _register(self, request_id: str, request: "_Request") -> None:
@@ -731,10 +884,12 @@ class Engine:
         self._running.add(request_id)
 
     def _restart(self, request_id: str, request: "_Request", *, recompute: bool = False) -> None:
-        """Free what it holds and add it anew; a load that it waited for is nobody's now."""
-        self.finish(request_id)
-        hashes, tokens, keys = request.hashes, request.tokens, request.extra_keys
-        anew = _Request(hashes, tokens, keys, self._no_blocks(), recompute=recompute)
+        """Free what it holds and add it anew. Its load goes on, but nobody waits for it."""
+        # First what the engine knows: cut short after that, the request is an added one.
+        self._requests[request_id] = anew = request.anew(self._no_blocks(), recompute=recompute)
+        self._running.discard(request_id)
+        self.scheduler.finish(request_id)
+        self.ledger.free(request_id)
         self._register(request_id, anew)
 
     def _keep_host_hit(self, request_id: str) -> None:
@@ -744,13 +899,14 @@ class Engine:
         self._refused_id = request_id
 
     def _now_s(self) -> float:
-        if not isfinite(now_s := self._clock()):
-            raise ConfigError(f"the clock says {now_s}; it must tell finite seconds")
+        now_s = self._clock()
+        if not (isinstance(now_s, Real) and isfinite(now_s)):
+            raise ConfigError(f"the clock says {now_s!r}, expected finite seconds: pass another")
         return now_s
 
-    def _capacity_tokens(self) -> int:
+    def _capacity_tokens(self, ledger: BlockLedger) -> int:
         """Of prompts, on the device, where every group keeps all of its blocks."""
-        size, num_usable = self.ledger.hit_block_size, self.ledger.pool.num_blocks - 1
+        size, num_usable = ledger.hit_block_size, ledger.pool.num_blocks - 1
         return num_usable // sum(size // group.block_size for group in self._groups) * size
 
     def _count_query(self, request: "_Request", num_tokens: int, num_hit: int) -> None:
@@ -766,6 +922,69 @@ class Engine:
         waits = request is not None and request.load_id == transfer.job.job_id
         return transfer.request_id if waits else None
 
+    def _end_ended(self) -> None:
+        """End the copies that are done, then fail those that are late; `poll` reports them."""
+        for transfer in self.transfers:
+            if transfer.poll():
+                self._end(transfer, report=True)
+            else:
+                self._release_source(transfer)
+        self._fail_late()
+
+    def _end(self, transfer: Transfer, *, report: bool) -> JobEnd:
+        """Wait for a transfer and account for its end; with `report`, poll reports it."""
+        job_id, is_store = transfer.job.job_id, transfer.direction == "store"
+        outcomes, end_s = transfer.outcomes(), self._now_s()
+        with self._change:
+            reports = [
+                self.scheduler.complete(job_id, ok=ok, rank=rank)
+                for rank, ok in enumerate(outcomes)
+            ]
+            self._change.commit()
+            end = reports[-1]
+            assert end is not None, f"all ranks have reported job {job_id}"
+            if end.ok:
+                self._counts.ended(transfer, end_s)
+            request_id = self._waiting_for(transfer)
+            if report and is_store and not end.late:
+                self._report_store(len(transfer.job) if end.ok else 0, int(not end.ok))
+            if report and request_id is not None:
+                (self._untold.loaded if end.ok else self._untold.failed).append(request_id)
+            del self._transfers[job_id]
+            self._late.discard(job_id)
+            self._unpin(end)
+            if request_id is not None:
+                request = self._requests[request_id]
+                if end.ok:
+                    self.ledger.cache(request_id, transfer.num_tokens)
+                    self._run(request_id, request)
+                else:
+                    self._restart(request_id, request, recompute=True)
+        return end
+
+    def _fail_late(self) -> None:
+        """Fail the copies that are late by now; poll reports them."""
+        if self._load_timeout_s is None and self._store_timeout_s is None:
+            return
+        now_s = self._now_s()
+        with self._change:
+            self._change.commit()
+            for transfer in [self._transfers[job_id] for job_id in self.scheduler.expire(now_s)]:
+                if transfer.direction == "store":
+                    self._late.add(transfer.job.job_id)
+                    self._report_store(0, 1)
+                elif (name := self._waiting_for(transfer)) is not None:
+                    self._untold.failed.append(name)
+                    self._restart(name, self._requests[name], recompute=True)
+
+    def _report_store(self, num_blocks: int, num_failed: int) -> None:
+        untold = self._untold
+        self._untold = replace(
+            untold,
+            num_stored_blocks=untold.num_stored_blocks + num_blocks,
+            num_failed_stores=untold.num_failed_stores + num_failed,
+        )
+
     def _release_source(self, transfer: Transfer) -> None:
         """Unpin the blocks of a store that has read them, though its bytes are still on the way."""
         job_id = transfer.job.job_id
@@ -774,8 +993,10 @@ class Engine:
             and job_id not in self._released
             and transfer.source_released()
         ):
-            self._released.add(job_id)
-            self.ledger.pool.unpin(transfer.job.block_ids)
+            with self._change:
+                self._change.commit()
+                self._released.add(job_id)
+                self.ledger.pool.unpin(transfer.job.block_ids)
 
     def _unpin(self, end: JobEnd) -> None:
         if end.job_id in self._released:
@@ -796,35 +1017,29 @@ class Engine:
         is_used = self._requests or self._transfers or self.ledger.pool.num_cached
         return not (is_used or len(self.scheduler.used_slots()))
 
-    def _fence(self) -> None:
-        """Fail the copies in flight, and go on with movers that know nothing of them."""
-        self._ranks.close()
-        in_flight = self.transfers
-        for end in self.scheduler.end_all():
-            self._unpin(end)
-        failed = [name for name in map(self._waiting_for, in_flight) if name is not None]
-        self._transfers.clear()
-        for name in failed:
-            self._restart(name, self._requests[name], recompute=True)
-        num_stores = sum(transfer.direction == "store" for transfer in in_flight)
-        untold = self._untold
-        self._untold = replace(
-            untold,
-            failed=untold.failed + failed,
-            num_failed_stores=untold.num_failed_stores + num_stores,
-        )
+    def _renew_movers(self) -> None:
+        """Make movers that know nothing of the copies before them."""
         self._ranks = self._new_ranks(self._ranks.layouts, self.arenas)
         self.movers = self._ranks.movers
 
-    def _fall_asleep(self, asleep: "Asleep", lost: Ids) -> None:
-        """Forget everything but the accounting, to look at; `lost` blocks' keys are gone."""
-        self.ledger.pool.evict(lost)
+    def _fall_asleep(self, asleep: "Asleep") -> None:
+        """Forget everything but the accounting, to look at."""
+        self._change.commit()
+        self._ranks.close()
+        self._asleep = asleep
+        self._forget_device()
+
+    def _forget_device(self) -> None:
+        """Drop what an engine that sleeps must not hold; again does nothing."""
+        assert self._asleep is not None, "only a sleeping engine forgets its device"
+        self.ledger.pool.evict(self._asleep.lost)
         self.flush_events()
         self._ranks.let_go()
         self._requests.clear()
         self._running.clear()
         self._refused_id, self._untold = "", Landed([], [], 0, 0)
-        self._asleep = asleep
+        if self._asleep.is_in_file:
+            call_all([arena.close for arena in self.arenas])
 
     def _awaken(
         self,
@@ -832,36 +1047,47 @@ class Engine:
         scheduler: OffloadScheduler,
         ranks: Ranks,
         requests: "dict[str, _Request]",
+        untold: Landed,
     ) -> None:
         """Go on with these."""
         self.flush_events()
-        self._replace_ledger(ledger)
-        self.scheduler, self._ranks = scheduler, ranks
-        self.arenas, self.movers = ranks.arenas, ranks.movers
-        self._requests = requests
-        self._running = {name for name, one in requests.items() if one.state == "running"}
-        self._counts.capacity_tokens = self._capacity_tokens()
-        self._asleep = None
+        running = {name for name, one in requests.items() if one.state == "running"}
+        num_evicted = self._num_evicted()
+        capacity_tokens = self._capacity_tokens(ledger)
+        # In one call: an interrupt finds the engine as it was, or awake.
+        vars(self).update(
+            ledger=ledger,
+            scheduler=scheduler,
+            arenas=ranks.arenas,
+            movers=ranks.movers,
+            _ranks=ranks,
+            _requests=requests,
+            _running=running,
+            _untold=untold,
+            _evicted_before=(ledger, num_evicted),
+            _asleep=None,
+        )
+        self._counts.capacity_tokens = capacity_tokens
         if self._horizon_blocks is not None:
             # Else what is evicted before its request's next step would not be stored.
-            for name in self._running:
-                self._planned([(name, requests[name], ledger.num_granted_tokens(name))])
+            for name in running:
+                self._planned([(name, requests[name], requests[name].num_computed)])
 
     def _replace_ledger(self, ledger: BlockLedger) -> None:
         """Take another ledger, and still count what the one before has evicted."""
-        self._counts.evicted_blocks += self.ledger.pool.num_evicted
-        self.ledger = ledger
+        num_evicted = self._num_evicted()
+        vars(self).update(ledger=ledger, _evicted_before=(ledger, num_evicted))
+
+    def _num_evicted(self) -> int:
+        ledger, evicted_before = self._evicted_before
+        return evicted_before + ledger.pool.num_evicted
 
 
 @dataclass(slots=True)
 class _Counts:
-    """What neither ledger nor scheduler counts: the tokens of lookups, bytes, and time.
-
-    And what the ledgers before this one have counted.
-    """
+    """What neither ledger nor scheduler counts: the tokens of lookups, bytes, and time."""
 
     capacity_tokens: int
-    evicted_blocks: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
     num_bytes: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
@@ -879,7 +1105,8 @@ class _Request:
 
     Attributes:
         hashes: all that were told, for when it is added anew; tokens and extra keys likewise.
-        num_told: per group, the blocks of its table that the scheduler knows.
+        num_told: per group, the blocks of its table that the scheduler was told of: full ones.
+        num_computed: tokens, as far as a block became full with them.
         due_tokens: computed tokens at which its next block is full.
         load_id: the job it waits for; 0 for none.
         recompute: its load has failed: the next admission does not ask the host.
@@ -889,7 +1116,27 @@ class _Request:
     tokens: list[int] | None
     extra_keys: list[Sequence[object] | None] | None
     num_told: list[int]
+    num_computed: int = 0
     due_tokens: int = 1
     state: Literal["added", "loading", "running", "stranded"] = "added"
     load_id: int = 0
     recompute: bool = False
+
+    def anew(self, no_blocks: list[int], *, recompute: bool) -> "_Request":
+        """The same request, before it was admitted."""
+        return _Request(self.hashes, self.tokens, self.extra_keys, no_blocks, recompute=recompute)
+
+
+def _as_lists(
+    tokens: Ints | None, extra_keys: Sequence[Sequence[object] | None] | None
+) -> tuple[list[int] | None, list[Sequence[object] | None] | None]:
+    """Lists of their own, which the caller does not change later."""
+    try:
+        ints = None if tokens is None else [int(token) for token in tokens]
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(f"tokens is {tokens!r}, expected integers ({error})") from error
+    return ints, None if extra_keys is None else list(extra_keys)
+
+
+def _deadline_s(begin_s: float, timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else begin_s + timeout_s

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, Job, KvstowError, TransferError
+from kvstow.closing import call_all
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 from kvstow.transfer.arena import slot_stride_bytes
+from kvstow.transfer.ticket import outcome
 
 __all__ = [
     "MakeMover",
@@ -66,13 +68,13 @@ class Transfer:
         """Whether no copy reads its source any more, on any rank. Never blocks."""
         return all(ticket.source_released() for ticket in self.tickets)
 
-    def outcomes(self) -> list[bool]:
-        """Block until all copies have ended; per rank, whether all of its own went well."""
-        return [all([_went_well(one) for one in tickets]) for tickets in self.rank_tickets]
+    def outcomes(self) -> list[bool | list[bool]]:
+        """Block until all copies have ended; per rank, how its own went, as `complete` takes it."""
+        return [outcome(tickets, self.job.host_slots) for tickets in self.rank_tickets]
 
     def wait(self) -> bool:
         """Block until all copies have ended; whether all went well."""
-        return all(self.outcomes())
+        return all(one is True for one in self.outcomes())
 
 
 def build_arenas(
@@ -161,8 +163,7 @@ class Ranks:
 
     def close(self) -> None:
         """End every copy and stop the movers; the arenas stay."""
-        for mover in self.movers:
-            mover.close()
+        call_all([mover.close for mover in self.movers])
 
     def let_go(self) -> None:
         """Close, and hold on to no device memory any more."""
@@ -236,11 +237,3 @@ def _submit(
         return mover.load(host_slots, block_ids, after=after)
     except KvstowError as error:
         return _Refused(error)
-
-
-def _went_well(ticket: Ticket) -> bool:
-    try:
-        ticket.wait()
-    except TransferError:
-        return False
-    return True

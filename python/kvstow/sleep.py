@@ -13,12 +13,12 @@ What is not in those bytes does not exist after waking: there is no stale transf
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Final, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,11 @@ from kvstow._core import (
     TransferError,
     UnknownRequest,
 )
+from kvstow.arguments import checked_limit_s
 from kvstow.engine import Engine, Landed, _Request
-from kvstow.ranks import RankLayouts, checked_layouts
-from kvstow.snapshot import Image, Model, SnapshotFile, write_snapshot
+from kvstow.ranks import RankLayouts, Ranks, checked_layouts
+from kvstow.recovery import mend
+from kvstow.snapshot import HOST, Image, Model, Place, SnapshotFile, To, write_snapshot
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket, TransferTimeout
 from kvstow.transfer.mover import check_event
 
@@ -45,17 +47,6 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 BlockIds: TypeAlias = Literal["same", "packed"] | Sequence[int] | npt.NDArray[np.integer]
 
 
-class Place(Enum):
-    """Where an engine sleeps, if not in a file."""
-
-    HOST = "host"
-    """In this process: its host memory stays."""
-
-
-HOST: Final = Place.HOST
-To: TypeAlias = Literal[Place.HOST] | str | os.PathLike[str]
-
-
 @dataclass(frozen=True, slots=True)
 class Asleep:
     """What is left of an engine while it sleeps.
@@ -63,10 +54,19 @@ class Asleep:
     Attributes:
         image: what is accounted.
         to: where it sleeps.
+        sleep_id: of this sleep; the image has it too.
+        lost: device blocks whose content is in no image.
     """
 
     image: Image
     to: To
+    sleep_id: str
+    lost: Ids
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether the host memory is given back."""
+        return self.to is not HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,7 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
     the host may have evicted blocks to make room.
     """
     engine._check_open()
+    timeout_s = checked_limit_s("timeout_s", timeout_s)
     model, to = Model(identity, weights_version), _checked_place(to)
     if not all(isinstance(name, str) for name in (identity, weights_version)):
         raise ConfigError(
@@ -136,25 +137,23 @@ def sleep(  # noqa: PLR0913 - each a choice of the caller's, most of them rarely
         )
     check_event(after)
     _drain(engine, timeout_s)
-    try:
-        if preserve:
-            job = engine.scheduler.hold_image(engine.ledger)
-            _finish(engine._ranks.copy("store", job, job.block_ids, after), "stored")
-        after.wait()  # also where nothing is copied: when this returns, the device memory may go
-        image = _image(engine, model, preserve=preserve)
-        if to is not HOST:
-            write_snapshot(to, image, engine.arenas, _used_places(engine))
-    except BaseException as error:
-        if not isinstance(error, KvstowError):
-            engine._fence()  # interrupted: no copy may land in a slot that is somebody else's
-        engine.scheduler.release_image()
-        raise
-    pool = engine.ledger.pool
-    lost = pool.free_order() if preserve else np.arange(1, pool.num_blocks, dtype=np.int32)
-    engine._fall_asleep(Asleep(image, to), lost)
-    if to is not HOST:
-        for arena in engine.arenas:
-            arena.close()
+    # Of no file's name nor size: two engines may sleep into the same one.
+    sleep_id = secrets.token_hex(16)
+    with engine._change:
+        try:
+            if preserve:
+                job = engine.scheduler.hold_image(engine.ledger)
+                _finish(engine._ranks.copy("store", job, job.block_ids, after), "stored")
+            after.wait()  # also where nothing is copied: then the device memory may go
+            image = _image(engine, model, sleep_id, preserve=preserve)
+            if to is not HOST:
+                write_snapshot(to, image, engine.arenas, _used_places(engine))
+        except KvstowError:
+            engine.scheduler.release_image()
+            raise
+        pool = engine.ledger.pool
+        lost = pool.free_order() if preserve else np.arange(1, pool.num_blocks, dtype=np.int32)
+        engine._fall_asleep(Asleep(image, to, sleep_id, lost))
 
 
 def wake(  # noqa: PLR0913 - likewise
@@ -195,10 +194,11 @@ def wake(  # noqa: PLR0913 - likewise
 
     Where it raises, the engine sleeps on, and can be woken again.
     """
+    engine._recover()
     asleep = engine._asleep
     if asleep is None:
         engine._check_open()
-        raise StateError("this Engine does not sleep: kvstow.sleep.sleep comes first")
+        raise StateError("this Engine does not sleep: call Engine.sleep first")
     check_event(after)
     num_blocks = engine.ledger.pool.num_blocks
     if num_device_blocks is not None:
@@ -209,12 +209,16 @@ def wake(  # noqa: PLR0913 - likewise
     if asleep.to is HOST:
         _check_model(asleep.image.model, model)
         return _restore(engine, asleep.image, onto, engine.arenas)
-    with SnapshotFile(asleep.to) as file, ExitStack() as mapped:
+    with SnapshotFile(asleep.to) as file:
         _check_model(file.image.model, model)
-        arenas = [mapped.enter_context(arena) for arena in file.map_arenas()]
-        awake = _restore(engine, file.image, onto, arenas)
-        mapped.pop_all()
-    return awake
+        if _Record.read(file.image.engine).sleep_id != asleep.sleep_id:
+            raise SnapshotError(
+                f"{asleep.to} holds what another engine slept with, or this one another time: its "
+                "requests are not this engine's. Put back the file that this sleep wrote and wake "
+                "again, or close this engine and start without it; give each engine a file of its "
+                "own"
+            )
+        return _restore_from(engine, file, onto)
 
 
 def restart(  # noqa: PLR0913 - likewise
@@ -265,17 +269,10 @@ def restart(  # noqa: PLR0913 - likewise
         )
     check_event(after)
     model = Model(identity, weights_version)
-    before, own = engine._ranks, engine.arenas
-    onto = _Onto(before.layouts, engine.ledger.pool.num_blocks, block_ids, after)
-    with SnapshotFile(path) as file, ExitStack() as mapped:
+    onto = _Onto(engine._ranks.layouts, engine.ledger.pool.num_blocks, block_ids, after)
+    with SnapshotFile(path) as file:
         _check_model(file.image.model, model)
-        arenas = [mapped.enter_context(arena) for arena in file.map_arenas()]
-        awake = _restore(engine, file.image, onto, arenas, requests=requests)
-        mapped.pop_all()
-    before.close()
-    for arena in own:
-        arena.close()
-    return awake
+        return _restore_from(engine, file, onto, requests=requests)
 
 
 # -- to sleep ----------------------------------------------------------------------------------
@@ -291,16 +288,16 @@ def _checked_place(to: To) -> To:
 
 
 def _drain(engine: Engine, timeout_s: float | None) -> None:
-    """Let copies in flight end, or fail those that take too long; the next poll tells of them."""
+    """Let copies in flight end, or fail those that take too long; the next poll reports them."""
     limit_s = None if timeout_s is None else time.monotonic() + timeout_s
     for transfer in engine.transfers:
         for ticket in transfer.tickets:
             left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
             with suppress(TransferError, TransferTimeout):
                 ticket.wait(left_s)
-    engine._untold = engine.poll()
+    engine._end_ended()
     if engine.transfers:
-        engine._fence()
+        mend(engine)
 
 
 def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
@@ -317,16 +314,17 @@ def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
         ) from errors[0]
 
 
-def _image(engine: Engine, model: Model, *, preserve: bool) -> Image:
+def _image(engine: Engine, model: Model, sleep_id: str, *, preserve: bool) -> Image:
     """What is accounted of an engine, as it is now."""
     ledger, untold = engine.ledger, engine._untold
     if not preserve:  # who has just loaded does not run then: to be admitted anew, as who failed
         untold = replace(untold, loaded=[], failed=untold.failed + untold.loaded)
     record = {
+        "sleep_id": sleep_id,
         "preserved": preserve,
         "block_bytes": _block_bytes(engine._ranks.layouts),
         "requests": [
-            [name, request.state == "running", request.recompute]
+            [name, request.state == "running", request.recompute, request.num_computed]
             for name, request in engine._requests.items()
         ],
         "landed": [
@@ -379,15 +377,17 @@ class _Record:
     """What `_image` writes of the engine itself.
 
     Attributes:
+        sleep_id: which sleep of which engine it is of; empty in files from before there was one.
         preserved: whether the blocks of the requests that ran are in the image.
         block_bytes: per rank and group.
-        requests: each with whether it ran, and whether it is to recompute.
+        requests: each with whether it ran, whether it is to recompute, and its computed tokens.
         landed: what the next poll tells.
     """
 
+    sleep_id: str
     preserved: bool
     block_bytes: list[list[int]]
-    requests: list[tuple[str, bool, bool]]
+    requests: list[tuple[str, bool, bool, int]]
     landed: Landed
 
     @classmethod
@@ -395,13 +395,17 @@ class _Record:
         try:
             fields = json.loads(text)
             loaded, failed, num_stored, num_failed = fields["landed"]
-            requests = [(name, bool(ran), bool(anew)) for name, ran, anew in fields["requests"]]
-            names = [*(name for name, _, _ in requests), *loaded, *failed]
+            requests = [
+                (name, bool(ran), bool(anew), int(num_computed))
+                for name, ran, anew, num_computed in fields["requests"]
+            ]
+            names = [*(name for name, *_ in requests), *loaded, *failed]
             if not all(isinstance(name, str) for name in names):
                 raise TypeError("a request's name is no string")
             landed = Landed(list(loaded), list(failed), int(num_stored), int(num_failed))
-            return cls(bool(fields["preserved"]), fields["block_bytes"], requests, landed)
-        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            sleep_id = str(fields.get("sleep_id", ""))
+            return cls(sleep_id, bool(fields["preserved"]), fields["block_bytes"], requests, landed)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise _damaged(f"its requests make no sense ({error!r})") from error
 
 
@@ -432,8 +436,9 @@ def _restore(
         old_ids, new_ids = ledger.restore(image.ledger, block_ids=onto.block_ids)
     if list(map(_shape, arenas)) != list(map(_shape, engine.arenas)):
         raise _damaged("its slots are not those of the host tier that it describes")
-    ranks = engine._new_ranks(onto.layouts, arenas)
-    try:
+    with ExitStack() as made:
+        ranks = engine._new_ranks(onto.layouts, arenas)
+        made.callback(_close_unused, engine, ranks)
         if requests and record.preserved:
             job = scheduler.image
             if not np.array_equal(np.sort(job.block_ids), old_ids):
@@ -441,14 +446,36 @@ def _restore(
             moved = new_ids[np.searchsorted(old_ids, job.block_ids)]
             _finish(ranks.copy("load", job, moved, onto.after), "loaded")
         known = _known_requests(engine, record, ledger, scheduler, keep=requests)
-    except BaseException:
-        ranks.close()
-        raise
-    scheduler.release_image()
-    engine._awaken(ledger, scheduler, ranks, known)
-    if requests:
-        engine._untold = record.landed
+        scheduler.release_image()
+        untold = record.landed if requests else Landed([], [], 0, 0)
+        with engine._change:
+            engine._awaken(ledger, scheduler, ranks, known, untold)
     return Awake(old_ids, new_ids)
+
+
+def _restore_from(
+    engine: Engine, file: SnapshotFile, onto: _Onto, *, requests: bool = True
+) -> Awake:
+    """Restore, with the slots of a file as host memory in place of what the engine has."""
+    with ExitStack() as kept:
+        for arena in engine.arenas:
+            kept.callback(_close_unused_arena, engine, arena)
+        kept.callback(_close_unused, engine, engine._ranks)
+        arenas = []
+        for arena in file.map_arenas():
+            kept.callback(_close_unused_arena, engine, arena)
+            arenas.append(arena)
+        return _restore(engine, file.image, onto, arenas, requests=requests)
+
+
+def _close_unused(engine: Engine, ranks: Ranks) -> None:
+    if engine._ranks is not ranks:
+        ranks.close()
+
+
+def _close_unused_arena(engine: Engine, arena: HostArena) -> None:
+    if all(arena is not own for own in engine.arenas):
+        arena.close()
 
 
 def _known_requests(
@@ -461,19 +488,22 @@ def _known_requests(
 ) -> dict[str, _Request]:
     """The requests that slept, as the engine knows them; without `keep`, nobody knows them."""
     known: dict[str, _Request] = {}
-    num_requests = len({name for name, _, _ in record.requests})
+    num_requests = len({name for name, *_ in record.requests})
     if num_requests != len(record.requests) or (keep and num_requests != ledger.num_requests):
         raise _damaged("its ledger has other requests")
-    for name, was_running, recompute in record.requests:
+    for name, was_running, recompute, num_computed in record.requests:
         if not keep or (was_running and not record.preserved):
             scheduler.finish(name)
         if not keep:
             continue
         try:
             hashes, tokens, keys = ledger.known(name)
+            num_granted = ledger.num_granted_tokens(name)
         except UnknownRequest as error:
             raise _damaged("its ledger has other requests") from error
         is_running = was_running and record.preserved
+        if not 0 <= num_computed <= num_granted and is_running:
+            raise _damaged(f"{name!r} has computed {num_computed} of {num_granted} tokens")
         if was_running and not is_running:
             scheduler.add(name, hashes)
         known[name] = _Request(
@@ -481,6 +511,7 @@ def _known_requests(
             tokens,
             None if keys is None else list(keys),
             engine._no_blocks(),
+            num_computed=num_computed if is_running else 0,
             state="running" if is_running else "added",
             recompute=recompute,
         )

@@ -27,9 +27,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ from kvstow._core import SnapshotError
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
 
-__all__ = ["Image", "Model", "SnapshotFile", "write_snapshot"]
+__all__ = ["HOST", "Image", "Model", "Place", "SnapshotFile", "To", "write_snapshot"]
 
 VERSION: Final = 1
 _MAGIC: Final = b"KVSTOW\r\n"
@@ -53,6 +54,17 @@ _SECTIONS = ("ledger", "scheduler", "engine")
 _NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 )  # fmt: skip
+
+
+class Place(Enum):
+    """Where an engine sleeps, if not in a file."""
+
+    HOST = "host"
+    """In this process: its host memory stays."""
+
+
+HOST: Final = Place.HOST
+To: TypeAlias = Literal[Place.HOST] | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def test_the_default_figures_of_the_bundled_slice(
     (shown,) = re.findall(r"```text\n(conversation_1000.*?)```", README.read_text(), re.DOTALL)
     printed = capsys.readouterr().out
     assert untimed(shown) == untimed(printed)
-    assert "1,419.8 GiB in Llama-3.1-8B" in printed
+    assert "1,419.5 GiB in Llama-3.1-8B" in printed
 
 
 def untimed(table: str) -> list[str]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,21 @@ class HostEvent:
         self._happened = threading.Event()
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
+
+    @classmethod
+    def of(cls, future: Future[Any]) -> Self:
+        """Return the event that happens when `future` is done, and fails where it failed."""
+        event = cls()
+
+        def done(future: Future[Any]) -> None:
+            try:
+                error = future.exception()
+            except CancelledError as cancelled:
+                error = cancelled
+            event.set(error)
+
+        future.add_done_callback(done)
+        return event
 
     def set(self, error: BaseException | None = None) -> None:
         """Let the waiters go on, or fail them with `error`.
@@ -243,9 +259,11 @@ def check_event(after: object) -> None:
         callable(getattr(after, "wait", None))
         and callable(getattr(after, "add_done_callback", None))
     ):
+        way_out = "pass READY where there is nothing to wait for"
+        if isinstance(after, Future):
+            way_out = "pass HostEvent.of(future)"
         raise ConfigError(
-            f"after must be an Event (wait, add_done_callback), got {after!r}; pass READY where "
-            "there is nothing to wait for"
+            f"after must be an Event (wait, add_done_callback), got {after!r}; {way_out}"
         )
 
 

@@ -1,0 +1,338 @@
+"""An engine's loop with random turns: the KV of each token is known, and every read is compared.
+
+The device is a queue of computes, as a CUDA stream is. A compute that was launched runs later, in
+order, and only then writes its tokens and happens. What a token's KV is depends on all tokens up
+to it, so a block that nobody wrote, or that somebody else wrote, never compares equal.
+"""
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow import (
+    AdmissionState,
+    Engine,
+    FullAttention,
+    OutOfBlocks,
+    SlidingWindow,
+    StateError,
+    UnknownRequest,
+    hash_tokens,
+)
+from kvstow.transfer import READY, BlockLayout, Event, HostEvent
+
+BLOCK = 4
+GARBAGE = -1
+SHAPES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "lazy": {"mode": "lazy", "horizon_blocks": 8},
+    "window": {"windows": 1, "num_blocks": 26},
+    "lazy window": {"windows": 1, "num_blocks": 26, "mode": "lazy", "horizon_blocks": 16},
+    "ranks": {"world_size": 2},
+    "slots of two": {"blocks_per_slot": 2},
+}
+
+
+@dataclass
+class Request:
+    """What the loop knows of a request.
+
+    Attributes:
+        tokens: known so far.
+        num_done: tokens whose KV is on the device once all launched computes have run.
+        num_hashed: tokens whose blocks' hashes the engine knows.
+    """
+
+    tokens: list[int]
+    num_done: int = 0
+    num_hashed: int = 0
+    values: list[int] = field(default_factory=list)
+
+    def kv(self, group: int, rank: int) -> npt.NDArray[np.int64]:
+        """KV of all known tokens."""
+        known = self.values[-1] if self.values else 0
+        for token in self.tokens[len(self.values) :]:
+            known = zlib.crc32(token.to_bytes(4, "little"), known)
+            self.values.append(known)
+        return np.array(self.values) + (group << 33) + (rank << 36)
+
+
+class Loop:
+    """An engine, its device, and the requests that it serves."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_blocks: int = 14,
+        num_host_blocks: int = 30,
+        windows: int = 0,
+        folder: Path | None = None,
+        **options: Any,
+    ) -> None:
+        self.seed = seed
+        self.chances = random.Random(seed)
+        self.groups: list[FullAttention | SlidingWindow] = [FullAttention(BLOCK)]
+        self.groups += [SlidingWindow(BLOCK, 6)] * windows
+        self.world_size = int(options.get("world_size", 1))
+        self.folder = folder
+        self.requests: dict[str, Request] = {}
+        self.launched: deque[tuple[Callable[[], None], HostEvent]] = deque()
+        self.num_added = self.num_hits = self.num_loads = self.num_checked = 0
+        self.memory = self.new_memory(num_blocks)
+        self.engine = Engine(
+            num_blocks, num_host_blocks, self.groups, self.layouts, **options
+        )  # fmt: skip
+
+    def new_memory(self, num_blocks: int) -> list[list[npt.NDArray[np.int64]]]:
+        shape = (num_blocks, BLOCK)
+        return [[np.full(shape, GARBAGE) for _ in self.groups] for _ in range(self.world_size)]
+
+    @property
+    def layouts(self) -> Any:
+        ranks = [[BlockLayout.from_arrays([group]) for group in own] for own in self.memory]
+        return ranks if self.world_size > 1 else ranks[0]
+
+    # -- the device ----------------------------------------------------------------------------
+
+    @property
+    def last(self) -> Event:
+        """What a load must wait for."""
+        return self.launched[-1][1] if self.launched else READY
+
+    def launch(self, parts: list[tuple[str, int, int]]) -> HostEvent:
+        """Queue the compute of tokens `begin` to `end` of some requests."""
+        event = HostEvent()
+        calls = [self.kernel(name, begin, end) for name, begin, end in parts]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        self.launched.append((run, event))
+        return event
+
+    def kernel(self, name: str, begin: int, end: int) -> Callable[[], None]:
+        tables, request, memory = self.engine.tables(name), self.requests[name], self.memory
+        values = {
+            (rank, group): request.kv(group, rank)[:end]
+            for rank in range(self.world_size)
+            for group in range(len(self.groups))
+        }
+
+        def run() -> None:
+            at = np.arange(end)
+            for (rank, group), value in values.items():
+                blocks = tables[group][at // BLOCK]
+                cells = memory[rank][group]
+                is_read = (blocks > 0) & (at < begin)
+                held = cells[blocks[is_read], at[is_read] % BLOCK]
+                assert held.tolist() == value[is_read].tolist(), (
+                    f"seed {self.seed}: {name} reads KV of group {group} that is not its own"
+                )
+                self.num_checked += len(held)
+                cells[blocks[begin:], at[begin:] % BLOCK] = value[begin:]
+                cells[0] = GARBAGE
+
+        return run
+
+    def run_one(self) -> None:
+        """Run the compute that was launched first."""
+        run, event = self.launched[0]
+        run()
+        self.launched.popleft()
+        event.set()
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def add(self) -> None:
+        """Add a request whose prompt begins like others."""
+        head = self.chances.choice([1, 2, 3])
+        num_shared = self.chances.randrange(0, 25)
+        tail = [self.chances.randrange(50) for _ in range(self.chances.randrange(1, 8))]
+        request = Request([100 * head + at for at in range(num_shared)] + tail)
+        self.num_added += 1
+        name = f"r{self.num_added}"
+        self.requests[name] = request
+        self.engine.add(name, hash_tokens(request.tokens, BLOCK))
+        request.num_hashed = len(request.tokens) // BLOCK * BLOCK
+
+    def state(self, name: str) -> str:
+        return self.engine._requests[name].state
+
+    def names(self, state: str) -> list[str]:
+        return [name for name in self.requests if self.state(name) == state]
+
+    def admit(self, name: str) -> None:
+        request = self.requests[name]
+        num_new = self.chances.randrange(1, 30)
+        try:
+            found = self.engine.admit(name, len(request.tokens), num_new, after=self.last)
+        except OutOfBlocks:
+            self.leave(name)
+            return
+        if found.state in {AdmissionState.RUNS, AdmissionState.LOADS}:
+            request.num_done = found.num_hit_tokens + found.num_external_tokens
+            self.num_hits += found.num_hit_tokens
+            self.num_loads += found.state is AdmissionState.LOADS
+
+    def grow(self, name: str) -> None:
+        """Grant a running request slots for more tokens, generated ones among them."""
+        request = self.requests[name]
+        num_granted = self.engine.ledger.num_granted_tokens(name)
+        if num_granted >= len(request.tokens):
+            request.tokens.append(self.chances.randrange(50))
+            num_full = len(request.tokens) // BLOCK * BLOCK
+            if num_full > request.num_hashed:
+                hashes = hash_tokens(request.tokens, BLOCK)[request.num_hashed // BLOCK :]
+                self.engine.extend(name, hashes)
+                request.num_hashed = num_full
+        num_new = self.chances.randint(1, len(request.tokens) - num_granted)
+        if not self.engine.step([name], [num_new]).num_granted:
+            self.engine.preempt(name)
+
+    def compute(self, names: list[str]) -> None:
+        """Launch the compute of all that was granted, and report it."""
+        parts = []
+        for name in names:
+            granted = self.engine.ledger.num_granted_tokens(name)
+            if granted > self.requests[name].num_done:
+                parts.append((name, self.requests[name].num_done, granted))
+        if not parts:
+            return
+        event = self.launch(parts)
+        for name, _, end in parts:
+            self.requests[name].num_done = end
+        if self.chances.random() < 0.9:  # else the requests leave in between, perhaps
+            self.report(names, event)
+
+    def report(self, names: list[str], event: Event) -> None:
+        counts = [self.requests[name].num_done for name in names]
+        self.engine.computed(names, counts, after=event)
+
+    def leave(self, name: str) -> None:
+        del self.requests[name]
+        self.engine.finish(name)
+
+    def poll(self) -> None:
+        landed = self.engine.poll()
+        for name in landed.loaded:
+            assert self.state(name) == "running"
+
+    def sleep(self) -> None:
+        """Sleep and wake over other memory, under other ids."""
+        to: dict[str, Any] = {}
+        if self.folder is not None and self.chances.random() < 0.5:
+            to = {"to": self.folder / "image"}
+        who: dict[str, Any] = {"identity": "a model", "weights_version": "1"}
+        while self.launched:
+            self.run_one()
+        preserve = self.chances.random() < 0.7
+        try:
+            self.engine.sleep(after=READY, preserve=preserve, **to, **who)
+        except OutOfBlocks:
+            return
+        self.wake(who)
+
+    def wake(self, who: dict[str, Any]) -> None:
+        num_blocks = self.engine.ledger.pool.num_blocks
+        for group in (group for own in self.memory for group in own):
+            group[:] = GARBAGE - 1
+        self.memory = self.new_memory(num_blocks)
+        block_ids: Any = self.chances.choice(["same", "packed"])
+        self.engine.wake(self.layouts, after=READY, block_ids=block_ids, **who)
+
+    def turn(self) -> None:
+        """One random operation."""
+        chance = self.chances.random()
+        running, added = self.names("running"), self.names("added")
+        if chance < 0.15 and len(self.requests) < 8:
+            self.add()
+        elif chance < 0.35 and added:
+            self.admit(self.chances.choice(added))
+        elif chance < 0.50 and running:
+            self.grow(self.chances.choice(running))
+        elif chance < 0.65 and running:
+            self.compute(self.chances.sample(running, self.chances.randint(1, len(running))))
+        elif chance < 0.75 and self.launched:
+            self.run_one()
+        elif chance < 0.88:
+            self.poll()
+        elif chance < 0.94 and self.requests:
+            self.leave(self.chances.choice(list(self.requests)))
+        elif chance < 0.97 and self.requests:
+            self.engine.preempt(self.chances.choice(list(self.requests)))
+        elif chance < 0.98 and running:
+            name = self.chances.choice(running)
+            with_slots = self.engine.ledger.num_granted_tokens(name)
+            done = self.requests[name].num_done
+            if with_slots > done > 0:
+                with suppress(StateError):  # a window has given up blocks that they read
+                    self.engine.rewind(name, done)
+        elif chance < 0.985:
+            self.sleep()
+        elif chance < 0.987:
+            self.engine.reset()
+
+    def serve_all(self) -> None:
+        """Serve every request to its end, and a new one for each prompt."""
+        for _ in range(3):
+            self.add()
+        for _ in range(10_000):
+            if not self.requests:
+                break
+            self.poll()
+            while self.launched:
+                self.run_one()
+            for name in list(self.requests):
+                state = self.state(name)
+                if state == "added":
+                    self.admit(name)
+                elif state == "running":
+                    granted = self.engine.ledger.num_granted_tokens(name)
+                    if granted >= len(self.requests[name].tokens):
+                        self.compute([name])
+                        self.leave(name)
+                    else:
+                        self.grow(name)
+        assert not self.requests, f"seed {self.seed}: {list(self.requests)} never end"
+        while self.launched:
+            self.run_one()
+
+    def adopt(self) -> None:
+        """Go on after an operation was cut short: see which requests the engine knows."""
+        for name in list(self.requests):
+            try:
+                self.engine.preempt(name)
+            except UnknownRequest:
+                del self.requests[name]
+                continue
+            hashes = self.engine.ledger.known(name)[0]
+            self.requests[name].num_hashed = len(hashes) * BLOCK
+        for name in self.engine._requests.keys() - self.requests.keys():
+            self.engine.finish(name)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.engine.check()
+        for name in list(self.engine._requests):
+            self.engine.finish(name)
+        pool = self.engine.ledger.pool
+        assert pool.num_free == pool.num_blocks - 1, f"seed {self.seed}: a pin was left behind"
+
+
+def turns(loop: Loop, num_turns: int) -> None:
+    """Take random turns, checking all of the engine now and then."""
+    for number in range(num_turns):
+        loop.turn()
+        if number % 5 == 0:
+            loop.engine.check()
+    loop.serve_all()

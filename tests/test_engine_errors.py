@@ -1,0 +1,506 @@
+"""What an `Engine` does after an error in the middle of an operation, and with wrong arguments."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.test_engine import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, world
+
+from kvstow import (
+    AdmissionState,
+    ChunkedLocal,
+    ConfigError,
+    Engine,
+    FullAttention,
+    OutOfBlocks,
+    SlidingWindow,
+    StateError,
+    StateSpace,
+    TransferError,
+    UnknownRequest,
+    hash_tokens,
+)
+from kvstow.transfer import READY, BlockLayout, Event, HostEvent, HostMover, mover_for
+
+OTHER = list(range(50, 66))
+
+
+class Raises:
+    """An event that raises when a copy registers with it, from the `begin`-th copy on."""
+
+    def __init__(self, error: BaseException, begin: int = 1) -> None:
+        self.error, self.num_left = error, begin
+
+    def wait(self) -> None:
+        pass
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self.num_left -= 1
+        if self.num_left <= 0:
+            raise self.error
+        callback()
+
+
+ERRORS = [RuntimeError("cudaErrorLaunchFailure"), MemoryError(), KeyboardInterrupt()]
+
+
+# -- errors in the middle ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_a_store_whose_event_raises_has_failed_and_the_engine_goes_on(error: BaseException) -> None:
+    with world(mover=HostMover) as it:
+        it.admit("one", DOCUMENT)
+        with pytest.raises(type(error)):
+            it.compute("one", DOCUMENT, after=Raises(error))
+        assert polled(it.engine).num_failed_stores == 1
+        assert it.engine.poll() == NOTHING
+        it.engine.check()
+        assert it.engine.ledger.pool.pin_counts(range(17)).sum() == 0
+        it.engine.step(["one"], [4])
+        it.engine.extend("one", hash_tokens([*DOCUMENT, 1, 2, 3, 4], BLOCK)[4:])
+        it.compute("one", [*DOCUMENT, 1, 2, 3, 4])
+        assert polled(it.engine).num_stored_blocks == 5, "all of it is stored now"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_a_load_whose_event_raises_has_failed_and_is_recomputed(error: BaseException) -> None:
+    with world(mover=HostMover) as it:
+        it.admit("writer", DOCUMENT)
+        it.compute("writer", DOCUMENT)
+        polled(it.engine)
+        it.engine.finish("writer")
+        assert it.engine.ledger.pool.reset()
+        with pytest.raises(type(error)):
+            it.admit("again", [*DOCUMENT, 91], after=Raises(error))
+        assert it.engine.poll().failed == ["again"]
+        assert it.admit("again", [*DOCUMENT, 91]).state is RUNS
+        it.engine.finish("again")
+        assert it.engine.ledger.pool.reset()
+        assert it.admit("third", [*DOCUMENT, 92]).state is LOADS
+
+
+def test_an_interrupt_between_two_ranks_ends_the_copy_of_the_first() -> None:
+    """Its blocks are not given to others before that."""
+    never = HostEvent()
+
+    class Queued(Raises):
+        def add_done_callback(self, callback: Callable[[], None]) -> None:
+            super().add_done_callback(lambda: None)
+            never.add_done_callback(callback)
+
+        def wait(self) -> None:
+            never.wait()
+
+    kv = [np.zeros((17, BLOCK), np.int64) for _ in range(2)]
+    layouts = [[BlockLayout.from_arrays([one])] for one in kv]
+    with Engine(17, 64, [FullAttention(BLOCK)], layouts, world_size=2) as engine:
+        engine.add("one", hash_tokens(DOCUMENT, BLOCK))
+        engine.admit("one", 16, 100, after=READY)
+        before = engine.movers
+        with pytest.raises(KeyboardInterrupt):
+            engine.computed(["one"], [16], after=Queued(KeyboardInterrupt(), begin=2))
+        assert engine.ledger.pool.pin_counts(range(17)).sum() == 4, "a copy is under way"
+        assert engine.poll().num_failed_stores == 1
+        assert engine.ledger.pool.pin_counts(range(17)).sum() == 0
+        for mover in before:
+            with pytest.raises(StateError, match="is closed"):
+                mover.store([1], [0], after=READY)
+        engine.check()
+        engine.finish("one")
+    never.set()
+
+
+def test_poll_that_raises_forgets_nothing() -> None:
+    with world() as it:
+        it.put_on_the_host([*DOCUMENT, *OTHER])
+        it.admit("one", [*DOCUMENT, 91])
+        it.admit("two", [*DOCUMENT, *OTHER, 91])
+        assert len(it.mover.loads) == 1, "the second waits for the first"
+        it.mover.loads[0].land()
+        times = iter([1.0, float("nan")])
+        it.engine._clock = lambda: next(times)
+        it.admit("three", [7, 7, 7])
+        it.engine._clock = lambda: float("nan")
+        with pytest.raises(ConfigError, match="clock says nan"):
+            it.engine.poll()
+        it.engine._clock = lambda: 2.0
+        assert it.engine.poll().loaded == ["one"]
+
+
+def test_what_a_poll_that_raised_had_found_the_next_one_reports() -> None:
+    with world() as it:
+        it.put_on_the_host(DOCUMENT)
+        it.put_on_the_host(OTHER)
+        it.admit("one", [*DOCUMENT, 91])
+        it.admit("two", [*OTHER, 91])
+        it.admit("three", [7] * 8)
+        it.engine.computed(["three"], [8], after=READY)
+        for ticket in [*it.mover.loads, it.mover.stores[-1]]:
+            ticket.land()
+        times = [1.0, 1.0, float("nan")]
+        it.engine._clock = lambda: times.pop(0)
+        with pytest.raises(ConfigError, match="clock says nan"):
+            it.engine.poll()
+        it.engine._clock = lambda: 2.0
+        it.engine.finish("two")
+        found = it.engine.poll()
+        assert (found.loaded, found.num_stored_blocks) == (["one"], 2), "two was finished since"
+        assert it.engine.poll() == NOTHING
+
+
+class FailsToClose(HostMover):
+    num_closed = 0
+
+    def close(self) -> None:
+        super().close()
+        type(self).num_closed += 1
+        if self.num_closed == 1:
+            raise TransferError("CUDA error 700")
+        if self.num_closed == 2:
+            raise RuntimeError("another one")
+
+
+def test_close_closes_everything_even_where_a_part_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FailsToClose, "num_closed", 0)
+    num_threads = threading.active_count()
+    layouts = [[BlockLayout.from_arrays([np.zeros((9, 4), np.int64)])] for _ in range(3)]
+    engine = Engine(
+        9, 64, [FullAttention(BLOCK)], layouts, world_size=3, mover=FailsToClose,
+        events_path=tmp_path / "events",
+    )  # fmt: skip
+    engine.add("one", hash_tokens(DOCUMENT, BLOCK))
+    engine.admit("one", 16, 100, after=READY)
+    engine.computed(["one"], [16], after=HostEvent())
+    with pytest.raises(TransferError, match="CUDA error 700") as caught, engine:
+        pass
+    assert any("another one" in note for note in caught.value.__notes__)
+    assert threading.active_count() == num_threads
+    assert all(arena.closed for arena in engine.arenas)
+    assert engine._event_file is not None
+    assert engine._event_file._descriptor is None
+    engine.check()
+    engine.finish("one")
+    assert engine.ledger.pool.num_free == 8
+    engine.close()
+
+
+def test_an_extension_that_was_cut_short_is_not_made_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its caller extends again: the ledger must not have the hashes of a block twice."""
+    hashes = hash_tokens([*DOCUMENT, *OTHER], BLOCK)
+    with world(mover=HostMover) as it:
+        it.engine.add("one", hashes[:4])
+        it.engine.admit("one", 16, 100, after=READY)
+        real = it.engine.scheduler
+
+        class Interrupts:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def extend(self, *_: object) -> None:
+                raise KeyboardInterrupt
+
+        it.engine.scheduler = Interrupts()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            it.engine.extend("one", hashes[4:])
+        it.engine.scheduler = real
+        it.engine.check()
+        it.engine.extend("one", hashes[4:])
+        assert it.engine.ledger.known("one")[0] == hashes
+        assert it.engine.poll().failed == ["one"], "it was preempted"
+        assert it.engine.admit("one", 32, 100, after=READY).state is RUNS
+
+
+# -- copies that never end ---------------------------------------------------------------------
+
+
+def test_a_late_store_is_reported_once_and_its_blocks_stay_pinned() -> None:
+    with world(num_device_blocks=9, store_timeout_s=5.0) as it:
+        it.admit("one", DOCUMENT)
+        it.compute("one", DOCUMENT)
+        it.engine.finish("one")
+        it.now_s = 5.1
+        assert it.engine.poll().num_failed_stores == 1
+        assert it.engine.poll() == NOTHING
+        it.engine.check()
+        stats = it.engine.stats()
+        assert (stats["late_jobs"], stats["quarantined_jobs"], stats["jobs_in_flight"]) == (1, 1, 0)
+        assert it.engine.ledger.pool.num_free == 4, "the copy may still read its blocks"
+        # Who has the same prefix brings it to the host.
+        assert it.admit("two", [*DOCUMENT, 91]).num_hit_tokens == 16
+        transfer = it.engine.computed(["two"], [17], after=READY)
+        assert transfer is not None
+        assert len(transfer.job) == 4
+        it.mover.stores[1].land()
+        assert it.engine.poll().num_stored_blocks == 4
+        it.mover.stores[0].land()
+        assert it.engine.poll() == NOTHING
+        it.engine.finish("two")
+        assert it.engine.ledger.pool.num_free == 8
+
+
+def test_expire_leaves_late_stores_to_poll() -> None:
+    with world(store_timeout_s=5.0, load_timeout_s=5.0) as it:
+        it.put_on_the_host(DOCUMENT)
+        it.admit("one", [*DOCUMENT, 91])
+        it.admit("two", OTHER)
+        it.compute("two", OTHER)
+        it.now_s = 6.0
+        assert it.engine.expire() == ["one"]
+        found = it.engine.poll()
+        assert (found.failed, found.num_failed_stores) == ([], 1)
+
+
+# -- damaged slots -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_slot_is_dropped_and_stored_again(world_size: int) -> None:
+    kv = [np.zeros((17, BLOCK), np.int64) for _ in range(world_size)]
+    ranks = [[BlockLayout.from_arrays([one])] for one in kv]
+    layouts: Any = ranks if world_size > 1 else ranks[0]
+    verified = partial(mover_for, verify=True)
+    with Engine(
+        17, 64, [FullAttention(BLOCK)], layouts, world_size=world_size, mover=verified
+    ) as engine:
+
+        def serve(name: str) -> AdmissionState:
+            """Admit, load or compute, and store what the host lacks."""
+            engine.add(name, hash_tokens([*DOCUMENT, 9], BLOCK))
+            state = engine.admit(name, 17, 100, after=READY).state
+            recomputes = state is RUNS
+            if state is LOADS:
+                recomputes = polled(engine).failed == [name]
+                if recomputes:
+                    assert engine.admit(name, 17, 100, after=READY).state is RUNS
+                else:
+                    for memory in kv:
+                        held = memory[engine.tables(name)[0][:4]].reshape(-1)
+                        assert held.tolist() == DOCUMENT
+            for memory in kv:
+                memory[engine.tables(name)[0][:4]] = np.reshape(DOCUMENT, (4, 4))
+            if recomputes:
+                engine.computed([name], [17], after=READY)
+            while engine.transfers:
+                engine.poll()
+            engine.finish(name)
+            assert engine.ledger.pool.reset()
+            for memory in kv:
+                memory[:] = -1
+            return state
+
+        assert serve("first") is RUNS
+        slots = engine.scheduler.used_slots()
+        engine.arenas[-1].slots[slots[1], 0] ^= 1
+        assert serve("fails") is LOADS
+        stats = engine.stats()
+        assert (stats["failed_loads"], stats["stored_blocks"]) == (1, 5), "one block anew"
+        assert serve("loads") is LOADS
+        assert engine.stats()["failed_loads"] == 1
+        engine.check()
+
+
+# -- requests that can never fit ---------------------------------------------------------------
+
+GROUPS = [FullAttention(4), SlidingWindow(4, 6), ChunkedLocal(4, 8), StateSpace(4)]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=repr)
+def test_an_admission_is_refused_as_impossible_only_if_it_is(group: FullAttention) -> None:
+    """A request that runs to its end, alone and token by token, is not refused."""
+    layouts = [BlockLayout.from_arrays([np.zeros((6, 8), np.uint8)])] * 2
+    hashes = hash_tokens(range(100), 4)
+    refused, impossible = set(), set()
+    for num_tokens in range(1, 100):
+        with Engine(6, 8, [FullAttention(16), group], layouts) as engine:
+            engine.add("one", hashes)
+            assert engine.admit("one", 1, 1, after=READY).state is RUNS
+            steps = (engine.step(["one"], [1]).num_granted for _ in range(num_tokens - 1))
+            if not all(steps):
+                impossible.add(num_tokens)
+            engine.preempt("one")
+            try:
+                engine.admit("one", num_tokens, 1, after=READY)
+            except OutOfBlocks:
+                refused.add(num_tokens)
+    assert refused <= impossible < set(range(1, 100))
+    assert {*range(80, 100)} <= refused
+    assert refused == impossible or not isinstance(group, FullAttention)
+
+
+def test_the_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
+    with world(num_device_blocks=9) as it:
+        it.engine.add("big", hash_tokens(range(100), BLOCK))
+        before = it.engine.stats()
+        for options in {}, {"must_fit_tokens": 100}:
+            with pytest.raises(OutOfBlocks, match=r"'big' needs 25 blocks for 100 tokens.* has 8"):
+                it.engine.admit("big", 100, 4, after=READY, **options)
+        with pytest.raises(OutOfBlocks, match="needs 25 blocks for 100 tokens"):
+            it.engine.admit("big", 9, 4, after=READY, must_fit_tokens=100)
+        with pytest.raises(OutOfBlocks, match="needs 9 blocks now, 3 of them in reserve"):
+            it.engine.admit("big", 24, 24, after=READY, reserve=3)
+        assert it.engine.stats() == before
+        assert it.engine.admit("big", 32, 32, after=READY).state is RUNS
+
+
+def test_a_load_that_does_not_fit_now_is_no_error() -> None:
+    with world(num_device_blocks=9) as it:
+        it.put_on_the_host(DOCUMENT)
+        it.admit("other", OTHER)
+        it.engine.step(["other"], [4])
+        assert it.admit("again", [*DOCUMENT, 91]).state is AdmissionState.NO_ROOM
+        it.engine.add("long", hash_tokens([*DOCUMENT, *OTHER, 1], BLOCK))
+        with pytest.raises(OutOfBlocks, match="needs 9 blocks"):
+            it.engine.admit("long", 33, 100, after=READY)
+
+
+# -- wrong types -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        (lambda e: e.add(7, []), "request_id is 7, expected a str"),
+        (lambda e: e.add("new", ["x"]), "a block hash is bytes"),
+        (lambda e: e.add("new", [], tokens=["x"]), "tokens is .*expected integers"),
+        (lambda e: e.admit("added", "x", 1, after=READY), "num_tokens must be an integer, got 'x'"),
+        (lambda e: e.admit("added", 5.0, 1, after=READY), "num_tokens must be an integer"),
+        (lambda e: e.admit("added", 9, "3", after=READY), "max_new_tokens must be an integer"),
+        (
+            lambda e: e.admit("added", 9, 9, after=READY, must_fit_tokens="9"),
+            "must_fit_tokens must be",
+        ),
+        (lambda e: e.admit("added", 9, 9, after=READY, reserve="9"), "reserve must be an integer"),
+        (lambda e: e.computed("ab", [1, 1], after=READY), r"pass \['ab'\]"),
+        (lambda e: e.computed(["runs"], ["x"], after=READY), "expected a sequence of integers"),
+        (lambda e: e.computed(["runs"], 3, after=READY), "expected a sequence of integers"),
+        (lambda e: e.step("ab", [1, 1]), r"pass \['ab'\]"),
+        (lambda e: e.step(["runs"], 1), "sequence of integers"),
+        (lambda e: e.sleep(after=READY, timeout_s="1"), "timeout_s is '1'"),
+    ],
+)
+def test_a_wrong_type_is_a_config_error(use: Callable[[Engine], object], problem: str) -> None:
+    with world() as it:
+        it.admit("runs", DOCUMENT)
+        it.engine.add("added", hash_tokens(DOCUMENT, BLOCK))
+        with pytest.raises(ConfigError, match=problem):
+            use(it.engine)
+        assert not it.engine._change.is_torn
+        it.engine.check()
+        assert it.engine.admit("added", 16, 100, after=READY).state is RUNS
+
+
+def test_a_request_id_of_another_type_is_unknown() -> None:
+    with world() as it:
+        wrongs: list[Any] = [7, None, [], {}]
+        for wrong in wrongs:
+            with pytest.raises(UnknownRequest):
+                it.engine.finish(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"groups": FullAttention(4)}, r"groups is FullAttention.*pass one for each block table"),
+        ({"groups": [4]}, r"groups is \[4\]"),
+        ({"load_timeout_s": "3"}, "load_timeout_s is '3'"),
+        ({"store_timeout_s": 0}, "store_timeout_s is 0"),
+        ({"store_timeout_s": float("inf")}, "store_timeout_s is inf"),
+        ({"mode": "lazy", "horizon_blocks": "x"}, "horizon_blocks must be an integer, got 'x'"),
+        ({"mode": "foo"}, 'mode "foo"'),
+        ({"clock": 3}, "clock is 3, expected a callable"),
+        ({"mover": HostMover.__name__}, "mover is 'HostMover', expected a callable"),
+        ({"world_size": "2"}, "world_size"),
+        ({"num_host_blocks": "2"}, "num_host_blocks must be an integer, got '2'"),
+        ({"num_device_blocks": "8"}, "num_device_blocks must be an integer, got '8'"),
+        ({"blocks_per_slot": None}, "blocks_per_slot must be an integer"),
+        ({"layouts": 3}, "layouts"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_a_config_error(options: dict[str, Any], problem: str) -> None:
+    num_threads = threading.active_count()
+    given: dict[str, Any] = {
+        "num_device_blocks": 8,
+        "num_host_blocks": 8,
+        "groups": [FullAttention(4)],
+        "layouts": [BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])],
+    }
+    with pytest.raises(ConfigError, match=problem):
+        Engine(**(given | options))
+    assert threading.active_count() == num_threads
+
+
+def test_a_timeout_of_a_wait_is_a_number() -> None:
+    with world(mover=HostMover) as it:
+        it.admit("one", DOCUMENT)
+        it.compute("one", DOCUMENT)
+        [transfer] = it.engine.transfers
+        for ticket in transfer.tickets:
+            wrongs: list[Any] = ["1", [], float("nan")]
+            for wrong in wrongs:
+                with pytest.raises(ConfigError, match=r"timeout_s is .*; pass seconds, or None"):
+                    ticket.wait(wrong)
+
+
+# -- futures -----------------------------------------------------------------------------------
+
+
+def test_a_future_is_refused_with_the_way_to_make_an_event_of_it() -> None:
+    future: Future[None] = Future()
+    with world(mover=HostMover) as it:
+        it.admit("one", DOCUMENT)
+        with pytest.raises(ConfigError, match=r"pass HostEvent.of\(future\)"):
+            it.compute("one", DOCUMENT, after=future)  # type: ignore[arg-type]
+        it.compute("one", DOCUMENT, after=HostEvent.of(future))
+        assert it.engine.poll() == NOTHING
+        future.set_result(None)
+        assert polled(it.engine).num_stored_blocks == 4
+
+
+@pytest.mark.parametrize("end", ["fails", "is cancelled"])
+def test_an_event_of_a_future_fails_as_the_future_does(end: str) -> None:
+    future: Future[None] = Future()
+    event: Event = HostEvent.of(future)
+    if end == "fails":
+        future.set_exception(ValueError("no compute"))
+    else:
+        assert future.cancel()
+    with pytest.raises(TransferError, match=r"no compute|Cancelled"):
+        event.wait()
+
+
+# -- other threads -----------------------------------------------------------------------------
+
+
+def test_stats_of_another_thread_count_an_eviction_once() -> None:
+    """Whatever the moment at which it reads: every attribute that `wake` sets is read after it."""
+    with world(num_device_blocks=9, mover=HostMover) as it:
+        for number in range(6):
+            name, tokens = str(number), [number] * 16
+            it.admit(name, tokens)
+            it.compute(name, tokens)
+            polled(it.engine)
+            it.engine.finish(name)
+        expected = it.engine.stats()["device_evicted_blocks"]
+        assert expected > 0
+        seen = set()
+
+        class Watched(Engine):
+            def __setattr__(self, name: str, value: object) -> None:
+                super().__setattr__(name, value)
+                seen.add(self.stats()["device_evicted_blocks"])
+
+        it.engine.__class__ = Watched
+        it.engine.sleep(after=READY)
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY)
+        assert seen == {expected}
+        assert it.engine.stats()["device_evicted_blocks"] == expected
