@@ -14,13 +14,9 @@ mod ledger;
 mod offload;
 mod pool;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod lock;
 
-/// Locks a core object. A poisoned lock is taken all the same: the core does not panic, and if it
-/// ever did, `check` says whether its state is sound.
-fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use lock::{detached, lock};
 
 /// The accounting core of kvstow. Import its names from `kvstow`.
 #[pyo3::pymodule]

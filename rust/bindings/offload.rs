@@ -21,8 +21,8 @@ use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
 use crate::group::groups;
 use crate::ledger::{BlockLedger, LedgerPool};
-use crate::lock;
 use crate::pool::{BlockPool, SharedPool};
+use crate::{detached, lock};
 
 /// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
 #[pyclass(module = "kvstow", frozen, get_all)]
@@ -187,15 +187,17 @@ impl OffloadScheduler {
 
     /// The scheduler as bytes, for `restore`.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let snapshot = lock(&self.0).snapshot().map_err(to_py)?;
+        let snapshot = detached(py, &self.0, |scheduler| scheduler.snapshot()).map_err(to_py)?;
         Ok(PyBytes::new(py, &snapshot))
     }
 
     /// Fill this scheduler, which must be new, from a snapshot.
-    fn restore(&self, snapshot: &[u8]) -> PyResult<()> {
-        let mut scheduler = lock(&self.0);
-        *scheduler = scheduler.clone().restore(snapshot).map_err(to_py)?;
-        Ok(())
+    fn restore(&self, py: Python<'_>, snapshot: &[u8]) -> PyResult<()> {
+        let restore = |scheduler: &mut offload::OffloadScheduler| {
+            *scheduler = scheduler.clone().restore(snapshot)?;
+            Ok(())
+        };
+        detached(py, &self.0, restore).map_err(to_py)
     }
 
     /// Set host slots aside for every block in a table of `ledger`.
@@ -213,7 +215,9 @@ impl OffloadScheduler {
 
     /// The slots that hold anything.
     fn used_slots<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        let slots: Vec<i32> = lock(&self.0).used_slots().map(u32::cast_signed).collect();
+        let slots: Vec<i32> = detached(py, &self.0, |scheduler| {
+            scheduler.used_slots().map(u32::cast_signed).collect()
+        });
         slots.into_pyarray(py)
     }
 
@@ -334,11 +338,13 @@ impl OffloadScheduler {
         deadline: Option<f64>,
     ) -> PyResult<Option<Job>> {
         check_time("deadline", deadline)?;
-        let candidates: Vec<_> = match pool {
-            AnyPool::Own(pool) => pool.with(|pool| pool.evictable(num_blocks.0).collect()),
-            AnyPool::Ledger(pool) => pool.with(|pool| pool.evictable(num_blocks.0).collect()),
+        let store = |pool: &mut kvstow_core::pool::BlockPool| {
+            lock(&self.0).store_evictable(pool.evictable(num_blocks.0), deadline)
         };
-        let job = lock(&self.0).store_evictable(candidates.into_iter(), deadline);
+        let job = match pool {
+            AnyPool::Own(pool) => pool.with(store),
+            AnyPool::Ledger(pool) => pool.with(store),
+        };
         Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
     }
 
@@ -411,8 +417,8 @@ impl OffloadScheduler {
     }
 
     /// Empty the tier, at any moment; jobs in flight still end, their result is dropped.
-    fn reset(&self) -> PyResult<()> {
-        lock(&self.0).reset().map_err(to_py)
+    fn reset(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, &self.0, |scheduler| scheduler.reset()).map_err(to_py)
     }
 
     /// Counters since construction, and gauges of the moment.
@@ -460,8 +466,8 @@ impl OffloadScheduler {
     }
 
     /// Verify every invariant.
-    fn check(&self) -> PyResult<()> {
-        lock(&self.0).check().map_err(to_py)
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, &self.0, |scheduler| scheduler.check()).map_err(to_py)
     }
 }
 
