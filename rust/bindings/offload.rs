@@ -418,7 +418,7 @@ impl OffloadScheduler {
 
     /// Empty the tier, at any moment; jobs in flight still end, their result is dropped.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
-        detached(py, &self.0, |scheduler| scheduler.reset()).map_err(to_py)
+        detached(py, &self.0, offload::OffloadScheduler::reset).map_err(to_py)
     }
 
     /// Counters since construction, and gauges of the moment.

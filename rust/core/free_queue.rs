@@ -71,6 +71,13 @@ impl FreeQueue {
         BlockId(self.links[id.index()].next)
     }
 
+    /// The id before `id`, which must be in, or the tail for the null block; the null block at the
+    /// head.
+    #[inline]
+    pub fn prev(&self, id: BlockId) -> BlockId {
+        BlockId(self.links[id.index()].prev)
+    }
+
     /// Takes `id` out. It must be in.
     #[inline]
     pub fn remove(&mut self, id: BlockId) {

@@ -137,6 +137,12 @@ impl HashWidth {
         usize::from(self.0) <= MAX_HASH_BYTES
     }
 
+    /// Whether a padded hash is one of this width: one that was read from somewhere.
+    pub(crate) fn fits(self, hash: &BlockHash) -> bool {
+        let (digest, padding) = hash.split_at(usize::from(self.0));
+        !digest.is_empty() && padding.iter().all(|&byte| byte == 0)
+    }
+
     /// The first `width` bytes of a padded hash: the digest as it was given.
     pub fn digest(self, hash: &BlockHash) -> &[u8] {
         &hash[..usize::from(self.0)]

@@ -4,13 +4,17 @@
 //! a block at a request's end included, takes a place in a slot of the image's own, which no lookup
 //! finds. Both are let go when the device has its bytes back.
 
+use std::collections::BTreeSet;
+
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 use crate::ledger::{BlockLedger, damaged};
+use crate::pool::MAX_BLOCKS;
 
+use super::job::slot_at;
 use super::{Held, OffloadScheduler};
 
 /// Copies between device blocks and places on the host: `block_ids[i]` and `host_slots[i]` are the
@@ -190,13 +194,30 @@ impl OffloadScheduler {
         sorted.sort_unstable();
         let is_distinct = sorted.windows(2).all(|pair| pair[0] != pair[1])
             && sorted.first().is_none_or(|id| !id.is_null());
-        let mut slots = [&image.own[..], &image.shared[..]].concat();
-        slots.sort_unstable();
-        let is_held = host_slots.iter().all(|&place| {
-            let slot = place as usize / self.blocks_per_slot + 1;
-            slots.binary_search_by_key(&slot, |slot| slot.index()).is_ok()
-        });
-        if !is_covered || !is_distinct || !is_held {
+        let is_distinct = is_distinct && sorted.last().is_none_or(|id| id.index() < MAX_BLOCKS);
+        if !is_covered || !is_distinct {
+            return damaged("a sleep image names no blocks, or blocks that cannot be");
+        }
+        let own: BTreeSet<BlockId> = image.own.iter().copied().collect();
+        let (mut places, mut shared) = (BTreeSet::new(), Vec::new());
+        let mut is_held =
+            own.len() == image.own.len() && own.iter().all(|&slot| self.tier.is_unfindable(slot));
+        for (group, ends) in offsets.windows(2).enumerate() {
+            for &place in &host_slots[ends[0]..ends[1]] {
+                let slot = slot_at(place, self.blocks_per_slot);
+                if own.contains(&slot) {
+                    is_held &= places.insert(place);
+                } else {
+                    is_held &= self.tier.holds_group(slot, group);
+                    shared.push(slot);
+                }
+            }
+        }
+        let mut named = image.shared.clone();
+        named.sort_unstable();
+        shared.sort_unstable();
+        is_held &= named == shared;
+        if !is_held {
             return damaged("a sleep image names blocks or slots that it does not hold");
         }
         Ok(())

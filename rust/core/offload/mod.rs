@@ -104,6 +104,20 @@ struct Counters {
     damaged: usize,
 }
 
+/// Counts that were read from somewhere stay below this, so that they cannot wrap.
+const MAX_READ_COUNT: usize = 1 << 62;
+
+impl Counters {
+    /// Refuses counts that could wrap: those that were read from somewhere.
+    fn is_sound(&self) -> bool {
+        let Self { stored, loaded, dropped, failed_stores, failed_loads, late_jobs, .. } = *self;
+        let Self { pending_lookups, query_tokens, hit_tokens, damaged, .. } = *self;
+        let jobs = [stored, loaded, dropped, failed_stores, failed_loads, late_jobs, damaged];
+        let lookups = [pending_lookups, query_tokens, hit_tokens];
+        jobs.iter().chain(&lookups).all(|&count| count < MAX_READ_COUNT)
+    }
+}
+
 /// When blocks are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub enum Mode {

@@ -13,7 +13,7 @@ use std::fmt::Debug;
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
-use crate::group::Group;
+use crate::group::{Attention, Group, Model};
 use crate::ids::BlockId;
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::ledger::damaged;
@@ -21,7 +21,7 @@ use crate::ledger::damaged;
 use super::image::Image;
 use super::policy::PolicyRecord;
 use super::tier::HostTier;
-use super::{Counters, EvictionPolicy, Mode, OffloadScheduler, Table, Tracked};
+use super::{Counters, EvictionPolicy, MAX_READ_COUNT, Mode, OffloadScheduler, Table, Tracked};
 
 /// What is kept of a scheduler.
 #[derive(Clone, Debug, Encode, Decode)]
@@ -135,18 +135,18 @@ impl OffloadScheduler {
     /// Fills this scheduler, which must be new, with what was kept of another.
     pub(crate) fn fill(mut self, record: SchedulerRecord) -> Result<Self> {
         record.shape.check(&self.shape())?;
+        if record.num_jobs >= MAX_READ_COUNT as u64 || !record.counters.is_sound() {
+            return damaged("it counts more than can have happened");
+        }
         let own = record.image.as_ref().map_or(&[][..], |image| &image.own);
-        self.tier.fill_from(record.tier, own.len())?;
+        self.tier.fill_from(record.tier, own.len(), &self.model)?;
         for (name, request) in record.requests {
             self.requests.check_new(&name).or_else(|_| damaged("a request stands in it twice"))?;
             self.requests.insert(&name, request.build(&self)?);
         }
         if let Some(image) = record.image {
             self.check_image(&image)?;
-            let is_own = |slot: &BlockId| self.tier.is_unfindable(*slot);
-            if !image.own.iter().all(is_own) || self.tier.pin(&image.shared).is_err() {
-                return damaged("a sleep image holds slots that are somebody else's");
-            }
+            self.tier.pin(&image.shared)?;
             self.image = Some(image);
         }
         (self.num_jobs, self.num_ended_jobs) = (record.num_jobs, record.num_jobs);
@@ -189,6 +189,13 @@ impl TrackedRecord {
         {
             return damaged("a request has more on the host than it has hashes for");
         }
+        let width = scheduler.tier.hash_width();
+        if !self.hashes.iter().all(|hash| width.fits(hash)) {
+            return damaged("a request's hash is of another width than the tier's");
+        }
+        if self.num_queried > self.hashes.len().saturating_mul(model.hash_block_size()) {
+            return damaged("a request has asked for more tokens than it has hashes for");
+        }
         let table = |num_kept| Table { num_kept, ..Table::default() };
         Ok(Tracked {
             hashes: self.hashes,
@@ -217,21 +224,38 @@ impl HostTier {
     }
 
     /// Whether a slot is in use and cannot be found.
-    fn is_unfindable(&self, slot: BlockId) -> bool {
+    pub(super) fn is_unfindable(&self, slot: BlockId) -> bool {
         slot.index() < self.pool.num_blocks()
             && self.pool.num_refs(slot) > 0
             && self.pool.key(slot).is_none()
     }
 
     /// Fills this tier, which must be new; all slots but `num_own` are resident or empty.
-    fn fill_from(&mut self, record: TierRecord, num_own: usize) -> Result<()> {
+    fn fill_from(&mut self, record: TierRecord, num_own: usize, model: &Model) -> Result<()> {
         let TierRecord { width, residents, awaited, empty, policy, num_evicted } = record;
         let num_slots = self.num_slots();
         let is_slot = |slot: BlockId| (1..=num_slots).contains(&slot.index());
         let num_named = residents.len().saturating_add(empty.len()).saturating_add(num_own);
-        if !width.is_sound() || num_named != num_slots {
+        if !width.is_sound() || num_named != num_slots || num_evicted >= MAX_READ_COUNT {
             return damaged("its host slots are not those of the tier");
         }
+        let is_known = |key: &BlockKey| {
+            width.fits(&key.hash) && usize::from(key.group.0) < model.groups().len()
+        };
+        if !residents
+            .iter()
+            .map(|(_, key, _)| key)
+            .chain(awaited.iter().map(|(_, key)| key))
+            .all(is_known)
+        {
+            return damaged("a host slot holds a hash of another width, or of no group");
+        }
+        // A block stands below another, or waits for one, in its own group.
+        let is_above = |key: &BlockKey, slot_key: Option<BlockKey>| {
+            let group = model.groups()[usize::from(key.group.0)];
+            group.attention == Attention::Full
+                && slot_key.is_some_and(|slot_key| slot_key.group == key.group)
+        };
         self.pool.agree_width(width)?;
         self.pool.allocate(num_slots, &mut Vec::with_capacity(num_slots))?;
         for &(slot, key, _) in &residents {
@@ -243,10 +267,10 @@ impl HostTier {
             }
             self.pool.hide(slot, &key);
         }
-        for &(slot, _, parent) in &residents {
-            let is_kept = is_slot(parent) && self.pool.key(parent).is_some();
+        for &(slot, key, parent) in &residents {
+            let is_kept = is_slot(parent) && is_above(&key, self.pool.key(parent));
             if !parent.is_null() && !is_kept {
-                return damaged("a host slot stands below an empty one");
+                return damaged("a host slot stands below an empty one, or one of another group");
             }
             self.chains.attach(slot, parent);
         }
@@ -261,8 +285,8 @@ impl HostTier {
         let key_of = |slot| if is_slot(slot) { pool.key(slot) } else { None };
         self.policy.restore(policy, key_of)?;
         for (slot, parent) in awaited {
-            if key_of(slot).is_none() || !self.chains.wait(slot, parent) {
-                return damaged("an empty host slot waits for its parent");
+            if !is_above(&parent, key_of(slot)) || !self.chains.wait(slot, parent) {
+                return damaged("an empty host slot waits for its parent, or one of another group");
             }
         }
         self.num_evicted = num_evicted;

@@ -25,7 +25,7 @@ use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::{BLOCK_BYTES, BlockPool, MAX_BLOCKS, check_memory};
 
 use super::chains::Chains;
-use super::policy::{AnyPolicy, EvictionPolicy, Pass};
+use super::policy::{AnyPolicy, EvictionPolicy};
 
 /// What the slots of a store are being filled with, known from its plan on.
 #[derive(Clone, Debug, Default)]
@@ -40,7 +40,7 @@ pub(super) struct Filling {
 /// What a slot costs besides its block in the pool and what its policy keeps, in bytes.
 const SLOT_BYTES: usize = Chains::SLOT_BYTES + 5;
 
-/// At most 129 bytes a slot, taken at construction; 204 where the policy has ghosts.
+/// At most 130 bytes a slot, taken at construction; 206 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
     pub(super) pool: BlockPool,
@@ -135,7 +135,21 @@ impl HostTier {
     }
 
     pub(super) fn unpin(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.pool.unpin(slots)
+        self.pool.unpin(slots)?;
+        self.may_go_again(slots);
+        Ok(())
+    }
+
+    /// Whether a slot may go for room: an unpinned leaf.
+    fn may_go(&self, slot: BlockId) -> bool {
+        self.chains.is_leaf(slot) && self.pool.num_pins(slot) == 0
+    }
+
+    /// Pins of these slots have ended, or children have gone.
+    fn may_go_again(&mut self, slots: &[BlockId]) {
+        let Self { policy, chains, pool, .. } = self;
+        let may_go = |slot: &BlockId| chains.is_leaf(*slot) && pool.num_pins(*slot) == 0;
+        policy.may_go_again(slots.iter().copied().filter(may_go));
     }
 
     /// Whether a load reads the slot.
@@ -247,8 +261,8 @@ impl HostTier {
         self.pool.pin(&[parent])?;
         self.pool.pin(&kept)?;
         let empty = self.reserve(num_missing);
-        self.pool.unpin(&kept)?;
-        self.pool.unpin(&[parent])?;
+        self.unpin(&kept)?;
+        self.unpin(&[parent])?;
         let empty = empty?;
         let mut above = kept.last().copied().unwrap_or(parent);
         if num_missing == due.len() && self.pool.hide_all(&empty, &due[..empty.len()], group) {
@@ -380,14 +394,16 @@ impl HostTier {
     fn make_room(&mut self, num_slots: usize) -> Result<()> {
         let num_missing = num_slots.saturating_sub(self.pool.num_free());
         let mut victims = Vec::new();
-        let mut pass = Pass::default();
+        let mut parents = Vec::new();
         while victims.len() < num_missing {
-            let is_unpinned_leaf =
-                |slot: BlockId| self.chains.is_leaf(slot) && self.pool.num_pins(slot) == 0;
-            let Some(slot) = self.policy.victim(&mut pass, is_unpinned_leaf) else { break };
-            self.forget(slot);
+            let Self { policy, chains, pool, .. } = self;
+            let may_go = |slot| chains.is_leaf(slot) && pool.num_pins(slot) == 0;
+            let Some(slot) = policy.victim(may_go) else { break };
+            parents.push(self.forget(slot));
             victims.push(slot);
         }
+        // Not before: what was passed over because of a child goes when room is asked for again.
+        self.may_go_again(&parents);
         // Slots are given out in the order they are emptied in: ascending, so that runs are long.
         victims.sort_unstable();
         self.pool.evict(&victims)?;
@@ -396,10 +412,10 @@ impl HostTier {
         Ok(())
     }
 
-    /// Takes a slot out of the chain it stands in.
-    fn forget(&mut self, slot: BlockId) {
-        self.chains.leave(slot);
+    /// Takes a slot out of the chain it stands in. Returns its parent, which may be a leaf now.
+    fn forget(&mut self, slot: BlockId) -> BlockId {
         self.policy.removed(slot);
+        self.chains.leave(slot)
     }
 
     /// Takes `lost`, and all slots below them, out of the tier. Those of jobs in flight stay
@@ -412,9 +428,8 @@ impl HostTier {
         for &slot in &filling {
             self.end_filling(slot);
         }
-        for slot in all {
-            self.forget(slot);
-        }
+        let parents: Vec<BlockId> = all.into_iter().map(|slot| self.forget(slot)).collect();
+        self.may_go_again(&parents);
         self.pool.evict(&residents)?;
         self.pool.free(&residents)
     }
@@ -431,7 +446,8 @@ impl HostTier {
             let Some(key) = self.pool.key(slot) else { continue };
             self.policy.split(self.chains.root(slot));
             self.chains.abandon(slot, key);
-            self.forget(slot);
+            let parent = self.forget(slot);
+            self.may_go_again(&[parent]);
         }
         self.pool.evict(&lost)?;
         self.num_losses += u64::from(!lost.is_empty());
@@ -456,7 +472,8 @@ impl HostTier {
     /// Verifies every invariant of the tier.
     pub(super) fn check(&self) -> Result<()> {
         self.pool.check()?;
-        self.policy.check(|slot| self.pool.key(slot), |slot| self.chains.parent(slot))?;
+        let parent = |slot| self.chains.parent(slot);
+        self.policy.check(|slot| self.pool.key(slot), parent, |slot| self.may_go(slot))?;
         let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
         let is_filling = &self.is_filling;
         if is_filling.iter().filter(|&&is_filling| is_filling).count() != self.num_filling {
@@ -490,6 +507,12 @@ impl HostTier {
     /// Whether a slot is in use: resident, given to a store, or a sleep image's own.
     pub(super) fn is_referenced(&self, slot: BlockId) -> bool {
         self.pool.num_refs(slot) > 0
+    }
+
+    /// Whether a slot holds a block of a group, or is empty.
+    pub(super) fn holds_group(&self, slot: BlockId, group: usize) -> bool {
+        slot.index() < self.pool.num_blocks()
+            && self.pool.key(slot).is_none_or(|key| usize::from(key.group.0) == group)
     }
 
     /// How many slots are in use.

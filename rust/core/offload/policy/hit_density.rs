@@ -21,12 +21,12 @@
 //! cost. Of 2Q and ARC: the orders have no target sizes. Time is counted in blocks stored.
 
 use crate::error::{Error, Result};
-use crate::free_queue::FreeQueue;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 
+use super::Policy;
 use super::ghosts::{Ghost, Ghosts, fingerprint};
-use super::{Pass, Policy, first_that_may_go};
+use super::order::EvictionOrder;
 
 /// The order of slots that were stored and not hit since.
 const NEW: usize = 0;
@@ -46,14 +46,12 @@ const LESSONS_PER_SIZE: u32 = 2;
 /// What is left of the histograms after each time.
 const DECAY: f64 = 0.95;
 
-/// The two orders of resident slots, the ghosts of those that went, and what was learned. 91 bytes
-/// a slot. All is O(1), but a victim is looked for past slots that may not go. These are few: a
-/// chain is ranked tail first, so at the head of the new order stands a leaf, and where one with a
-/// child stands at the head of the used order, some new leaf is as old and goes.
+/// The two orders of resident slots, the ghosts of those that went, and what was learned. 93 bytes
+/// a slot. All is O(1), but a victim is looked for past slots that may not go.
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct HitDensity {
     /// [`NEW`] and [`USED`], by last rank.
-    pub(super) orders: [FreeQueue; 2],
+    pub(super) orders: [EvictionOrder; 2],
     pub(super) densities: [Density; 2],
     pub(super) ghosts: Ghosts,
     /// Of the resident slots' keys.
@@ -69,7 +67,7 @@ impl HitDensity {
     pub(super) fn new(num_blocks: u32) -> Self {
         let num_ghosts = (num_blocks - 1).saturating_mul(GHOSTS_PER_SLOT).clamp(1, u32::MAX - 1);
         Self {
-            orders: [FreeQueue::empty(num_blocks), FreeQueue::empty(num_blocks)],
+            orders: [EvictionOrder::new(num_blocks), EvictionOrder::new(num_blocks)],
             densities: [Density::NOTHING, Density::NOTHING],
             ghosts: Ghosts::new(num_ghosts),
             fingerprints: vec![0; num_blocks as usize],
@@ -116,7 +114,8 @@ impl HitDensity {
 }
 
 impl Policy for HitDensity {
-    const SLOT_BYTES: usize = 2 * 8 + 8 + 4 + GHOSTS_PER_SLOT as usize * Ghosts::GHOST_BYTES;
+    const SLOT_BYTES: usize =
+        2 * EvictionOrder::SLOT_BYTES + 8 + 4 + GHOSTS_PER_SLOT as usize * Ghosts::GHOST_BYTES;
 
     fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
         for (slot, key) in slots {
@@ -158,33 +157,39 @@ impl Policy for HitDensity {
         }
     }
 
-    fn victim(&self, pass: &mut Pass, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
-        let [passed_new, passed_used] = pass;
-        let new = first_that_may_go(&self.orders[NEW], passed_new, &may_go);
+    fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        let new = self.orders[NEW].first_that_may_go(&may_go);
         if let Some(new) = new {
             // If it is as old as the first used slot it is as old as each: no need to look for one
             // that may go, past those whose children stand in the other order.
-            let first_used = self.orders[USED].next(*passed_used);
+            let first_used = self.orders[USED].first();
             if first_used.is_null() || self.is_as_old(new, first_used) {
                 return Some(new);
             }
         }
-        let used = first_that_may_go(&self.orders[USED], passed_used, &may_go);
+        let used = self.orders[USED].first_that_may_go(&may_go);
         let (Some(new), Some(used)) = (new, used) else { return new.or(used) };
         let is_new_to_go =
             self.is_as_old(new, used) || self.density(NEW, new) < self.density(USED, used);
         Some(if is_new_to_go { new } else { used })
     }
 
+    #[inline]
+    fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
+        for order in &mut self.orders {
+            order.may_go_again(slots.clone());
+        }
+    }
+
     fn clear(&mut self) {
-        self.orders.iter_mut().for_each(FreeQueue::clear);
+        self.orders.iter_mut().for_each(EvictionOrder::clear);
         self.densities = [Density::NOTHING, Density::NOTHING];
         self.ghosts.clear();
         self.clock = 0;
     }
 
     fn len(&self) -> usize {
-        self.orders.iter().map(FreeQueue::len).sum()
+        self.orders.iter().map(EvictionOrder::len).sum()
     }
 
     fn contains(&self, slot: BlockId) -> bool {
@@ -193,7 +198,7 @@ impl Policy for HitDensity {
 
     #[cfg(test)]
     fn memory_bytes(&self) -> usize {
-        self.orders.iter().map(FreeQueue::memory_bytes).sum::<usize>()
+        self.orders.iter().map(EvictionOrder::memory_bytes).sum::<usize>()
             + self.ghosts.memory_bytes()
             + self.fingerprints.capacity() * size_of::<u64>()
             + self.times.capacity() * size_of::<u32>()
@@ -203,6 +208,7 @@ impl Policy for HitDensity {
         &self,
         key: impl Fn(BlockId) -> Option<BlockKey>,
         _: impl Fn(BlockId) -> BlockId,
+        may_go: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("hit density: {what}")));
         self.ghosts.check()?;
@@ -211,7 +217,7 @@ impl Policy for HitDensity {
             return broken(format!("{} ghosts, at most {max_ghosts}", self.ghosts.len()));
         }
         for order in &self.orders {
-            order.check()?;
+            order.check(&may_go)?;
             let mut age = u32::MAX;
             for slot in order.iter() {
                 if self.orders.iter().filter(|order| order.contains(slot)).count() != 1 {

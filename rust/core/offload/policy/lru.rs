@@ -1,11 +1,11 @@
 //! Least recently ranked first.
 
 use crate::error::{Error, Result};
-use crate::free_queue::FreeQueue;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 
-use super::{Pass, Policy, first_that_may_go};
+use super::Policy;
+use super::order::EvictionOrder;
 
 /// Resident slots in the order of their last rank.
 ///
@@ -14,10 +14,10 @@ use super::{Pass, Policy, first_that_may_go};
 ///
 /// Chains that have any slot in common have their root in common. So the one of them that was ranked
 /// last still stands together, and moves as a whole without a look at each of its slots: a prompt
-/// that is stored in many chunks is ranked after each. 16 bytes a slot.
+/// that is stored in many chunks is ranked after each. 17 bytes a slot.
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct Lru {
-    pub(super) order: FreeQueue,
+    pub(super) order: EvictionOrder,
     /// By root: the first slot, in this order, of the chain that was ranked last; null where parts of
     /// it stand elsewhere. It counts while [`Lru::roots`] agrees.
     tails: Vec<u32>,
@@ -31,7 +31,7 @@ impl Lru {
     pub(super) fn new(num_blocks: u32) -> Self {
         let none = vec![0; num_blocks as usize];
         Self {
-            order: FreeQueue::empty(num_blocks),
+            order: EvictionOrder::new(num_blocks),
             tails: none.clone(),
             roots: none,
             has_chains: false,
@@ -61,7 +61,7 @@ struct Run(Option<(BlockId, BlockId)>);
 impl Run {
     /// Goes on with the slots from `first` to `last`, which stand together.
     #[inline]
-    fn push(&mut self, order: &mut FreeQueue, first: BlockId, last: BlockId) {
+    fn push(&mut self, order: &mut EvictionOrder, first: BlockId, last: BlockId) {
         self.0 = match self.0 {
             Some((begin, end)) if order.next(end) == first => Some((begin, last)),
             Some((begin, end)) => {
@@ -72,7 +72,7 @@ impl Run {
         };
     }
 
-    fn end(self, order: &mut FreeQueue) {
+    fn end(self, order: &mut EvictionOrder) {
         if let Some((begin, end)) = self.0 {
             order.move_run_to_back(begin, end);
         }
@@ -80,7 +80,7 @@ impl Run {
 }
 
 impl Policy for Lru {
-    const SLOT_BYTES: usize = 8 + 2 * 4;
+    const SLOT_BYTES: usize = EvictionOrder::SLOT_BYTES + 2 * 4;
 
     fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
         slots.for_each(|(slot, _)| self.order.push_back(slot));
@@ -133,8 +133,13 @@ impl Policy for Lru {
     }
 
     #[inline]
-    fn victim(&self, pass: &mut Pass, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
-        first_that_may_go(&self.order, &mut pass[0], may_go)
+    fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        self.order.first_that_may_go(may_go)
+    }
+
+    #[inline]
+    fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
+        self.order.may_go_again(slots);
     }
 
     fn clear(&mut self) {
@@ -160,8 +165,9 @@ impl Policy for Lru {
         &self,
         _: impl Fn(BlockId) -> Option<BlockKey>,
         parent: impl Fn(BlockId) -> BlockId,
+        may_go: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
-        self.order.check()?;
+        self.order.check(may_go)?;
         for slot in self.order.iter() {
             let mut at = slot;
             let end = self.end_of_chain(slot);

@@ -7,6 +7,7 @@
 mod ghosts;
 mod hit_density;
 mod lru;
+mod order;
 mod record;
 
 use std::iter::successors;
@@ -15,7 +16,6 @@ use std::str::FromStr;
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
-use crate::free_queue::FreeQueue;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 
@@ -98,10 +98,6 @@ fn distance(known: &str, given: &str) -> usize {
     row[known.len()]
 }
 
-/// In each of a policy's orders the last slot that was passed over since room was first asked for:
-/// the next search begins behind it, so that a call which evicts many looks at each slot once.
-pub(super) type Pass = [BlockId; 2];
-
 /// An order of the resident slots in which they go.
 pub(super) trait Policy {
     /// What it keeps per slot, in bytes, all of it taken at construction.
@@ -129,7 +125,10 @@ pub(super) trait Policy {
     fn removed(&mut self, slot: BlockId);
 
     /// The slot to go next, of those that may; it stays until it is [`removed`](Self::removed).
-    fn victim(&self, pass: &mut Pass, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId>;
+    fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId>;
+
+    /// Slots that could not go may go again, perhaps: a pin has ended, or a child has gone.
+    fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone);
 
     /// Forgets everything, as at construction.
     fn clear(&mut self);
@@ -144,7 +143,8 @@ pub(super) trait Policy {
     #[cfg(test)]
     fn memory_bytes(&self) -> usize;
 
-    /// Verifies its own state against the keys and parents of the resident slots.
+    /// Verifies its own state against the keys and parents of the resident slots, and which of them
+    /// may go.
     ///
     /// # Errors
     /// [`Error::Broken`] names the first invariant that does not hold.
@@ -152,6 +152,7 @@ pub(super) trait Policy {
         &self,
         key: impl Fn(BlockId) -> Option<BlockKey>,
         parent: impl Fn(BlockId) -> BlockId,
+        may_go: impl Fn(BlockId) -> bool,
     ) -> Result<()>;
 }
 
@@ -203,12 +204,13 @@ impl AnyPolicy {
     }
 
     #[inline]
-    pub(super) fn victim(
-        &self,
-        pass: &mut Pass,
-        may_go: impl Fn(BlockId) -> bool,
-    ) -> Option<BlockId> {
-        delegate!(self, policy => policy.victim(pass, may_go))
+    pub(super) fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        delegate!(self, policy => policy.victim(may_go))
+    }
+
+    #[inline]
+    pub(super) fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
+        delegate!(self, policy => policy.may_go_again(slots));
     }
 
     pub(super) fn clear(&mut self) {
@@ -227,26 +229,10 @@ impl AnyPolicy {
         &self,
         key: impl Fn(BlockId) -> Option<BlockKey>,
         parent: impl Fn(BlockId) -> BlockId,
+        may_go: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
-        delegate!(self, policy => policy.check(key, parent))
+        delegate!(self, policy => policy.check(key, parent, may_go))
     }
-}
-
-/// The first slot of an order, behind what was passed over, that may go.
-fn first_that_may_go(
-    order: &FreeQueue,
-    passed: &mut BlockId,
-    may_go: impl Fn(BlockId) -> bool,
-) -> Option<BlockId> {
-    let mut at = order.next(*passed);
-    while !at.is_null() {
-        if may_go(at) {
-            return Some(at);
-        }
-        *passed = at;
-        at = order.next(at);
-    }
-    None
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 use minicbor::{Decode, Encode};
 
 use crate::error::Result;
-use crate::free_queue::FreeQueue;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 use crate::ledger::damaged;
@@ -11,6 +10,7 @@ use crate::ledger::damaged;
 use super::AnyPolicy;
 use super::ghosts::{Ghost, Ghosts, fingerprint};
 use super::hit_density::{Density, NUM_BINS};
+use super::order::EvictionOrder;
 
 /// What is kept of a policy; slots in the order in which they go.
 #[derive(Clone, Debug, Encode, Decode)]
@@ -114,7 +114,7 @@ impl AnyPolicy {
 
 /// Fills an empty order with resident slots, none of them twice.
 fn fill(
-    queue: &mut FreeQueue,
+    queue: &mut EvictionOrder,
     order: &[BlockId],
     key: impl Fn(BlockId) -> Option<BlockKey>,
 ) -> Result<()> {
@@ -127,10 +127,14 @@ fn fill(
     Ok(())
 }
 
+/// 2^53: up to here an `f64` tells whole numbers apart.
+const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
+
 impl DensityRecord {
     fn build(self) -> Result<Density> {
         let bins = |values: Vec<f64>| -> Result<[f64; NUM_BINS]> {
-            let is_count = |value: &f64| value.is_finite() && *value >= 0.0;
+            // A count that is a whole number to begin with, and decays: infinity is not far above.
+            let is_count = |value: &f64| (0.0..=MAX_WHOLE).contains(value);
             let bins = values.try_into().ok();
             let bins = bins.filter(|bins: &[f64; NUM_BINS]| bins.iter().all(is_count));
             bins.map_or_else(|| damaged("a histogram of hits is none"), Ok)
@@ -159,7 +163,7 @@ impl Ghosts {
         for &(place, fingerprint, time, order) in ghosts {
             let is_sound = (1..=num_places).contains(&(place as usize))
                 && self.fingerprints[place as usize] == 0
-                && fingerprint != 0
+                && fingerprint & 1 == 1
                 && order <= 1
                 && !self.contains(fingerprint);
             if !is_sound {
