@@ -49,6 +49,8 @@ class KVConnectorBase_V1:
     @override
     def __init__(self, vllm_config, role, kv_cache_config): ...
     @override
+    def requires_piecewise_for_cudagraph(cls, extra_config): ...
+    @override
     def register_kv_caches(self, kv_caches): ...
     @override
     @optional
@@ -368,6 +370,12 @@ ORDERS = [
         "BlockPool.free_blocks",
         ("free_block_queue.prepend_n", "free_block_queue.append_n"),
         "blocks with a hash that a job lets go of are the last to be overwritten",
+    ),
+    (
+        "vllm.config.vllm",
+        "VllmConfig.__post_init__",
+        ("connector_cls.requires_piecewise_for_cudagraph",),
+        "options are checked before weights load",
     ),
     (
         _SCHEDULER,

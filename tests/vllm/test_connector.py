@@ -15,6 +15,7 @@ import torch
 from tests.vllm import models
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -155,6 +156,19 @@ def test_a_scheduler_beside_each_rank_is_refused(folder: Path) -> None:
     config.parallel_config.world_size = 2
     with pytest.raises(ConfigError, match="external_launcher"):
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
+def test_options_are_checked_before_weights_load() -> None:
+    """vLLM's configuration asks about CUDA graphs, long before it builds an engine."""
+    asks = KVStowConnector.requires_piecewise_for_cudagraph
+    assert not asks({}) and not asks({"num_cpu_blocks": 4})
+    with pytest.raises(ConfigError, match="did you mean 'num_cpu_blocks'"):
+        asks({"num_cpu_block": 4})
+    kvstow.vllm.register()
+    child = {"kv_connector": "KVStowConnector", "kv_role": "kv_both"}
+    children = [child | {"kv_connector_extra_config": {"lazy": True}}]
+    with pytest.raises(ConfigError, match="has no option 'lazy'"):
+        MultiConnector.requires_piecewise_for_cudagraph({"connectors": children})
 
 
 def test_a_kind_of_attention_that_is_not_known_is_refused() -> None:

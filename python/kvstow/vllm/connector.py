@@ -116,6 +116,19 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             host_events=self._host_events,
         )
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Answer no, and check the options: vLLM asks this before it loads weights.
+
+        Only an engine with CUDA graphs asks. In any other the options are checked when the halves
+        are built.
+
+        Raises:
+            ConfigError: an option does not exist, or cannot have its value.
+        """
+        Options.parse(extra_config)
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A store that is dropped is a miss, no loss."""
