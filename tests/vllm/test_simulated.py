@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.vllm import models
-from tests.vllm.simulated import FULL, WINDOW, Simulated, tokens
+from tests.vllm.simulated import FULL, WINDOW, Simulated, WrongKV, tokens
+from vllm.v1.request import Request
 
 from kvstow.vllm.connector import _hashes_sessions_right
 
@@ -246,4 +247,61 @@ def test_a_load_that_fails_for_other_reasons_drops_no_slot(folder: Path) -> None
     stats = engine.half.offload.stats()
     assert (stats["failed_loads"], stats["stored_blocks"]) == (1, num_stored)
     assert engine.answers["later"] == engine.right_answer(tokens(100, 1), 4, None)
+    engine.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "unguarded"])
+def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
+    folder: Path, is_guarded: bool, lazy: bool
+) -> None:
+    """vLLM grants a chunk's blocks to one request, and preempts it for another in the same step.
+
+    Not where steps overlap: there vLLM preempts no request whose last step is under way.
+    """
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 60, "lazy_offload": lazy},
+        num_blocks=16,
+        settings={"scheduling_policy": "priority", "long_prefill_token_threshold": 32},
+    )
+    if not is_guarded:
+        engine.half._evict_unwritten = lambda *_: None  # type: ignore[method-assign]
+    engine.add("patient", tokens(200, 1), priority=1)
+    while not engine.requests["patient"].num_computed_tokens:
+        engine.step()
+    engine.add("urgent", tokens(47, 2), max_tokens=6, priority=0)
+    if is_guarded:
+        engine.settle()
+        assert engine.answers["patient"] == engine.right_answer(tokens(200, 1), 4, None)
+        engine.check_at_rest()
+        engine.ask_for_all()
+    else:
+        with pytest.raises(WrongKV, match="patient"):
+            engine.settle()
+    engine.close()
+
+
+def test_hashes_that_vllm_has_replaced_are_reported_anew(folder: Path) -> None:
+    """Whatever makes vLLM change the tokens of a request that the tier knows."""
+    engine = Simulated(folder, {"num_cpu_blocks": 60})
+    engine.add("old", tokens(80, 1), max_tokens=40)
+    while not engine.requests or engine.requests["old"].num_computed_tokens < 80:
+        engine.step()
+    half, request = engine.half, engine.requests["old"]
+    tracked = half._tracked["old"]
+    engine.step()
+    assert tracked.num_hashes == 5
+    other = Request(
+        request_id="other",
+        prompt_token_ids=tokens(160, 2),
+        sampling_params=request.sampling_params,
+        pooling_params=None,
+        block_hasher=engine._hasher,
+    )
+    request.block_hashes[:] = other.block_hashes
+    half._report_hashes("old", tracked, 160)
+    assert half.offload is not None
+    half.offload.check()
+    assert tracked.num_hashes == 10 and tracked.last_hash == other.block_hashes[-1]
     engine.close()

@@ -11,6 +11,29 @@ update_from_output()   finished .......... request_finished_all_groups    plans 
 Stores are planned right after a step was processed: its KV is written, and nothing that fell out
 of a window has been given away yet. A block that a job names is held by a reference in vLLM's own
 pool until every worker has reported the job, whatever becomes of the request.
+
+A block is stored under a key only if it holds the KV of the key's tokens. vLLM keys blocks when it
+grants them, and it may change a request's tokens afterwards. What it does, and what guards here:
+
+- A streaming session drops its last sampled token and the token's hash. Only hashes of computed
+  tokens are reported (`_store`), and a full-attention block is stored only where vLLM's own block
+  has the same key (`_num_cached_tokens`). vLLM before 0.32 keeps the hash: sessions are not stored.
+- Hashes that were reported differ from the request's: they are reported anew (`_report_hashes`).
+- Drafts are rejected, sessions go back, loads of other connectors fail: `num_computed_tokens`
+  shrinks. It is read when the step's outcome is known, less the tokens of steps under way.
+- Asynchronous scheduling counts tokens that are not sampled yet. They are computed tokens of steps
+  under way, have no hash, and are not counted either (`build`).
+- A request is aborted, finished or preempted while its steps are under way: those are not counted,
+  and its blocks stay without a store.
+- A request is preempted in the step that granted it blocks: they lose their keys
+  (`_evict_unwritten`).
+- vLLM takes a block and caches it again, perhaps under an equal key: lazy mode offers a block only
+  if it was computed since (`LazyQueue`).
+- A reset empties vLLM's pool, the tier, or both, with requests running: what they computed before
+  is not stored (`is_stale`). A preempted request starts over (`lookup`).
+- Structured output, adapters and prompt embeddings change no token that was reported. They are part
+  of the hashes or of the sampling. Weights that change under one adapter's name need a reset.
+- Request ids are used again only after `finished`.
 """
 
 from __future__ import annotations
@@ -53,12 +76,13 @@ class _Tracked:
     """What is kept of a request between its first lookup and its end."""
 
     request: Request
-    # Hashes that kvstow has been told.
+    # Hashes that the tier knows.
     num_hashes: int
     # Per group, blocks of its table that kvstow has been told.
     num_told: list[int]
     # Tokens that must be computed before there is anything new to tell.
     due: int
+    last_hash: bytes = b""
     num_local_tokens: int = 0
     # Tokens that it had when its first step was scheduled, from hits and loads.
     num_given_tokens: int = 0
@@ -291,6 +315,7 @@ class SchedulerHalf:
         for request_id in scheduled.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.is_admitted and not tracked.is_fresh:
+                self._evict_unwritten(request_id, tracked)
                 self._forget(request_id)
         tracked_of = self._tracked.get
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
@@ -440,6 +465,11 @@ class SchedulerHalf:
         assert self.offload is not None
         stride = self._stride
         hashes: Sequence[bytes] = tracked.request.block_hashes
+        known = tracked.num_hashes * stride
+        if known and (len(hashes) < known or hashes[known - 1] != tracked.last_hash):
+            # A hash covers all tokens before it, so the last one answers for the others.
+            self.offload.truncate(request_id, 0)
+            tracked.num_hashes = 0
         first, end = (tracked.num_hashes + 1) * stride - 1, num_tokens // self._tokens_per_hash
         if end <= tracked.num_hashes:
             return
@@ -449,6 +479,8 @@ class SchedulerHalf:
         new = hashes if is_all else hashes[first:end:stride]
         self.offload.extend(request_id, new)
         tracked.num_hashes += len(new)
+        if new:
+            tracked.last_hash = new[-1]
 
     def _take_down(self, request_id: str, tracked: _Tracked, num_computed: int) -> None:
         """Remember the blocks that are full once `num_computed` tokens are computed."""
@@ -462,6 +494,27 @@ class SchedulerHalf:
             for table, told, group in zip(tables, tracked.num_told, self._model.groups, strict=True)
         ]
         self._due[request_id] = tracked
+
+    def _evict_unwritten(self, request_id: str, tracked: _Tracked) -> None:
+        """Take the keys of blocks that this step granted to a request which it then preempted.
+
+        With priorities vLLM may preempt a request after it has granted it blocks in the same step.
+        The step does not compute them, and vLLM frees them with their keys: a later request would
+        hit KV that nobody wrote, and its blocks would be stored.
+        """
+        request = tracked.request
+        is_due = request_id in self._due
+        for g, group in enumerate(self._model.groups):
+            # What earlier steps fill is written: they have been submitted.
+            index = tracked.first[g] + len(tracked.filling[g]) if is_due else tracked.num_told[g]
+            for at in range(index, request.num_tokens // group.block_size):
+                own_hash, has_key = self._own_hash(request, at, g), False
+                # Other blocks may have the same key: vLLM does not say which one it was.
+                while found := self._pool.get_cached_block(own_hash, [g]):
+                    self._pool.evict_blocks({found[0].block_id})
+                    has_key = True
+                if not has_key and not self._is_window[g]:
+                    break  # vLLM keys the blocks of a table in their order
 
     # -- stores ---------------------------------------------------------------------------------
 
