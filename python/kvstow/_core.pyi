@@ -618,6 +618,17 @@ class OffloadScheduler:
     when its store completes, when a lookup is accepted and when the request finishes, and of a
     full-attention group no slot is evicted for room while a slot of its child is resident. A slot
     holds one block of one group.
+
+    `num_host_blocks` slots, all usable.
+
+    Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
+    `store_evictable` plans the stores of what the device is about to evict. Which slots go
+    first is the `policy`'s choice: "lru", or "hit-density", which learns from what comes back
+    and keeps 83 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
+    of one prompt (1 in lazy mode, and unless all groups are full attention); only whole slots
+    are stored, so a shorter tail is not. A job ends when all `world_size` ranks have reported
+    it. Device ids of `num_device_blocks` or more are refused. Raises `ConfigError` as
+    `BlockLedger` does.
     """
 
     def __new__(
@@ -631,18 +642,7 @@ class OffloadScheduler:
         world_size: int = 1,
         num_device_blocks: int | None = None,
         events: bool = False,
-    ) -> OffloadScheduler:
-        """`num_host_blocks` slots, all usable.
-
-        Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
-        `store_evictable` plans the stores of what the device is about to evict. Which slots go
-        first is the `policy`'s choice: "lru", or "hit-density", which learns from what comes back
-        and keeps 83 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
-        of one prompt (1 in lazy mode, and unless all groups are full attention); only whole slots
-        are stored, so a shorter tail is not. A job ends when all `world_size` ranks have reported
-        it. Device ids of `num_device_blocks` or more are refused. Raises `ConfigError` as
-        `BlockLedger` does.
-        """
+    ) -> OffloadScheduler: ...
     @property
     def num_host_blocks(self) -> int: ...
     @property

@@ -10,6 +10,7 @@ mod error;
 mod event;
 mod group;
 mod hash;
+mod job;
 mod ledger;
 mod offload;
 mod pool;
@@ -33,11 +34,11 @@ mod _core {
     #[pymodule_export]
     use super::hash::hash_tokens;
     #[pymodule_export]
+    use super::job::{CacheStoreCommitted, Job, JobEnd, TransferCompleted, TransferInitiated};
+    #[pymodule_export]
     use super::ledger::{BlockLedger, LedgerPool, PrefixHit, StepAllocation};
     #[pymodule_export]
-    use super::offload::{
-        CacheStoreCommitted, Job, JobEnd, OffloadScheduler, TransferCompleted, TransferInitiated,
-    };
+    use super::offload::OffloadScheduler;
     #[pymodule_export]
     use super::pool::BlockPool;
 

@@ -1,12 +1,12 @@
-//! `OffloadScheduler` and its jobs.
+//! `OffloadScheduler`.
+
+#![expect(clippy::doc_markdown, reason = "these are docstrings: Python's help shows them")]
 
 use std::sync::Mutex;
 
-use kvstow_core::ids::{BlockId, JobId};
+use kvstow_core::ids::BlockId;
 use kvstow_core::key::BlockKey;
-use kvstow_core::offload::{
-    self, Direction, ImageCopies, Mode, OffloadConfig, Progress, TransferEvent,
-};
+use kvstow_core::offload::{self, Mode, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::intern;
@@ -15,129 +15,32 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{
     Count, Name, RequestId, as_strs, bools, counts, group_id, hashes, ids, job_id, request_ids,
-    to_array,
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
 use crate::group::groups;
+use crate::job::{Job, JobEnd, event_to_py, to_end, to_job, unnamed};
 use crate::ledger::{BlockLedger, LedgerPool};
 use crate::pool::{BlockPool, SharedPool};
 use crate::{detached, lock};
 
-/// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
-#[pyclass(module = "kvstow", frozen, get_all)]
-#[expect(clippy::struct_field_names, reason = "the public names")]
-pub(crate) struct Job {
-    job_id: u64,
-    block_ids: Py<PyArray1<i32>>,
-    host_slots: Py<PyArray1<i32>>,
-    offsets: Py<PyArray1<i32>>,
-}
-
-#[pymethods]
-impl Job {
-    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        self.block_ids.bind(py).as_any().len()
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("Job(job_id={}, {} blocks)", self.job_id, self.__len__(py)?))
-    }
-}
-
-/// How a job ended.
-#[pyclass(module = "kvstow", frozen)]
-pub(crate) struct JobEnd {
-    #[pyo3(get)]
-    job_id: u64,
-    block_ids: Vec<BlockId>,
-    #[pyo3(get)]
-    ok: bool,
-    #[pyo3(get)]
-    late: bool,
-}
-
-#[pymethods]
-impl JobEnd {
-    /// An array only for those who ask: who holds blocks as objects need not.
-    #[getter]
-    fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        to_array(py, self.block_ids.iter().copied())
-    }
-}
-
-/// A job was planned.
-#[pyclass(module = "kvstow", frozen, get_all, eq)]
-#[derive(PartialEq)]
-pub(crate) struct TransferInitiated {
-    job_id: u64,
-    direction: &'static str,
-    num_blocks: usize,
-}
-
-#[pymethods]
-impl TransferInitiated {
-    fn __repr__(&self) -> String {
-        let Self { job_id, direction, num_blocks } = self;
-        format!(
-            "TransferInitiated(job_id={job_id}, direction={direction:?}, num_blocks={num_blocks})"
-        )
-    }
-}
-
-/// What a store brought can be found.
-#[pyclass(module = "kvstow", frozen, get_all, eq)]
-#[derive(PartialEq)]
-pub(crate) struct CacheStoreCommitted {
-    job_id: u64,
-    num_blocks: usize,
-}
-
-#[pymethods]
-impl CacheStoreCommitted {
-    fn __repr__(&self) -> String {
-        format!("CacheStoreCommitted(job_id={}, num_blocks={})", self.job_id, self.num_blocks)
-    }
-}
-
-/// A job has ended, well or not: every one that was initiated once.
-#[pyclass(module = "kvstow", frozen, get_all, eq)]
-#[derive(PartialEq)]
-pub(crate) struct TransferCompleted {
-    job_id: u64,
-    direction: &'static str,
-    ok: bool,
-}
-
-#[pymethods]
-impl TransferCompleted {
-    fn __repr__(&self) -> String {
-        let Self { job_id, direction, ok } = self;
-        format!("TransferCompleted(job_id={job_id}, direction={direction:?}, ok={ok})")
-    }
-}
-
-fn transfer_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<PyAny>> {
-    let name = |direction| match direction {
-        Direction::Store => "store",
-        Direction::Load => "load",
-    };
-    Ok(match event {
-        TransferEvent::Initiated { job_id: JobId(job_id), direction, num_blocks } => {
-            let direction = name(direction);
-            Py::new(py, TransferInitiated { job_id, direction, num_blocks })?.into_any()
-        }
-        TransferEvent::Committed { job_id: JobId(job_id), num_blocks } => {
-            Py::new(py, CacheStoreCommitted { job_id, num_blocks })?.into_any()
-        }
-        TransferEvent::Completed { job_id: JobId(job_id), direction, is_ok: ok } => {
-            let direction = name(direction);
-            Py::new(py, TransferCompleted { job_id, direction, ok })?.into_any()
-        }
-    })
-}
-
 /// The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
+///
+/// It names device blocks and never owns them. Recency is per request: a whole chain is ranked
+/// when its store completes, when a lookup is accepted and when the request finishes, and of a
+/// full-attention group no slot is evicted for room while a slot of its child is resident. A slot
+/// holds one block of one group.
+///
+/// `num_host_blocks` slots, all usable.
+///
+/// Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
+/// `store_evictable` plans the stores of what the device is about to evict. Which slots go
+/// first is the `policy`'s choice: "lru", or "hit-density", which learns from what comes back
+/// and keeps 83 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
+/// of one prompt (1 in lazy mode, and unless all groups are full attention); only whole slots
+/// are stored, so a shorter tail is not. A job ends when all `world_size` ranks have reported
+/// it. Device ids of `num_device_blocks` or more are refused. Raises `ConfigError` as
+/// `BlockLedger` does.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct OffloadScheduler(Mutex<offload::OffloadScheduler>);
 
@@ -185,13 +88,25 @@ impl OffloadScheduler {
         Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
     }
 
-    /// The scheduler as bytes, for `restore`.
+    /// The scheduler as bytes, for `restore`: versioned, and with a checksum.
+    ///
+    /// In it are the tier with its order of eviction and what its policy learned, the requests, the
+    /// sleep image and the counters. Jobs are not, in quarantine or not, as if they had failed; nor
+    /// is what lookups hold.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let snapshot = detached(py, &self.0, |scheduler| scheduler.snapshot()).map_err(to_py)?;
         Ok(PyBytes::new(py, &snapshot))
     }
 
-    /// Fill this scheduler, which must be new, from a snapshot.
+    /// Fill this scheduler, which must be new, with what a snapshot of another holds.
+    ///
+    /// It knows no device blocks then: `store` is to be told whole tables again. Reports of jobs
+    /// that were in flight are swallowed.
+    ///
+    /// Raises:
+    ///     SnapshotError: damaged, cut off, of another version, of another number of slots, groups,
+    ///         blocks per slot or ranks, mode or policy, or no snapshot.
+    ///     StateError: this scheduler is not new.
     fn restore(&self, py: Python<'_>, snapshot: &[u8]) -> PyResult<()> {
         let restore = |scheduler: &mut offload::OffloadScheduler| {
             *scheduler = scheduler.clone().restore(snapshot)?;
@@ -200,20 +115,35 @@ impl OffloadScheduler {
         detached(py, &self.0, restore).map_err(to_py)
     }
 
-    /// Set host slots aside for every block in a table of `ledger`.
+    /// Set host slots aside for every block in a table of `ledger`: for the time it sleeps.
+    ///
+    /// A block whose key the tier has stays in that slot, which is pinned; each other one gets a
+    /// place that no lookup finds. Evicts for them, and releases what lookups hold.
+    ///
+    /// Returns:
+    ///     The copies to make, device to host, as a job whose id is 0 and that nobody reports.
+    ///
+    /// Raises:
+    ///     OutOfBlocks: the tier cannot hold them. Nothing has changed.
+    ///     StateError: jobs are in flight, or an image is held already.
+    ///     ConfigError: a ledger of other groups.
     fn hold_image(&self, py: Python<'_>, ledger: &BlockLedger) -> PyResult<Job> {
         let copies = ledger.with(|ledger| lock(&self.0).hold_image(ledger)).map_err(to_py)?;
         Ok(to_job(py, unnamed(copies)))
     }
 
-    /// All copies of the image that is held.
+    /// All copies of the image that is held: each the other way brings its block back.
+    ///
+    /// Block ids are those that the ledger had. Raises `StateError` where none is held.
     #[getter]
     fn image(&self, py: Python<'_>) -> PyResult<Job> {
         let copies = lock(&self.0).image().cloned().map_err(to_py)?;
         Ok(to_job(py, unnamed(copies)))
     }
 
-    /// The slots that hold anything.
+    /// The slots that hold anything, ascending: resident blocks, stores, a sleep image's own.
+    ///
+    /// 0 to `num_host_blocks - 1`; slot i is the places i * `blocks_per_slot` and on.
     fn used_slots<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         let slots: Vec<i32> = detached(py, &self.0, |scheduler| {
             scheduler.used_slots().map(u32::cast_signed).collect()
@@ -221,7 +151,7 @@ impl OffloadScheduler {
         slots.into_pyarray(py)
     }
 
-    /// Let the image go, if one is held.
+    /// Let the image go, if one is held: the device has its blocks, or will not need them.
     fn release_image(&self) -> PyResult<()> {
         lock(&self.0).release_image().map_err(to_py)
     }
@@ -231,6 +161,7 @@ impl OffloadScheduler {
         lock(&self.0).num_host_blocks()
     }
 
+    /// Slots that hold a block that `lookup` can find.
     #[getter]
     fn num_resident(&self) -> usize {
         lock(&self.0).num_resident()
@@ -249,17 +180,36 @@ impl OffloadScheduler {
     }
 
     /// Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
+    ///
+    /// A streaming session drops its last token when its next chunk arrives: `truncate`, then
+    /// `extend` with the new hashes. Blocks beyond are not stored any more. What was stored stays
+    /// under its own hash. What the request's lookup holds is released. Raises `ConfigError` for
+    /// more hashes than are known.
     fn truncate(&self, request_id: RequestId, num_hashes: Count) -> PyResult<()> {
         lock(&self.0).truncate(&request_id, num_hashes.0).map_err(to_py)
     }
 
     /// Lazy mode: forget what was computed into device blocks that are about to be overwritten.
+    ///
+    /// Name all blocks that an allocation took, before their request runs. A pool may publish a
+    /// block's hash when it grants the block; without this call, a request that leaves before its
+    /// step has run would have blocks stored that nobody has computed. In eager mode it does
+    /// nothing. The targets of `load` need no call.
     fn invalidate(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let block_ids = ids(block_ids, MAX_BLOCKS)?;
         lock(&self.0).invalidate(&block_ids).map_err(to_py)
     }
 
-    /// How many tokens right after the local hit the host can serve; None means pending.
+    /// How many tokens right after the local hit the host can serve, and pin them.
+    ///
+    /// At most up to `max_tokens` of the whole request. What is found stays pinned until `load`,
+    /// `release`, `finish`, `reset` or the next `lookup` of this request.
+    ///
+    /// None means pending: some of it is just being loaded for another request and will be a
+    /// local hit when that job has ended; nothing is pinned, ask again then.
+    ///
+    /// Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size that all
+    /// groups have in common.
     fn lookup(
         &self,
         request_id: RequestId,
@@ -270,6 +220,13 @@ impl OffloadScheduler {
     }
 
     /// Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
+    ///
+    /// `block_ids`: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
+    /// took for these external tokens. A group that skips blocks loads only those that the token
+    /// after the load reads. Raises `StateError` without a lookup, and for fewer tokens than were
+    /// found where the window before their end is not on the host; `ConfigError` for more tokens
+    /// than were found, a number that is not a multiple of the block size or 0, or another number
+    /// of blocks; `InvalidBlock` for a repeated or null block.
     #[pyo3(signature = (request_id, num_tokens, block_ids, *, deadline = None))]
     fn load(
         &self,
@@ -292,6 +249,23 @@ impl OffloadScheduler {
     }
 
     /// Plan the stores that a finished step has made due, all in one job.
+    ///
+    /// Name every request in which a block became full, before the ledger's next allocation: that
+    /// frees what has fallen out of a window.
+    ///
+    /// Args:
+    ///     num_computed_tokens: per request, tokens whose KV earlier steps have written.
+    ///     block_ids: the device ids appended to each request's block table since it was last
+    ///         named here, hits and loads included, 0 where a group skips; request by request,
+    ///         group by group.
+    ///     offsets: where each (request, group) begins in `block_ids`, as
+    ///         `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+    ///
+    /// Returns:
+    ///     The job, or None when there is nothing to store. Keys already on the host or in
+    ///     flight are not stored again; where slots are short, what fits is stored (of a
+    ///     full-attention group the first blocks, of a window the last), and the rest is counted
+    ///     as dropped.
     #[pyo3(signature = (request_ids, num_computed_tokens, block_ids, offsets, *, deadline = None))]
     fn store(
         &self,
@@ -329,6 +303,11 @@ impl OffloadScheduler {
     }
 
     /// Lazy mode: plan the stores of what stands among the next blocks that `pool` will evict.
+    ///
+    /// `num_blocks`, the horizon, is how many of its free queue are looked at: what the next step
+    /// may take, its tokens and the loads that may be admitted. Stored is what `store` was told of
+    /// as computed and the host does not have; the queue stays as it is. Call it after each step.
+    /// Raises `StateError` in eager mode.
     #[pyo3(signature = (pool, num_blocks, *, deadline = None))]
     fn store_evictable(
         &self,
@@ -348,7 +327,9 @@ impl OffloadScheduler {
         Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
     }
 
-    /// As `store_evictable`, for blocks of a pool that is not kvstow's.
+    /// As `store_evictable`, for a pool that is not kvstow's.
+    ///
+    /// `block_ids` are free blocks, next to be evicted first, and `hashes` what they hold.
     #[pyo3(
         signature = (block_ids, hashes, *, group = Count(0), deadline = None),
         text_signature = "($self, block_ids, hashes, *, group=0, deadline=None)"
@@ -377,7 +358,26 @@ impl OffloadScheduler {
         Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
     }
 
-    /// A rank's part of a job has ended; when all have, how the job ended.
+    /// Report that a rank's part of a job has ended, or that it never began.
+    ///
+    /// Args:
+    ///     job_id: the job.
+    ///     ok: how it went: one bool for the whole job, or one for each of its blocks, in the job's
+    ///         order. A whole job that failed drops nothing from the host tier, because a timeout
+    ///         or a device error says nothing about the host's bytes. Of a load, a block that is
+    ///         False has its slot dropped: no lookup finds it from now on, its memory is empty when
+    ///         its last pin ends, the slots of its children stay, and the next store of the block
+    ///         brings it back. Of a store, one False fails it.
+    ///     rank: whose part.
+    ///
+    /// Returns:
+    ///     None until all ranks have reported, and for jobs that `end_all` has ended. Then how the
+    ///     job ended: it failed if any part did. Of a store, the slots become visible to `lookup`,
+    ///     or are given back.
+    ///
+    /// Raises:
+    ///     StateError: the job is not in flight, or this rank has reported it.
+    ///     ConfigError: a rank outside the world, or another number of outcomes than blocks.
     #[pyo3(
         signature = (job_id, *, ok = Outcome::Whole(true), rank = Count(0)),
         text_signature = "($self, job_id, *, ok=True, rank=0)"
@@ -397,14 +397,20 @@ impl OffloadScheduler {
         Ok(end.map(to_end))
     }
 
-    /// The jobs whose deadline lies before `now`, each told once.
+    /// The jobs whose `deadline` lies before `now`, on the caller's own clock, each told once.
+    ///
+    /// Fail their requests now. Slots and device blocks stay pinned, in quarantine, until every
+    /// rank has reported: a late copy must not land in blocks that are someone else's. No lookup
+    /// waits for a job in quarantine, and its result never counts.
     fn expire<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyList>> {
         check_time("now", Some(now))?;
         let late = lock(&self.0).expire(now).map_err(to_py)?;
         PyList::new(py, late.into_iter().map(|job_id| job_id.0))
     }
 
-    /// End every job as failed: for movers that have been stopped.
+    /// End every job as failed, in quarantine or not: call it when the movers have been stopped.
+    ///
+    /// What their workers report afterwards is swallowed.
     fn end_all<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let ends = lock(&self.0).end_all().map_err(to_py)?;
         let ends = ends.into_iter().map(|end| Py::new(py, to_end(end)));
@@ -416,12 +422,22 @@ impl OffloadScheduler {
         lock(&self.0).finish(&request_id).map_err(to_py)
     }
 
-    /// Empty the tier, at any moment; jobs in flight still end, their result is dropped.
+    /// Empty the tier, at any moment, and release what lookups hold.
+    ///
+    /// Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, offload::OffloadScheduler::reset).map_err(to_py)
     }
 
     /// Counters since construction, and gauges of the moment.
+    ///
+    /// Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
+    /// the tier had no room), evicted_blocks (for room), failed_stores, failed_loads,
+    /// damaged_blocks (dropped because a load found them damaged), late_jobs (jobs),
+    /// pending_lookups, query_tokens (in whole blocks, that a request's last lookup before
+    /// it loaded or computed asked for), hit_tokens (accepted by loads). Gauges: resident_blocks,
+    /// storing_blocks, jobs_in_flight, and of late jobs quarantined_jobs and quarantined_blocks.
+    /// And capacity_tokens: of prompts, where every group keeps all of its blocks.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = lock(&self.0).stats();
         let entries = [
@@ -448,7 +464,7 @@ impl OffloadScheduler {
         Ok(dict)
     }
 
-    /// The events since the last call, oldest first.
+    /// The events since the last call, oldest first; always empty without `events=True`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let batch = {
             let mut scheduler = lock(&self.0);
@@ -457,36 +473,16 @@ impl OffloadScheduler {
         batch.into_list(py)
     }
 
-    /// What has happened to jobs since the last call, oldest first.
+    /// What has happened to jobs since the last call, oldest first; needs `events=True` too.
     fn take_transfer_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let events = lock(&self.0).take_transfer_events().into_iter();
-        let events: Vec<_> =
-            events.map(|event| transfer_to_py(py, event)).collect::<PyResult<_>>()?;
+        let events: Vec<_> = events.map(|event| event_to_py(py, event)).collect::<PyResult<_>>()?;
         PyList::new(py, events)
     }
 
-    /// Verify every invariant.
+    /// Verify every invariant. Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, |scheduler| scheduler.check()).map_err(to_py)
-    }
-}
-
-/// Copies as a job of no id: nobody reports them.
-fn unnamed(copies: ImageCopies) -> offload::Job {
-    let ImageCopies { block_ids, host_slots, offsets } = copies;
-    offload::Job { job_id: JobId(0), block_ids, host_slots, offsets }
-}
-
-fn to_job(py: Python<'_>, job: offload::Job) -> Job {
-    // Slots are below 2^31: the tier has no more. So are the copies of a job.
-    let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
-    let to_i32 = |offset| i32::try_from(offset).unwrap_or(i32::MAX);
-    let offsets: Vec<i32> = job.offsets.into_iter().map(to_i32).collect();
-    Job {
-        job_id: job.job_id.0,
-        block_ids: to_array(py, job.block_ids).unbind(),
-        host_slots: host_slots.into_pyarray(py).unbind(),
-        offsets: offsets.into_pyarray(py).unbind(),
     }
 }
 
@@ -513,11 +509,6 @@ impl<'py> FromPyObject<'_, 'py> for Outcome {
 enum AnyPool<'py> {
     Own(PyRef<'py, BlockPool>),
     Ledger(PyRef<'py, LedgerPool>),
-}
-
-fn to_end(end: offload::JobEnd) -> JobEnd {
-    let offload::JobEnd { job_id, block_ids, is_ok: ok, is_late: late } = end;
-    JobEnd { job_id: job_id.0, block_ids, ok, late }
 }
 
 fn check_time(what: &str, time: Option<f64>) -> PyResult<()> {

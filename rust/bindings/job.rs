@@ -1,0 +1,163 @@
+//! Jobs of a scheduler, and what happens to them.
+
+use kvstow_core::ids::{BlockId, JobId};
+use kvstow_core::offload::{self, Direction, ImageCopies, TransferEvent};
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+
+use crate::convert::to_array;
+
+/// One store or load in flight. `block_ids[i]` and `host_slots[i]` name the two ends of a copy.
+///
+/// Pin `block_ids` in the device pool when the job is planned; unpin what `complete` returns.
+#[pyclass(module = "kvstow", frozen, get_all)]
+#[expect(clippy::struct_field_names, reason = "the public names")]
+pub(crate) struct Job {
+    /// Counts up from 1; never used twice. 0 stands for the copies of a sleep image.
+    job_id: u64,
+    /// Device block ids.
+    block_ids: Py<PyArray1<i32>>,
+    /// Places on the host, one device block each: 0 to `num_host_blocks * blocks_per_slot - 1`.
+    ///
+    /// The blocks of one slot lie side by side.
+    host_slots: Py<PyArray1<i32>>,
+    /// Where each group's copies begin, and the end of the last: `num_groups + 1` entries.
+    offsets: Py<PyArray1<i32>>,
+}
+
+#[pymethods]
+impl Job {
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.block_ids.bind(py).as_any().len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("Job(job_id={}, {} blocks)", self.job_id, self.__len__(py)?))
+    }
+}
+
+/// How a job ended.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct JobEnd {
+    /// The job.
+    #[pyo3(get)]
+    job_id: u64,
+    // An array is made of them only for those who ask: who holds blocks as objects need not.
+    block_ids: Vec<BlockId>,
+    /// Whether its copies count: False if it failed, was late, or a reset overtook it.
+    ///
+    /// Blocks of a load that does not count must be recomputed. A store that went well counts even
+    /// where some of its slots were given back, because the store of a block before them failed.
+    #[pyo3(get)]
+    ok: bool,
+    /// Whether it was past its deadline: `expire` has told of it, its request has failed.
+    #[pyo3(get)]
+    late: bool,
+}
+
+#[pymethods]
+impl JobEnd {
+    /// Device ids to unpin.
+    #[getter]
+    fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        to_array(py, self.block_ids.iter().copied())
+    }
+}
+
+/// A job was planned.
+#[pyclass(module = "kvstow", frozen, get_all, eq)]
+#[derive(PartialEq)]
+pub(crate) struct TransferInitiated {
+    job_id: u64,
+    direction: &'static str,
+    /// Device blocks.
+    num_blocks: usize,
+}
+
+#[pymethods]
+impl TransferInitiated {
+    fn __repr__(&self) -> String {
+        let Self { job_id, direction, num_blocks } = self;
+        format!(
+            "TransferInitiated(job_id={job_id}, direction={direction:?}, num_blocks={num_blocks})"
+        )
+    }
+}
+
+/// What a store brought can be found.
+#[pyclass(module = "kvstow", frozen, get_all, eq)]
+#[derive(PartialEq)]
+pub(crate) struct CacheStoreCommitted {
+    job_id: u64,
+    /// Device blocks; less than were planned where some were dropped meanwhile.
+    num_blocks: usize,
+}
+
+#[pymethods]
+impl CacheStoreCommitted {
+    fn __repr__(&self) -> String {
+        format!("CacheStoreCommitted(job_id={}, num_blocks={})", self.job_id, self.num_blocks)
+    }
+}
+
+/// A job has ended, well or not: every one that was initiated once.
+#[pyclass(module = "kvstow", frozen, get_all, eq)]
+#[derive(PartialEq)]
+pub(crate) struct TransferCompleted {
+    job_id: u64,
+    direction: &'static str,
+    /// As `JobEnd.ok`.
+    ok: bool,
+}
+
+#[pymethods]
+impl TransferCompleted {
+    fn __repr__(&self) -> String {
+        let Self { job_id, direction, ok } = self;
+        format!("TransferCompleted(job_id={job_id}, direction={direction:?}, ok={ok})")
+    }
+}
+
+pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<PyAny>> {
+    let name = |direction| match direction {
+        Direction::Store => "store",
+        Direction::Load => "load",
+    };
+    Ok(match event {
+        TransferEvent::Initiated { job_id: JobId(job_id), direction, num_blocks } => {
+            let direction = name(direction);
+            Py::new(py, TransferInitiated { job_id, direction, num_blocks })?.into_any()
+        }
+        TransferEvent::Committed { job_id: JobId(job_id), num_blocks } => {
+            Py::new(py, CacheStoreCommitted { job_id, num_blocks })?.into_any()
+        }
+        TransferEvent::Completed { job_id: JobId(job_id), direction, is_ok: ok } => {
+            let direction = name(direction);
+            Py::new(py, TransferCompleted { job_id, direction, ok })?.into_any()
+        }
+    })
+}
+
+/// Copies as a job of no id: nobody reports them.
+pub(crate) fn unnamed(copies: ImageCopies) -> offload::Job {
+    let ImageCopies { block_ids, host_slots, offsets } = copies;
+    offload::Job { job_id: JobId(0), block_ids, host_slots, offsets }
+}
+
+pub(crate) fn to_job(py: Python<'_>, job: offload::Job) -> Job {
+    // Slots are below 2^31: the tier has no more. So are the copies of a job.
+    let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
+    let to_i32 = |offset| i32::try_from(offset).unwrap_or(i32::MAX);
+    let offsets: Vec<i32> = job.offsets.into_iter().map(to_i32).collect();
+    Job {
+        job_id: job.job_id.0,
+        block_ids: to_array(py, job.block_ids).unbind(),
+        host_slots: host_slots.into_pyarray(py).unbind(),
+        offsets: offsets.into_pyarray(py).unbind(),
+    }
+}
+
+pub(crate) fn to_end(end: offload::JobEnd) -> JobEnd {
+    let offload::JobEnd { job_id, block_ids, is_ok: ok, is_late: late } = end;
+    JobEnd { job_id: job_id.0, block_ids, ok, late }
+}
