@@ -232,7 +232,7 @@ impl Chains {
             if !(parent.is_null() || is_kept(slot) && is_kept(parent)) {
                 return broken(format!("slot {slot} or its parent {parent} is empty"));
             }
-            num_children += usize::from(!parent.is_null());
+            num_children = usize::wrapping_add(num_children, (!parent.is_null()).into());
             let (mut newer, mut child) = (0, self.children[slot.index()]);
             while child != 0 {
                 let at = child as usize;
