@@ -13,8 +13,8 @@ use crate::convert::{Count, Name, RequestId, as_strs, counts, hashes, ids, reque
 use crate::error::{ConfigError, to_py};
 use crate::group::groups;
 use crate::hash::{extra_keys_from_py, extra_keys_to_py, tokens_from_py};
-use crate::lock;
 use crate::pool::SharedPool;
+use crate::{detached, lock};
 
 type Shared = Arc<Mutex<ledger::BlockLedger>>;
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
@@ -56,6 +56,14 @@ impl SharedPool for LedgerPool {
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
         call(lock(&self.0).pool_mut())
     }
+
+    fn with_detached<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
+    ) -> R {
+        detached(py, &self.0, |ledger| call(ledger.pool_mut()))
+    }
 }
 
 #[pymethods]
@@ -96,8 +104,8 @@ impl LedgerPool {
     }
 
     /// As `BlockPool.reset`.
-    fn reset(&self) -> bool {
-        self.with(pool::BlockPool::reset)
+    fn reset(&self, py: Python<'_>) -> bool {
+        self.with_detached(py, pool::BlockPool::reset)
     }
 
     /// As `BlockPool.ref_counts`.
@@ -360,7 +368,7 @@ impl BlockLedger {
     /// The ledger as bytes, for `restore`.
     #[pyo3(signature = (*, blocks = true))]
     fn snapshot<'py>(&self, py: Python<'py>, blocks: bool) -> Bound<'py, PyBytes> {
-        let snapshot = lock(&self.0).snapshot(blocks);
+        let snapshot = detached(py, &self.0, |ledger| ledger.snapshot(blocks));
         PyBytes::new(py, &snapshot)
     }
 
@@ -381,19 +389,18 @@ impl BlockLedger {
             IdChoice::Packed => NewIds::Packed,
             IdChoice::Given(given) => NewIds::Given(given),
         };
-        let moves = {
-            let mut ledger = lock(&self.0);
-            let restored = ledger.clone().restore(snapshot, ids).map_err(to_py)?;
+        let moves = detached(py, &self.0, |ledger| {
+            let restored = ledger.clone().restore(snapshot, ids)?;
             *ledger = restored.ledger;
-            restored.moves
-        };
-        let (old, new): (Vec<_>, Vec<_>) = moves.into_iter().unzip();
+            Ok(restored.moves)
+        });
+        let (old, new): (Vec<_>, Vec<_>) = moves.map_err(to_py)?.into_iter().unzip();
         Ok((to_array(py, old), to_array(py, new)))
     }
 
     /// Verify every invariant of ledger and pool.
-    fn check(&self) -> PyResult<()> {
-        lock(&self.0).check().map_err(to_py)
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, &self.0, |ledger| ledger.check()).map_err(to_py)
     }
 }
 

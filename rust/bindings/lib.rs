@@ -1,7 +1,8 @@
 //! `kvstow._core`: the accounting core as a Python extension module.
 //!
 //! The classes are thin and frozen. Each method converts its arguments, locks, calls the core,
-//! and converts what comes back; no Python object is touched while the lock is held.
+//! and converts what comes back; no Python object is touched while the lock is held. What takes
+//! long runs without the interpreter lock (`lock.rs`).
 
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
 

@@ -13,12 +13,19 @@ use pyo3::types::PyList;
 use crate::convert::{Count, group_id, hashes, ids, to_array};
 use crate::error::to_py;
 use crate::event::Batch;
-use crate::lock;
+use crate::{detached, lock};
 
 /// A pool behind a lock, its own or a ledger's.
 pub(crate) trait SharedPool {
     /// Locks, and calls.
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R;
+
+    /// Locks and calls without the interpreter lock.
+    fn with_detached<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
+    ) -> R;
 
     /// Converts ids, locks, and calls.
     fn with_ids<R>(
@@ -69,6 +76,14 @@ pub(crate) struct BlockPool(Mutex<pool::BlockPool>);
 impl SharedPool for BlockPool {
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
         call(&mut lock(&self.0))
+    }
+
+    fn with_detached<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
+    ) -> R {
+        detached(py, &self.0, call)
     }
 }
 
@@ -171,8 +186,8 @@ impl BlockPool {
     }
 
     /// Drop every key. False, and nothing changed, while a block is referenced or pinned.
-    fn reset(&self) -> bool {
-        self.with(pool::BlockPool::reset)
+    fn reset(&self, py: Python<'_>) -> bool {
+        self.with_detached(py, pool::BlockPool::reset)
     }
 
     /// References held on each.
@@ -191,8 +206,8 @@ impl BlockPool {
     }
 
     /// Verify every invariant, in time linear in the number of blocks.
-    fn check(&self) -> PyResult<()> {
-        self.with(|pool| pool.check()).map_err(to_py)
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.with_detached(py, |pool| pool.check()).map_err(to_py)
     }
 
     /// The events since the last call, oldest first.

@@ -1,0 +1,121 @@
+"""Calls that look at every block let other threads run, and no two threads wait for each other."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from kvstow import BlockLedger, BlockPool, FullAttention, KvstowError, OffloadScheduler
+
+NUM_BLOCKS = 100_000
+NAMES = [at.to_bytes(8, "little") for at in range(1, 20_001)]
+GROUPS = [FullAttention(1)]
+
+
+def filled() -> BlockLedger:
+    ledger = BlockLedger(NUM_BLOCKS, GROUPS)
+    ledger.add("a", NAMES)
+    ledger.allocate("a", len(NAMES))
+    return ledger
+
+
+def restore() -> Callable[[], object]:
+    snapshot = filled().snapshot()
+    return lambda: BlockLedger(NUM_BLOCKS, GROUPS).restore(snapshot)
+
+
+CALLS: dict[str, Callable[[], Callable[[], object]]] = {
+    "BlockLedger.snapshot": lambda: filled().snapshot,
+    "BlockLedger.restore": restore,
+    "BlockLedger.check": lambda: filled().check,
+    "LedgerPool.reset": lambda: BlockLedger(NUM_BLOCKS, GROUPS).pool.reset,
+    "BlockPool.check": lambda: BlockPool(NUM_BLOCKS).check,
+    "BlockPool.reset": lambda: BlockPool(NUM_BLOCKS).reset,
+}
+
+
+@pytest.fixture
+def nobody_is_interrupted() -> Iterator[None]:
+    """A thread of Python runs until it gives the interpreter lock back."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+def num_ticks_during(call: Callable[[], object]) -> int:
+    """How often another thread ran within these calls, which stop once it has."""
+    ticks, stop = [0], threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for _ in range(300):
+            before = ticks[0]
+            call()
+            if ticks[0] > before:
+                break
+        return ticks[0] - before
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("nobody_is_interrupted")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_long_call_gives_the_interpreter_lock_back(name: str) -> None:
+    assert num_ticks_during(CALLS[name]()) > 0
+
+
+@pytest.mark.usefixtures("nobody_is_interrupted")
+def test_a_short_call_does_not_give_the_interpreter_lock_back() -> None:
+    pool = BlockPool(8)
+    assert num_ticks_during(lambda: pool.num_free) == 0
+
+
+def test_threads_on_one_ledger_never_wait_for_each_other() -> None:
+    ledger, tier = filled(), OffloadScheduler(len(NAMES), GROUPS, num_device_blocks=NUM_BLOCKS)
+    calls: list[Callable[[], object]] = [
+        ledger.check,
+        ledger.snapshot,
+        ledger.pool.reset,
+        lambda: ledger.pool.num_free,
+        lambda: ledger.lookup("a", 10),
+        lambda: ledger.pool.pin([1]) or ledger.pool.unpin([1]),
+        lambda: ledger.add("b", NAMES[:3]),
+        lambda: ledger.allocate("b", 3),
+        lambda: ledger.free("b"),
+        lambda: tier.hold_image(ledger),
+        tier.release_image,
+        tier.check,
+        tier.snapshot,
+        lambda: tier.store_evictable(ledger.pool, 10),
+        tier.stats,
+    ]
+    num_rounds, ended = 25, []
+
+    def run(start: int) -> None:
+        for at in range(num_rounds * len(calls)):
+            with suppress(KvstowError):
+                calls[(start + at * (1 + 3 * (start % 2))) % len(calls)]()
+        ended.append(start)
+
+    threads = [threading.Thread(target=run, args=(3 * at,), daemon=True) for at in range(5)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 300
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+    assert sorted(ended) == [0, 3, 6, 9, 12], "a thread waits for ever"
+    ledger.check()
+    tier.check()
