@@ -44,8 +44,10 @@ impl BlockLedger {
     /// this ledger is not new; [`Error::OutOfBlocks`] where its pool is too small, and
     /// [`Error::Config`], [`Error::NoSuchBlock`] or [`Error::InvalidBlock`] for ids that cannot be.
     pub fn restore(self, snapshot: &[u8], ids: NewIds) -> Result<Restored> {
-        if self.num_requests() > 0 || self.pool().num_free() < self.pool().num_usable() {
-            return Err(Error::State("only a new ledger can be restored".to_owned()));
+        if !self.is_new() {
+            return Err(Error::State(
+                "this ledger has served requests: restore the snapshot into a new one".to_owned(),
+            ));
         }
         self.fill(opened::<LedgerRecord>(LEDGER, snapshot)?, ids)
     }

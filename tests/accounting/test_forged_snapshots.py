@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import random
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cbor2
 import pytest
-import xxhash
+from tests.accounting.forging import opened, sealed
 
 from kvstow import (
     BlockLedger,
@@ -27,25 +25,11 @@ from kvstow import (
 
 BLOCK = 4
 FULL, WINDOW = FullAttention(BLOCK), SlidingWindow(BLOCK, 2 * BLOCK)
-HEADER_BYTES, PREFIX_BYTES = 24, 16
 SHAPE, TIER, IMAGE, REQUESTS, NUM_JOBS, COUNTERS = range(6)
 WIDTH, RESIDENTS, AWAITED, EMPTY, POLICY, NUM_EVICTED = range(6)
 OWN, SHARED, COPIES = range(3)
 
 Record = list[Any]
-
-
-def opened(snapshot: bytes) -> Record:
-    record: Record = cbor2.loads(snapshot[HEADER_BYTES:])
-    return record
-
-
-def sealed(snapshot: bytes, record: Record) -> bytes:
-    """`record` in the place of what `snapshot` holds."""
-    body = cbor2.dumps(record)
-    prefix = snapshot[:8] + struct.pack("<Q", len(body))
-    seed = xxhash.xxh3_64_intdigest(prefix, seed=0)
-    return prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(body, seed=seed)) + body
 
 
 def prompt(first: int, num_blocks: int) -> list[bytes]:

@@ -27,6 +27,7 @@ from kvstow import (
     FullAttention,
     KvstowError,
     PrefixHit,
+    SlidingWindow,
     SnapshotError,
     StateError,
     UnknownRequest,
@@ -663,6 +664,45 @@ def test_a_snapshot_is_restored_only_where_keys_mean_the_same() -> None:
         computed.restore(granted.snapshot())
     with pytest.raises(ConfigError, match='publish is "soon"'):
         BlockLedger(8, [FullAttention(4)], publish="soon")  # type: ignore[arg-type]
+
+
+def test_a_hit_of_another_ledger_is_refused() -> None:
+    windowed = [SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE + 1)]
+    twice = [FullAttention(BLOCK_SIZE)] * 2
+    for groups in ([FullAttention(BLOCK_SIZE)], windowed, twice, windowed * 2):
+        for others in ([FullAttention(BLOCK_SIZE)], windowed, twice, windowed * 2):
+            ledger, other = BlockLedger(32, groups), BlockLedger(32, others)
+            hits = []
+            for one in (ledger, other):
+                names = publish(one, "a", 4)
+                one.free("a")
+                one.add("b", names)
+                hits.append(one.lookup("b", 4 * BLOCK_SIZE))
+            with pytest.raises(StateError, match="of another ledger: look it up in this one"):
+                ledger.allocate("b", BLOCK_SIZE, hit=hits[1])
+            ledger.check()
+            assert ledger.num_granted_tokens("b") == 0
+            assert ledger.allocate("b", BLOCK_SIZE, hit=hits[0]) is not None
+            ledger.check()
+
+
+@pytest.mark.parametrize("count", [2**40 + 1, 2**63, 2**64 - 1])
+def test_more_tokens_in_flight_than_can_be_counted_are_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_in_flight_tokens is {count}, more than {2**40}"):
+        BlockLedger(8, [SlidingWindow(16, 64)], max_in_flight_tokens=count)
+    ledger = BlockLedger(8, [SlidingWindow(16, 64)], max_in_flight_tokens=2**40)
+    ledger.add("a", [])
+    assert ledger.allocate("a", 16, must_fit_tokens=1600) is None
+
+
+def test_tokens_of_many_allocations_are_bounded_together() -> None:
+    ledger = BlockLedger(4096, [FullAttention(2**30)])
+    ledger.add("a", [])
+    assert ledger.allocate("a", 2**40) is not None
+    with pytest.raises(ConfigError, match=f"{2**40 + 1} tokens in all"):
+        ledger.allocate("a", 1)
+    with pytest.raises(ConfigError, match="tokens in all"):
+        ledger.allocate_step(["a"], [2**40], num_lookahead_tokens=2**40)
 
 
 def test_what_comes_out_is_the_callers_own() -> None:

@@ -146,6 +146,19 @@ impl Model {
         (!group.is_reachable(0, step)).then_some(move |index| group.is_reachable(index, step))
     }
 
+    /// Whether these blocks, per group, have the form of a hit of `num_tokens`: null exactly where
+    /// the next token reads nothing.
+    pub(crate) fn is_hit(&self, num_tokens: usize, blocks: &[Vec<BlockId>]) -> bool {
+        let is_served = |(group, blocks): (&Group, &Vec<BlockId>)| {
+            let num_null = group.num_unread_blocks(num_tokens);
+            blocks.len() == num_tokens / group.block_size
+                && blocks.iter().enumerate().all(|(at, id)| id.is_null() == (at < num_null))
+        };
+        num_tokens.is_multiple_of(self.hit_block_size)
+            && blocks.len() == self.groups.len()
+            && self.groups.iter().zip(blocks).all(is_served)
+    }
+
     /// The longest prefix of at most `max_tokens` tokens that every group can serve from `source`,
     /// its first `num_local_tokens` being there already: its length, and the blocks of each group,
     /// null where it needs none.

@@ -12,6 +12,8 @@
 //! (phase 1) before any group takes a block: a hit that sits in the free queue could otherwise be
 //! taken as another group's new block, and stand in two tables.
 
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
 use crate::group::{Group, Model};
 use crate::ids::BlockId;
@@ -130,6 +132,7 @@ impl BlockLedger {
             return config("nothing to allocate: no hit, no external and no new tokens".to_owned());
         }
         let asked = [
+            hit_tokens,
             args.num_new_tokens,
             args.num_external_tokens,
             args.num_lookahead_tokens,
@@ -139,6 +142,16 @@ impl BlockLedger {
         ];
         if let Some(size) = asked.iter().find(|&&size| size > MAX_TOKENS) {
             return config(format!("{size} is more than {MAX_TOKENS}, the most that is counted"));
+        }
+        let num_slots = request.num_granted_tokens
+            + hit_tokens
+            + args.num_external_tokens
+            + args.num_new_tokens
+            + args.num_lookahead_tokens;
+        if num_slots > MAX_TOKENS {
+            return config(format!(
+                "{num_slots} tokens in all are more than {MAX_TOKENS}, the most that is counted"
+            ));
         }
         if request.is_delayed {
             return state("waits for a load: call cache when it has landed, or free if it failed");
@@ -165,7 +178,13 @@ impl BlockLedger {
             ));
         }
         if let Some(hit) = args.hit {
-            if hit.request_serial != request.serial || hit.num_tokens > known_tokens {
+            if !Arc::ptr_eq(&hit.ledger, &self.identity) {
+                return state("was given a hit of another ledger: look it up in this one");
+            }
+            if hit.request_serial != request.serial
+                || hit.num_tokens > known_tokens
+                || !self.model.is_hit(hit.num_tokens, &hit.blocks)
+            {
                 return state("was given a hit that is not its own: look it up");
             }
             for ((id, group), blocks) in self.model.enumerate().zip(&hit.blocks) {

@@ -14,6 +14,8 @@ pub(crate) use record::damaged;
 pub use record::{NewIds, Restored};
 pub use request::Context;
 
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
 use crate::event::Medium;
 use crate::group::{Group, Model};
@@ -22,6 +24,7 @@ use crate::key::Hashes;
 use crate::pool::BlockPool;
 use crate::requests::Requests;
 
+use allocate::MAX_TOKENS;
 use request::Request;
 
 /// Block tables over one [`BlockPool`], for any number of groups.
@@ -35,6 +38,8 @@ pub struct BlockLedger {
     requests: Requests<Request>,
     /// How many requests were ever added: tells a request from a later one of the same name.
     num_added: u64,
+    /// Its address is what a hit remembers of the ledger that found it.
+    identity: Arc<()>,
 }
 
 /// What [`BlockLedger::lookup`] found. It holds no reference: [`BlockLedger::allocate`] takes
@@ -46,6 +51,7 @@ pub struct PrefixHit {
     /// Per group, the blocks that hold them; null where the group needs none.
     pub blocks: Vec<Vec<BlockId>>,
     request_serial: u64,
+    ledger: Arc<()>,
 }
 
 impl BlockLedger {
@@ -54,8 +60,8 @@ impl BlockLedger {
     /// [`AllocateArgs::must_fit_tokens`] counts what a window holds at once; without, all of it.
     ///
     /// # Errors
-    /// [`Error::Config`] for a pool that [`BlockPool::new`] refuses, and for groups that
-    /// [`Model::new`] refuses.
+    /// [`Error::Config`] for a pool that [`BlockPool::new`] refuses, for groups that
+    /// [`Model::new`] refuses, and for more than 2^40 tokens in flight.
     pub fn new(
         num_blocks: usize,
         groups: Vec<Group>,
@@ -64,9 +70,22 @@ impl BlockLedger {
     ) -> Result<Self> {
         let model = Model::new(groups)?;
         let pool = BlockPool::new(num_blocks, events.then_some(Medium::Device))?;
-        let requests = Requests::default();
-        let publish = Publish::Granted;
-        Ok(Self { pool, model, max_in_flight_tokens, publish, requests, num_added: 0 })
+        if let Some(num_tokens) = max_in_flight_tokens.filter(|&num_tokens| num_tokens > MAX_TOKENS)
+        {
+            return Err(Error::Config(format!(
+                "max_in_flight_tokens is {num_tokens}, more than {MAX_TOKENS}, the most that is \
+                 counted: leave it out if nothing bounds what is in flight"
+            )));
+        }
+        Ok(Self {
+            pool,
+            model,
+            max_in_flight_tokens,
+            publish: Publish::Granted,
+            requests: Requests::default(),
+            num_added: 0,
+            identity: Arc::default(),
+        })
     }
 
     /// The pool: inspection, pins, eviction of keys, reset, events.
@@ -101,6 +120,12 @@ impl BlockLedger {
             group.num_blocks(num_tokens).min(cap.unwrap_or(usize::MAX))
         };
         self.model.groups().iter().map(held).fold(0, usize::saturating_add)
+    }
+
+    /// Whether it has served nobody and its pool holds nothing.
+    pub(crate) fn is_new(&self) -> bool {
+        let is_idle = self.pool.num_free() == self.pool.num_usable();
+        self.num_added == 0 && is_idle && self.pool.num_cached() == 0
     }
 
     /// How many requests are known.
@@ -147,7 +172,8 @@ impl BlockLedger {
         let request = self.requests.get(request_id)?;
         let (num_tokens, blocks) =
             self.model.longest_hit(&self.pool, &request.hashes, 0, max_tokens);
-        Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial })
+        let ledger = Arc::clone(&self.identity);
+        Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial, ledger })
     }
 
     /// Takes granted tokens back to `num_tokens`: rejected drafts. Frees nothing.
@@ -223,6 +249,9 @@ impl BlockLedger {
         for request in self.requests.values() {
             for ((_, group), table) in self.model.enumerate().zip(&request.tables) {
                 let (num_blocks, num_granted) = (table.blocks.len(), request.num_granted_tokens);
+                if table.num_skipped > group.num_unread_blocks(num_granted) {
+                    return broken(format!("{} blocks skipped too early", table.num_skipped));
+                }
                 if num_blocks < group.num_blocks(num_granted) {
                     return broken(format!("{num_blocks} blocks for {num_granted} granted tokens"));
                 }

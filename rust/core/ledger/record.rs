@@ -5,18 +5,23 @@
 //!   not kept  blocks that nobody references (their bytes go with the device), lookahead, pins
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
-use crate::group::{Attention, Group, Model};
+use crate::group::{Group, Model};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
+use crate::pool::MAX_BLOCKS;
 
 use super::allocate::MAX_TOKENS;
 use super::request::{Request, Table};
 use super::{BlockLedger, Context, Publish};
+
+/// More requests than a ledger ever serves: from there on the count could wrap.
+const MAX_ADDED: u64 = u64::MAX / 2;
 
 /// What is kept of a ledger.
 #[derive(Clone, Debug, Encode, Decode)]
@@ -166,12 +171,13 @@ impl BlockLedger {
             return damaged("a hash is wider than 32 bytes");
         }
         self.pool.agree_width(record.width)?;
+        check_requests(&record, &self.model)?;
         self.num_added = record.num_added;
+        self.identity = Arc::default();
         let placed = Placed::plan(&record, ids, self.pool.num_blocks())?;
         let has_events = self.pool.medium().is_some();
         for (name, mut request) in record.requests {
             self.requests.check_new(&name).or_else(|_| damaged("a request stands in it twice"))?;
-            check_request(&request, &self.model, self.num_added)?;
             for table in &mut request.tables {
                 for id in &mut table.blocks {
                     *id = placed.new_id(*id);
@@ -230,16 +236,22 @@ impl Placed {
     fn plan(record: &LedgerRecord, ids: NewIds, num_blocks: usize) -> Result<Self> {
         let mut placed = BTreeMap::new();
         let mut order = Vec::new();
+        // Several requests share a block only where a hit gave it to them: at one position.
+        let mut positions = BTreeMap::new();
         let groups = || (0..=u16::MAX).map(GroupId);
         for (group, table) in record.requests.iter().flat_map(|(_, r)| groups().zip(&r.tables)) {
-            for &id in table.blocks.iter().filter(|id| !id.is_null()) {
-                let (_, of) = *placed.entry(id).or_insert_with(|| {
+            let mut in_table = BTreeSet::new();
+            for (index, &id) in table.blocks.iter().enumerate().filter(|(_, id)| !id.is_null()) {
+                if id.index() >= MAX_BLOCKS || !in_table.insert(id) {
+                    return damaged("a block is none of any pool, or stands in a table twice");
+                }
+                if *positions.entry(id).or_insert((group, index)) != (group, index) {
+                    return damaged("a block stands in tables at two positions");
+                }
+                placed.entry(id).or_insert_with(|| {
                     order.push(id);
                     (id, group)
                 });
-                if of != group {
-                    return damaged("a block stands in the tables of two groups");
-                }
             }
         }
         let num_usable = num_blocks - 1;
@@ -302,22 +314,41 @@ fn check_given(given: &[BlockId], num_needed: usize, num_blocks: usize) -> Resul
 }
 
 /// Refuses what no ledger would have written.
-fn check_request(request: &Request, model: &Model, num_added: u64) -> Result<()> {
-    if request.tables.len() != model.groups().len() || request.serial >= num_added {
-        return damaged("a request has tables for other groups, or was never added");
+fn check_requests(record: &LedgerRecord, model: &Model) -> Result<()> {
+    if record.num_added > MAX_ADDED {
+        return damaged("more requests were added than any ledger counts");
+    }
+    let mut serials = BTreeSet::new();
+    for (_, request) in &record.requests {
+        if request.serial >= record.num_added || !serials.insert(request.serial) {
+            return damaged("a request was never added, or has the number of another one");
+        }
+        if !request.hashes.iter().all(|hash| record.width.fits(hash)) {
+            return damaged("a hash is wider than the others");
+        }
+        check_request(request, model)?;
+    }
+    if !record.keys.iter().all(|(_, key)| record.width.fits(&key.hash)) {
+        return damaged("a hash is wider than the others");
+    }
+    Ok(())
+}
+
+fn check_request(request: &Request, model: &Model) -> Result<()> {
+    if request.tables.len() != model.groups().len() {
+        return damaged("a request has tables for other groups");
     }
     if request.num_granted_tokens > MAX_TOKENS
-        || (!request.is_running && request.num_granted_tokens > 0)
+        || (!request.is_running && (request.num_granted_tokens > 0 || request.is_delayed))
     {
         return damaged("a request was granted what none is");
     }
     for (table, group) in request.tables.iter().zip(model.groups()) {
         let num_blocks = table.blocks.len();
         let num_hashed = request.hashes.len() / model.hashes_per_block(*group);
-        let is_full = group.attention == Attention::Full;
         if num_blocks != group.num_blocks(request.num_granted_tokens)
-            || table.num_skipped > num_blocks
-            || (is_full && table.num_skipped > 0)
+            || table.num_skipped > group.num_unread_blocks(request.num_granted_tokens)
+            || (request.is_delayed && table.num_published > table.num_hits)
             || table.num_published > num_blocks.min(num_hashed)
             || table.num_hits > table.num_published
         {

@@ -1,0 +1,142 @@
+"""Snapshots of a ledger that no ledger wrote, and ledgers that are not new."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.accounting.forging import opened, sealed
+
+from kvstow import BlockLedger, FullAttention, SlidingWindow, SnapshotError, StateError
+
+NUM_BLOCKS = 32
+NAMES = [bytes([at + 1] * 8) for at in range(8)]
+
+
+def new_ledger() -> BlockLedger:
+    return BlockLedger(NUM_BLOCKS, [FullAttention(4), SlidingWindow(4, 6)])
+
+
+def snapshot() -> bytes:
+    """One request that runs, one that shares its first two blocks, one that loads."""
+    ledger = new_ledger()
+    ledger.add("a", NAMES[:5])
+    ledger.allocate("a", 22)
+    ledger.add("b", NAMES[:3])
+    ledger.allocate("b", 3, hit=ledger.lookup("b", 8))
+    ledger.add("c", NAMES[5:])
+    ledger.allocate("c", 0, num_external_tokens=8, delay_caching=True)
+    return ledger.snapshot()
+
+
+# The fields of a snapshot: groups, width, num_added, requests (name, request), keys, publish.
+# Of a request: serial, hashes, tables, granted, is_running, is_delayed, tokens, extra_keys.
+# Of a table: blocks, num_skipped, num_published, num_hits.
+Forge = Callable[[Any], None]
+
+
+def request(fields: Any, at: int) -> Any:
+    return fields[3][at][1]
+
+
+def table(fields: Any, at: int, group: int = 0) -> Any:
+    return request(fields, at)[2][group]
+
+
+def forge(what: Callable[[Any], Any], key: int, value: object) -> Forge:
+    def change(fields: Any) -> None:
+        what(fields)[key] = value
+
+    return change
+
+
+def shorter_hash(fields: Any) -> None:
+    request(fields, 0)[1] = request(fields, 0)[1][:8] + b"x" * 24 + request(fields, 0)[1][32:]
+
+
+FORGERIES: dict[str, Forge] = {
+    "as many requests as wrap": forge(lambda f: f, 2, 2**64 - 1),
+    "a request that was never added": forge(lambda f: request(f, 0), 0, 3),
+    "two requests of one number": forge(lambda f: request(f, 0), 0, 1),
+    "no width, but hashes": forge(lambda f: f, 1, 0),
+    "a width that no hash has": forge(lambda f: f, 1, 33),
+    "a hash beyond its width": shorter_hash,
+    "a hash that is cut off": forge(lambda f: request(f, 0), 1, b"x" * 31),
+    "more tokens granted than slots": forge(lambda f: request(f, 0), 3, 25),
+    "tokens beyond counting": forge(lambda f: request(f, 0), 3, 2**64 - 1),
+    "granted tokens that never ran": forge(lambda f: request(f, 0), 4, False),
+    "a table too few": lambda f: request(f, 0)[2].pop(),
+    "an id beyond int32": forge(lambda f: table(f, 0)[0], 5, 2**31),
+    "an id beyond all pools": forge(lambda f: table(f, 0)[0], 5, 2**32 - 1),
+    "a null block that is read": forge(lambda f: table(f, 0)[0], 5, 0),
+    "a block twice in a table": lambda f: table(f, 0)[0].__setitem__(5, table(f, 0)[0][4]),
+    "a block at two positions": lambda f: table(f, 1)[0].__setitem__(2, table(f, 0)[0][5]),
+    "a block in two groups": lambda f: table(f, 0)[0].__setitem__(5, table(f, 0, 1)[0][5]),
+    "blocks skipped that are read": forge(lambda f: table(f, 0, 1), 1, 5),
+    "more published than there are": forge(lambda f: table(f, 0), 2, 7),
+    "more published than hashed": forge(lambda f: table(f, 0), 2, 6),
+    "more hits than published": forge(lambda f: table(f, 1), 3, 4),
+    "published while it loads": forge(lambda f: table(f, 2), 2, 1),
+    "a key of a block in no table": lambda f: f[4][0].__setitem__(0, 31),
+    "a key of another group": lambda f: f[4][0][1].__setitem__(1, 1),
+    "a key of no group": lambda f: f[4][0][1].__setitem__(1, 60_000),
+    "a key that its position does not have": lambda f: f[4][0][1].__setitem__(0, b"y" * 32),
+    "two keys of one block": lambda f: f[4].append(copy.deepcopy(f[4][0])),
+    "another order of publication": forge(lambda f: f, 5, 1),
+}
+
+
+def test_an_unchanged_snapshot_is_restored() -> None:
+    bytes = snapshot()
+    for block_ids in ("same", "packed"):
+        ledger = new_ledger()
+        ledger.restore(sealed(bytes, opened(bytes)), block_ids=block_ids)
+        ledger.check()
+        assert ledger.num_granted_tokens("a") == 22
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_forged_snapshot_is_refused(what: str) -> None:
+    bytes = snapshot()
+    fields = opened(bytes)
+    FORGERIES[what](fields)
+    assert fields != opened(bytes)
+    for block_ids in ("same", "packed"):
+        ledger = new_ledger()
+        with pytest.raises(SnapshotError):
+            ledger.restore(sealed(bytes, fields), block_ids=block_ids)
+        assert ledger.num_requests == 0
+        ledger.restore(bytes, block_ids=block_ids)
+
+
+def test_a_ledger_that_has_served_is_not_new() -> None:
+    bytes, used = snapshot(), new_ledger()
+    used.add("gone", NAMES)
+    used.free("gone")
+    with pytest.raises(StateError, match="has served requests"):
+        used.restore(bytes)
+    cached = new_ledger()
+    cached.add("gone", NAMES)
+    cached.allocate("gone", 32)
+    cached.free("gone")
+    with pytest.raises(StateError, match="has served requests"):
+        cached.restore(bytes, block_ids=range(1, 20))
+    assert cached.pool.num_cached == 16
+
+
+def test_a_hit_from_before_a_restore_is_refused() -> None:
+    bytes, ledger = snapshot(), new_ledger()
+    ledger.restore(bytes)
+    ledger.free("b")
+    ledger.add("b", NAMES[:3])
+    hit = ledger.lookup("b", 8)
+    other = new_ledger()
+    other.restore(bytes)
+    other.free("b")
+    other.add("b", NAMES[:3])
+    # Same name, same number, same blocks, and another ledger all the same.
+    with pytest.raises(StateError, match="another ledger"):
+        other.allocate("b", 1, hit=hit)
+    assert ledger.allocate("b", 1, hit=hit) is not None
