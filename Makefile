@@ -24,7 +24,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak lint bench gpu-check wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak stress lint bench gpu-check wheel pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ soak: ## random operations on the core, new ones until SECONDS=600 are over
 	@$(need_cargo)
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
+
+stress: $(VENV)/.test ## an engine under Ctrl-C at random moments, forks, and a thread that reads stats, for SECONDS=600
+	$(BIN)/python -m tests.stress --seconds $(SECONDS)
 
 lint: $(VENV)/.test ## formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
 	@$(need_cargo)

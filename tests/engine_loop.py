@@ -86,6 +86,7 @@ class Loop:
         self.folder = folder
         self.requests: dict[str, Request] = {}
         self.launched: deque[tuple[Callable[[], None], HostEvent]] = deque()
+        self.is_device_busy = False
         self.num_added = self.num_hits = self.num_loads = self.num_checked = 0
         self.memory = self.new_memory(num_blocks)
         self.engine = Engine(
@@ -146,10 +147,11 @@ class Loop:
 
     def run_one(self) -> None:
         """Run the compute that was launched first."""
-        run, event = self.launched[0]
+        self.is_device_busy = True  # no interrupt of the engine's thread reaches the device
+        run, event = self.launched.popleft()
         run()
-        self.launched.popleft()
         event.set()
+        self.is_device_busy = False
 
     # -- the loop ------------------------------------------------------------------------------
 
