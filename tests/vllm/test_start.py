@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -373,6 +374,28 @@ def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
     side.set_xfer_handshake_metadata_pp_aware({(stage, 0): meta for stage in range(2)})
     with pytest.raises(ValueError, match="NixlConnectorScheduler expects"):
         side.set_xfer_handshake_metadata_pp_aware({(0, 0): Hand(0)})
+
+
+# Before the module's engine is made: this process has room for one at a time.
+@pytest.mark.skipif(
+    os.environ.get("KVSTOW_VLLM") != "full", reason="engines more: make test-vllm-full"
+)
+@ORDERS
+def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
+    """Prompts come back from the host, and the other connector has shaken hands."""
+    engine = Engine(folder, num_blocks=40, kv_transfer_config=multi(own_at))
+    try:
+        asked = prompts(6, 300)
+        expected = engine.generate(asked)
+        engine.settle()
+        answers = engine.generate(asked)
+        assert [answer.num_cached for answer in answers] == [288] * len(asked)
+        assert difference(answers, expected) < TOLERANCE
+        both = engine.core.scheduler.connector.sub_connectors
+        assert both[1 - own_at].shaken == {0: Hand(0)}
+        engine.settle()
+    finally:
+        engine.close()
 
 
 # -- an engine -------------------------------------------------------------------------------------
