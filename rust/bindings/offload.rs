@@ -36,7 +36,7 @@ use crate::{detached, lock};
 /// Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
 /// `store_evictable` plans the stores of what the device is about to evict. Which slots go
 /// first is the `policy`'s choice: "lru", or "hit-density", which learns from what comes back
-/// and keeps 83 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
+/// and keeps 76 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
 /// of one prompt (1 in lazy mode, and unless all groups are full attention); only whole slots
 /// are stored, so a shorter tail is not. A job ends when all `world_size` ranks have reported
 /// it. Device ids of `num_device_blocks` or more are refused. Raises `ConfigError` as
