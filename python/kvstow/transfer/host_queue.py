@@ -44,7 +44,9 @@ class HostQueue:
         Raises:
             StateError: the system starts no more threads.
         """
-        self._changed = threading.Condition()
+        # Taken itself, because an interrupt inside of Condition.__enter__ would leave it held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._order: JobOrder[_Job] = JobOrder(num_targets)
         self._queue: deque[_Job] = deque()
         self._under_way: _Job | None = None
@@ -84,13 +86,13 @@ class HostQueue:
         def happened() -> None:
             job.is_ready = True
             if job.is_submitted:  # else whoever submits it sees it ready
-                with self._changed:
+                with self._lock:
                     self._queue += self._order.release(job)
                     self._changed.notify()
 
         # Before it is queued, so that an event that refuses leaves nothing behind.
         after.add_done_callback(happened)
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise StateError("this mover is closed; build a new one")
             job.is_submitted = True
@@ -108,7 +110,7 @@ class HostQueue:
 
     def stop(self) -> None:
         """Let the thread end when it has carried out all jobs that may run; does not wait."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify()
 
@@ -120,7 +122,8 @@ class HostQueue:
 
     def close_in_child(self) -> None:
         """End every job in a forked child, where no thread will: the parent carries them out."""
-        self._changed = threading.Condition()  # another thread of the parent may hold the old one
+        self._lock = threading.RLock()  # another thread of the parent may hold the old one
+        self._changed = threading.Condition(self._lock)
         self._closing = True
         jobs = [*self._order.abandon(), *self._queue]
         if self._under_way is not None:
@@ -138,7 +141,7 @@ class HostQueue:
 
     def _next(self) -> _Job | None:
         """Wait for a job that may run; None, and the waiting ones failed, when closing."""
-        with self._changed:
+        with self._lock:
             self._under_way = None
             while not self._queue and not self._closing:
                 self._changed.wait()
