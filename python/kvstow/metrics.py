@@ -139,6 +139,13 @@ METRICS: Final = (
         {"": "dropped_blocks"},
     ),
     Metric(
+        "kvstow_damaged_blocks_total",
+        "counter",
+        "Blocks, in host slots, that left the host tier because a load found their bytes damaged.",
+        "",
+        {"": "damaged_blocks"},
+    ),
+    Metric(
         "kvstow_evicted_blocks_total",
         "counter",
         "Cached blocks that the tier evicted; in the host tier, in slots.",
