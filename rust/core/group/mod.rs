@@ -15,8 +15,8 @@
 //! 0.32's `single_type_kv_cache_manager.py`.
 
 mod chunked_local;
-mod full_attention;
 mod model;
+mod search;
 mod sliding_window;
 mod state_space;
 
@@ -26,9 +26,6 @@ pub(crate) use model::Source;
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
-use crate::ids::BlockId;
-
-use model::Cached;
 
 /// The most tokens a block, a window or a chunk may hold.
 pub const MAX_GROUP_TOKENS: usize = 1 << 30;
@@ -180,27 +177,6 @@ impl Group {
             Attention::ChunkedLocal { chunk } => {
                 Some(chunked_local::max_held_blocks(chunk, self.block_size, num_in_flight))
             }
-        }
-    }
-
-    /// Per group that is looked up, the blocks of the longest hit of at most `max_blocks` blocks
-    /// that ends at a multiple of `step`; null where none is needed.
-    fn longest_hit(self, cached: &Cached<'_>, max_blocks: usize, step: usize) -> Vec<Vec<BlockId>> {
-        if self.attention == Attention::Full {
-            return full_attention::longest_hit(cached, max_blocks, step);
-        }
-        // From the right: a short window is found at once, however long the prefix.
-        let mut end = max_blocks - max_blocks % step;
-        loop {
-            let needed = self.num_unread_blocks(end * self.block_size)..end;
-            // Most often all is there, and a range is found quicker than its blocks one by one.
-            let found = cached.range(&needed);
-            if found.iter().all(|blocks| blocks.len() == end) {
-                return found;
-            }
-            // No hit that ends behind a missing block and needs it can do.
-            let missing = needed.rev().find(|&index| !cached.has(index)).unwrap_or(0);
-            end = missing - missing % step;
         }
     }
 

@@ -8,6 +8,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::BlockHash;
 use crate::pool::BlockPool;
 
+use super::search::{Cached, Search};
 use super::{Attention, Group, MAX_GROUP_TOKENS, MAX_GROUPS};
 
 /// Blocks that are found by their key: a device pool, or the host tier.
@@ -164,100 +165,39 @@ impl Model {
     /// null where it needs none.
     ///
     /// Every kind shortens what the ones before it have left, until none does (vLLM 0.32's
-    /// `HybridKVCacheCoordinator.find_longest_cache_hit`). A shorter full-attention hit is a part
-    /// of the longer one, so that kind is searched once.
-    pub(crate) fn longest_hit(
-        &self,
-        source: &dyn Source,
-        hashes: &[BlockHash],
+    /// `HybridKVCacheCoordinator.find_longest_cache_hit`).
+    pub(crate) fn longest_hit<'a>(
+        &'a self,
+        source: &'a dyn Source,
+        hashes: &'a [BlockHash],
         num_local_tokens: usize,
         max_tokens: usize,
     ) -> (usize, Vec<Vec<BlockId>>) {
-        let mut blocks = vec![Vec::new(); self.groups.len()];
-        let known = hashes.len() * self.hash_block_size;
-        let mut num_tokens = known.min(max_tokens);
+        let mut num_tokens = (hashes.len() * self.hash_block_size).min(max_tokens);
         num_tokens -= num_tokens % self.hit_block_size;
-        let mut is_first = true;
+        let search = |(group, ids): &'a (Group, Vec<GroupId>)| {
+            let num_local_blocks = num_local_tokens / group.block_size;
+            let cached =
+                Cached { source, model: self, group: *group, ids, hashes, num_local_blocks };
+            Search::new(cached, self.hit_block_size / group.block_size)
+        };
+        let mut searches: Vec<Search<'_>> = self.alike.iter().map(search).collect();
         loop {
             let before = num_tokens;
-            for (group, ids) in &self.alike {
-                if group.attention == Attention::Full && !is_first {
-                    continue;
-                }
-                let max_blocks = num_tokens / group.block_size;
-                let num_local_blocks = (num_local_tokens / group.block_size).min(max_blocks);
-                let (model, group) = (self, *group);
-                let cached = Cached { source, model, group, ids, hashes, num_local_blocks };
-                let step = self.hit_block_size / group.block_size;
-                let found = group.longest_hit(&cached, max_blocks, step);
-                num_tokens = found.first().map_or(0, Vec::len) * group.block_size;
-                for (id, found) in ids.iter().zip(found) {
-                    blocks[usize::from(id.0)] = found;
-                }
+            for ((group, _), search) in self.alike.iter().zip(&mut searches) {
+                num_tokens = search.longest_hit(num_tokens / group.block_size) * group.block_size;
             }
-            is_first = false;
             if num_tokens == before {
                 break;
             }
         }
-        for (found, group) in blocks.iter_mut().zip(&self.groups) {
-            found.truncate(num_tokens / group.block_size);
+        let mut blocks = vec![Vec::new(); self.groups.len()];
+        for ((group, ids), search) in self.alike.iter().zip(searches) {
+            for (id, found) in ids.iter().zip(search.into_blocks(num_tokens / group.block_size)) {
+                blocks[usize::from(id.0)] = found;
+            }
         }
         (num_tokens, blocks)
-    }
-}
-
-/// What a source holds of one prompt, in groups that are looked up together.
-pub(super) struct Cached<'a> {
-    source: &'a dyn Source,
-    model: &'a Model,
-    group: Group,
-    ids: &'a [GroupId],
-    hashes: &'a [BlockHash],
-    /// Blocks, from the first, that need not be found.
-    num_local_blocks: usize,
-}
-
-impl Cached<'_> {
-    /// Whether every group has the block at `index`.
-    pub(super) fn has(&self, index: usize) -> bool {
-        let hash = &self.hashes[(index + 1) * self.model.hashes_per_block(self.group) - 1];
-        index < self.num_local_blocks
-            || self.ids.iter().all(|&id| self.source.get(hash, id).is_some())
-    }
-
-    /// Per group, the blocks from the first up to the first that one of the groups misses, at most
-    /// `max_blocks`.
-    pub(super) fn prefix(&self, mut max_blocks: usize) -> Vec<Vec<BlockId>> {
-        let mut found = Vec::with_capacity(self.ids.len());
-        for &id in self.ids {
-            let blocks = self.blocks(id, 0..max_blocks);
-            max_blocks = blocks.len();
-            found.push(blocks);
-        }
-        for blocks in &mut found {
-            blocks.truncate(max_blocks);
-        }
-        found
-    }
-
-    /// Per group, the blocks of a range that every group has.
-    pub(super) fn range(&self, range: &Range<usize>) -> Vec<Vec<BlockId>> {
-        self.ids.iter().map(|&id| self.blocks(id, range.clone())).collect()
-    }
-
-    /// A group's blocks up to the end of a range or the first in it that is missing; null before
-    /// the range and where they are local.
-    fn blocks(&self, id: GroupId, range: Range<usize>) -> Vec<BlockId> {
-        let start = range.start.max(self.num_local_blocks).min(range.end);
-        let own = self.model.own_hashes(self.group, self.hashes, start..range.end);
-        let found = self.source.prefix(&own, id);
-        if start == 0 {
-            return found;
-        }
-        let mut blocks = vec![BlockId::NULL; start];
-        blocks.extend(found);
-        blocks
     }
 }
 
