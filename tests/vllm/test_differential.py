@@ -47,7 +47,7 @@ MODELS = [
     Model("three block sizes", (FullAttention(4), SlidingWindow(8, 9), SlidingWindow(2, 3))),
     Model("no common block size", (FullAttention(4), SlidingWindow(6, 14))),
 ]
-NUM_SEQUENCES = -(-int(os.environ.get("KVSTOW_SEQUENCES", "700")) // len(MODELS))
+NUM_SEQUENCES = -(-int(os.environ.get("KVSTOW_SEQUENCES", "814")) // len(MODELS))
 
 
 def run(model: Model, seed: int) -> Counter[str]:
