@@ -14,18 +14,24 @@ class Stopwatch:
     """Adds up the wall time of the blocks it guards."""
 
     def __init__(self) -> None:
-        self._since_ns = 0
+        # When the guarded block began or went on; None outside of one.
+        self._since_ns: int | None = None
         self._total_ns = 0
 
     def __enter__(self) -> None:
         self._since_ns = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._total_ns += time.perf_counter_ns() - self._since_ns
+        if self._since_ns is not None:
+            self._total_ns += time.perf_counter_ns() - self._since_ns
+        self._since_ns = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out a part of what is guarded."""
+        """Leave out a part of what is guarded; outside of a guarded block, do nothing."""
+        if self._since_ns is None:
+            yield
+            return
         self.__exit__()
         try:
             yield
@@ -33,7 +39,7 @@ class Stopwatch:
             self.__enter__()
 
     def take_us(self) -> float:
-        """What was added up since this was last asked."""
+        """Return the microseconds added up since the last call."""
         total_ns, self._total_ns = self._total_ns, 0
         return total_ns / 1000
 
