@@ -7,12 +7,14 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.vllm.models import VOCAB_SIZE
+from tests.vllm.runner import RUNNER
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -33,12 +35,16 @@ from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
 )
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.interface import PauseState
 
 from kvstow.transfer import Event, Mover, Ticket
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
+
+# Other tests may have loaded torch already, and it reads OMP_NUM_THREADS once.
+torch.set_num_threads(1)
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
@@ -88,12 +94,52 @@ def answer(output: Any) -> Answer:
     )
 
 
+def skip_unless_gated(model: str, scheduling: str) -> None:
+    """Leave out what the gate has no time for."""
+    if (model, scheduling) == ("gemma", "sync") and os.environ.get("KVSTOW_VLLM") != "full":
+        pytest.skip("gemma with synchronous scheduling runs in make test-vllm-full")
+
+
 def poison(worker: WorkerHalf) -> None:
     """Overwrite the device's whole cache with what no model has computed."""
     for layout in worker._layouts:
         for tensor in layout.owners:
             assert isinstance(tensor, torch.Tensor)
             tensor.fill_(1e4)
+
+
+class _Immediate:
+    """A CUDA stream or event of a machine without CUDA, where copies end before they return."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *args, **kwargs: True
+
+
+def _schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
+    """Let vLLM schedule a step while the one before it runs, as it does by default on GPUs.
+
+    vLLM's CPU platform switches this off. The scheduler and the queue of batches are the real
+    ones. Only the streams, events and pinned memory that the model runner asks for are replaced.
+    """
+    check = CpuPlatform.check_and_update_config.__func__
+    zeros = torch.zeros
+
+    def checked(cls: type, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return zeros(*args, **kwargs)
+
+    patch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
+    patch.setattr(torch, "zeros", unpinned)
+    patch.setattr(torch.cuda, "Event", _Immediate)
+    patch.setattr(torch.cuda, "Stream", _Immediate)
+    patch.setattr(torch.cuda, "current_stream", _Immediate)
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
 class Engine:
@@ -105,8 +151,12 @@ class Engine:
         *,
         num_blocks: int,
         options: dict[str, Any] | None = None,
+        scheduling: str = "sync",
         **settings: Any,
     ) -> None:
+        self._patch = pytest.MonkeyPatch()
+        if scheduling == "async":
+            _schedule_asynchronously(self._patch)
         if options is not None:
             settings["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": options}
         defaults: dict[str, Any] = {
@@ -122,8 +172,14 @@ class Engine:
             "disable_log_stats": True,
             "seed": 0,
         }
-        self.llm = LLM(model=str(model), **(defaults | settings))
+        assert (os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1") == (RUNNER == "v2")
+        try:
+            self.llm = LLM(model=str(model), **(defaults | settings))
+        except BaseException:
+            self._patch.undo()
+            raise
         self.core = self.llm.llm_engine.engine_core.engine_core
+        assert (self.core.batch_queue is not None) == (scheduling == "async")
 
     @property
     def connector(self) -> KVStowConnector:
@@ -215,10 +271,14 @@ class Engine:
         """Of all requests."""
         return sum(request.num_computed_tokens for request in self.core.scheduler.requests.values())
 
+    def has_work(self) -> bool:
+        """Whether vLLM would go on stepping, for requests, transfers or a step under way."""
+        return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
+
     def settle(self) -> None:
         """Step until no transfer is under way."""
         for _ in range(10_000):
-            if not self.core.scheduler.has_requests():
+            if not self.has_work():
                 return
             self.llm.llm_engine.step()
         raise AssertionError("the engine does not come to rest")
@@ -238,7 +298,11 @@ class Engine:
         self.check_idle()
         assert self.llm.reset_prefix_cache()
         assert self.worker.arena is not None
+        # Options that a test has changed count from here on.
+        self.half._lazy = None
+        self.half.bind(self.core.scheduler.kv_cache_manager)
         self.half.agree(num_host_blocks or self.worker.arena.num_slots)
+        self.connector._reporter = None  # it has counted what the tier before did
 
     def stats(self) -> dict[str, int]:
         assert self.half.offload is not None
@@ -261,6 +325,7 @@ class Engine:
         del self.llm, self.core
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        self._patch.undo()
         gc.collect()
 
 

@@ -20,6 +20,7 @@ from tests.vllm.engine import (
     Engine,
     difference,
     prompts,
+    skip_unless_gated,
 )
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -53,13 +54,17 @@ def reference(
     return request.param, folder, answers
 
 
-@pytest.fixture(scope="module")
-def shared(reference: tuple[str, Path, list[Answer]]) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["sync", "async"])
+def shared(
+    request: pytest.FixtureRequest, reference: tuple[str, Path, list[Answer]]
+) -> Iterator[Engine]:
     name, folder, _ = reference
+    skip_unless_gated(name, request.param)
     _, num_blocks, num_host_blocks = MODELS[name]
     engine = Engine(
         folder,
         num_blocks=num_blocks,
+        scheduling=request.param,
         options={
             "num_cpu_blocks": num_host_blocks,
             "load_timeout_s": 30,

@@ -6,6 +6,7 @@ pause, keep the requests, reset the caches and resume; the memory is overwritten
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,15 @@ from typing import Any
 
 import pytest
 from tests.vllm import models
-from tests.vllm.engine import DAMAGE, TOLERANCE, ChangedMover, Engine, difference, prompts
+from tests.vllm.engine import (
+    DAMAGE,
+    TOLERANCE,
+    ChangedMover,
+    Engine,
+    difference,
+    prompts,
+    skip_unless_gated,
+)
 from vllm.v1.request import RequestStatus
 
 from kvstow.transfer import READY, Event, Ticket
@@ -29,14 +38,17 @@ PROMPTS = prompts(3, 300)
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=itertools.product(MODELS, ["sync", "async"]), ids="-".join)
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    config, num_blocks, num_host_blocks = MODELS[request.param]
+    name, scheduling = request.param
+    skip_unless_gated(name, scheduling)
+    config, num_blocks, num_host_blocks = MODELS[name]
     engine = Engine(
-        models.make_model(config, tmp_path_factory.mktemp(request.param)),
+        models.make_model(config, tmp_path_factory.mktemp(name)),
         num_blocks=num_blocks,
+        scheduling=scheduling,
         options={"num_cpu_blocks": num_host_blocks, "preserve_on_sleep": True},
     )
     yield engine
