@@ -58,7 +58,7 @@ _TransferEvent: TypeAlias = TransferInitiated | CacheStoreCommitted | TransferCo
 _Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 class KvstowError(Exception):
-    """The base of every error this library raises on purpose."""
+    """The base of every error that this library raises on purpose."""
 
 class ConfigError(KvstowError):
     """A size, option or argument that can never be right."""
@@ -79,7 +79,7 @@ class TransferError(KvstowError):
     """A store or load that failed."""
 
 class ChecksumMismatch(TransferError):
-    """A loaded block whose bytes are not those that were stored."""
+    """A loaded block whose bytes differ from the stored bytes."""
 
 class SnapshotError(KvstowError):
     """A snapshot that is damaged, truncated or foreign."""
@@ -93,21 +93,21 @@ def hash_tokens(
     extra_keys: _ExtraKeys | None = None,
     seed: str | None = None,
 ) -> list[bytes]:
-    """Hash the full blocks of `tokens`, each digest chained over its whole prefix.
+    """Return one digest per full block of `tokens`. Each digest covers the whole prefix.
 
-    Bit-identical to vLLM's `hash_block_tokens` with the algorithm of that name.
+    The digests are bit-identical to those of vLLM's `hash_block_tokens` with the same algorithm.
 
     Args:
-        tokens: token ids, 0 to 2**63. A partial last block is left out.
+        tokens: token ids, 0 to 2**63. A partial last block gets no digest.
         block_size: tokens per block, at least 1.
         algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
         parent: the digest of the block before the first; None or empty at the start of a prompt.
         extra_keys: one entry per full block: None, or a sequence of keys (nested tuples of ints,
             strings, bytes), as vLLM derives them from LoRA, multimodal inputs and cache salts.
-        seed: the string that the first block's parent digest is derived from. vLLM takes
-            `PYTHONHASHSEED` if that is set; else "vllm-none-hash" for sha256_cbor and a random
-            string per process for xxhash_cbor. Here it is "vllm-none-hash" for both by default,
-            and the environment is not read.
+        seed: the string that determines the parent digest of a prompt's first block. vLLM takes
+            `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for sha256_cbor
+            and a random string per process for xxhash_cbor. This function takes "vllm-none-hash"
+            for both by default. It does not read the environment.
 
     Returns:
         One digest per full block.
@@ -119,52 +119,64 @@ def hash_tokens(
 
 @final
 class BlockStored:
-    """Blocks that became findable in one pool: consecutive in their prefix, one group."""
+    """Blocks of one pool and one group that lookups can now find, consecutive in their prefix."""
 
     @property
-    def block_hashes(self) -> list[bytes]: ...
+    def block_hashes(self) -> list[bytes]:
+        """The hashes of the blocks, in the order of the prefix."""
     @property
     def parent_block_hash(self) -> bytes | None:
-        """The hash before the first; None at the start of a prompt or where it is not known."""
+        """The hash before the first; None at the start of a prompt or if it is not known."""
     @property
     def token_ids(self) -> list[int] | None:
-        """The tokens of all the blocks; None where the caller gave none."""
+        """The tokens of all the blocks; None if the caller gave none."""
     @property
     def extra_keys(self) -> list[tuple[_ExtraKey, ...] | None] | None:
-        """Per block; None where the caller gave none."""
+        """The extra keys of each block; None if the caller gave none."""
     @property
     def block_size(self) -> int | None:
         """Tokens per block; None for a bare `BlockPool`, which does not know it."""
     @property
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """The index of the group."""
     @property
     def medium(self) -> str:
         """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
 
 @final
 class BlockRemoved:
-    """Keys that nothing in one pool holds any more."""
+    """Keys of one pool and one group that no block holds any more."""
 
     @property
-    def block_hashes(self) -> list[bytes]: ...
+    def block_hashes(self) -> list[bytes]:
+        """The hashes of the keys."""
     @property
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """The index of the group."""
     @property
-    def medium(self) -> str: ...
+    def medium(self) -> str:
+        """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
 
 @final
 class AllBlocksCleared:
     """A pool dropped all its keys at once."""
 
     @property
-    def medium(self) -> str: ...
+    def medium(self) -> str:
+        """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
 
 @final
 class FullAttention:
-    """Layers that attend to the whole prefix: a hit needs every block of it (also MLA)."""
+    """Layers that attend to the whole prefix, MLA included. A hit needs every block of the prefix.
 
-    def __new__(cls, block_size: int) -> FullAttention:
-        """Raises `ConfigError` unless each is 1 to 2**30."""
+    Args:
+        block_size: tokens per block.
+
+    Raises:
+        ConfigError: a block size that is not 1 to 2**30.
+    """
+
+    def __new__(cls, block_size: int) -> FullAttention: ...
     @property
     def block_size(self) -> int:
         """Tokens per block."""
@@ -172,31 +184,30 @@ class FullAttention:
 
 @final
 class SlidingWindow:
-    """Layers in which a token attends to itself and the `window - 1` tokens before it."""
+    """Layers in which a token attends to itself and the `window - 1` tokens before it.
+
+    Args:
+        block_size: tokens per block.
+        window: tokens in the window, the attending token included.
+        extra_retained_tokens: tokens right below the window that no token attends to. A request
+            keeps their blocks, and a load brings them. Speculative decoding with several modules
+            needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the device
+            does not need them.
+
+    Raises:
+        ConfigError: a block size or window that is not 1 to 2**30, or a window that exceeds
+            2**30 together with its extra tokens.
+    """
 
     def __new__(
         cls, block_size: int, window: int, *, extra_retained_tokens: int = 0
-    ) -> SlidingWindow:
-        """Describe a group of such layers.
-
-        Args:
-            block_size: tokens per block.
-            window: in tokens, the attending one included.
-            extra_retained_tokens: tokens right below the window that no token attends to, but
-                whose blocks a request keeps and a load brings. Speculative decoding with several
-                modules needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the
-                device does not need them.
-
-        Raises:
-            ConfigError: a block size or window that is not 1 to 2**30, or a window of more
-                together with its extra tokens.
-        """
+    ) -> SlidingWindow: ...
     @property
     def block_size(self) -> int:
         """Tokens per block."""
     @property
     def window(self) -> int:
-        """In tokens, the attending one included."""
+        """Tokens in the window, the attending token included."""
     @property
     def extra_retained_tokens(self) -> int:
         """Tokens right below the window whose blocks a request keeps."""
@@ -204,24 +215,38 @@ class SlidingWindow:
 
 @final
 class ChunkedLocal:
-    """Layers in which a token attends to its own chunk, up to itself."""
+    """Layers in which a token attends to the tokens of its own chunk, up to itself.
 
-    def __new__(cls, block_size: int, chunk: int) -> ChunkedLocal:
-        """Raises `ConfigError` unless both are 1 to 2**30, the chunk a multiple of the block."""
+    Args:
+        block_size: tokens per block.
+        chunk: tokens per chunk, a multiple of `block_size`.
+
+    Raises:
+        ConfigError: a block size or chunk that is not 1 to 2**30, or a chunk that is not a
+            multiple of the block size.
+    """
+
+    def __new__(cls, block_size: int, chunk: int) -> ChunkedLocal: ...
     @property
     def block_size(self) -> int:
         """Tokens per block."""
     @property
     def chunk(self) -> int:
-        """In tokens; chunks begin at its multiples."""
+        """Tokens per chunk. Chunks begin at the multiples of this number."""
     def __hash__(self) -> int: ...
 
 @final
 class StateSpace:
-    """Layers with a recurrent state (Mamba): a block holds the state after its last token."""
+    """Layers with a recurrent state (Mamba). A block holds the state after its last token.
 
-    def __new__(cls, block_size: int) -> StateSpace:
-        """Raises `ConfigError` unless each is 1 to 2**30."""
+    Args:
+        block_size: tokens per block.
+
+    Raises:
+        ConfigError: a block size that is not 1 to 2**30.
+    """
+
+    def __new__(cls, block_size: int) -> StateSpace: ...
     @property
     def block_size(self) -> int:
         """Tokens per block."""
@@ -229,16 +254,24 @@ class StateSpace:
 
 @final
 class BlockPool:
-    """All blocks of one memory: reference counts, eviction order, and which prefixes they hold.
+    """All blocks of one memory: reference counts, eviction order, and the prefixes they hold.
 
-    Id 0 is the null block, a placeholder that is never handed out, so `num_blocks - 1` are usable.
+    Block 0 is the null block, a placeholder that the pool never hands out. So `num_blocks - 1`
+    blocks are usable.
+
+    Args:
+        num_blocks: number of blocks, the null block included.
+        events: whether the pool records events for `take_events`.
+
+    Raises:
+        ConfigError: `num_blocks` is not 2 to 2**31 - 1, or the machine lacks the memory for the
+            accounting.
     """
 
-    def __new__(cls, num_blocks: int, *, events: bool = False) -> BlockPool:
-        """Raises `ConfigError` unless `num_blocks` is 2 to 2**31 - 1."""
+    def __new__(cls, num_blocks: int, *, events: bool = False) -> BlockPool: ...
     @property
     def num_blocks(self) -> int:
-        """All blocks, the null block included."""
+        """Number of blocks, the null block included."""
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can take: neither referenced nor pinned."""
@@ -250,81 +283,109 @@ class BlockPool:
         """Blocks that have lost their key to an `allocate`, since construction."""
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory the accounting itself takes."""
+        """Bytes of memory that the accounting itself takes."""
     def allocate(self, n: int) -> _Ids:
-        """Take n blocks from the head of the free queue; cached ones among them are evicted.
+        """Take `n` blocks from the head of the free queue, each with one reference.
 
-        Raises `OutOfBlocks` if fewer than n are free.
+        Cached blocks among them lose their key.
+
+        Returns:
+            The ids of the blocks.
+
+        Raises:
+            OutOfBlocks: fewer than `n` blocks are free.
         """
     def touch(self, ids: _Ints) -> None:
-        """Take one reference on each; a free block leaves the free queue."""
+        """Take one reference on each block. A free block leaves the free queue."""
     def free(self, ids: _Ints) -> None:
-        """Drop one reference on each, ids given in eviction order.
+        """Drop one reference on each block.
 
-        Blocks that reach 0 with a key go to the tail of the free queue, those without to its
-        head, each in the order given. Raises `InvalidBlock` for a block that is free already.
+        Blocks that reach 0 with a key go to the tail of the free queue. Blocks that reach 0
+        without a key go to its head. Both keep the order of `ids`.
+
+        Args:
+            ids: block ids in eviction order.
+
+        Raises:
+            InvalidBlock: a block that is already free, or an id outside the pool.
         """
     def pin(self, ids: _Ints) -> None:
-        """Hold each for a copy under way: it keeps its place, and `allocate` passes over it."""
+        """Hold each block for a copy. It keeps its place in the queue, and `allocate` skips it."""
     def unpin(self, ids: _Ints) -> None:
-        """Drop one pin on each. Raises `InvalidBlock` for a block that has none."""
+        """Drop one pin on each block. Raises `InvalidBlock` for a block that has none."""
     def cache(self, ids: _Ints, hashes: Sequence[bytes], *, group: int = 0) -> None:
-        """Publish full blocks: ids[i] holds the KV that hashes[i] names.
+        """Publish full blocks: `ids[i]` holds the KV that `hashes[i]` names.
 
-        The key a block already holds changes nothing. Raises `InvalidBlock` for the null block, a
-        free block, or a block that holds another key.
+        A block that already holds this key stays as it is.
+
+        Raises:
+            InvalidBlock: the null block, a free block, or a block that holds another key.
+            ConfigError: lists of different lengths, or hashes of another width than the pool's.
         """
     def lookup(self, hashes: Sequence[bytes], *, group: int = 0) -> _Ids:
-        """The longest cached prefix of `hashes`. Of several blocks with one key, the oldest."""
+        """Return the block ids of the longest cached prefix of `hashes`.
+
+        If several blocks hold a key, the result has the oldest one.
+        """
     def evict(self, ids: _Ints) -> None:
-        """Drop the keys of these blocks, referenced or not; a free one keeps its place."""
+        """Drop the keys of these blocks, referenced or not. A free block keeps its place."""
     def reset(self) -> bool:
-        """Drop every key. False, and nothing changed, while a block is referenced or pinned."""
-    def ref_counts(self, ids: _Ints) -> _Ids: ...
-    def pin_counts(self, ids: _Ints) -> _Ids: ...
+        """Drop every key. Return False and change nothing while a block is referenced or pinned."""
+    def ref_counts(self, ids: _Ints) -> _Ids:
+        """Return the number of references on each block."""
+    def pin_counts(self, ids: _Ints) -> _Ids:
+        """Return the number of pins on each block."""
     def free_order(self) -> _Ids:
-        """The free queue, next to be taken first; pinned blocks in it included."""
+        """Return the free queue, the next block to take first, pinned blocks included."""
     def check(self) -> None:
-        """Verify every invariant, O(num_blocks). Raises `StateError` if one is broken."""
+        """Verify every invariant in O(num_blocks). Raises `StateError` if one is broken."""
     def take_events(self) -> list[_Event]:
-        """The events since the last call, oldest first; always empty without `events=True`."""
+        """Return the events since the last call, oldest first. Empty without `events=True`."""
 
 @final
 class PrefixHit:
-    """What `BlockLedger.lookup` found. Using it in `allocate` is what takes references."""
+    """The prefix that `BlockLedger.lookup` found.
+
+    A hit holds no references. `BlockLedger.allocate` takes them when you pass it the hit.
+    """
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Tokens in the prefix."""
     @property
     def blocks(self) -> tuple[_Ids, ...]:
-        """One id array per group; 0 stands where the group needs no block."""
+        """One array of block ids per group. 0 stands where the group needs no block."""
 
 @final
 class StepAllocation:
-    """What `BlockLedger.allocate_step` took."""
+    """The blocks that `BlockLedger.allocate_step` took."""
 
     @property
     def num_granted(self) -> int:
-        """How many requests, from the first, were served."""
+        """Number of requests, from the first, that got their slots."""
     @property
     def ids(self) -> _Ids:
-        """The newly taken ids of all served requests, request by request, group by group."""
+        """The newly taken block ids of these requests, request by request, group by group."""
     @property
     def offsets(self) -> _Ids:
         """Where each (request, group) begins in `ids`: `num_granted * num_groups + 1` entries."""
 
 @final
 class LedgerPool:
-    """A view of a ledger's pool: what a caller may do besides what the ledger does."""
+    """The pool of a ledger. The ledger alone takes and drops references in it."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """As `BlockPool.num_blocks`."""
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """As `BlockPool.num_free`."""
     @property
-    def num_cached(self) -> int: ...
+    def num_cached(self) -> int:
+        """As `BlockPool.num_cached`."""
     @property
-    def num_evicted(self) -> int: ...
+    def num_evicted(self) -> int:
+        """As `BlockPool.num_evicted`."""
     def pin(self, ids: _Ints) -> None:
         """As `BlockPool.pin`."""
     def unpin(self, ids: _Ints) -> None:
@@ -333,8 +394,10 @@ class LedgerPool:
         """As `BlockPool.evict`."""
     def reset(self) -> bool:
         """As `BlockPool.reset`."""
-    def ref_counts(self, ids: _Ints) -> _Ids: ...
-    def pin_counts(self, ids: _Ints) -> _Ids: ...
+    def ref_counts(self, ids: _Ints) -> _Ids:
+        """As `BlockPool.ref_counts`."""
+    def pin_counts(self, ids: _Ints) -> _Ids:
+        """As `BlockPool.pin_counts`."""
     def free_order(self) -> _Ids:
         """As `BlockPool.free_order`."""
     def take_events(self) -> list[_Event]:
@@ -342,7 +405,27 @@ class LedgerPool:
 
 @final
 class BlockLedger:
-    """A device's accounting: requests, their block tables, and the prefixes they share."""
+    """The accounting of a device: requests, their block tables, and the prefixes they share.
+
+    Args:
+        num_blocks: number of blocks in the pool, the null block included. All groups take their
+            blocks from this pool.
+        groups: the model's groups of layers.
+        publish: when lookups can find the key of a full block. "granted": when `allocate` gives
+            the block its slots, as in vLLM. So requests of one step share what this step
+            computes. If a step is dropped, report it with `free(num_computed_tokens=...)`.
+            "computed": when `cache` or `cache_step` reports the block's tokens. So no lookup finds
+            a block that was never computed.
+        max_in_flight_tokens: the most tokens that a request is granted before they are processed:
+            the token budget of a step, times the number of steps that overlap. With it,
+            `must_fit_tokens` counts for a window or a chunk only what a request holds at once.
+            Without it, `must_fit_tokens` counts all tokens.
+        events: whether the ledger records events for `LedgerPool.take_events`.
+
+    Raises:
+        ConfigError: no groups, block sizes whose common multiple exceeds 2**30, or a number of
+            blocks that `BlockPool` refuses.
+    """
 
     def __new__(
         cls,
@@ -352,24 +435,13 @@ class BlockLedger:
         publish: Literal["granted", "computed"] = "granted",
         max_in_flight_tokens: int | None = None,
         events: bool = False,
-    ) -> BlockLedger:
-        """All groups take their blocks from one pool of `num_blocks`, the null block included.
-
-        `publish` says when the key of a full block can be found. "granted": when `allocate` gives
-        it slots, as vLLM does, so requests of one step share what this step computes. If a step is
-        dropped, say so with `free(num_computed_tokens=...)`. "computed": when `cache` or
-        `cache_step` reports its tokens, so no lookup finds a block that was never computed.
-
-        `max_in_flight_tokens` is the most tokens that a request is granted before they are
-        processed (the token budget of a step, times the steps that overlap). With it
-        `must_fit_tokens` counts, for a window or a chunk, what a request holds of it at once;
-        without it, all its tokens. Raises `ConfigError` for no groups, or for block sizes whose
-        common multiple is beyond 2**30.
-        """
+    ) -> BlockLedger: ...
     @property
-    def pool(self) -> LedgerPool: ...
+    def pool(self) -> LedgerPool:
+        """The pool that all groups take their blocks from."""
     @property
-    def num_groups(self) -> int: ...
+    def num_groups(self) -> int:
+        """Number of groups."""
     @property
     def hash_block_size(self) -> int:
         """Tokens per hash: the greatest common divisor of the groups' block sizes."""
@@ -377,7 +449,8 @@ class BlockLedger:
     def hit_block_size(self) -> int:
         """Hits end at its multiples: the least common multiple of the groups' block sizes."""
     @property
-    def num_requests(self) -> int: ...
+    def num_requests(self) -> int:
+        """Number of requests that were added and not freed."""
     def add(
         self,
         request_id: str,
@@ -386,10 +459,17 @@ class BlockLedger:
         tokens: _Ints | None = None,
         extra_keys: _ExtraKeys | None = None,
     ) -> None:
-        """Make a request known, with the hashes of its blocks known so far.
+        """Add a request.
 
-        `tokens` and `extra_keys` go into events and need `events=True`; `tokens` covers at least
-        the hashed blocks. Raises `StateError` for a request that is already known.
+        Args:
+            request_id: a new id.
+            hashes: the hashes of its full blocks so far.
+            tokens: token ids for events, at least those of the hashed blocks. They need
+                `events=True`.
+            extra_keys: extra keys for events. They need `events=True`.
+
+        Raises:
+            StateError: the ledger has a request of this id.
         """
     def extend(
         self,
@@ -399,9 +479,9 @@ class BlockLedger:
         tokens: _Ints | None = None,
         extra_keys: _ExtraKeys | None = None,
     ) -> None:
-        """Append hashes as generated tokens fill blocks."""
+        """Append the hashes of blocks that generated tokens have filled."""
     def lookup(self, request_id: str, max_tokens: int) -> PrefixHit:
-        """The longest cached prefix of at most `max_tokens` tokens; changes nothing.
+        """Return the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
         Pass `num_tokens - 1`, so that one token is left to compute.
         """
@@ -418,24 +498,31 @@ class BlockLedger:
         num_in_flight_tokens: int = 0,
         must_fit_tokens: int | None = None,
     ) -> tuple[_Ids, ...] | None:
-        """Grant slots for a hit, external tokens and new tokens, for every group or for none.
+        """Grant slots for a hit, external tokens and new tokens, in all groups or in none.
 
         Args:
+            request_id: a request that was added.
             num_new_tokens: tokens to compute in this step, drafts included.
-            hit: what `lookup` of this request returned; first allocation only. Refused with
-                `StateError` once one of its blocks no longer holds the key it was found under.
-            num_external_tokens: tokens right after the hit that a tier will fill: a multiple of
-                the block size within the known hashes; first allocation only.
-            num_lookahead_tokens: slots only; never published, never granted.
-            delay_caching: publish nothing until `cache`; until then another `allocate` of this
+            hit: what `lookup` of this request returned. Only the first allocation takes one.
+            num_external_tokens: tokens right after the hit that a tier fills: a multiple of the
+                block size within the known hashes. Only the first allocation takes them.
+            num_lookahead_tokens: tokens that get slots, but are neither granted nor published.
+            delay_caching: publish nothing until `cache`. Until then another `allocate` of this
                 request raises `StateError`.
             reserve: refuse unless this many blocks stay free.
             num_in_flight_tokens: granted tokens whose step is not finished.
             must_fit_tokens: refuse unless slots for that many tokens would fit as well.
 
         Returns:
-            Newly taken ids per group, hit blocks not included; None when the pool cannot serve
-            it: then the request stays added and holds what it held.
+            The newly taken block ids per group, without the blocks of the hit. None if the pool
+            cannot serve the request; then the request keeps what it held.
+
+        Raises:
+            UnknownRequest: the request was never added, or was freed.
+            ConfigError: nothing to grant, or external tokens that are not a multiple of the block
+                size or exceed the known hashes.
+            StateError: a hit of another request, a hit with a block that has lost its key, a hit
+                or external tokens after the first allocation, or a load that has not ended.
         """
     def allocate_step(
         self,
@@ -445,87 +532,106 @@ class BlockLedger:
         num_lookahead_tokens: int = 0,
         num_in_flight_tokens: int = 0,
     ) -> StepAllocation:
-        """As if `allocate` were called for each in turn; stops at the first that does not fit."""
-    def cache(self, request_id: str, num_tokens: int) -> None:
-        """Publish this request's blocks up to `num_tokens` computed tokens; ends a delay.
+        """Call `allocate` for each request in turn, and stop at the first that does not fit.
 
-        Raises `ConfigError` beyond the granted tokens.
+        Raises what `allocate` raises, and `ConfigError` for lists of different lengths. Then no
+        request has got slots.
+        """
+    def cache(self, request_id: str, num_tokens: int) -> None:
+        """Publish the request's blocks up to `num_tokens` computed tokens.
+
+        This ends a delay that `allocate(delay_caching=True)` began.
+
+        Raises:
+            ConfigError: more tokens than were granted.
         """
     def cache_step(self, request_ids: Sequence[str], num_computed_tokens: _Ints) -> None:
         """Publish each request's blocks up to its computed tokens, as `cache` does.
 
-        One call for a whole step. Raises what `cache` raises, and `ConfigError` for lists of
-        unequal length; then no request has published anything.
+        Call it once for a whole step.
+
+        Raises what `cache` raises, and `ConfigError` for lists of different lengths. Then no
+        request has published anything.
         """
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Take granted tokens back to this many (rejected drafts); frees nothing.
+        """Reduce the granted tokens to `num_tokens`, because drafts were rejected. Frees nothing.
 
-        Raises `StateError` below what is published, `ConfigError` above what is granted.
+        Raises:
+            ConfigError: more tokens than were granted.
+            StateError: fewer tokens than are published, or blocks that are already freed and
+                would be read again.
         """
     def block_table(self, request_id: str, group: int = 0) -> _Ids:
-        """The request's block ids; `ConfigError` for a group that does not exist."""
+        """Return the request's block ids. Raises `ConfigError` if the group does not exist."""
     def min_blocks(self, num_tokens: int, num_computed_tokens: int) -> int:
-        """The fewest blocks that slots for `num_tokens` take, that many of them computed.
+        """Return the fewest blocks that slots for `num_tokens` tokens take.
 
-        A pool with fewer usable blocks can never grant them, however empty it is.
+        Blocks that their group no longer reads after `num_computed_tokens` computed tokens do not
+        count. A pool with fewer usable blocks can never grant these slots, even if it is empty.
         """
     def blocks_to_fit(self, num_tokens: int) -> int:
-        """The blocks that `must_fit_tokens` counts for so many tokens."""
-    def num_granted_tokens(self, request_id: str) -> int: ...
+        """Return the number of blocks that `must_fit_tokens=num_tokens` counts."""
+    def num_granted_tokens(self, request_id: str) -> int:
+        """Return the number of tokens with slots: hit, external and new ones, less rewound ones."""
     def free(self, request_id: str, *, num_computed_tokens: int | None = None) -> list[str]:
-        """Drop the request: its references, each group's tail first, then the request itself.
+        """Drop the request and its references, the tail of each group first.
 
         Args:
             request_id: a request that finished, was preempted or was aborted.
-            num_computed_tokens: the tokens whose KV exists, where a step was never computed. The
-                request's own blocks beyond them lose their keys; blocks that it hit keep theirs.
+            num_computed_tokens: the tokens whose KV exists, if a step was never computed. The
+                request's own blocks beyond them lose their keys. Blocks that it hit keep theirs.
                 None: all granted tokens were computed.
 
         Returns:
             The other requests whose tables hold such a block that was never computed. Free them
-            too, and let them recompute. Empty with `publish="computed"`, where nobody can have hit
-            such a block.
+            too, and recompute them. The list is empty with `publish="computed"`, because no
+            request can hit such a block.
 
         Raises:
-            UnknownRequest: it is not known.
+            UnknownRequest: the request was never added, or was freed.
             ConfigError: more computed tokens than were granted.
         """
     def request_ids(self) -> list[str]:
-        """The ids of the requests that are known, in no order."""
+        """Return the ids of all requests that were added and not freed, in no order."""
     def known(
         self, request_id: str
     ) -> tuple[list[bytes], list[int] | None, list[tuple[object, ...] | None] | None]:
-        """What a request was made known with: its hashes, and for events its tokens and extra keys.
+        """Return the request's hashes, and its tokens and extra keys if they were given for events.
 
-        A block's extra keys come back as a tuple, whatever sequence was given.
+        The extra keys of a block are a tuple, whatever sequence `add` or `extend` got.
         """
     def snapshot(self, *, blocks: bool = True) -> bytes:
-        """The ledger as bytes, for `restore`: versioned, and with a checksum.
+        """Return the ledger as bytes for `restore`, with a version and a checksum.
 
-        In it are the requests, their tables up to the granted tokens, and the keys of the blocks in
-        them. Lookahead, pins, events, and the keys of blocks that nobody references are not. With
-        `blocks=False`, requests are as if they had never been served.
+        The bytes hold the requests, their tables up to the granted tokens, and the keys of the
+        blocks in these tables. They do not hold lookahead slots, pins, events, or the keys of
+        blocks without references.
+
+        Args:
+            blocks: False leaves out tables and keys, as if no request had got slots.
         """
     def restore(
         self, snapshot: bytes, *, block_ids: Literal["same", "packed"] | _Ints = "same"
     ) -> tuple[_Ids, _Ids]:
-        """Fill this ledger, which must be new, with what a snapshot of another holds.
+        """Fill this new ledger from a snapshot of another ledger.
 
         Args:
-            snapshot: what `snapshot` returned, of a ledger of the same groups. Tokens and extra
-                keys are left out where this ledger keeps no events.
+            snapshot: what `snapshot` of a ledger with equal groups returned. A ledger without
+                events ignores tokens and extra keys.
             block_ids: "same", or "packed": 1, 2, 3 and so on, in the order in which the tables name
-                the blocks, request by request; or the ids to take, in that order, at least one for
+                the blocks, request by request. Or the ids to take in that order, at least one for
                 each block.
 
         Returns:
-            The old ids of the blocks it holds, ascending, and their new ids.
+            The old ids of the restored blocks, ascending, and their new ids.
 
         Raises:
-            SnapshotError: damaged, cut off, of another version or other groups, or no snapshot.
+            SnapshotError: not a kvstow snapshot, or one that is damaged, truncated, of another
+                version or of other groups.
             OutOfBlocks: the pool has fewer blocks than the snapshot holds.
-            ConfigError: the pool has no such ids; packed, the blocks fit. Too few ids were given.
-            InvalidBlock: an id outside the pool, null, or given twice.
+            ConfigError: the pool lacks the ids of "same", although "packed" would fit; or too few
+                ids were given.
+            InvalidBlock: an id outside the pool, the null block, or an id that was given twice.
             StateError: this ledger is not new.
         """
     def check(self) -> None:
@@ -581,9 +687,11 @@ class TransferInitiated:
     """A job was planned."""
 
     @property
-    def job_id(self) -> int: ...
+    def job_id(self) -> int:
+        """The job."""
     @property
-    def direction(self) -> Literal["store", "load"]: ...
+    def direction(self) -> Literal["store", "load"]:
+        """Store copies from the device to the host, load from the host to the device."""
     @property
     def num_blocks(self) -> int:
         """Device blocks."""
@@ -593,7 +701,8 @@ class CacheStoreCommitted:
     """What a store brought can be found."""
 
     @property
-    def job_id(self) -> int: ...
+    def job_id(self) -> int:
+        """The job."""
     @property
     def num_blocks(self) -> int:
         """Device blocks; less than were planned where some were dropped meanwhile."""
@@ -603,9 +712,11 @@ class TransferCompleted:
     """A job has ended, well or not: every one that was initiated once."""
 
     @property
-    def job_id(self) -> int: ...
+    def job_id(self) -> int:
+        """The job."""
     @property
-    def direction(self) -> Literal["store", "load"]: ...
+    def direction(self) -> Literal["store", "load"]:
+        """Store copies from the device to the host, load from the host to the device."""
     @property
     def ok(self) -> bool:
         """As `JobEnd.ok`."""
@@ -644,7 +755,8 @@ class OffloadScheduler:
         events: bool = False,
     ) -> OffloadScheduler: ...
     @property
-    def num_host_blocks(self) -> int: ...
+    def num_host_blocks(self) -> int:
+        """Number of slots."""
     @property
     def num_resident(self) -> int:
         """Slots that hold a block that `lookup` can find."""

@@ -9,7 +9,7 @@ create_exception!(
     kvstow,
     KvstowError,
     PyException,
-    "The base of every error this library raises on purpose."
+    "The base of every error that this library raises on purpose."
 );
 create_exception!(
     kvstow,
@@ -36,7 +36,7 @@ create_exception!(
     kvstow,
     ChecksumMismatch,
     TransferError,
-    "A loaded block whose bytes are not those that were stored."
+    "A loaded block whose bytes differ from the stored bytes."
 );
 create_exception!(
     kvstow,

@@ -23,48 +23,56 @@ fn digests<'py>(
     PyList::new(py, hashes.iter().map(|hash| PyBytes::new(py, width.digest(hash))))
 }
 
-/// Blocks that became findable in one pool: consecutive in their prefix, one group.
+/// Blocks of one pool and one group that lookups can now find, consecutive in their prefix.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct BlockStored {
     stored: event::BlockStored,
     width: HashWidth,
+    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
     medium: Medium,
 }
 
 #[pymethods]
 impl BlockStored {
+    /// The hashes of the blocks, in the order of the prefix.
     #[getter]
     fn block_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         digests(py, &self.stored.hashes, self.width)
     }
 
+    /// The hash before the first; None at the start of a prompt or if it is not known.
     #[getter]
     fn parent_block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         let parent = self.stored.origin.parent.as_ref()?;
         Some(PyBytes::new(py, self.width.digest(parent)))
     }
 
+    /// The tokens of all the blocks; None if the caller gave none.
     #[getter]
     fn token_ids(&self) -> Option<&[u64]> {
         self.stored.origin.tokens.as_deref()
     }
 
+    /// The extra keys of each block; None if the caller gave none.
     #[getter]
     fn extra_keys<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let keys = self.stored.origin.extra_keys.as_deref();
         keys.map(|keys| extra_keys_to_py(py, keys)).transpose()
     }
 
+    /// Tokens per block; None for a bare `BlockPool`, which does not know it.
     #[getter]
     fn block_size(&self) -> Option<usize> {
         self.stored.origin.block_size
     }
 
+    /// The index of the group.
     #[getter]
     fn group(&self) -> u16 {
         self.stored.group.0
     }
 
+    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
     #[getter]
     fn medium(&self) -> &'static str {
         medium_name(self.medium)
@@ -80,23 +88,27 @@ impl BlockStored {
     }
 }
 
-/// Keys that nothing in one pool holds any more.
+/// Keys of one pool and one group that no block holds any more.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct BlockRemoved {
     hashes: Vec<BlockHash>,
     width: HashWidth,
+    /// The index of the group.
     #[pyo3(get)]
     group: u16,
+    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
     medium: Medium,
 }
 
 #[pymethods]
 impl BlockRemoved {
+    /// The hashes of the keys.
     #[getter]
     fn block_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         digests(py, &self.hashes, self.width)
     }
 
+    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
     #[getter]
     fn medium(&self) -> &'static str {
         medium_name(self.medium)
@@ -115,11 +127,13 @@ impl BlockRemoved {
 /// A pool dropped all its keys at once.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct AllBlocksCleared {
+    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
     medium: Medium,
 }
 
 #[pymethods]
 impl AllBlocksCleared {
+    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
     #[getter]
     fn medium(&self) -> &'static str {
         medium_name(self.medium)

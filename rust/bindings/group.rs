@@ -6,7 +6,13 @@ use pyo3::prelude::*;
 use crate::convert::Count;
 use crate::error::{ConfigError, to_py};
 
-/// Layers that attend to the whole prefix: a hit needs every block of it (also MLA).
+/// Layers that attend to the whole prefix, MLA included. A hit needs every block of the prefix.
+///
+/// Args:
+///     block_size: tokens per block.
+///
+/// Raises:
+///     ConfigError: a block size that is not 1 to 2**30.
 #[pyclass(module = "kvstow", frozen, eq, hash)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FullAttention(Group);
@@ -18,6 +24,7 @@ impl FullAttention {
         Group::new(Attention::Full, block_size.0).map(Self).map_err(to_py)
     }
 
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.0.block_size
@@ -29,10 +36,23 @@ impl FullAttention {
 }
 
 /// Layers in which a token attends to itself and the `window - 1` tokens before it.
+///
+/// Args:
+///     block_size: tokens per block.
+///     window: tokens in the window, the attending token included.
+///     extra_retained_tokens: tokens right below the window that no token attends to. A request
+///         keeps their blocks, and a load brings them. Speculative decoding with several modules
+///         needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the device
+///         does not need them.
+///
+/// Raises:
+///     ConfigError: a block size or window that is not 1 to 2**30, or a window that exceeds
+///         2**30 together with its extra tokens.
 #[pyclass(module = "kvstow", frozen, eq, hash)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct SlidingWindow {
     group: Group,
+    /// Tokens in the window, the attending token included.
     #[pyo3(get)]
     window: usize,
 }
@@ -52,11 +72,13 @@ impl SlidingWindow {
         Ok(Self { group, window })
     }
 
+    /// Tokens right below the window whose blocks a request keeps.
     #[getter]
     fn extra_retained_tokens(&self) -> usize {
         self.group.extra_retained_tokens()
     }
 
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.group.block_size
@@ -71,11 +93,20 @@ impl SlidingWindow {
     }
 }
 
-/// Layers in which a token attends to its own chunk, up to itself.
+/// Layers in which a token attends to the tokens of its own chunk, up to itself.
+///
+/// Args:
+///     block_size: tokens per block.
+///     chunk: tokens per chunk, a multiple of `block_size`.
+///
+/// Raises:
+///     ConfigError: a block size or chunk that is not 1 to 2**30, or a chunk that is not a
+///         multiple of the block size.
 #[pyclass(module = "kvstow", frozen, eq, hash)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ChunkedLocal {
     group: Group,
+    /// Tokens per chunk. Chunks begin at the multiples of this number.
     #[pyo3(get)]
     chunk: usize,
 }
@@ -89,6 +120,7 @@ impl ChunkedLocal {
         Ok(Self { group, chunk })
     }
 
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.group.block_size
@@ -99,7 +131,13 @@ impl ChunkedLocal {
     }
 }
 
-/// Layers with a recurrent state (Mamba): a block holds the state after its last token.
+/// Layers with a recurrent state (Mamba). A block holds the state after its last token.
+///
+/// Args:
+///     block_size: tokens per block.
+///
+/// Raises:
+///     ConfigError: a block size that is not 1 to 2**30.
 #[pyclass(module = "kvstow", frozen, eq, hash)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct StateSpace(Group);
@@ -111,6 +149,7 @@ impl StateSpace {
         Group::new(Attention::StateSpace, block_size.0).map(Self).map_err(to_py)
     }
 
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.0.block_size

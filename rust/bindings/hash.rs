@@ -14,7 +14,28 @@ use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyStr
 use crate::convert::{Name, check_integer_array};
 use crate::error::{ConfigError, to_py};
 
-/// Hash the full blocks of `tokens`, each digest chained over its whole prefix.
+/// Return one digest per full block of `tokens`. Each digest covers the whole prefix.
+///
+/// The digests are bit-identical to those of vLLM's `hash_block_tokens` with the same algorithm.
+///
+/// Args:
+///     tokens: token ids, 0 to 2**63. A partial last block gets no digest.
+///     block_size: tokens per block, at least 1.
+///     algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
+///     parent: the digest of the block before the first; None or empty at the start of a prompt.
+///     extra_keys: one entry per full block: None, or a sequence of keys (nested tuples of ints,
+///         strings, bytes), as vLLM derives them from LoRA, multimodal inputs and cache salts.
+///     seed: the string that determines the parent digest of a prompt's first block. vLLM takes
+///         `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for sha256_cbor
+///         and a random string per process for xxhash_cbor. This function takes "vllm-none-hash"
+///         for both by default. It does not read the environment.
+///
+/// Returns:
+///     One digest per full block.
+///
+/// Raises:
+///     ConfigError: a token outside its bounds, a block size of 0, an unknown algorithm, a
+///         number of extra keys other than the number of full blocks, or a key of another type.
 #[pyfunction]
 #[pyo3(signature = (
     tokens, block_size, *, algorithm = Name("sha256_cbor".to_owned()), parent = None,

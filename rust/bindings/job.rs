@@ -43,6 +43,7 @@ pub(crate) struct JobEnd {
     #[pyo3(get)]
     job_id: u64,
     // An array is made of them only for those who ask: who holds blocks as objects need not.
+    /// Device ids to unpin.
     block_ids: Vec<BlockId>,
     /// Whether its copies count: False if it failed, was late, or a reset overtook it.
     ///
@@ -68,7 +69,9 @@ impl JobEnd {
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct TransferInitiated {
+    /// The job.
     job_id: u64,
+    /// Store copies from the device to the host, load from the host to the device.
     direction: &'static str,
     /// Device blocks.
     num_blocks: usize,
@@ -88,6 +91,7 @@ impl TransferInitiated {
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct CacheStoreCommitted {
+    /// The job.
     job_id: u64,
     /// Device blocks; less than were planned where some were dropped meanwhile.
     num_blocks: usize,
@@ -104,7 +108,9 @@ impl CacheStoreCommitted {
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct TransferCompleted {
+    /// The job.
     job_id: u64,
+    /// Store copies from the device to the host, load from the host to the device.
     direction: &'static str,
     /// As `JobEnd.ok`.
     ok: bool,

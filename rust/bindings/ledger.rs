@@ -19,17 +19,21 @@ use crate::{detached, lock};
 type Shared = Arc<Mutex<ledger::BlockLedger>>;
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
 
-/// What `BlockLedger.lookup` found. Using it in `allocate` is what takes references.
+/// The prefix that `BlockLedger.lookup` found.
+///
+/// A hit holds no references. `BlockLedger.allocate` takes them when you pass it the hit.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct PrefixHit(ledger::PrefixHit);
 
 #[pymethods]
 impl PrefixHit {
+    /// Tokens in the prefix.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.0.num_tokens
     }
 
+    /// One array of block ids per group. 0 stands where the group needs no block.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.0.blocks.iter().map(|ids| to_array(py, ids.iter().copied())))
@@ -40,15 +44,18 @@ impl PrefixHit {
     }
 }
 
-/// What `BlockLedger.allocate_step` took.
+/// The blocks that `BlockLedger.allocate_step` took.
 #[pyclass(module = "kvstow", frozen, get_all)]
 pub(crate) struct StepAllocation {
+    /// Number of requests, from the first, that got their slots.
     num_granted: usize,
+    /// The newly taken block ids of these requests, request by request, group by group.
     ids: Py<PyArray1<i32>>,
+    /// Where each (request, group) begins in `ids`: `num_granted * num_groups + 1` entries.
     offsets: Py<PyArray1<i32>>,
 }
 
-/// A view of a ledger's pool: what a caller may do besides what the ledger does.
+/// The pool of a ledger. The ledger alone takes and drops references in it.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct LedgerPool(Shared);
 
@@ -68,21 +75,25 @@ impl SharedPool for LedgerPool {
 
 #[pymethods]
 impl LedgerPool {
+    /// As `BlockPool.num_blocks`.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.with(|pool| pool.num_blocks())
     }
 
+    /// As `BlockPool.num_free`.
     #[getter]
     fn num_free(&self) -> usize {
         self.with(|pool| pool.num_free())
     }
 
+    /// As `BlockPool.num_cached`.
     #[getter]
     fn num_cached(&self) -> usize {
         self.with(|pool| pool.num_cached())
     }
 
+    /// As `BlockPool.num_evicted`.
     #[getter]
     fn num_evicted(&self) -> usize {
         self.with(|pool| pool.num_evicted())
@@ -129,7 +140,26 @@ impl LedgerPool {
     }
 }
 
-/// A device's accounting: requests, their block tables, and the prefixes they share.
+/// The accounting of a device: requests, their block tables, and the prefixes they share.
+///
+/// Args:
+///     num_blocks: number of blocks in the pool, the null block included. All groups take their
+///         blocks from this pool.
+///     groups: the model's groups of layers.
+///     publish: when lookups can find the key of a full block. "granted": when `allocate` gives
+///         the block its slots, as in vLLM. So requests of one step share what this step
+///         computes. If a step is dropped, report it with `free(num_computed_tokens=...)`.
+///         "computed": when `cache` or `cache_step` reports the block's tokens. So no lookup finds
+///         a block that was never computed.
+///     max_in_flight_tokens: the most tokens that a request is granted before they are processed:
+///         the token budget of a step, times the number of steps that overlap. With it,
+///         `must_fit_tokens` counts for a window or a chunk only what a request holds at once.
+///         Without it, `must_fit_tokens` counts all tokens.
+///     events: whether the ledger records events for `LedgerPool.take_events`.
+///
+/// Raises:
+///     ConfigError: no groups, block sizes whose common multiple exceeds 2**30, or a number of
+///         blocks that `BlockPool` refuses.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct BlockLedger(Shared);
 
@@ -156,32 +186,47 @@ impl BlockLedger {
         Ok(Self(Arc::new(Mutex::new(ledger))))
     }
 
+    /// The pool that all groups take their blocks from.
     #[getter]
     fn pool(&self) -> LedgerPool {
         LedgerPool(Arc::clone(&self.0))
     }
 
+    /// Number of groups.
     #[getter]
     fn num_groups(&self) -> usize {
         lock(&self.0).model().groups().len()
     }
 
+    /// Tokens per hash: the greatest common divisor of the groups' block sizes.
     #[getter]
     fn hash_block_size(&self) -> usize {
         lock(&self.0).model().hash_block_size()
     }
 
+    /// Hits end at its multiples: the least common multiple of the groups' block sizes.
     #[getter]
     fn hit_block_size(&self) -> usize {
         lock(&self.0).model().hit_block_size()
     }
 
+    /// Number of requests that were added and not freed.
     #[getter]
     fn num_requests(&self) -> usize {
         lock(&self.0).num_requests()
     }
 
-    /// Make a request known, with the hashes of its blocks known so far.
+    /// Add a request.
+    ///
+    /// Args:
+    ///     request_id: a new id.
+    ///     hashes: the hashes of its full blocks so far.
+    ///     tokens: token ids for events, at least those of the hashed blocks. They need
+    ///         `events=True`.
+    ///     extra_keys: extra keys for events. They need `events=True`.
+    ///
+    /// Raises:
+    ///     StateError: the ledger has a request of this id.
     #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
     fn add(
         &self,
@@ -194,7 +239,7 @@ impl BlockLedger {
         lock(&self.0).add(&request_id, &hashes, context).map_err(to_py)
     }
 
-    /// Append hashes as generated tokens fill blocks.
+    /// Append the hashes of blocks that generated tokens have filled.
     #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
     fn extend(
         &self,
@@ -207,12 +252,38 @@ impl BlockLedger {
         lock(&self.0).extend(&request_id, &hashes, context).map_err(to_py)
     }
 
-    /// The longest cached prefix of at most `max_tokens` tokens; changes nothing.
+    /// Return the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+    ///
+    /// Pass `num_tokens - 1`, so that one token is left to compute.
     fn lookup(&self, request_id: RequestId, max_tokens: Count) -> PyResult<PrefixHit> {
         lock(&self.0).lookup(&request_id, max_tokens.0).map(PrefixHit).map_err(to_py)
     }
 
-    /// Grant slots for a hit, external tokens and new tokens, for every group or for none.
+    /// Grant slots for a hit, external tokens and new tokens, in all groups or in none.
+    ///
+    /// Args:
+    ///     request_id: a request that was added.
+    ///     num_new_tokens: tokens to compute in this step, drafts included.
+    ///     hit: what `lookup` of this request returned. Only the first allocation takes one.
+    ///     num_external_tokens: tokens right after the hit that a tier fills: a multiple of the
+    ///         block size within the known hashes. Only the first allocation takes them.
+    ///     num_lookahead_tokens: tokens that get slots, but are neither granted nor published.
+    ///     delay_caching: publish nothing until `cache`. Until then another `allocate` of this
+    ///         request raises `StateError`.
+    ///     reserve: refuse unless this many blocks stay free.
+    ///     num_in_flight_tokens: granted tokens whose step is not finished.
+    ///     must_fit_tokens: refuse unless slots for that many tokens would fit as well.
+    ///
+    /// Returns:
+    ///     The newly taken block ids per group, without the blocks of the hit. None if the pool
+    ///     cannot serve the request; then the request keeps what it held.
+    ///
+    /// Raises:
+    ///     UnknownRequest: the request was never added, or was freed.
+    ///     ConfigError: nothing to grant, or external tokens that are not a multiple of the block
+    ///         size or exceed the known hashes.
+    ///     StateError: a hit of another request, a hit with a block that has lost its key, a hit
+    ///         or external tokens after the first allocation, or a load that has not ended.
     #[pyo3(signature = (
         request_id, num_new_tokens, *, hit = None, num_external_tokens = Count(0),
         num_lookahead_tokens = Count(0), delay_caching = false, reserve = Count(0),
@@ -248,7 +319,10 @@ impl BlockLedger {
         taken.map(|taken| per_group(py, &taken)).transpose()
     }
 
-    /// As if `allocate` were called for each in turn; stops at the first that does not fit.
+    /// Call `allocate` for each request in turn, and stop at the first that does not fit.
+    ///
+    /// Raises what `allocate` raises, and `ConfigError` for lists of different lengths. Then no
+    /// request has got slots.
     #[pyo3(signature = (
         request_ids, num_new_tokens, *, num_lookahead_tokens = Count(0),
         num_in_flight_tokens = Count(0),
@@ -279,12 +353,22 @@ impl BlockLedger {
         })
     }
 
-    /// Publish this request's blocks up to `num_tokens` computed tokens; ends a delay.
+    /// Publish the request's blocks up to `num_tokens` computed tokens.
+    ///
+    /// This ends a delay that `allocate(delay_caching=True)` began.
+    ///
+    /// Raises:
+    ///     ConfigError: more tokens than were granted.
     fn cache(&self, request_id: RequestId, num_tokens: Count) -> PyResult<()> {
         lock(&self.0).cache(&request_id, num_tokens.0).map_err(to_py)
     }
 
     /// Publish each request's blocks up to its computed tokens, as `cache` does.
+    ///
+    /// Call it once for a whole step.
+    ///
+    /// Raises what `cache` raises, and `ConfigError` for lists of different lengths. Then no
+    /// request has published anything.
     fn cache_step(
         &self,
         request_ids: &Bound<'_, PyAny>,
@@ -297,11 +381,17 @@ impl BlockLedger {
         lock(&self.0).cache_step(computed).map_err(to_py)
     }
 
-    /// Take granted tokens back to this many (rejected drafts); frees nothing.
+    /// Reduce the granted tokens to `num_tokens`, because drafts were rejected. Frees nothing.
+    ///
+    /// Raises:
+    ///     ConfigError: more tokens than were granted.
+    ///     StateError: fewer tokens than are published, or blocks that are already freed and
+    ///         would be read again.
     fn rewind(&self, request_id: RequestId, num_tokens: Count) -> PyResult<()> {
         lock(&self.0).rewind(&request_id, num_tokens.0).map_err(to_py)
     }
 
+    /// Return the request's block ids. Raises `ConfigError` if the group does not exist.
     #[pyo3(signature = (request_id, group = Count(0)), text_signature = "($self, request_id, group=0)")]
     fn block_table<'py>(
         &self,
@@ -313,21 +403,40 @@ impl BlockLedger {
         Ok(to_array(py, table.map_err(to_py)?))
     }
 
-    /// The fewest blocks that slots for `num_tokens` take, `num_computed_tokens` of them computed.
+    /// Return the fewest blocks that slots for `num_tokens` tokens take.
+    ///
+    /// Blocks that their group no longer reads after `num_computed_tokens` computed tokens do not
+    /// count. A pool with fewer usable blocks can never grant these slots, even if it is empty.
     fn min_blocks(&self, num_tokens: Count, num_computed_tokens: Count) -> usize {
         lock(&self.0).min_blocks(num_tokens.0, num_computed_tokens.0)
     }
 
-    /// The blocks that `must_fit_tokens` counts for so many tokens.
+    /// Return the number of blocks that `must_fit_tokens=num_tokens` counts.
     fn blocks_to_fit(&self, num_tokens: Count) -> usize {
         lock(&self.0).blocks_to_fit(num_tokens.0)
     }
 
+    /// Return the number of tokens with slots: hit, external and new ones, less rewound ones.
     fn num_granted_tokens(&self, request_id: RequestId) -> PyResult<usize> {
         lock(&self.0).num_granted_tokens(&request_id).map_err(to_py)
     }
 
-    /// Drop the request: its references, each group's tail first, then the request itself.
+    /// Drop the request and its references, the tail of each group first.
+    ///
+    /// Args:
+    ///     request_id: a request that finished, was preempted or was aborted.
+    ///     num_computed_tokens: the tokens whose KV exists, if a step was never computed. The
+    ///         request's own blocks beyond them lose their keys. Blocks that it hit keep theirs.
+    ///         None: all granted tokens were computed.
+    ///
+    /// Returns:
+    ///     The other requests whose tables hold such a block that was never computed. Free them
+    ///     too, and recompute them. The list is empty with `publish="computed"`, because no
+    ///     request can hit such a block.
+    ///
+    /// Raises:
+    ///     UnknownRequest: the request was never added, or was freed.
+    ///     ConfigError: more computed tokens than were granted.
     #[pyo3(signature = (request_id, *, num_computed_tokens = None))]
     fn free(
         &self,
@@ -342,12 +451,14 @@ impl BlockLedger {
         .map_err(to_py)
     }
 
-    /// The ids of the requests that are known.
+    /// Return the ids of all requests that were added and not freed, in no order.
     fn request_ids(&self) -> Vec<String> {
         lock(&self.0).request_ids().map(str::to_owned).collect()
     }
 
-    /// What a request was made known with: hashes, and for events tokens and extra keys.
+    /// Return the request's hashes, and its tokens and extra keys if they were given for events.
+    ///
+    /// The extra keys of a block are a tuple, whatever sequence `add` or `extend` got.
     #[expect(clippy::type_complexity, reason = "a tuple, as Python sees it")]
     fn known<'py>(
         &self,
@@ -365,14 +476,40 @@ impl BlockLedger {
         Ok((hashes, context.tokens, keys))
     }
 
-    /// The ledger as bytes, for `restore`.
+    /// Return the ledger as bytes for `restore`, with a version and a checksum.
+    ///
+    /// The bytes hold the requests, their tables up to the granted tokens, and the keys of the
+    /// blocks in these tables. They do not hold lookahead slots, pins, events, or the keys of
+    /// blocks without references.
+    ///
+    /// Args:
+    ///     blocks: False leaves out tables and keys, as if no request had got slots.
     #[pyo3(signature = (*, blocks = true))]
     fn snapshot<'py>(&self, py: Python<'py>, blocks: bool) -> Bound<'py, PyBytes> {
         let snapshot = detached(py, &self.0, |ledger| ledger.snapshot(blocks));
         PyBytes::new(py, &snapshot)
     }
 
-    /// Fill this ledger, which must be new, from a snapshot; returns its blocks' old and new ids.
+    /// Fill this new ledger from a snapshot of another ledger.
+    ///
+    /// Args:
+    ///     snapshot: what `snapshot` of a ledger with equal groups returned. A ledger without
+    ///         events ignores tokens and extra keys.
+    ///     block_ids: "same", or "packed": 1, 2, 3 and so on, in the order in which the tables name
+    ///         the blocks, request by request. Or the ids to take in that order, at least one for
+    ///         each block.
+    ///
+    /// Returns:
+    ///     The old ids of the restored blocks, ascending, and their new ids.
+    ///
+    /// Raises:
+    ///     SnapshotError: not a kvstow snapshot, or one that is damaged, truncated, of another
+    ///         version or of other groups.
+    ///     OutOfBlocks: the pool has fewer blocks than the snapshot holds.
+    ///     ConfigError: the pool lacks the ids of "same", although "packed" would fit; or too few
+    ///         ids were given.
+    ///     InvalidBlock: an id outside the pool, the null block, or an id that was given twice.
+    ///     StateError: this ledger is not new.
     #[pyo3(
         signature = (snapshot, *, block_ids = None),
         text_signature = "($self, snapshot, *, block_ids='same')"
@@ -398,7 +535,7 @@ impl BlockLedger {
         Ok((to_array(py, old), to_array(py, new)))
     }
 
-    /// Verify every invariant of ledger and pool.
+    /// Verify every invariant of ledger and pool. Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, |ledger| ledger.check()).map_err(to_py)
     }

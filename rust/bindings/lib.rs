@@ -4,6 +4,7 @@
 //! and converts what comes back; no Python object is touched while the lock is held. What takes
 //! long runs without the interpreter lock (`lock.rs`).
 
+#![expect(clippy::doc_markdown, reason = "doc comments are docstrings: Python's help shows them")]
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
 
 mod convert;
@@ -20,7 +21,11 @@ mod lock;
 
 use lock::{detached, lock};
 
-/// The accounting core of kvstow. Import its names from `kvstow`.
+/// The accounting core, in Rust. Import these names from `kvstow`, not from here.
+///
+/// Ids come out as `int32` arrays and go in as any sequence of ints or any integer array. A hash is
+/// `bytes`, 1 to 32 long, one width per object. Every operation is all or nothing: one that raises
+/// has changed nothing.
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]

@@ -1,7 +1,5 @@
 //! `OffloadScheduler`.
 
-#![expect(clippy::doc_markdown, reason = "these are docstrings: Python's help shows them")]
-
 use std::sync::Mutex;
 
 use kvstow_core::ids::BlockId;
@@ -156,6 +154,7 @@ impl OffloadScheduler {
         lock(&self.0).release_image().map_err(to_py)
     }
 
+    /// Number of slots.
     #[getter]
     fn num_host_blocks(&self) -> usize {
         lock(&self.0).num_host_blocks()

@@ -67,9 +67,18 @@ pub(crate) trait SharedPool {
     }
 }
 
-/// All blocks of one memory: reference counts, eviction order, and which prefixes they hold.
+/// All blocks of one memory: reference counts, eviction order, and the prefixes they hold.
 ///
-/// Id 0 is the null block, a placeholder that is never handed out: `num_blocks - 1` are usable.
+/// Block 0 is the null block, a placeholder that the pool never hands out. So `num_blocks - 1`
+/// blocks are usable.
+///
+/// Args:
+///     num_blocks: number of blocks, the null block included.
+///     events: whether the pool records events for `take_events`.
+///
+/// Raises:
+///     ConfigError: `num_blocks` is not 2 to 2**31 - 1, or the machine lacks the memory for the
+///         accounting.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct BlockPool(Mutex<pool::BlockPool>);
 
@@ -96,60 +105,87 @@ impl BlockPool {
         Ok(Self(Mutex::new(pool::BlockPool::new(num_blocks.0, medium).map_err(to_py)?)))
     }
 
+    /// Number of blocks, the null block included.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.with(|pool| pool.num_blocks())
     }
 
+    /// Blocks that `allocate` can take: neither referenced nor pinned.
     #[getter]
     fn num_free(&self) -> usize {
         self.with(|pool| pool.num_free())
     }
 
+    /// Blocks that hold a key, referenced or not.
     #[getter]
     fn num_cached(&self) -> usize {
         self.with(|pool| pool.num_cached())
     }
 
+    /// Blocks that have lost their key to an `allocate`, since construction.
     #[getter]
     fn num_evicted(&self) -> usize {
         self.with(|pool| pool.num_evicted())
     }
 
-    /// Bytes of memory the accounting itself takes.
+    /// Bytes of memory that the accounting itself takes.
     #[getter]
     fn memory_bytes(&self) -> usize {
         self.with(|pool| pool.memory_bytes())
     }
 
-    /// Take n blocks from the head of the free queue; cached ones among them are evicted.
+    /// Take `n` blocks from the head of the free queue, each with one reference.
+    ///
+    /// Cached blocks among them lose their key.
+    ///
+    /// Returns:
+    ///     The ids of the blocks.
+    ///
+    /// Raises:
+    ///     OutOfBlocks: fewer than `n` blocks are free.
     fn allocate<'py>(&self, py: Python<'py>, n: Count) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let mut taken = Vec::new();
         self.with(|pool| pool.allocate(n.0, &mut taken)).map_err(to_py)?;
         Ok(to_array(py, taken))
     }
 
-    /// Take one reference on each; a free block leaves the free queue.
+    /// Take one reference on each block. A free block leaves the free queue.
     fn touch(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::touch)
     }
 
-    /// Drop one reference on each, ids given in eviction order.
+    /// Drop one reference on each block.
+    ///
+    /// Blocks that reach 0 with a key go to the tail of the free queue. Blocks that reach 0
+    /// without a key go to its head. Both keep the order of `ids`.
+    ///
+    /// Args:
+    ///     ids: block ids in eviction order.
+    ///
+    /// Raises:
+    ///     InvalidBlock: a block that is already free, or an id outside the pool.
     fn free(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::free)
     }
 
-    /// Hold each for a copy under way: it keeps its place, and `allocate` passes over it.
+    /// Hold each block for a copy. It keeps its place in the queue, and `allocate` skips it.
     fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::pin)
     }
 
-    /// Drop one pin on each.
+    /// Drop one pin on each block. Raises `InvalidBlock` for a block that has none.
     fn unpin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::unpin)
     }
 
-    /// Publish full blocks: ids[i] holds the KV that hashes[i] names.
+    /// Publish full blocks: `ids[i]` holds the KV that `hashes[i]` names.
+    ///
+    /// A block that already holds this key stays as it is.
+    ///
+    /// Raises:
+    ///     InvalidBlock: the null block, a free block, or a block that holds another key.
+    ///     ConfigError: lists of different lengths, or hashes of another width than the pool's.
     #[pyo3(
         signature = (ids, hashes, *, group = Count(0)),
         text_signature = "($self, ids, hashes, *, group=0)"
@@ -164,7 +200,9 @@ impl BlockPool {
         self.with_ids(ids, |pool, ids| pool.cache(ids, &hashes, group))
     }
 
-    /// The longest cached prefix of `hashes`. Of several blocks with one key, the oldest.
+    /// Return the block ids of the longest cached prefix of `hashes`.
+    ///
+    /// If several blocks hold a key, the result has the oldest one.
     #[pyo3(
         name = "lookup",
         signature = (hashes, *, group = Count(0)),
@@ -180,37 +218,37 @@ impl BlockPool {
         Ok(to_array(py, found))
     }
 
-    /// Drop the keys of these blocks, referenced or not; a free one keeps its place.
+    /// Drop the keys of these blocks, referenced or not. A free block keeps its place.
     fn evict(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::evict)
     }
 
-    /// Drop every key. False, and nothing changed, while a block is referenced or pinned.
+    /// Drop every key. Return False and change nothing while a block is referenced or pinned.
     fn reset(&self, py: Python<'_>) -> bool {
         self.with_detached(py, pool::BlockPool::reset)
     }
 
-    /// References held on each.
+    /// Return the number of references on each block.
     fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         self.ref_counts_of(ids)
     }
 
-    /// Pins held on each.
+    /// Return the number of pins on each block.
     fn pin_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         self.pin_counts_of(ids)
     }
 
-    /// The free queue, next to be taken first; pinned blocks in it included.
+    /// Return the free queue, the next block to take first, pinned blocks included.
     fn free_order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.free_order_in(py)
     }
 
-    /// Verify every invariant, in time linear in the number of blocks.
+    /// Verify every invariant in O(num_blocks). Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.with_detached(py, |pool| pool.check()).map_err(to_py)
     }
 
-    /// The events since the last call, oldest first.
+    /// Return the events since the last call, oldest first. Empty without `events=True`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.events_in(py)
     }
