@@ -50,7 +50,7 @@ def nobody_is_interrupted() -> Iterator[None]:
 
 def num_ticks_during(call: Callable[[], object]) -> int:
     """How often another thread ran within these calls, which stop once it has."""
-    ticks, stop = [0], threading.Event()
+    ticks, num_ticks, stop = [0], 0, threading.Event()
 
     def tick() -> None:
         while not stop.is_set():
@@ -63,9 +63,10 @@ def num_ticks_during(call: Callable[[], object]) -> int:
         for _ in range(300):
             before = ticks[0]
             call()
-            if ticks[0] > before:
+            num_ticks = ticks[0] - before
+            if num_ticks > 0:
                 break
-        return ticks[0] - before
+        return num_ticks
     finally:
         stop.set()
         thread.join()
@@ -83,15 +84,43 @@ def test_a_short_call_does_not_give_the_interpreter_lock_back() -> None:
     assert num_ticks_during(lambda: pool.num_free) == 0
 
 
+NUM_THREADS = 5
+
+
+def num_ended(calls: list[Callable[[], object]], seconds: float) -> int:
+    """How many threads get through all the calls, each in an order of its own."""
+    num_rounds, ended = 25, []
+
+    def run(start: int) -> None:
+        for at in range(num_rounds * len(calls)):
+            with suppress(KvstowError):
+                calls[(start + at * (1 + 3 * (start % 2))) % len(calls)]()
+        ended.append(start)
+
+    starts = [3 * at for at in range(NUM_THREADS)]
+    threads = [threading.Thread(target=run, args=(start,), daemon=True) for start in starts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+    return len(ended)
+
+
 def test_threads_on_one_ledger_never_wait_for_each_other() -> None:
     ledger, tier = filled(), OffloadScheduler(len(NAMES), GROUPS, num_device_blocks=NUM_BLOCKS)
+
+    def pin_and_unpin() -> None:
+        ledger.pool.pin([1])
+        ledger.pool.unpin([1])
+
     calls: list[Callable[[], object]] = [
         ledger.check,
         ledger.snapshot,
         ledger.pool.reset,
         lambda: ledger.pool.num_free,
         lambda: ledger.lookup("a", 10),
-        lambda: ledger.pool.pin([1]) or ledger.pool.unpin([1]),
+        pin_and_unpin,
         lambda: ledger.add("b", NAMES[:3]),
         lambda: ledger.allocate("b", 3),
         lambda: ledger.free("b"),
@@ -102,20 +131,14 @@ def test_threads_on_one_ledger_never_wait_for_each_other() -> None:
         lambda: tier.store_evictable(ledger.pool, 10),
         tier.stats,
     ]
-    num_rounds, ended = 25, []
-
-    def run(start: int) -> None:
-        for at in range(num_rounds * len(calls)):
-            with suppress(KvstowError):
-                calls[(start + at * (1 + 3 * (start % 2))) % len(calls)]()
-        ended.append(start)
-
-    threads = [threading.Thread(target=run, args=(3 * at,), daemon=True) for at in range(5)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 300
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-    assert sorted(ended) == [0, 3, 6, 9, 12], "a thread waits for ever"
+    assert num_ended(calls, seconds=300) == NUM_THREADS, "a thread waits for ever"
     ledger.check()
     tier.check()
+
+
+def test_a_thread_that_waits_for_ever_is_noticed() -> None:
+    nobody_sets_it = threading.Event()
+    try:
+        assert num_ended([nobody_sets_it.wait], seconds=0.1) == 0
+    finally:
+        nobody_sets_it.set()
