@@ -440,8 +440,8 @@ class Simulated:
 
     # -- afterwards ---------------------------------------------------------------------------
 
-    def check_at_rest(self) -> None:
-        """Nothing is held for requests and jobs that are over."""
+    def check_at_rest(self, *, is_off: bool = False) -> None:
+        """Nothing is held for requests and jobs that are over; the tier is off only if it may."""
         pool = self.scheduler.kv_cache_manager.block_pool
         assert not self.scheduler.requests
         held = {block.block_id: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
@@ -449,6 +449,9 @@ class Simulated:
         assert pool.get_num_free_blocks() == self.num_blocks - 1
         queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         assert sorted(queue) == list(range(1, self.num_blocks))
+        assert self.half.is_off == is_off
+        if is_off:
+            return
         offload = self.half.offload
         assert offload is not None
         offload.check()

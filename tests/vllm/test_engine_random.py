@@ -181,7 +181,7 @@ class Run:
             if transfer.direction != "load":
                 continue
             assert all(block.ref_cnt > 0 for block in transfer.blocks)
-            if not transfer.is_held:
+            if not transfer.held:
                 tables = scheduler.kv_cache_manager.get_blocks(transfer.request_id).blocks
                 own = {block.block_id for table in tables for block in table}
                 assert {block.block_id for block in transfer.blocks} <= own
@@ -224,7 +224,7 @@ class Run:
                 self.abort()
         else:
             raise AssertionError("it does not come to rest")
-        if any(one.is_held for one in half._transfers.values()):
+        if any(one.held for one in half._transfers.values()):
             # A late store holds blocks, and vLLM does not sleep: it says so.
             with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
                 core.pause_scheduler("keep", clear_cache=True)

@@ -115,7 +115,7 @@ class Pool:
         fails = self.dice.random() < 0.3
         unused = [b for b in store if b.ref_cnt == 1 and b.block_id not in self.held]
         back = [b for b in store if b.block_id in self.held]
-        self.lazy.put_back(store)
+        self.pool.free_blocks(reversed(self.lazy.put_back(store)))
         # A block that was hit while it was held, and freed since, is freed by the store's end.
         self.order += unused[::-1]
         self.held -= {b.block_id for b in back}

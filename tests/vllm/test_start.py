@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -40,7 +41,7 @@ from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvstow import ConfigError, StateError
+from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -125,8 +126,19 @@ def test_a_capacity_that_is_reported_again_changes_nothing() -> None:
     assert offload is not None
     report(scheduler, {0: 20})
     assert scheduler.half.offload is offload and offload.num_resident == 6
-    with pytest.raises(StateError, match="rank 0 reports 19 host blocks, expected 20"):
-        report(scheduler, {0: 19})
+
+
+def test_a_rank_that_has_lost_its_host_memory_turns_the_tier_off(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    report(scheduler, {0: 20})
+    scheduler.store_one()
+    report(scheduler, {0: 19})
+    assert scheduler.half.is_off and scheduler.half.offload is None
+    assert "rank 0 reports 19 host blocks, expected 20" in caplog.text
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 0
 
 
 def test_a_request_that_leaves_while_pending_is_forgotten() -> None:

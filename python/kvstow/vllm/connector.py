@@ -269,9 +269,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Block events of the host tier; transfer events are foreign to vLLM and go to the file."""
-        if self._scheduler is None or self._scheduler.offload is None:
+        if self._scheduler is None:
             return ()
-        events = self._scheduler.offload.take_events()
+        events = self._scheduler.take_events()
         return () if self._host_events is None else list(self._host_events.convert(events))
 
     # -- both -----------------------------------------------------------------------------------
@@ -280,12 +280,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """What happened since the last call."""
         if self._worker is not None:
             return self._worker.stats()
-        offload = None if self._scheduler is None else self._scheduler.offload
-        if offload is None:
+        if self._scheduler is None or (offload := self._scheduler.offload) is None:
             return None
         if self._reporter is None:
             self._reporter = StatsReporter(offload.num_host_blocks)
-        return self._reporter.report(offload.stats())
+        stats = self._scheduler.stats()
+        return self._reporter.report(stats) if stats else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -307,8 +307,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop what runs, and give the host memory back."""
         if self._worker is not None:
             self._worker.close()
-        if self._scheduler is not None and self._scheduler.offload is not None:
-            self._scheduler.offload.end_all()
+        if self._scheduler is not None:
+            self._scheduler.close()
             self._write_events()
         if self._event_file is not None:
             self._event_file.close()
@@ -317,8 +317,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Write down what has happened to transfers; taken also if only block events are wanted."""
         if self._event_file is None and self._host_events is None:
             return  # none are kept
-        if self._scheduler is not None and self._scheduler.offload is not None:
-            events = self._scheduler.offload.take_transfer_events()
+        if self._scheduler is not None:
+            events = self._scheduler.take_transfer_events()
             if self._event_file is not None:
                 self._event_file.write(events)
 

@@ -113,11 +113,12 @@ class LazyQueue:
                 self._computed[block.block_id] = node.key
                 self._unseen.append(block)
 
-    def put_back(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def put_back(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """End what a store holds: blocks go back to where they would be in the queue without it.
 
         vLLM would append them: they would be the last to be overwritten, and what was used after
-        them would go first. Blocks that were used since they were taken are vLLM's to free.
+        them would go first. Returns the blocks that were used since they were taken: the store's
+        reference to them is the caller's to give back.
         """
         self._follow_head()
         unused, used = [], []
@@ -136,7 +137,7 @@ class LazyQueue:
             else:
                 self._insert(node.block, after.block)
             node.is_held = False
-        self._pool.free_blocks(reversed(used))
+        return used
 
     # -- the view -------------------------------------------------------------------------------
 

@@ -34,15 +34,20 @@ grants them, and it may change a request's tokens afterwards. What it does, and 
 - Structured output, adapters and prompt embeddings change no token that was reported. They are part
   of the hashes or of the sampling. Weights that change under one adapter's name need a reset.
 - Request ids are used again only after `finished`.
+
+An error inside this half ends the tier, not the server. `_or_without_tier` catches it at each call
+that vLLM makes: what the tier says may be wrong from then on, so nothing is looked up or stored any
+more. Requests that wait for a load compute. Blocks that jobs hold come free as workers report.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 from vllm.v1.request import RequestStatus
 
@@ -62,10 +67,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvstow.events import BlockEvent, TransferEvent
     from kvstow.vllm.events import HostEvents
 
 logger = logging.getLogger("vllm." + __name__)
 
+
+_Args = ParamSpec("_Args")
+_Answer = TypeVar("_Answer")
 
 # To be let in: with the blocks of a load that has landed, if there was no room for the rest.
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -118,13 +127,39 @@ class _Transfer:
 
     direction: Literal["store", "load"]
     blocks: list[KVCacheBlock]
-    # By references in vLLM's pool.
-    is_held: bool = False
+    # Those of them that a reference in vLLM's pool keeps.
+    held: list[KVCacheBlock] = field(default_factory=list)
+    # The ranks that have reported it.
+    ranks: set[int] = field(default_factory=set)
     # Of a store: how many ranks read its blocks no more.
     num_released: int = 0
     # A load's.
     request_id: str = ""
     is_late: bool = False
+
+
+def _or_without_tier(
+    method: Callable[Concatenate[SchedulerHalf, _Args], _Answer],
+) -> Callable[Concatenate[SchedulerHalf, _Args], _Answer]:
+    """Turn the tier off if the method raises, and call it once more, without a tier.
+
+    The methods may be called again after any call that they make has raised. What raises without a
+    tier is vLLM's own, and goes on to vLLM. So does an interrupt.
+    """
+
+    @functools.wraps(method)
+    def guarded(half: SchedulerHalf, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Answer:
+        try:
+            return method(half, *args, **kwargs)
+        except BaseException as error:
+            if half.is_off:
+                raise
+            half.turn_off()
+            if not isinstance(error, Exception):
+                raise
+        return method(half, *args, **kwargs)
+
+    return guarded
 
 
 class SchedulerHalf:
@@ -184,8 +219,10 @@ class SchedulerHalf:
         self._manager: KVCacheManager | None = None
         self._weights = WeightsVersion(options.weights_version_path)
         self._capacities = Capacities(world_size, timeout_s=options.load_timeout_s, clock=clock)
-        # None until every rank has reported its capacity.
+        # None until every rank has reported its capacity, and when the tier is off.
         self.offload: OffloadScheduler | None = None
+        # Once the tier is off: how long its last copies keep vLLM from its rest.
+        self._off_until: float | None = None
 
     # -- set-up ---------------------------------------------------------------------------------
 
@@ -215,13 +252,37 @@ class SchedulerHalf:
 
     def _learn(self, capacities: Mapping[int, int]) -> None:
         """Take ranks' capacities; make the host tier once all are known."""
+        if self.is_off:
+            return
         self._capacities.add(capacities)
         agreed = self._capacities.agreed
         if self.offload is None and agreed is not None:
             self.agree(agreed)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether the tier was given up because of an error."""
+        return self._off_until is not None
+
+    def turn_off(self) -> None:
+        """Serve without the tier from now on, because an error that is being handled broke it.
+
+        Each load that is under way fails. Jobs that were handed out, or will be with the next step,
+        end when all ranks have reported them (`processed`).
+        """
+        logger.exception(
+            "kvstow: the host tier is off because of an error; requests are served without it "
+            "until the server is restarted"
+        )
+        self._off_until = self._deadline()
+        self.offload = self._lazy = None
+        for transfer in self._transfers.values():
+            if transfer.direction == "load" and not transfer.is_late:
+                self._give_up(transfer)
+
     # -- admission ------------------------------------------------------------------------------
 
+    @_or_without_tier
     def lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens after the local hit that the host can serve; None: ask again later."""
         tracked = self._tracked.get(request.request_id)
@@ -241,7 +302,7 @@ class SchedulerHalf:
         offload = self.offload
         if offload is None:
             # The first step brings the ranks' reports, and vLLM steps again while a request waits.
-            may_wait = not request.skip_reading_prefix_cache
+            may_wait = not (self.is_off or request.skip_reading_prefix_cache)
             return None if may_wait and self._capacities.is_awaited() else 0
         self._report_hashes(request.request_id, tracked, request.num_tokens)
         if (
@@ -266,10 +327,16 @@ class SchedulerHalf:
             one.request.status == RequestStatus.RUNNING for one in self._tracked.values()
         )
 
+    @_or_without_tier
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has given the request blocks; the external ones are to be loaded."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            return
+        if self.is_off and num_external_tokens:
+            # The tier offered them before it was turned off, and vLLM waits for them.
+            tracked.is_admitted = tracked.is_fresh = tracked.is_loading = True
+            self._failed.append(request.request_id)
             return
         if tracked.is_admitted:
             tracked.is_loading = False  # its load has landed, and it runs now
@@ -305,11 +372,12 @@ class SchedulerHalf:
             self.offload.release(request.request_id)
             self._failed.append(request.request_id)
             return
-        self._transfers[job.job_id] = _Transfer("load", own_blocks, request_id=request.request_id)
         self._loads.append(Copies.of(job))
+        self._transfers[job.job_id] = _Transfer("load", own_blocks, request_id=request.request_id)
 
     # -- steps ----------------------------------------------------------------------------------
 
+    @_or_without_tier
     def build(self, scheduled: SchedulerOutput) -> StepJobs:
         """What the workers begin in this step."""
         for request_id in scheduled.preempted_req_ids or ():
@@ -329,17 +397,24 @@ class SchedulerHalf:
                     num_computed = min(num_computed, tracked.request.num_tokens)
                     self._take_down(request_id, tracked, num_computed)
                 tracked.is_fresh = False
-        if self._transfers:
+        if self._transfers and self.offload is not None:
             self._expire()
-        jobs = StepJobs(self._loads, self._stores, self._failed, asks_capacity=self.offload is None)
+        asks_capacity = self.offload is None and not self.is_off
+        jobs = StepJobs(self._loads, self._stores, self._failed, asks_capacity=asks_capacity)
         self._loads, self._stores, self._failed = [], [], []
         return jobs
 
+    @_or_without_tier
     def processed(self, output: KVConnectorOutput) -> None:
         """A step was processed: end the jobs that every worker has reported, plan new stores."""
         reports = output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
             self._learn(reports.capacities)
+            for job_id, rank, _ in reports.reports:
+                if job_id in self._transfers:
+                    self._transfers[job_id].ranks.add(rank)
+        if self.is_off:
+            self._end_reported()
         if isinstance(reports, StepReports) and self.offload is not None:
             ends = [
                 end
@@ -347,9 +422,7 @@ class SchedulerHalf:
                 if (end := self.offload.complete(job_id, ok=ok, rank=rank)) is not None
             ]
             self._released(reports.released)
-            loaded = self._end(ends)
-            if loaded:
-                output.finished_recving = (output.finished_recving or set()) | loaded
+            self._end(ends, output)
         for request_id in output.finished_recving or ():
             if request_id in self._tracked:
                 self._tracked[request_id].is_load_told = True
@@ -360,6 +433,7 @@ class SchedulerHalf:
         if self._lazy is not None:
             self._store_blocks(self._lazy.evictable())
 
+    @_or_without_tier
     def finished(self, request: Request) -> None:
         """A request is over, and its blocks are still its own: store what is due of them."""
         if request.request_id not in self._tracked:
@@ -368,6 +442,7 @@ class SchedulerHalf:
             self._store([request.request_id])
         self._forget(request.request_id)
 
+    @_or_without_tier
     def reset(self) -> None:
         """Empty the tier, unless it is to outlive resets and the weights are what they were.
 
@@ -384,17 +459,22 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
 
+    @_or_without_tier
     def may_rest(self) -> bool:
         """Whether vLLM need not go on stepping for stores to land and failures to be told.
 
         vLLM asks when it has nothing to run: all requests are over, or it is paused, perhaps to
         sleep, and keeps them. Their blocks are about to go, so what must be done before is begun.
         """
-        if self.offload is None:
+        if self.offload is None and not self.is_off:
             return not self._capacities.is_awaited()  # an empty step brings the reports
         tracked = list(self._tracked.values())
         may_go = all([self._settle(one) for one in tracked])
-        return may_go and self._num_storing == 0 and not self._failed
+        if self._off_until is not None:
+            is_copying = bool(self._transfers) and self._clock() < self._off_until
+        else:
+            is_copying = self._num_storing > 0
+        return may_go and not is_copying and not self._failed
 
     def _settle(self, tracked: _Tracked) -> bool:
         """See to the blocks of a request that is paused; whether they may go."""
@@ -409,7 +489,8 @@ class SchedulerHalf:
         num_computed = request.num_computed_tokens
         assert self._manager is not None
         if (
-            self._options.preserve_on_sleep
+            self.offload is not None
+            and self._options.preserve_on_sleep
             and self._options.lazy_offload
             and not tracked.is_stale
             and num_computed > tracked.num_settled
@@ -438,9 +519,32 @@ class SchedulerHalf:
         return any(
             block.ref_cnt == 1
             for transfer in self._transfers.values()
-            if transfer.is_held and not transfer.is_late
-            for block in transfer.blocks
+            if not transfer.is_late
+            for block in transfer.held
         )
+
+    # -- what the connector passes on -----------------------------------------------------------
+
+    @_or_without_tier
+    def stats(self) -> dict[str, int]:
+        """The tier's counters and gauges; none without a tier."""
+        return {} if self.offload is None else self.offload.stats()
+
+    @_or_without_tier
+    def take_events(self) -> Sequence[BlockEvent]:
+        """What has happened to the tier's blocks since the last call."""
+        return [] if self.offload is None else self.offload.take_events()
+
+    @_or_without_tier
+    def take_transfer_events(self) -> Sequence[TransferEvent]:
+        """What has happened to jobs since the last call."""
+        return [] if self.offload is None else self.offload.take_transfer_events()
+
+    @_or_without_tier
+    def close(self) -> None:
+        """End all jobs: workers report no more."""
+        if self.offload is not None:
+            self.offload.end_all()
 
     # -- what is kept of requests ---------------------------------------------------------------
 
@@ -662,31 +766,40 @@ class SchedulerHalf:
             held = told
             if held is None or ids != told_ids:
                 held = list(map(self._pool.blocks.__getitem__, ids))
-            self._hold(held)
+            copies, transfer = Copies.of(job), _Transfer("store", held)
+            self._hold(transfer)
+            self._transfers[job.job_id] = transfer
+            self._stores.append(copies)
+            self._num_storing += 1
             if self._lazy is not None:
                 self._lazy.hold(held)
-            self._transfers[job.job_id] = _Transfer("store", held, is_held=True)
-            self._num_storing += 1
-            self._stores.append(Copies.of(job))
 
-    def _end(self, ends: Sequence[JobEnd]) -> set[str]:
-        """Let go of what jobs held. Returns the requests whose loads have landed."""
-        loaded = set()
+    def _end(self, ends: Sequence[JobEnd], output: KVConnectorOutput) -> None:
+        """Let go of what jobs held, and report the loads that have landed.
+
+        A job stays in `_transfers` until nothing is left to do that may raise.
+        """
         for end in ends:
-            transfer = self._transfers.pop(end.job_id)
+            transfer = self._transfers[end.job_id]
+            self._release(transfer)
             if transfer.direction == "load":
-                if transfer.is_held:
-                    self._let_go(transfer.blocks)
                 if end.ok:
-                    loaded.add(transfer.request_id)
+                    loaded = output.finished_recving or set()
+                    output.finished_recving = loaded | {transfer.request_id}
                 elif not transfer.is_late:
                     self._failed.append(transfer.request_id)
-                continue
-            self._num_storing -= not transfer.is_late
-            self._release(transfer)
-            if self._lazy is not None and not end.ok:
-                self._lazy.offer_again(transfer.blocks)
-        return loaded
+            else:
+                self._num_storing -= not transfer.is_late
+                if self._lazy is not None and not end.ok:
+                    self._lazy.offer_again(transfer.blocks)
+            del self._transfers[end.job_id]
+
+    def _end_reported(self) -> None:
+        """Without a tier: end the jobs that all ranks have reported, however they went."""
+        for job_id, transfer in list(self._transfers.items()):
+            if len(transfer.ranks) == self._world_size:
+                self._release(transfer)
+                del self._transfers[job_id]
 
     def _released(self, job_ids: Iterable[int]) -> None:
         """Ranks read the blocks of these stores no more, though their bytes may be on the way."""
@@ -698,42 +811,41 @@ class SchedulerHalf:
                     self._release(transfer)
 
     def _release(self, transfer: _Transfer) -> None:
-        """Let go of a store's blocks, once."""
-        if not transfer.is_held:
-            return
-        transfer.is_held = False
-        if self._lazy is not None:
-            self._lazy.put_back(transfer.blocks)
-        else:
-            self._let_go(transfer.blocks)
+        """Let go of the blocks that a job holds, if it still does."""
+        if self._lazy is not None and transfer.direction == "store":
+            transfer.held = self._lazy.put_back(transfer.held)
+        self._let_go(transfer.held)
+        transfer.held = []
 
-    def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def _hold(self, transfer: _Transfer) -> None:
         """As `BlockPool.touch`, but that a copy is no access, which vLLM would count for each."""
-        for block in blocks:
-            num_refs = block.ref_cnt
-            if not num_refs:
-                self._pool.free_block_queue.remove(block)
-            block.ref_cnt = num_refs + 1
+        num_held = 0
+        try:
+            for num_held, block in enumerate(transfer.blocks):  # noqa: B007 - used if one fails
+                num_refs = block.ref_cnt
+                if not num_refs:
+                    self._pool.free_block_queue.remove(block)
+                block.ref_cnt = num_refs + 1
+        except BaseException:
+            self._let_go(transfer.blocks[:num_held])
+            raise
+        transfer.held = transfer.blocks
 
     def _let_go(self, blocks: Sequence[KVCacheBlock]) -> None:
         """As `BlockPool.free_blocks`, which is slow for blocks that someone else holds: most."""
-        unused = []
         # As vLLM frees a request: the tail is to be evicted before the head.
-        for block in reversed(blocks):
-            num_refs = block.ref_cnt
-            if num_refs > 1:
-                block.ref_cnt = num_refs - 1
-            else:
-                unused.append(block)
+        unused = [block for block in reversed(blocks) if block.ref_cnt == 1]
         if unused:
-            self._pool.free_blocks(unused)
+            self._pool.free_blocks(unused)  # first: if it raises, nothing has changed
+        for block in blocks:
+            if block.ref_cnt:
+                block.ref_cnt -= 1
 
     def _expire(self) -> None:
         """Fail what is past its deadline; its blocks stay held until the copies have ended."""
         assert self.offload is not None
         for job_id in self.offload.expire(self._clock()):
             transfer = self._transfers[job_id]
-            transfer.is_late = True
             logger.warning(
                 "kvstow: %s job %d is late by its deadline of %g s; its %d blocks stay out of use "
                 "until the copy has ended",
@@ -743,12 +855,16 @@ class SchedulerHalf:
                 len(transfer.blocks),
             )
             if transfer.direction == "store":
+                transfer.is_late = True
                 self._num_storing -= 1
             else:
-                # Before its request is told, and vLLM takes the blocks back.
-                self._hold(transfer.blocks)
-                transfer.is_held = True
-                self._failed.append(transfer.request_id)
+                self._give_up(transfer)
+
+    def _give_up(self, transfer: _Transfer) -> None:
+        """Fail a load's request; its blocks stay held until the copy has ended."""
+        self._hold(transfer)  # before its request is told, and vLLM takes the blocks back
+        transfer.is_late = True
+        self._failed.append(transfer.request_id)
 
     def _deadline(self) -> float:
         return self._clock() + self._options.load_timeout_s
