@@ -118,3 +118,27 @@ def test_our_folders_win_over_packages_of_their_name_in_site_packages(
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert Path(done.stdout.strip()) == ROOT / package / "__init__.py"
+
+
+def test_interrupt_of_the_first_call_with_an_array_is_no_panic() -> None:
+    # Whatever is still imported then, an interrupt can hit.
+    printed(
+        """
+        import builtins
+        import numpy as np
+        import kvstow
+
+        def interrupt(*_, **__):
+            raise KeyboardInterrupt
+
+        tokens, own = np.arange(8, dtype=np.int32), builtins.__import__
+        builtins.__import__ = interrupt
+        try:
+            kvstow.hash_tokens(tokens, 4)
+            pool = kvstow.BlockPool(4)
+            pool.pin(np.array([1], dtype=np.int32))
+            pool.pin_counts(np.array([1], dtype=np.int32))
+        finally:
+            builtins.__import__ = own
+        """
+    )

@@ -28,6 +28,19 @@ use lock::{detached, lock};
 /// has changed nothing.
 #[pyo3::pymodule]
 mod _core {
+    use numpy::{IntoPyArray, PyArrayMethods};
+    use pyo3::prelude::{Bound, PyAnyMethods, PyModule, PyResult};
+
+    /// Load what rust-numpy loads when it is first used: an interrupt at that moment is a panic.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let py = module.py();
+        // First by a call that returns its error: numpy may be missing, or the import interrupted.
+        py.import("numpy.lib")?.getattr("NumpyVersion")?;
+        Vec::<i32>::new().into_pyarray(py).readonly();
+        Ok(())
+    }
+
     #[pymodule_export]
     use super::error::{
         ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, SnapshotError,
