@@ -24,7 +24,6 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -36,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import SnapshotError
+from kvstow.threads import map_on_threads
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
 
@@ -234,9 +234,8 @@ def _write_slots(
         ]
 
     # Neither the checksum nor the system holds the interpreter lock.
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvstow-snapshot") as threads:
-        crcs = [crc for part in threads.map(write, chunks) for crc in part]
-    return np.array(crcs, dtype=np.uint32)
+    parts = map_on_threads(write, chunks, _NUM_THREADS, "kvstow-snapshot")
+    return np.array([crc for part in parts for crc in part], dtype=np.uint32)
 
 
 def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:

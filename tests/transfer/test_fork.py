@@ -136,7 +136,7 @@ def test_child_builds_its_own(made: Made) -> None:
 def test_fork_while_threads_hold_the_locks_and_copy(made: Made) -> None:
     """The child closes everything, though no thread of it will ever give the locks back."""
     host = made.mover if isinstance(made.mover, HostMover) else made.mover._mover  # type: ignore[attr-defined]
-    held = [host._stores._changed, host._loads._changed]
+    held = [host._stores._lock, host._loads._lock]
     taken, go = threading.Event(), threading.Event()
 
     def hold() -> None:

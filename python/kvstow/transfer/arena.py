@@ -24,7 +24,6 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError
+from kvstow.threads import map_on_threads
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS, checked_int
 
@@ -330,11 +330,7 @@ def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collecti
                 os.sched_setaffinity(0, cpus)  # of this thread
 
     try:
-        with ThreadPoolExecutor(
-            num_threads, thread_name_prefix="kvstow-prefault", initializer=settle
-        ) as pool:
-            for _ in pool.map(touch, starts):
-                pass
+        map_on_threads(touch, starts, num_threads, "kvstow-prefault", begin=settle)
     except RuntimeError as error:
         raise ConfigError(
             f"the threads that touch the memory cannot be started ({error}); lower "

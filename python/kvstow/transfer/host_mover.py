@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +34,7 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host_queue import HostQueue, stop_queues
+from kvstow.transfer.host_queue import HostQueue, start_queues, stop_queues
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.ticket import Ticket
@@ -92,13 +91,12 @@ class HostMover(Mover):
             )
             for members in _clusters((layout.regions, layout.num_blocks), (host, arena.num_slots))
         ]
-        with ExitStack() as built:
-            self._stores = HostQueue("kvstow-store", arena.num_slots)
-            built.callback(stop_queues, (self._stores,))
-            self._loads = HostQueue("kvstow-load", layout.num_blocks)
-            built.pop_all()
+        self._stores = HostQueue("kvstow-store", arena.num_slots)
+        self._loads = HostQueue("kvstow-load", layout.num_blocks)
+        queues = self._stores, self._loads
         # Also at interpreter exit: a thread must not copy while memory is taken down around it.
-        self._stop = weakref.finalize(self, stop_queues, (self._stores, self._loads))
+        self._stop = weakref.finalize(self, stop_queues, queues)
+        start_queues(queues)
 
     def close(self) -> None:
         """End every job and join the threads; see `Mover.close`."""

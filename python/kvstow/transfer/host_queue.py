@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.fork import FORKED, close_in_children
@@ -13,7 +14,7 @@ from kvstow.transfer.mover import Event, Index
 from kvstow.transfer.order import JobOrder, Turn
 from kvstow.transfer.ticket import HostTicket
 
-__all__ = ["HostQueue", "stop_queues"]
+__all__ = ["HostQueue", "start_queues", "stop_queues"]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,32 +36,42 @@ class HostQueue:
     """
 
     def __init__(self, name: str, num_targets: int) -> None:
-        """Start the thread.
+        """Begin without a thread; see `start_queues`.
 
         Args:
             name: of the thread.
             num_targets: slots or blocks that jobs may write to.
-
-        Raises:
-            StateError: the system starts no more threads.
         """
-        # Taken itself, because an interrupt inside of Condition.__enter__ would leave it held.
+        # No Condition: an interrupt in its Python code leaves a lock held or a wake-up lost. These
+        # two are in C, and no interrupt divides them.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._wakes: SimpleQueue[None] = SimpleQueue()
         self._order: JobOrder[_Job] = JobOrder(num_targets)
         self._queue: deque[_Job] = deque()
         self._under_way: _Job | None = None
         self._closing = False
         # A daemon: the interpreter joins others before it stops the queues at its exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_started = False
+        # Ends with the last job. An interrupt in Thread.join can report a thread as ended while it
+        # still copies.
+        self._last_job = HostTicket()
+        close_in_children(self)
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
         try:
             self._thread.start()
         except RuntimeError as error:
             raise StateError(
-                f"the thread {name} cannot be started ({error}); raise the limit of threads "
-                "(ulimit -u, pids.max of the container)"
+                f"the thread {self._thread.name} cannot be started ({error}); raise the limit of "
+                "threads (ulimit -u, pids.max of the container)"
             ) from error
-        close_in_children(self)
+        self._is_started = True
 
     def submit(
         self, work: Callable[[], None], targets: Index, after: Event, *, is_brief: bool = False
@@ -87,8 +98,8 @@ class HostQueue:
             job.is_ready = True
             if job.is_submitted:  # else whoever submits it sees it ready
                 with self._lock:
+                    self._wakes.put(None)
                     self._queue += self._order.release(job)
-                    self._changed.notify()
 
         # Before it is queued, so that an event that refuses leaves nothing behind.
         after.add_done_callback(happened)
@@ -104,26 +115,27 @@ class HostQueue:
                 if error is not None and not isinstance(error.__cause__, Exception | None):
                     raise error.__cause__  # an interrupt is this thread's own
             else:
+                self._wakes.put(None)
                 self._queue.append(job)
-                self._changed.notify()
         return ticket
 
     def stop(self) -> None:
         """Let the thread end when it has carried out all jobs that may run; does not wait."""
         with self._lock:
             self._closing = True
-            self._changed.notify()
+            self._wakes.put(None)
 
     def join(self) -> None:
         """Wait for the thread to end."""
         # The garbage collector may run a finalizer on the thread itself.
-        if self._thread is not threading.current_thread():
+        if self._is_started and self._thread is not threading.current_thread():
+            self._last_job.wait()
             self._thread.join()
 
     def close_in_child(self) -> None:
         """End every job in a forked child, where no thread will: the parent carries them out."""
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
-        self._changed = threading.Condition(self._lock)
+        self._wakes = SimpleQueue()
         self._closing = True
         jobs = [*self._order.abandon(), *self._queue]
         if self._under_way is not None:
@@ -132,28 +144,47 @@ class HostQueue:
         for job in jobs:
             if not job.ticket.poll():
                 job.ticket.end(TransferError(f"the transfer {FORKED}; this one sees no end of it"))
+        if not self._last_job.poll():
+            self._last_job.end(None)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             job.ticket.end(_carry_out(job))
             # Not kept while waiting for the next: the index arrays can be large.
             del job
+        self._last_job.end(None)
 
     def _next(self) -> _Job | None:
         """Wait for a job that may run; None, and the waiting ones failed, when closing."""
-        with self._lock:
-            self._under_way = None
-            while not self._queue and not self._closing:
-                self._changed.wait()
-            if self._queue:
-                self._under_way = self._queue.popleft()
-                return self._under_way
-            abandoned = self._order.abandon()
+        abandoned = None
+        while abandoned is None:
+            with self._lock:
+                self._under_way = self._queue.popleft() if self._queue else None
+                if self._under_way is not None:
+                    return self._under_way
+                if self._closing:
+                    abandoned = self._order.abandon()
+            if abandoned is None:
+                self._wakes.get()
         for job in abandoned:
             job.ticket.end(
                 TransferError("the mover was closed before the transfer began; nothing was copied")
             )
         return None
+
+
+def start_queues(queues: Sequence[HostQueue]) -> None:
+    """Start the threads of queues that their owner already stops when it goes; or none of them.
+
+    Raises:
+        StateError: the system starts no more threads.
+    """
+    try:
+        for queue in queues:
+            queue.start()
+    except BaseException:
+        stop_queues(queues)
+        raise
 
 
 def stop_queues(queues: Sequence[HostQueue]) -> None:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvstow._core import ConfigError, InvalidBlock, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.ticket import HostTicket, Ticket
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Index: TypeAlias = npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ class HostEvent:
     def __init__(self) -> None:
         """Begin unset."""
         self._lock = threading.Lock()
-        self._happened = threading.Event()
+        self._moment = HostTicket()  # an interrupt in threading.Event can leave its lock held
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
 
@@ -83,13 +83,14 @@ class HostEvent:
             StateError: it is set already. One event stands for one moment: used again for a later
                 step it would not hold back that step's transfers.
 
-        And what a callback raises, once all of them were called.
+        And what a callback raises, once all of them were called. After an interrupt some transfers
+        may still wait: close their mover.
         """
         with self._lock:
-            if self._happened.is_set():
+            if self._moment.poll():
                 raise StateError("this HostEvent is set already; make a new one for each step")
             self._error = error
-            self._happened.set()
+            self._moment.end(None)
             callbacks, self._callbacks = self._callbacks, []
         # All of them, whatever one raises: each is a transfer of its own that would never end.
         errors: list[BaseException] = []
@@ -103,8 +104,7 @@ class HostEvent:
 
     def wait(self) -> None:
         """Block until `set`; raise `TransferError` from the error it was set with, if any."""
-        if not self._happened.is_set():
-            self._happened.wait()
+        self._moment.wait()
         if self._error is not None:
             raise TransferError(
                 f"the event a transfer waited for failed: {self._error!r}"
@@ -112,9 +112,9 @@ class HostEvent:
 
     def add_done_callback(self, callback: Callable[[], None], /) -> None:
         """Call `callback` from `set`, or at once if it is set."""
-        if not self._happened.is_set():
+        if not self._moment.poll():
             with self._lock:
-                if not self._happened.is_set():
+                if not self._moment.poll():
                     self._callbacks.append(callback)
                     return
         callback()

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import ExitStack
 
 import numpy as np
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host_queue import HostQueue, stop_queues
+from kvstow.transfer.host_queue import HostQueue, start_queues, stop_queues
 from kvstow.transfer.kernels import checksum
 from kvstow.transfer.mover import READY, Event, Index, Mover
 from kvstow.transfer.ticket import DamagedSlots, HostTicket, Ticket
@@ -44,13 +43,12 @@ class VerifiedMover(Mover):
         super().__init__(mover.layout, mover.arena)
         self._mover = mover
         self._checksums = mover.arena.checksums
-        with ExitStack() as built:
-            self._stores = HostQueue("kvstow-checksum", mover.arena.num_slots)
-            built.callback(stop_queues, (self._stores,))
-            self._loads = HostQueue("kvstow-verify", mover.layout.num_blocks)
-            built.pop_all()
+        self._stores = HostQueue("kvstow-checksum", mover.arena.num_slots)
+        self._loads = HostQueue("kvstow-verify", mover.layout.num_blocks)
+        queues = self._stores, self._loads
         # At interpreter exit they stop before the mover's, which was built earlier.
-        self._stop = weakref.finalize(self, stop_queues, (self._stores, self._loads))
+        self._stop = weakref.finalize(self, stop_queues, queues)
+        start_queues(queues)
 
     def close(self) -> None:
         """End every job, and close the mover."""
@@ -110,6 +108,7 @@ class ProvingMover(Mover):
         # Of a mover that sums up on its device: the file has none of these.
         self._sums = mover.arena.device_sums if mover.arena.has_device_sums else None
         self._stop = weakref.finalize(self, stop_queues, (self._proofs,))
+        start_queues((self._proofs,))
 
     def close(self) -> None:
         """End every job, and close the mover."""

@@ -1,0 +1,95 @@
+"""Work for several threads, which an interrupt of the calling thread ends in good order."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+__all__ = ["map_on_threads"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+# How often the caller looks by itself, should an interrupt have cost it a wake-up.
+_LOOK_S = 0.05
+
+
+class _Work(Generic[T, R]):
+    """Items, each taken by one thread."""
+
+    def __init__(self, call: Callable[[T], R], items: Iterable[T]) -> None:
+        self.call = call
+        self.waiting = deque(enumerate(items))
+        self.results: dict[int, R] = {}
+        self.error: BaseException | None = None
+        self.wakes: SimpleQueue[None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_under_way = 0
+
+    def run(self) -> None:
+        """Carry out items until none is left."""
+        while True:
+            with self._lock:
+                if not self.waiting:
+                    return
+                at, item = self.waiting.popleft()
+                self._num_under_way += 1
+            try:
+                self.results[at] = self.call(item)
+            except BaseException as error:
+                self.fail(error)
+            with self._lock:
+                self._num_under_way -= 1
+            self.wakes.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Begin no more items."""
+        with self._lock:
+            self.error = self.error or error
+            self.waiting.clear()
+
+    def is_over(self) -> bool:
+        """Whether no item waits or is under way."""
+        with self._lock:
+            return not self.waiting and not self._num_under_way
+
+
+def map_on_threads(
+    call: Callable[[T], R],
+    items: Iterable[T],
+    num_threads: int,
+    name: str,
+    *,
+    begin: Callable[[], None] | None = None,
+) -> list[R]:
+    """Return `call` of each item, made by threads that run `begin` first.
+
+    After an error or an interrupt no further item begins. No call is under way when it is raised.
+    `ThreadPoolExecutor` can hang then: its Conditions stay locked after an interrupt.
+
+    Raises:
+        RuntimeError: the system starts no more threads.
+    """
+    work = _Work(call, items)
+
+    def run() -> None:
+        try:
+            if begin is not None:
+                begin()
+        except BaseException as error:
+            work.fail(error)
+        work.run()
+
+    to_start = iter(range(min(num_threads, len(work.waiting))))
+    while not work.is_over():
+        try:
+            for _ in to_start:
+                threading.Thread(target=run, name=name, daemon=True).start()
+            work.wakes.get(timeout=_LOOK_S)
+        except Empty:
+            pass
+        except BaseException as error:
+            work.fail(error)
+    if work.error is not None:
+        raise work.error
+    return [work.results[at] for at in range(len(work.results))]

@@ -1,0 +1,136 @@
+"""Movers whose caller is interrupted, as by Ctrl-C, while they start and while they close."""
+
+import signal
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstow.threads import map_on_threads
+from kvstow.transfer import BlockLayout, HostArena, HostMover, Mover, ProvingMover
+from kvstow.transfer import VerifiedMover as Verified
+
+BLOCK_BYTES = 1 << 20  # too large for the submitting thread to copy
+LONG_S = 60.0
+
+
+class Held:
+    """An event that has happened, and whose `wait` takes until the gate opens."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.begun.set()
+        assert self.gate.wait(LONG_S)
+
+    def add_done_callback(self, callback: Callable[[], None], /) -> None:
+        callback()
+
+
+def host(layout: BlockLayout, arena: HostArena) -> Mover:
+    return HostMover(layout, arena)
+
+
+def verified(layout: BlockLayout, arena: HostArena) -> Mover:
+    return Verified(HostMover(layout, arena))
+
+
+def proving(layout: BlockLayout, arena: HostArena) -> Mover:
+    return ProvingMover(HostMover(layout, arena))
+
+
+def memory() -> tuple[BlockLayout, HostArena]:
+    device = np.zeros((4, BLOCK_BYTES), np.uint8)
+    device[1] = 7
+    return BlockLayout.from_arrays([device]), HostArena(4, BLOCK_BYTES)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("build", [host, verified, proving])
+def test_close_after_an_interrupted_close_waits_for_the_copy(
+    build: Callable[[BlockLayout, HostArena], Mover],
+) -> None:
+    layout, arena = memory()
+    mover, held = build(layout, arena), Held()
+    ticket = mover.store([1], [0], after=held)
+    assert held.begun.wait(LONG_S)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            mover.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not ticket.poll()
+    threading.Timer(0.2, held.gate.set).start()
+    mover.close()
+    assert ticket.poll(), "close returned while the copy was still to be made"
+    # One that wraps another may have closed that already: then the copy has failed.
+    assert ticket.error is not None or (arena.slots[0] == 7).all()
+
+
+@pytest.mark.parametrize("build", [host, verified, proving])
+def test_mover_whose_start_is_interrupted_leaves_no_thread(
+    build: Callable[[BlockLayout, HostArena], Mover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, arena = memory()
+    num_threads, start = threading.active_count(), threading.Thread.start
+
+    started: list[threading.Thread] = []
+    last = 0
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        if len(started) == last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    for last in range(1, 5):  # noqa: B007 - read above
+        started.clear()
+        try:
+            build(layout, arena).close()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        for thread in started:
+            thread.join(LONG_S)
+        assert threading.active_count() == num_threads
+    assert last > 1, "no thread was started"
+
+
+def test_interrupted_map_begins_no_more_items_and_ends_those_under_way() -> None:
+    begun, ended = [], []
+
+    def call(item: int) -> None:
+        begun.append(item)
+        threading.Event().wait(0.3)
+        ended.append(item)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            map_on_threads(call, range(1000), 2, "kvstow-test")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) < 10
+
+
+def test_map_raises_the_error_of_an_item_and_keeps_the_order_of_results() -> None:
+    def invert(item: int) -> float:
+        return 1 / item
+
+    assert map_on_threads(invert, [4, 2, 1], 2, "kvstow-test") == [0.25, 0.5, 1]
+    assert map_on_threads(invert, [], 2, "kvstow-test") == []
+    with pytest.raises(ZeroDivisionError):
+        map_on_threads(invert, [1, 0, 2], 2, "kvstow-test")
