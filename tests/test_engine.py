@@ -712,3 +712,23 @@ def test_the_example_runs() -> None:
 def test_the_engine_is_imported_when_it_is_asked_for() -> None:
     code = "import sys, kvstow; before = 'kvstow.transfer' in sys.modules; kvstow.Engine; "
     assert run("-c", code + "print(before, 'kvstow.transfer' in sys.modules)") == "False True\n"
+
+
+def test_block_that_left_the_window_before_it_was_computed_is_not_stored() -> None:
+    """Its memory on the device may hold another block by then."""
+    arrays = [np.zeros((16, BLOCK), np.int64) for _ in range(2)]
+    groups = [FullAttention(BLOCK), SlidingWindow(BLOCK, 6)]
+    layouts = [BlockLayout.from_arrays([array]) for array in arrays]
+    with Engine(16, 16, groups, layouts) as engine:
+        engine.add("a", hash_tokens(range(24), BLOCK))
+        assert engine.admit("a", 24, 6, after=READY).state is RUNS
+        engine.computed(["a"], [6], after=READY)
+        engine.step(["a"], [14])
+        engine.step(["a"], [4])  # granted before the step above is computed
+        held = engine.ledger.block_table("a", 1).tolist()
+        assert not held[1], "the block that was half full is still in the window"
+        transfer = engine.computed(["a"], [24], after=READY)
+        assert transfer is not None
+        begin, end = transfer.job.offsets[1:3].tolist()
+        stored = transfer.job.block_ids[begin:end].tolist()
+        assert stored == [block_id for block_id in held if block_id]
