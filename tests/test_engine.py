@@ -717,7 +717,7 @@ def test_the_engine_is_imported_when_it_is_asked_for() -> None:
 def test_block_that_left_the_window_before_it_was_computed_is_not_stored() -> None:
     """Its memory on the device may hold another block by then."""
     arrays = [np.zeros((16, BLOCK), np.int64) for _ in range(2)]
-    groups = [FullAttention(BLOCK), SlidingWindow(BLOCK, 6)]
+    groups: list[FullAttention | SlidingWindow] = [FullAttention(BLOCK), SlidingWindow(BLOCK, 6)]
     layouts = [BlockLayout.from_arrays([array]) for array in arrays]
     with Engine(16, 16, groups, layouts) as engine:
         engine.add("a", hash_tokens(range(24), BLOCK))
