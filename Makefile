@@ -5,6 +5,7 @@ PYTHON ?= python3
 TRACE ?=
 ARGS ?=
 SECONDS ?= 600
+SEEDS ?= 20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,9 +47,11 @@ test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=
 test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,000 random sequences of 150 operations
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
 
-test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, Model Runner V2, 300 requests at once
+test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, random operations, Model Runner V2, 300 requests at once
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
+	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py -k 'not another_process'
+	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
 

@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer import (
     get_kv_transfer_group,
 )
 from vllm.platforms.cpu import CpuPlatform
+from vllm.triton_utils import dispatcher
 from vllm.v1.core.sched.interface import PauseState
 
 from kvstow.transfer import Event, Mover, Ticket
@@ -108,6 +109,11 @@ def poison(worker: WorkerHalf) -> None:
             tensor.fill_(1e4)
 
 
+def _vars(value: object) -> Mapping[str, Any]:
+    found: Any = vars(value)
+    return found if isinstance(found, Mapping) else {}
+
+
 class _Immediate:
     """A CUDA stream or event of a machine without CUDA, where copies end before they return."""
 
@@ -155,6 +161,9 @@ class Engine:
         **settings: Any,
     ) -> None:
         self._patch = pytest.MonkeyPatch()
+        # vLLM looks through everything that is imported, and breaks off at an object of llvmlite
+        # that claims to have a `__dict__`: with n-gram drafts no second engine could start.
+        self._patch.setattr(dispatcher, "vars", _vars, raising=False)
         if scheduling == "async":
             _schedule_asynchronously(self._patch)
         if options is not None:
