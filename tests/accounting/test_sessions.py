@@ -41,7 +41,7 @@ class Sessions:
         self.device: dict[int, bytes] = {}
         self.published: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
-        self.num_names = 0
+        self.num_names = self.num_sessions = 0
         self.ever: list[list[bytes]] = []
         self.begin()
 
@@ -49,12 +49,13 @@ class Sessions:
         self.hashes: list[bytes] = []
         self.table: list[int] = []
         self.num_reported = 0
-        self.id = f"session {self.num_names}"
+        self.id = f"session {self.num_sessions}"
         self.tier.add(self.id, [])
 
     def new_names(self, num: int) -> list[bytes]:
+        first = self.num_names
         self.num_names += num
-        return [(self.num_names + at).to_bytes(8, "big") for at in range(num)]
+        return [name.to_bytes(8, "big") for name in range(first, self.num_names)]
 
     def grant(self, names: list[bytes]) -> list[int]:
         """Blocks for these hashes, published; no step has run yet."""
@@ -102,7 +103,7 @@ class Sessions:
 
     def finish(self) -> None:
         self.tier.finish(self.id)
-        self.num_names += 1
+        self.num_sessions += 1
         self.begin()
 
     def evictable(self) -> None:
@@ -233,3 +234,17 @@ def test_invalidate_refuses_blocks_outside_the_device() -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy", num_device_blocks=4)
     with pytest.raises(InvalidBlock, match="block 4 is not in this pool"):
         tier.invalidate([1, 4])
+
+
+def test_a_block_whose_parent_has_its_own_hash_is_stored_as_a_root() -> None:
+    tier = OffloadScheduler(8, [GROUP], mode="lazy")
+    hashes = [b"one", b"one"]
+    tier.add("r", hashes)
+    tier.store(["r"], [2 * BLOCK], [1, 2], [0, 2])
+    tier.finish("r")
+    job = tier.store_candidates([2], hashes[:1])
+    assert job is not None
+    tier.complete(job.job_id)
+    tier.check()
+    tier.reset()
+    tier.check()

@@ -232,7 +232,8 @@ impl HostTier {
     /// As [`fill`](Self::fill), below the slot that holds the hash before, or that will hold it: a
     /// lazy store brings a prompt's tail before its root. None: below nothing.
     pub(super) fn fill_below(&mut self, slot: BlockId, key: BlockKey, parent: Option<BlockHash>) {
-        let parent = parent.map(|hash| BlockKey { hash, group: key.group });
+        // In a list that is no true chain a block's parent may have the block's own hash.
+        let parent = parent.map(|hash| BlockKey { hash, group: key.group }).filter(|it| *it != key);
         match parent.map(|parent| (parent, self.resident_or_in_flight(&parent))) {
             Some((_, Some(above))) => self.fill(slot, key, above),
             Some((parent, None)) => {
