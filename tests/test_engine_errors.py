@@ -182,7 +182,7 @@ def test_close_closes_everything_even_where_a_part_raises(
     with pytest.raises(TransferError, match="CUDA error 700") as caught, engine:
         pass
     assert any("another one" in note for note in caught.value.__notes__)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
     assert all(arena.closed for arena in engine.arenas)
     assert engine._event_file is not None
     assert engine._event_file._descriptor is None
@@ -436,7 +436,7 @@ def test_an_option_of_a_wrong_type_is_a_config_error(options: dict[str, Any], pr
     }
     with pytest.raises(ConfigError, match=problem):
         Engine(**(given | options))
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
 
 
 def test_a_timeout_of_a_wait_is_a_number() -> None:

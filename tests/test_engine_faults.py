@@ -228,11 +228,16 @@ class Life:
 
 
 def held() -> tuple[int, int, int]:
-    """Threads, descriptors, and mappings of host memory that this process has."""
+    """Threads, descriptors, and KiB of host memory that this process has."""
     gc.collect()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    num_mapped = sum("/dev/zero" in line or "image" in line for line in lines)
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), num_mapped
+    mapped_kib = size_kib = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Size:"):
+            size_kib = int(line.split()[1])
+        # Arenas alone are wiped on fork, or not copied to a child where they lie in a file.
+        elif line.startswith("VmFlags:") and {"wf", "dc"} & set(line.split()):
+            mapped_kib += size_kib
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), mapped_kib
 
 
 def lived(
@@ -262,6 +267,8 @@ def test_every_call_may_fail(
     num_calls = lived(0, error, after=after, folder=tmp_path, patch=monkeypatch)
     assert num_calls > 100
     before = held()
+    with HostArena(1, 1 << 20) as arena:
+        assert held()[2] >= before[2] + (arena.num_bytes >> 10), "it would show"
     for at in range(1, num_calls + 1):
         try:
             lived(at, error, after=after, folder=tmp_path, patch=monkeypatch)

@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> Non
     with pytest.raises(ConfigError, match=r"cannot be opened .* name a file") as raised:
         engine(events_path=path)
     assert repr(path) in str(raised.value)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
 
 
 @pytest.mark.parametrize("kind", ["pipe", "pipe with a reader", "socket"])
@@ -242,10 +242,10 @@ def test_a_mover_that_cannot_be_built_leaves_no_open_file(tmp_path: Path) -> Non
     def refuse(*_: object) -> None:
         raise ConfigError("no mover")
 
-    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    path = tmp_path / "events.jsonl"
     with pytest.raises(ConfigError, match="no mover"):
-        engine(events_path=tmp_path / "events.jsonl", mover=refuse)
-    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+        engine(events_path=path, mover=refuse)
+    assert _num_open(path) == 0
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="needs Linux's /dev/full")

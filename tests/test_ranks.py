@@ -314,7 +314,7 @@ def test_what_cannot_be_built_is_named_and_leaves_nothing(
     num_threads = threading.active_count()
     with pytest.raises(ConfigError, match=problem):
         Engine(8, 8, groups, layouts, **options)  # type: ignore[arg-type]
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
 
 
 def test_a_rank_that_cannot_be_built_stops_those_before_it() -> None:
@@ -331,6 +331,6 @@ def test_a_rank_that_cannot_be_built_stops_those_before_it() -> None:
     layouts = [[layout(), layout()], [layout(), layout()]]
     with pytest.raises(ConfigError, match="no fourth one"):
         Engine(8, 8, [FullAttention(4)] * 2, layouts, world_size=2, mover=maker)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads
     assert all(mover.arena.closed for mover in built)
     assert built[0].arena is built[1].arena is not built[2].arena, "one arena for each rank"

@@ -102,7 +102,7 @@ def test_mover_whose_start_is_interrupted_leaves_no_thread(
             break
         for thread in started:
             thread.join(LONG_S)
-        assert threading.active_count() == num_threads
+        assert threading.active_count() <= num_threads
     assert last > 1, "no thread was started"
 
 

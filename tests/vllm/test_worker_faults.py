@@ -225,7 +225,7 @@ def test_a_call_that_raises_loses_no_job_and_leaks_nothing(
         assert run.worker.arena is None and run.worker.movers == []
         faults = run.faults
         del run
-        assert left(faults) == before, f"call {at}, {name}"
+        assert all(map(int.__le__, left(faults), before)), f"call {at}, {name}"
     gc.unfreeze()
 
 
