@@ -36,13 +36,17 @@ from vllm.distributed.kv_transfer import (
     get_kv_transfer_group,
 )
 from vllm.platforms.cpu import CpuPlatform
-from vllm.triton_utils import dispatcher
 from vllm.v1.core.sched.interface import PauseState
 
 from kvstow.transfer import Event, Mover, Ticket
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
+
+try:
+    from vllm.triton_utils import dispatcher
+except ImportError:  # vLLM before 0.32 does not look through what is imported
+    dispatcher = None
 
 # Other tests may have loaded torch already, and it reads OMP_NUM_THREADS once.
 torch.set_num_threads(1)
@@ -163,7 +167,8 @@ class Engine:
         self._patch = pytest.MonkeyPatch()
         # vLLM looks through everything that is imported, and breaks off at an object of llvmlite
         # that claims to have a `__dict__`: with n-gram drafts no second engine could start.
-        self._patch.setattr(dispatcher, "vars", _vars, raising=False)
+        if dispatcher is not None:
+            self._patch.setattr(dispatcher, "vars", _vars, raising=False)
         if scheduling == "async":
             _schedule_asynchronously(self._patch)
         if options is not None:
