@@ -11,20 +11,17 @@
 //! | floor | modules |
 //! |---|---|
 //! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`] |
-//! | 1 | [`free_queue`], [`index`] |
-//! | 2 | [`pool`] |
-//! | 3 | [`group`] |
-//! | 4 | [`ledger`] |
-//! | 5 | [`offload`] |
-//! | 6 | [`snapshot`] |
+//! | 1 | [`pool`] |
+//! | 2 | [`group`] |
+//! | 3 | [`ledger`] |
+//! | 4 | [`offload`] |
+//! | 5 | [`snapshot`] |
 
 pub mod error;
 pub mod event;
-pub mod free_queue;
 pub mod group;
 pub mod hash;
 pub mod ids;
-pub mod index;
 pub mod key;
 pub mod ledger;
 pub mod offload;

@@ -9,8 +9,8 @@
 //! once, however often room is asked for. When one of them may go again, the search begins anew.
 
 use crate::error::{Error, Result};
-use crate::free_queue::FreeQueue;
 use crate::ids::BlockId;
+use crate::pool::free_queue::FreeQueue;
 
 /// Slots in the order in which they go. 9 bytes a slot.
 #[derive(Clone, Debug)]

@@ -14,14 +14,18 @@
 //! A pin is a second count, for copies under way: the block keeps its place in the queue, but
 //! [`BlockPool::allocate`] passes over it.
 
+pub mod free_queue;
+pub mod index;
+
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::event::{Event, EventLog, Medium, Origin};
-use crate::free_queue::FreeQueue;
 use crate::ids::{BlockId, GroupId};
-use crate::index::Index;
 use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
+
+use free_queue::FreeQueue;
+use index::Index;
 
 /// The most blocks a pool may have: ids cross the boundary as `int32`.
 pub const MAX_BLOCKS: usize = i32::MAX as usize;
