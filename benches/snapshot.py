@@ -28,7 +28,7 @@ import numpy.typing as npt
 from benches.compare.report import machine
 
 from kvstow import Engine, FullAttention, hash_tokens
-from kvstow.sleep import HOST, restart, sleep, wake
+from kvstow.engine.sleep import HOST, restart, sleep, wake
 from kvstow.transfer import READY, BlockLayout
 
 BLOCK_TOKENS, NUM_REGIONS, BLOCK_BYTES = 16, 16, 2 << 20

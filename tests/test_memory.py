@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstow import ConfigError, Engine, FullAttention
-from kvstow import ranks as ranks_module
+from kvstow.engine import ranks as ranks_module
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout
 

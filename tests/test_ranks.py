@@ -10,7 +10,7 @@ from tests.movers import ManualMover
 
 from kvstow import AdmissionState, ConfigError, Engine, FullAttention, Landed, SlidingWindow
 from kvstow import hash_tokens as hashed
-from kvstow.ranks import MakeMover
+from kvstow.engine.ranks import MakeMover
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, Mover
 
 BLOCK = 4

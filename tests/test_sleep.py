@@ -26,8 +26,8 @@ from kvstow import (
     TransferError,
     hash_tokens,
 )
-from kvstow.sleep import HOST, Awake, restart, sleep, wake
-from kvstow.snapshot import SnapshotFile
+from kvstow.engine.sleep import HOST, Awake, restart, sleep, wake
+from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.transfer import (
     READY,
     BlockLayout,
@@ -538,7 +538,7 @@ def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("kvstow.sleep._finish", interrupt)
+        patch.setattr("kvstow.engine.sleep._finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             sleep(it.engine, after=event)
         it.engine.check()

@@ -23,8 +23,8 @@ from tests.test_sleep import BLOCK, WHO, World, prompt, put_to_sleep
 
 from kvstow import SnapshotError, hash_tokens
 from kvstow.cli import main
-from kvstow.sleep import restart, sleep
-from kvstow.snapshot import SnapshotFile
+from kvstow.engine.sleep import restart, sleep
+from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.transfer import READY
 
 NUM_KILLS, NUM_KILLS_PER_PARENT = 100, 50
@@ -289,7 +289,7 @@ FORKING_WRITER = """
 import os, sys
 import numpy
 from tests.test_snapshot_file import one_of_two
-from kvstow.sleep import sleep
+from kvstow.engine.sleep import sleep
 from tests.test_sleep import WHO
 
 def write_until_killed():

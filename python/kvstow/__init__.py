@@ -43,8 +43,8 @@ from kvstow._core import (
 )
 
 if TYPE_CHECKING:
-    from kvstow import sleep, snapshot
-    from kvstow.engine import Admission, AdmissionState, Engine, Landed, Transfer
+    from kvstow.engine import Admission, AdmissionState, Engine, Landed, Transfer, sleep
+    from kvstow.engine import snapshot_file as snapshot
 else:
 
     def __getattr__(name: str) -> object:
@@ -54,7 +54,8 @@ else:
 
             return getattr(engine, name)
         if name in {"sleep", "snapshot"}:
-            return import_module(f"kvstow.{name}")
+            module = {"sleep": "sleep", "snapshot": "snapshot_file"}[name]
+            return import_module(f"kvstow.engine.{module}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

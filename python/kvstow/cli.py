@@ -73,9 +73,9 @@ def _run(arguments: list[str]) -> int:
 def _commands() -> click.Group:
     # Not at the top: they import the engine, and Ctrl-C in the meantime must not show a traceback.
     from kvstow.doctor.command import doctor  # noqa: PLC0415
+    from kvstow.engine.snapshot_command import snapshot  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
     from kvstow.replay.convert_command import trace  # noqa: PLC0415
-    from kvstow.snapshot_command import snapshot  # noqa: PLC0415
 
     commands = [doctor, replay, snapshot, trace]
     group = click.Group("kvstow", help="Stow the KV cache of an LLM server.", commands=commands)

@@ -25,7 +25,7 @@ from tests.replay.scenario import (
 )
 
 from kvstow.cli import main
-from kvstow.ranks import Ranks
+from kvstow.engine.ranks import Ranks
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, Trace, read_trace
 from kvstow.replay.batch import Request
 from kvstow.replay.model import ReplayModel

@@ -23,8 +23,8 @@ from tests.transfer.any_order import AnyOrder
 from tests.transfer.test_cuda_mover import in_order, on_device
 
 from kvstow import BlockPool, ConfigError, KvstowError, SnapshotError, StateError, TransferError
+from kvstow.engine.snapshot_file import Image, Model, SnapshotFile, write_snapshot
 from kvstow.events import EventFile
-from kvstow.snapshot import Image, Model, SnapshotFile, write_snapshot
 from kvstow.transfer import (
     READY,
     BlockLayout,

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError
 from kvstow.engine import Admission, AdmissionState, Engine, Transfer
-from kvstow.ranks import RankLayouts
+from kvstow.engine.ranks import RankLayouts
 from kvstow.replay.batch import Batch, Request, Seats, longest_table
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.content import device_memory

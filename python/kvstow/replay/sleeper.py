@@ -17,8 +17,8 @@ import numpy as np
 
 from kvstow._core import ConfigError, OutOfBlocks, TransferError
 from kvstow.engine import Landed, Transfer
+from kvstow.engine.sleep import sleep, wake
 from kvstow.replay.content import GARBAGE
-from kvstow.sleep import sleep, wake
 
 if TYPE_CHECKING:
     from kvstow.replay.engine import ReplayEngine

@@ -8,7 +8,7 @@ The caller batches, computes and says so; this accounts and moves. A request, an
       \-- preempt -------------------------------------/
 
 Blocks under a copy are pinned from the moment it is planned until it has really ended, whatever
-has become of its request meanwhile. What `sleep` and `wake` do is in `kvstow.sleep`.
+has become of its request meanwhile. What `sleep` and `wake` do is in `kvstow.engine.sleep`.
 """
 
 import time
@@ -48,8 +48,7 @@ from kvstow.arguments import (
     checked_names,
 )
 from kvstow.closing import call_all
-from kvstow.events import BlockEvent, EventFile, TransferEvent
-from kvstow.ranks import (
+from kvstow.engine.ranks import (
     MakeMover,
     RankLayouts,
     Ranks,
@@ -57,14 +56,15 @@ from kvstow.ranks import (
     build_arenas,
     checked_layouts,
 )
-from kvstow.recovery import Change, mend, settle
-from kvstow.snapshot import HOST, To
+from kvstow.engine.recovery import Change, mend, settle
+from kvstow.engine.snapshot_file import HOST, To
+from kvstow.events import BlockEvent, EventFile, TransferEvent
 from kvstow.transfer import Event, mover_for
 from kvstow.transfer.layout import MAX_BLOCKS, checked_int
 from kvstow.transfer.mover import check_event
 
 if TYPE_CHECKING:
-    from kvstow.sleep import Asleep, Awake, BlockIds
+    from kvstow.engine.sleep import Asleep, Awake, BlockIds
 
 __all__ = ["Admission", "AdmissionState", "Engine", "Landed", "Policy", "Transfer"]
 
@@ -657,9 +657,9 @@ class Engine:
     ) -> None:
         """Let this engine sleep. When this returns, its device memory may go.
 
-        See `kvstow.sleep.sleep` for the arguments and errors.
+        See `kvstow.engine.sleep.sleep` for the arguments and errors.
         """
-        from kvstow.sleep import sleep  # noqa: PLC0415 - it imports this module
+        from kvstow.engine.sleep import sleep  # noqa: PLC0415 - it imports this module
 
         sleep(
             self,
@@ -683,9 +683,9 @@ class Engine:
     ) -> "Awake":
         """Wake this engine over new device memory. When this returns, its blocks hold their bytes.
 
-        See `kvstow.sleep.wake` for the arguments and errors.
+        See `kvstow.engine.sleep.wake` for the arguments and errors.
         """
-        from kvstow.sleep import wake  # noqa: PLC0415 - it imports this module
+        from kvstow.engine.sleep import wake  # noqa: PLC0415 - it imports this module
 
         return wake(
             self,
@@ -1010,7 +1010,7 @@ class Engine:
         self._transfers[transfer.job.job_id] = transfer
         self._ranks.submit(transfer, after)
 
-    # -- for kvstow.sleep ----------------------------------------------------------------------
+    # -- for kvstow.engine.sleep -------------------------------------------------------------------
 
     def _is_new(self) -> bool:
         """Whether it has served nobody yet."""

@@ -25,7 +25,7 @@ import numpy as np
 from kvstow._core import KvstowError, UnknownRequest
 
 if TYPE_CHECKING:
-    from kvstow.engine import Engine
+    from kvstow.engine.engine import Engine
 
 __all__ = ["Change", "mend", "settle"]
 

@@ -34,10 +34,10 @@ from kvstow._core import (
     UnknownRequest,
 )
 from kvstow.arguments import checked_limit_s
-from kvstow.engine import Engine, Landed, _Request
-from kvstow.ranks import RankLayouts, Ranks, checked_layouts
-from kvstow.recovery import mend
-from kvstow.snapshot import HOST, Image, Model, Place, SnapshotFile, To, write_snapshot
+from kvstow.engine.engine import Engine, Landed, _Request
+from kvstow.engine.ranks import RankLayouts, Ranks, checked_layouts
+from kvstow.engine.recovery import mend
+from kvstow.engine.snapshot_file import HOST, Image, Model, Place, SnapshotFile, To, write_snapshot
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket, TransferTimeout
 from kvstow.transfer.mover import check_event
 

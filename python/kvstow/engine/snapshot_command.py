@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvstow._core import SnapshotError
+from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.output import Output, with_output
-from kvstow.snapshot import SnapshotFile
 
 __all__ = ["snapshot"]
 
