@@ -13,7 +13,7 @@ from kvstow import cli
 from kvstow.doctor import Finding, diagnose, gpu, probes
 from kvstow.doctor.findings import survived
 from kvstow.transfer import CudaError
-from kvstow.transfer.cuda_runtime import CudaRuntime
+from kvstow.transfer.cuda.runtime import CudaRuntime
 
 NO_DRIVER, ONE_GPU = probes.Driver(None), probes.Driver(13000, num_devices=1)
 

@@ -13,9 +13,9 @@ import numpy as np
 
 import kvstow
 from kvstow import ConfigError
-from kvstow.transfer.cuda_interface import Copies
-from kvstow.transfer.cuda_runtime import CudaRuntime, cuda_runtime, import_cupy
-from kvstow.transfer.pinning import nearest_cpus
+from kvstow.transfer.cuda.interface import Copies
+from kvstow.transfer.cuda.pinning import nearest_cpus
+from kvstow.transfer.cuda.runtime import CudaRuntime, cuda_runtime, import_cupy
 
 PEAK_BYTES = 256 << 20
 

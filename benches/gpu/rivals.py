@@ -14,8 +14,8 @@ import numpy as np
 from benches.gpu.device import seconds
 from benches.gpu.moves import JOB_BLOCKS, Cache
 
-from kvstow.transfer.cuda_interface import Copies, Pack
-from kvstow.transfer.kernels import chunk_table
+from kvstow.transfer.cuda.interface import Copies, Pack
+from kvstow.transfer.cuda.kernels import chunk_table
 
 BATCH_LIMIT_S = 90
 NAMES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 import kvstow
 from kvstow import ConfigError
 from kvstow.doctor import diagnose
-from kvstow.transfer.cuda_runtime import import_cupy
+from kvstow.transfer.cuda.runtime import import_cupy
 
 ROOT = Path(__file__).parents[2]
 FAILED, NO_GPU = 1, 3

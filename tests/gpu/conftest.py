@@ -10,7 +10,7 @@ import pytest
 def why_not() -> str | None:
     """What is missing; None where the tests can run."""
     from kvstow import ConfigError  # noqa: PLC0415 - here, for collecting must not cost anything
-    from kvstow.transfer.cuda_runtime import import_cupy  # noqa: PLC0415
+    from kvstow.transfer.cuda.runtime import import_cupy  # noqa: PLC0415
 
     try:
         import_cupy()

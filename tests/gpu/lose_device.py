@@ -9,7 +9,7 @@ from kvstow.transfer import (
     HostArena,
     Region,
 )
-from kvstow.transfer.cuda_runtime import cuda_runtime
+from kvstow.transfer.cuda.runtime import cuda_runtime
 
 ILLEGAL = BlockLayout(8, (Region(4096, 4096, 4096),), device=0)
 

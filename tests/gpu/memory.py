@@ -16,7 +16,7 @@ from kvstow.transfer import (
     HostArena,
     pinned_arena,
 )
-from kvstow.transfer.cuda_runtime import cuda_runtime
+from kvstow.transfer.cuda.runtime import cuda_runtime
 
 Bytes = npt.NDArray[np.uint8]
 Path = Literal["packed", "direct"]

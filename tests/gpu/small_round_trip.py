@@ -13,7 +13,7 @@ from kvstow.transfer import (
     Region,
     pinned_arena,
 )
-from kvstow.transfer.cuda_runtime import cuda_runtime
+from kvstow.transfer.cuda.runtime import cuda_runtime
 
 NUM_BLOCKS, NUM_LAYERS = 12, 3
 IDS, SLOTS = [3, 9, 1, 7, 4], [2, 8, 3, 4, 0]

@@ -6,9 +6,9 @@ from tests.gpu.memory import DeviceCache, all_bytes, world
 
 from kvstow import ChecksumMismatch
 from kvstow.transfer import READY
-from kvstow.transfer.cuda_interface import Pack
-from kvstow.transfer.cuda_runtime import cuda_runtime
-from kvstow.transfer.kernels import checksum, chunk_table
+from kvstow.transfer.cuda.interface import Pack
+from kvstow.transfer.cuda.kernels import checksum, chunk_table
+from kvstow.transfer.cuda.runtime import cuda_runtime
 
 IDS = [7, 2, 5]
 

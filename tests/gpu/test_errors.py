@@ -10,9 +10,9 @@ from tests.gpu.memory import World, world
 
 from kvstow import ConfigError, TransferError
 from kvstow.transfer import READY, BlockLayout, CudaError, CudaLink, Region
-from kvstow.transfer.cuda_runtime import CudaRuntime, cuda_runtime
-from kvstow.transfer.link_speed import measure
-from kvstow.transfer.pinning import pin
+from kvstow.transfer.cuda.link_speed import measure
+from kvstow.transfer.cuda.pinning import pin
+from kvstow.transfer.cuda.runtime import CudaRuntime, cuda_runtime
 
 
 def _works(w: World) -> None:

@@ -17,7 +17,7 @@ from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.stopwatch import Stopwatch, UntimedCudaMover
 from kvstow.replay.trace import read_trace
 from kvstow.transfer import BlockLayout, CudaEvent, Event, HostArena, Mover
-from kvstow.transfer.link_speed import LinkSpeed
+from kvstow.transfer.cuda.link_speed import LinkSpeed
 
 NUM_REQUESTS = 200  # as many as it takes for prefixes to come back from the host
 
@@ -52,8 +52,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
     runtime = AnyOrder(play)
     device = PlayedDevice(runtime)
     speed = LinkSpeed(50e9, 50e9, 2e-6, 400e9)  # fragments are packed below 100 KB
-    monkeypatch.setattr("kvstow.transfer.cuda_mover.link_speed", lambda _: speed)
-    monkeypatch.setattr("kvstow.transfer.cuda_runtime._runtimes", {0: runtime})
+    monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _: speed)
+    monkeypatch.setattr("kvstow.transfer.cuda.runtime._runtimes", {0: runtime})
     monkeypatch.setattr("kvstow.replay.engine.device_for", lambda _: device)
     return device
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstow.transfer.cuda_interface import Copies, CudaError, MappedMemory, Pack
-from kvstow.transfer.kernels import CHUNK_DTYPE, checksum
+from kvstow.transfer.cuda.interface import Copies, CudaError, MappedMemory, Pack
+from kvstow.transfer.cuda.kernels import CHUNK_DTYPE, checksum
 
 GARBAGE = 0xDB
 

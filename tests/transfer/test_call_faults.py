@@ -38,9 +38,9 @@ from kvstow.transfer import (
     ProvingMover,
     Ticket,
     VerifiedMover,
-    host_mover,
-    pinning,
 )
+from kvstow.transfer.cuda import pinning
+from kvstow.transfer.host import mover as host_mover
 from kvstow.transfer.mover import Event
 
 LONG_S = 60.0

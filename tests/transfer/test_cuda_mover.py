@@ -28,8 +28,8 @@ from kvstow.transfer import (
     TransferTimeout,
     outcome,
 )
-from kvstow.transfer import pinning as pinning_module
-from kvstow.transfer.link_speed import LinkSpeed, Path
+from kvstow.transfer.cuda import pinning as pinning_module
+from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 
 LOST = CudaError("an illegal address; restart the process", is_fatal=True)
 REFUSED = CudaError("invalid value", is_fatal=False)
@@ -413,6 +413,6 @@ def test_the_path_follows_from_what_was_measured(monkeypatch: pytest.MonkeyPatch
     with bench() as it:
         for copy_seconds, expected in ((2047 / 50e9, "direct"), (2049 / 50e9, "packed")):
             speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9)
-            monkeypatch.setattr("kvstow.transfer.cuda_mover.link_speed", lambda _, s=speed: s)
+            monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _, s=speed: s)
             with CudaMover(it.mover.layout, it.arena, link=it.link) as mover:
                 assert mover.paths == {"store": expected, "load": expected}

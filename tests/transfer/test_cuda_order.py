@@ -11,9 +11,9 @@ import pytest
 from tests.transfer.any_order import AnyOrder, Choose
 
 from kvstow.transfer import BlockLayout, HostArena, Ticket
-from kvstow.transfer.cuda_link import CudaLink
-from kvstow.transfer.cuda_mover import CudaMover
-from kvstow.transfer.cuda_runtime import CudaEvent
+from kvstow.transfer.cuda.link import CudaLink
+from kvstow.transfer.cuda.mover import CudaMover
+from kvstow.transfer.cuda.runtime import CudaEvent
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS = 12, 16, 2
 # Blocks that fill a slot but for some padding, and blocks in slots of larger ones; two to a place.

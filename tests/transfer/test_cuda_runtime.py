@@ -14,7 +14,7 @@ from tests.transfer.fake_cupy import (
 
 from kvstow import ConfigError, TransferError
 from kvstow.transfer import BlockLayout, CudaError, CudaLink, CudaMover, HostArena
-from kvstow.transfer.cuda_runtime import CudaRuntime, import_cupy
+from kvstow.transfer.cuda.runtime import CudaRuntime, import_cupy
 
 
 def test_cupy_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

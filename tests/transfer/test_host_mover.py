@@ -29,8 +29,8 @@ from kvstow.transfer import (
     Region,
     Ticket,
     TransferTimeout,
-    host_mover,
 )
+from kvstow.transfer.host import mover as host_mover
 from kvstow.transfer.mover import Index
 
 Bytes = npt.NDArray[np.uint8]

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from tests.transfer.any_order import AnyOrder
 
-from kvstow.transfer import link_speed as module
-from kvstow.transfer.link_speed import LinkSpeed, link_speed, measure
+from kvstow.transfer.cuda import link_speed as module
+from kvstow.transfer.cuda.link_speed import LinkSpeed, link_speed, measure
 
 SPEED = LinkSpeed(50e9, 40e9, 2e-6, 400e9)
 

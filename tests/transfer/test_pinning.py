@@ -5,8 +5,9 @@ import pytest
 from tests.transfer.any_order import AnyOrder
 
 from kvstow import ConfigError
-from kvstow.transfer import BlockLayout, CudaError, HostArena, Region, arena_for, pinning
-from kvstow.transfer.pinning import chunk_slots, nearest_cpus, pin, pinned_arena
+from kvstow.transfer import BlockLayout, CudaError, HostArena, Region, arena_for
+from kvstow.transfer.cuda import pinning
+from kvstow.transfer.cuda.pinning import chunk_slots, nearest_cpus, pin, pinned_arena
 
 REFUSED = CudaError("too much is locked", is_fatal=False)
 

@@ -20,7 +20,7 @@ from kvstow.transfer import (
     VerifiedMover,
     outcome,
 )
-from kvstow.transfer.kernels import checksum
+from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.ticket import DamagedSlots
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6

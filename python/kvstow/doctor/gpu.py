@@ -9,10 +9,10 @@ from typing import Any, get_args
 from kvstow._core import ConfigError
 from kvstow.doctor.findings import Finding, survived
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda_interface import CudaError, Runtime
-from kvstow.transfer.cuda_runtime import cuda_runtime, import_cupy
-from kvstow.transfer.link_speed import Direction, link_speed
-from kvstow.transfer.pinning import memory_node, nearest_cpus, pin
+from kvstow.transfer.cuda.interface import CudaError, Runtime
+from kvstow.transfer.cuda.link_speed import Direction, link_speed
+from kvstow.transfer.cuda.pinning import memory_node, nearest_cpus, pin
+from kvstow.transfer.cuda.runtime import cuda_runtime, import_cupy
 
 __all__ = ["cupy_findings", "link_findings"]
 

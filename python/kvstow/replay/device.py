@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvstow._core import ConfigError
 from kvstow.replay.stopwatch import Stopwatch, UntimedCudaMover, UntimedHostMover
 from kvstow.transfer import READY, BlockLayout, CudaEvent, Event, HostArena, Mover, Region
-from kvstow.transfer.cuda_runtime import import_cupy
+from kvstow.transfer.cuda.runtime import import_cupy
 
 __all__ = ["CudaDevice", "HostDevice", "MoverKind", "device_for"]
 

@@ -2,14 +2,14 @@
 
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.choose import arena_for, mover_for
-from kvstow.transfer.cuda_interface import CudaError
-from kvstow.transfer.cuda_link import CudaLink
-from kvstow.transfer.cuda_mover import CudaMover
-from kvstow.transfer.cuda_runtime import CudaEvent
-from kvstow.transfer.host_mover import HostMover
+from kvstow.transfer.cuda.interface import CudaError
+from kvstow.transfer.cuda.link import CudaLink
+from kvstow.transfer.cuda.mover import CudaMover
+from kvstow.transfer.cuda.pinning import pinned_arena
+from kvstow.transfer.cuda.runtime import CudaEvent
+from kvstow.transfer.host.mover import HostMover
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import READY, Event, HostEvent, Mover
-from kvstow.transfer.pinning import pinned_arena
 from kvstow.transfer.ticket import Ticket, TransferTimeout, outcome
 from kvstow.transfer.verified import ProvingMover, VerifiedMover
 

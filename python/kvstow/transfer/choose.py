@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from kvstow._core import ConfigError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda_mover import CudaMover
-from kvstow.transfer.cuda_runtime import cuda_runtime
-from kvstow.transfer.host_mover import HostMover
+from kvstow.transfer.cuda.mover import CudaMover
+from kvstow.transfer.cuda.pinning import Progress, pinned_arena
+from kvstow.transfer.cuda.runtime import cuda_runtime
+from kvstow.transfer.host.mover import HostMover
 from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.mover import Mover
-from kvstow.transfer.pinning import Progress, pinned_arena
 from kvstow.transfer.verified import VerifiedMover
 
 __all__ = ["arena_for", "mover_for"]

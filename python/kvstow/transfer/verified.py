@@ -20,8 +20,8 @@ import numpy as np
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host_queue import HostQueue, start_queues, stop_queues
-from kvstow.transfer.kernels import checksum
+from kvstow.transfer.cuda.kernels import checksum
+from kvstow.transfer.host.queue import HostQueue, start_queues, stop_queues
 from kvstow.transfer.mover import READY, Event, Index, Mover
 from kvstow.transfer.ticket import DamagedSlots, HostTicket, Ticket
 

@@ -16,7 +16,7 @@ from tests.transfer.kernels.emulation import (
     placements,
 )
 
-from kvstow.transfer.kernels import CHUNK_DTYPE
+from kvstow.transfer.cuda.kernels import CHUNK_DTYPE
 
 # Regions of whole vectors, on both sides of what a warp takes at a time; then any other size.
 REGION_BYTES = (16, 48, 512, 2048, 2064, 8192, 1, 7, 17, 1000, 2049, 4111)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstow.transfer.kernels import CHUNK_DTYPE, checksum, chunk_table
+from kvstow.transfer.cuda.kernels import CHUNK_DTYPE, checksum, chunk_table
 from kvstow.transfer.layout import Region
 
 SHIM = Path(__file__).with_name("emulated_cuda.cpp")

@@ -17,8 +17,8 @@ from tests.transfer.kernels.emulation import (
     aligned_bytes,
 )
 
-from kvstow.transfer import kernels as package
-from kvstow.transfer.kernels import CHUNK_DTYPE
+from kvstow.transfer.cuda import kernels as package
+from kvstow.transfer.cuda.kernels import CHUNK_DTYPE
 
 SOURCE = Path(package.__file__).with_name("pack.cu")
 

@@ -8,7 +8,7 @@ import pytest
 from tests.transfer.kernels.checks import CHECKS
 from tests.transfer.kernels.emulation import Kernels
 
-from kvstow.transfer.kernels import SOURCE
+from kvstow.transfer.cuda.kernels import SOURCE
 
 # What is wrong: (the text, what replaces it).
 MUTATIONS = {

@@ -7,7 +7,7 @@ import re
 import pytest
 from cuda.bindings import nvrtc
 
-from kvstow.transfer.kernels import SOURCE
+from kvstow.transfer.cuda.kernels import SOURCE
 
 KERNELS = {"gather", "scatter"}
 # A multiprocessor has 65,536: 2 thread blocks of 512 fit at this many, and the widest one does.

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvstow import ConfigError
 from kvstow.transfer import BlockLayout, Region
-from kvstow.transfer.kernels import CHUNK_BYTES, CHUNK_DTYPE, SOURCE, checksum, chunk_table
+from kvstow.transfer.cuda.kernels import CHUNK_BYTES, CHUNK_DTYPE, SOURCE, checksum, chunk_table
 
 ADDRESS = 1 << 40
 
 
 def test_source_is_packaged() -> None:
-    assert files("kvstow.transfer.kernels").joinpath("pack.cu").read_text() == SOURCE
+    assert files("kvstow.transfer.cuda.kernels").joinpath("pack.cu").read_text() == SOURCE
     assert SOURCE.count('extern "C" __global__') == 2
 
 

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host_queue import HostQueue, start_queues, stop_queues
+from kvstow.transfer.host.queue import HostQueue, start_queues, stop_queues
 from kvstow.transfer.layout import BlockLayout, Region
 from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.ticket import Ticket

@@ -19,8 +19,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvstow.transfer.cuda_interface import Copies, Pack, Runtime, Stream
-from kvstow.transfer.kernels import chunk_table
+from kvstow.transfer.cuda.interface import Copies, Pack, Runtime, Stream
+from kvstow.transfer.cuda.kernels import chunk_table
 from kvstow.transfer.layout import Region
 
 __all__ = ["Direction", "LinkSpeed", "Path", "link_speed", "measure"]

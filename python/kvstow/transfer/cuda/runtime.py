@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from kvstow._core import ConfigError, StateError, TransferError
-from kvstow.transfer.cuda_interface import (
+from kvstow.transfer.cuda.interface import (
     Copies,
     CudaError,
     DeviceEvent,
@@ -21,7 +21,7 @@ from kvstow.transfer.cuda_interface import (
     Runtime,
     Stream,
 )
-from kvstow.transfer.kernels import SOURCE
+from kvstow.transfer.cuda.kernels import SOURCE
 
 __all__ = ["CudaEvent", "CudaRuntime", "cuda_runtime", "import_cupy"]
 

@@ -1,7 +1,7 @@
 """What the CUDA mover asks of a device: memory, streams, events, copies and two kernels.
 
 It is all that the mover sees of one, so that a test can put in its place one that carries out the
-queued work in any order that CUDA allows. `kvstow.transfer.cuda_runtime` has the real one.
+queued work in any order that CUDA allows. `kvstow.transfer.cuda.runtime` has the real one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda_interface import CudaError, Runtime
+from kvstow.transfer.cuda.interface import CudaError, Runtime
 
 __all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
 

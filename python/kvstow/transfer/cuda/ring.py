@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.transfer.cuda_interface import MappedMemory, Runtime
+from kvstow.transfer.cuda.interface import MappedMemory, Runtime
 from kvstow.transfer.mover import Index
 
 __all__ = ["SUM_BYTES", "IdRing"]

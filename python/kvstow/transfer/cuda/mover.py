@@ -18,15 +18,15 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda_interface import Copies, Pack, Stream
-from kvstow.transfer.cuda_link import CudaJob, CudaLink, CudaTicket, Lane, Place, cuda_link
-from kvstow.transfer.cuda_ring import SUM_BYTES, IdRing
-from kvstow.transfer.kernels import chunk_table
+from kvstow.transfer.cuda.interface import Copies, Pack, Stream
+from kvstow.transfer.cuda.kernels import chunk_table
+from kvstow.transfer.cuda.link import CudaJob, CudaLink, CudaTicket, Lane, Place, cuda_link
+from kvstow.transfer.cuda.link_speed import Direction, Path, link_speed
+from kvstow.transfer.cuda.pinning import chunk_slots
+from kvstow.transfer.cuda.ring import SUM_BYTES, IdRing
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.link_speed import Direction, Path, link_speed
 from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.order import JobOrder
-from kvstow.transfer.pinning import chunk_slots
 from kvstow.transfer.ticket import DamagedSlots, Ticket
 
 __all__ = ["CudaMover"]
