@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvstow import AdmissionState, Engine, FullAttention, TransferError, hash_tokens
-from kvstow.events import EventFile
+from kvstow.observability.events import EventFile
 from kvstow.transfer import BlockLayout, HostArena, HostMover
 from kvstow.transfer.ticket import Ticket
 

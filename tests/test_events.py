@@ -29,10 +29,10 @@ from kvstow import (
     TransferCompleted,
     TransferInitiated,
     cli,
-    events,
     hash_tokens,
 )
-from kvstow.events import EventFile, event_fields
+from kvstow.observability import events
+from kvstow.observability.events import EventFile, event_fields
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
 from kvstow.transfer import READY, BlockLayout
 
@@ -269,7 +269,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path) -> None:
     code = f"""
 import resource
 from kvstow import BlockPool
-from kvstow.events import EventFile
+from kvstow.observability.events import EventFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 pool = BlockPool(100, events=True)
 with EventFile({str(path)!r}, clock=lambda: 0.5) as file:

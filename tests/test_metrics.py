@@ -14,7 +14,7 @@ from tests.replay.scenario import BLOCK as REPLAY_BLOCK
 from tests.replay.scenario import comes_back, prepared, pushed_out
 
 from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
-from kvstow.metrics import METRICS, MetricsCollector
+from kvstow.observability.metrics import METRICS, MetricsCollector
 from kvstow.replay import BUNDLED_TRACE, Observer, ReplayConfig, ReplayEngine, read_trace
 from kvstow.replay.batch import Request
 from kvstow.transfer import READY, BlockLayout
@@ -316,11 +316,14 @@ def test_the_documentation_has_every_metric() -> None:
 
 
 def test_without_the_extra_the_import_says_what_to_install() -> None:
-    code = "import sys; sys.modules['prometheus_client'] = None; import kvstow.metrics"
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None; "
+        "from kvstow.observability import MetricsCollector"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: kvstow.metrics needs prometheus_client: pip install 'kvstow[metrics]'"
+        "ImportError: MetricsCollector needs prometheus_client: pip install 'kvstow[metrics]'"
     )

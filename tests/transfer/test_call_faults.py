@@ -24,7 +24,7 @@ from tests.transfer.test_cuda_mover import in_order, on_device
 
 from kvstow import BlockPool, ConfigError, KvstowError, SnapshotError, StateError, TransferError
 from kvstow.engine.snapshot_file import Image, Model, SnapshotFile, write_snapshot
-from kvstow.events import EventFile
+from kvstow.observability.events import EventFile
 from kvstow.transfer import (
     READY,
     BlockLayout,

@@ -11,7 +11,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 
 from kvstow import Engine, FullAttention, hash_tokens
-from kvstow.metrics import MetricsCollector
+from kvstow.observability.metrics import MetricsCollector
 from kvstow.transfer import READY, BlockLayout
 from kvstow.vllm.stats import (
     EXPORTED,

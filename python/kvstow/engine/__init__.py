@@ -3,7 +3,7 @@
 Here lie the engine's state, its copies in flight, the memories and movers of its ranks, sleep and
 wake, and the file that an engine sleeps in.
 
-May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.events, kvstow.memory,
+May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.memory, kvstow.observability,
 kvstow.output, kvstow.threads, kvstow.transfer.
 """
 

@@ -58,7 +58,7 @@ from kvstow.engine.ranks import (
 )
 from kvstow.engine.recovery import Change, mend, settle
 from kvstow.engine.snapshot_file import HOST, To
-from kvstow.events import BlockEvent, EventFile, TransferEvent
+from kvstow.observability.events import BlockEvent, EventFile, TransferEvent
 from kvstow.transfer import Event, mover_for
 from kvstow.transfer.layout import MAX_BLOCKS, checked_int
 from kvstow.transfer.mover import check_event
@@ -194,7 +194,7 @@ class Engine:
             blocks_per_slot: more than 1 makes for longer runs of host memory, and stores no tail
                 that does not fill a slot; for an eager engine whose groups are all full attention.
             events: keep events for `take_events` and `take_transfer_events`.
-            events_path: a file that all events are appended to, as `kvstow.events` says.
+            events_path: the file to append all events to, as `kvstow.observability.events` says.
             mover: makes the mover of a group; called for each group, rank by rank. The one that
                 suits the device, unless given.
 

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvstow import ConfigError
-from kvstow.events import EventFile
+from kvstow.observability.events import EventFile
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model

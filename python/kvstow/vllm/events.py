@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvstow.events import BlockEvent
+    from kvstow.observability.events import BlockEvent
 
 _STORED_FIELDS = frozenset(kv_events.BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(kv_events.BlockRemoved.__struct_fields__)

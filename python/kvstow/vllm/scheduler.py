@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvstow.events import BlockEvent, TransferEvent
+    from kvstow.observability.events import BlockEvent, TransferEvent
     from kvstow.vllm.events import HostEvents
 
 logger = logging.getLogger("vllm." + __name__)

@@ -1,8 +1,8 @@
 """What the connector reports to vLLM's own logging and Prometheus.
 
-The statistics have the keys of `Engine.stats`, and `kvstow.metrics.METRICS` names their metrics, so
-that a dashboard fits an engine and vLLM alike. Each rank reports bytes and seconds; the scheduler
-half reports the rest, once for all ranks.
+The statistics have the keys of `Engine.stats`, and `kvstow.observability.metrics.METRICS` names
+their metrics, so that a dashboard fits an engine and vLLM alike. Each rank reports bytes and
+seconds; the scheduler half reports the rest, once for all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvstow.metrics import METRICS, Metric
+from kvstow.observability.metrics import METRICS, Metric
 
 Direction: TypeAlias = Literal["store", "load"]
 STORE: Final[Direction] = "store"

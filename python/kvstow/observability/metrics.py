@@ -17,7 +17,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        "kvstow.metrics needs prometheus_client: pip install 'kvstow[metrics]'", name=error.name
+        "MetricsCollector needs prometheus_client: pip install 'kvstow[metrics]'", name=error.name
     ) from error
 
 __all__ = ["METRICS", "Metric", "MetricsCollector"]
