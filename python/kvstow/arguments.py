@@ -1,87 +1,25 @@
-"""Checks of what the user of an `Engine` passes: a wrong type is a `ConfigError` that says so."""
+"""Checks of arguments that more than one part of kvstow makes."""
 
-from collections.abc import Sequence
-from numbers import Real
+import operator
 
-import numpy as np
-import numpy.typing as npt
+from kvstow._core import ConfigError
 
-from kvstow._core import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
-from kvstow.transfer.layout import checked_int
-
-__all__ = [
-    "check_callables",
-    "check_sizes",
-    "checked_counts",
-    "checked_groups",
-    "checked_limit_s",
-    "checked_names",
-]
-
-_MAX_SIZE = 1 << 40
-
-Group = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
+__all__ = ["checked_int"]
 
 
-def checked_groups(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups as a list."""
-    given: object = groups
-    if isinstance(given, Sequence) and all(isinstance(group, Group) for group in given):
-        return list(groups)
-    raise ConfigError(
-        f"groups is {groups!r}, expected a list of groups: pass one for each block table, "
-        "[FullAttention(16)] for a model with full attention only"
-    )
+def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:
+    """Return `value` as an int from `low` to `high`.
 
-
-def checked_limit_s(name: str, timeout_s: float | None) -> float | None:
-    """Return seconds above 0, or None."""
-    if timeout_s is None:
-        return None
-    if isinstance(timeout_s, Real) and 0 < timeout_s < float("inf"):
-        return float(timeout_s)
-    raise ConfigError(
-        f"{name} is {timeout_s!r}, expected seconds above 0: pass a number, or None to wait for "
-        "every copy"
-    )
-
-
-def checked_counts(
-    name: str, counts: Sequence[int] | npt.NDArray[np.integer], num_expected: int
-) -> list[int]:
-    """Return `num_expected` counts as a list of ints."""
+    Raises:
+        ConfigError: `value` is not such an integer; the message ends with `fix`.
+    """
     try:
-        numbers = [int(count) for count in counts]
-    except (OverflowError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name} is {counts!r}, expected a sequence of integers ({error}): pass one for each "
-            "request"
-        ) from error
-    if len(numbers) != num_expected:
-        raise ConfigError(
-            f"{num_expected} request_ids but {len(numbers)} {name}: pass one for each request"
-        )
-    return numbers
-
-
-def checked_names(request_ids: Sequence[str]) -> Sequence[str]:
-    """Return the names, unless they are one string, of which each letter would be a name."""
-    if isinstance(request_ids, str):
-        raise ConfigError(
-            f"request_ids is {request_ids!r}, expected a list of request ids: pass "
-            f"[{request_ids!r}]"
-        )
-    return request_ids
-
-
-def check_sizes(**sizes: object) -> None:
-    """Refuse a number of blocks, ranks or tokens that is none."""
-    for name, size in sizes.items():
-        checked_int(name, size, 0, _MAX_SIZE, "pass a whole number")
-
-
-def check_callables(**given: object) -> None:
-    """Refuse what cannot be called."""
-    for name, function in given.items():
-        if not callable(function):
-            raise ConfigError(f"{name} is {function!r}, expected a callable: pass a function")
+        # bool is an int to Python, and always a mistake here.
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise ConfigError(f"{name} must be an integer, got {value!r}; {fix}")
+    if not low <= number <= high:
+        raise ConfigError(f"{name} is {number}, outside {low} to {high}; {fix}")
+    return number

@@ -1,15 +1,39 @@
-"""Closing several things, of which each may fail."""
+"""Objects that are closed, and the closing of several, of which each may fail."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
 
-__all__ = ["call_all"]
+__all__ = ["Closing", "call_all"]
+
+
+class Closing(ABC):
+    """A context manager that calls `close` at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this object holds. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        """Return the object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the object."""
+        self.close()
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Call each of `calls`, even where one before it has raised; then raise the first error.
+    """Call each of `calls`, even after one has raised, and then raise the first error.
 
-    An interrupt (whatever is no `Exception`) comes before other errors. The errors that are not
-    raised stand in the notes of the one that is.
+    An interrupt (a `BaseException` that is no `Exception`) takes precedence over other errors. The
+    raised error carries the others as notes.
     """
     errors: list[BaseException] = []
     for call in calls:
@@ -19,7 +43,7 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
             errors.append(error)
     if not errors:
         return
-    first = next((one for one in errors if not isinstance(one, Exception)), errors[0])
+    first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
     for other in errors:
         if other is not first:
             first.add_note(f"closing went on, and met another error: {other!r}")

@@ -20,8 +20,7 @@ from functools import partial
 from math import isfinite
 from numbers import Real
 from os import PathLike
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,9 @@ from kvstow._core import (
     StepAllocation,
     UnknownRequest,
 )
-from kvstow.arguments import (
+from kvstow.arguments import checked_int
+from kvstow.closing import Closing, call_all
+from kvstow.engine.arguments import (
     Group,
     check_callables,
     check_sizes,
@@ -47,7 +48,6 @@ from kvstow.arguments import (
     checked_limit_s,
     checked_names,
 )
-from kvstow.closing import call_all
 from kvstow.engine.ranks import (
     MakeMover,
     RankLayouts,
@@ -60,7 +60,7 @@ from kvstow.engine.recovery import Change, mend, settle
 from kvstow.engine.snapshot_file import HOST, To
 from kvstow.observability.events import BlockEvent, EventFile, TransferEvent
 from kvstow.transfer import Event, mover_for
-from kvstow.transfer.layout import MAX_BLOCKS, checked_int
+from kvstow.transfer.layout import MAX_BLOCKS
 from kvstow.transfer.mover import check_event
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Landed:
     num_failed_stores: int
 
 
-class Engine:
+class Engine(Closing):
     """Block tables, prefix cache and host tier of one engine, and the copies between them.
 
     The loop of its user: `poll`, `step` the running requests, `admit` waiting ones, compute, tell
@@ -738,19 +738,6 @@ class Engine:
                     *([] if self._event_file is None else [self._event_file.close]),
                 ]
             )
-
-    def __enter__(self) -> Self:
-        """Return the engine itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
 
     # -- within --------------------------------------------------------------------------------
 

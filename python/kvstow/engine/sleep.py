@@ -33,7 +33,7 @@ from kvstow._core import (
     TransferError,
     UnknownRequest,
 )
-from kvstow.arguments import checked_limit_s
+from kvstow.engine.arguments import checked_limit_s
 from kvstow.engine.engine import Engine, Landed, _Request
 from kvstow.engine.ranks import RankLayouts, Ranks, checked_layouts
 from kvstow.engine.recovery import mend

@@ -28,13 +28,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import SnapshotError
+from kvstow.closing import Closing
 from kvstow.threads import map_on_threads
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
@@ -324,7 +324,7 @@ class _Arena:
     crcs: npt.NDArray[np.int64]
 
 
-class SnapshotFile:
+class SnapshotFile(Closing):
     """A snapshot that was found whole, but for the slots, which are compared when they are read.
 
     Use it as a context manager, or call `close`; what was mapped stays.
@@ -396,19 +396,6 @@ class SnapshotFile:
                     (rank, slot) for slot in used if arena.checksum(slot) != arena.checksums[slot]
                 ]
         return wrong
-
-    def __enter__(self) -> Self:
-        """Return the file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
 
     def _damaged(self, what: str) -> SnapshotError:
         return SnapshotError(f"{self.path} is damaged: {what}. Start without it, or from a copy")

@@ -26,8 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvstow._core import (
     AllBlocksCleared,
@@ -38,6 +37,7 @@ from kvstow._core import (
     TransferCompleted,
     TransferInitiated,
 )
+from kvstow.closing import Closing
 from kvstow.transfer.fork import close_in_children
 
 __all__ = ["BlockEvent", "EventFile", "TransferEvent", "event_fields"]
@@ -71,7 +71,7 @@ def event_fields(event: BlockEvent | TransferEvent) -> dict[str, object]:
     return {"event": kind.__name__} | {name: getattr(event, name) for name in _FIELDS[kind]}
 
 
-class EventFile:
+class EventFile(Closing):
     """A file that events are appended to, for one writer.
 
     Its owner serves requests, so a file that can no longer be written (a full disk, say) is no
@@ -155,19 +155,6 @@ class EventFile:
             self.num_written,
             error,
         )
-        self.close()
-
-    def __enter__(self) -> Self:
-        """Return the file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
         self.close()
 
 

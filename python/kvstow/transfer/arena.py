@@ -24,16 +24,16 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Collection
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError
+from kvstow.arguments import checked_int
+from kvstow.closing import Closing
 from kvstow.threads import map_on_threads
 from kvstow.transfer.fork import FORKED, close_in_children
-from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS, checked_int
+from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS
 
 SLOT_ALIGNMENT_BYTES = 4096
 # Of a slot within a run: a cache line, and what a device's widest access asks for.
@@ -44,7 +44,7 @@ _MADV_WIPEONFORK = 18  # Linux's; `mmap` has no name for it
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-class HostArena:
+class HostArena(Closing):
     """Memory for `num_slots` blocks; a page costs nothing until it is first written, or read.
 
     Attributes:
@@ -280,19 +280,6 @@ class HostArena:
         self._slots = self._memory = None
         # Never unmapped here: of a mapping that no child has, its place may be another's by then.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
-
-    def __enter__(self) -> Self:
-        """Return the arena itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:

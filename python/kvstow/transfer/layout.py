@@ -9,7 +9,6 @@ slot       |block i of region 0|block i of region 1| ...      tight, in the orde
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError
+from kvstow.arguments import checked_int
 
 # Addresses are computed in int64 arrays.
 MAX_ADDRESS = 2**63 - 1
@@ -74,20 +74,6 @@ class Tensor(Protocol):
 
     def is_contiguous(self) -> bool:
         """Whether it is one run of bytes, in order."""
-
-
-def checked_int(name: str, value: object, low: int, high: int, way_out: str) -> int:
-    """Return `value` as an int from `low` to `high`, or raise `ConfigError` naming all of it."""
-    try:
-        # bool is an int to Python, and always a mistake here.
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None:
-        raise ConfigError(f"{name} must be an integer, got {value!r}; {way_out}")
-    if not low <= number <= high:
-        raise ConfigError(f"{name} is {number}, outside {low} to {high}; {way_out}")
-    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ all later jobs of its direction on that device; an event of the host does not.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, InvalidBlock, StateError, TransferError
+from kvstow.closing import Closing
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.ticket import HostTicket, Ticket
@@ -130,7 +130,7 @@ READY: Final[Event] = _set_event()
 """The event that has happened: for transfers with nothing to wait for."""
 
 
-class Mover(ABC):
+class Mover(Closing):
     """Copies blocks between a layout and an arena, without holding up the caller.
 
     A job so brief that handing it to others takes longer may be over when it is submitted.
@@ -237,19 +237,6 @@ class Mover(ABC):
                 f"{len(ids)} block_ids but {len(slots)} host_slots; give one slot per block"
             )
         return ids, slots
-
-    def __enter__(self) -> Self:
-        """Return the mover itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 def check_event(after: object) -> None:

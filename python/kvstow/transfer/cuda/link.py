@@ -27,11 +27,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstow._core import ConfigError, StateError, TransferError
+from kvstow.arguments import checked_int
 from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime, Stream
 from kvstow.transfer.cuda.ring import IdRing
 from kvstow.transfer.cuda.runtime import CudaEvent, cuda_runtime
 from kvstow.transfer.fork import FORKED, close_in_children
-from kvstow.transfer.layout import MAX_ADDRESS, checked_int
+from kvstow.transfer.layout import MAX_ADDRESS
 from kvstow.transfer.mover import Event, Index
 from kvstow.transfer.order import JobOrder, Turn
 from kvstow.transfer.ticket import Ticket, checked_timeout_s, late

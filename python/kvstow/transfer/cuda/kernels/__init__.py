@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError
-from kvstow.transfer.layout import Region, checked_int
+from kvstow.arguments import checked_int
+from kvstow.transfer.layout import Region
 
 SOURCE = files(__name__).joinpath("pack.cu").read_text(encoding="utf-8")
 
