@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.transfer.any_order import AnyOrder
-from tests.transfer.fake_cupy import FakeCupy, remove_cupy
+from tests.transfer.cuda.fake_cupy import FakeCupy, remove_cupy
+from tests.transfer.cuda.simulated_gpu import SimulatedGpu
 
 from kvstow import cli
 from kvstow.doctor import Finding, diagnose, gpu, probes
@@ -28,16 +28,16 @@ def found(**options: bool) -> dict[str, Finding]:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AnyOrder:
-    """A machine with a GPU that is played."""
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimulatedGpu:
+    """A machine with a simulated GPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine(monkeypatch, ONE_GPU)
     FakeCupy().install(monkeypatch)
-    played = AnyOrder(lambda able: able[0])
-    monkeypatch.setattr(gpu, "cuda_runtime", lambda _: played)
+    simulated = SimulatedGpu(lambda able: able[0])
+    monkeypatch.setattr(gpu, "cuda_runtime", lambda _: simulated)
     # torch sees none, which is a finding of its own.
     monkeypatch.setitem(sys.modules, "torch", None)
-    return played
+    return simulated
 
 
 def test_a_machine_without_a_gpu_is_fine(
@@ -113,7 +113,7 @@ def test_a_gpu_without_a_compiler_is_broken(monkeypatch: pytest.MonkeyPatch) -> 
     assert device.figures["total_bytes"] == 4 << 30
 
 
-def test_all_of_a_gpu(runtime: AnyOrder) -> None:
+def test_all_of_a_gpu(runtime: SimulatedGpu) -> None:
     findings = found()
     assert "Fake H1, 4.0 GiB, of which 3.0 free" in findings["GPU 0"].says
     assert findings["GPU 0 memory node"].figures["node"] is None
@@ -133,7 +133,7 @@ def test_all_of_a_gpu(runtime: AnyOrder) -> None:
     assert not runtime.allocated, "memory that is never given back"
 
 
-def test_the_link_is_measured_once_unless_asked(runtime: AnyOrder) -> None:
+def test_the_link_is_measured_once_unless_asked(runtime: SimulatedGpu) -> None:
     def link(**options: bool) -> object:
         return found(**options)["GPU 0 link"].figures
 
@@ -142,7 +142,7 @@ def test_the_link_is_measured_once_unless_asked(runtime: AnyOrder) -> None:
     assert link(anew=True) != first
 
 
-def test_memory_that_cannot_be_pinned_is_broken(runtime: AnyOrder) -> None:
+def test_memory_that_cannot_be_pinned_is_broken(runtime: SimulatedGpu) -> None:
     runtime.fail["register"] = CudaError("no more of it", is_fatal=False)
     findings = found()
     assert findings["GPU 0 pinning"].status == "broken"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.transfer.any_order import AnyOrder, FakeStream
+from tests.transfer.cuda.simulated_gpu import FakeStream, SimulatedGpu
 
 from kvstow import ConfigError
 from kvstow.cli import main
@@ -25,7 +25,7 @@ NUM_REQUESTS = 200  # as many as it takes for prefixes to come back from the hos
 class PlayedDevice(HostDevice):
     """Memory of this machine, whose copies are a device's."""
 
-    def __init__(self, runtime: AnyOrder) -> None:
+    def __init__(self, runtime: SimulatedGpu) -> None:
         self.runtime = runtime
         self.compute: FakeStream = runtime.stream()
 
@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
         streams = [name for name in able if name is not None]
         return None if len(able) > len(streams) and order.random() < 0.3 else order.choice(streams)
 
-    runtime = AnyOrder(play)
+    runtime = SimulatedGpu(play)
     device = PlayedDevice(runtime)
     speed = LinkSpeed(50e9, 50e9, 2e-6, 400e9)  # fragments are packed below 100 KB
     monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _: speed)

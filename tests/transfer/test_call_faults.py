@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.transfer.any_order import AnyOrder
-from tests.transfer.test_cuda_mover import in_order, on_device
+from tests.transfer.cuda.simulated_gpu import SimulatedGpu
+from tests.transfer.cuda.test_mover import in_order, on_device
 
 from kvstow import BlockPool, ConfigError, KvstowError, SnapshotError, StateError, TransferError
 from kvstow.engine.snapshot_file import Image, Model, SnapshotFile, write_snapshot
@@ -334,7 +334,7 @@ def test_interrupted_close_can_be_called_again() -> None:
 # -- the CUDA mover ------------------------------------------------------------------------------
 
 
-class FaultyDevice(AnyOrder):
+class FaultyDevice(SimulatedGpu):
     """The simulated device, each of whose calls may fail before it does anything."""
 
     def __init__(self, faults: Faults) -> None:

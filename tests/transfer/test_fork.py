@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.forks import LONG_S, in_child
-from tests.transfer.test_cuda_mover import bench
+from tests.transfer.cuda.test_mover import bench
 
 from kvstow import StateError, TransferError
 from kvstow.transfer import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
-from tests.transfer.kernels.emulation import (
+from tests.transfer.cuda.kernels.emulation import (
     Grid,
     Kernels,
     Launch,

@@ -46,7 +46,7 @@ class Work:
     is_done: bool = False
 
 
-class AnyOrder:
+class SimulatedGpu:
     """See `Runtime`.
 
     Attributes:

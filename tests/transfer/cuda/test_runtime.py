@@ -3,14 +3,14 @@
 import cuda.bindings.runtime as cuda_api
 import numpy as np
 import pytest
-from tests.transfer.any_order import AnyOrder
-from tests.transfer.fake_cupy import (
+from tests.transfer.cuda.fake_cupy import (
     CAPTURE_ELSEWHERE,
     ILLEGAL_ADDRESS,
     NOT_READY,
     FakeCupy,
     remove_cupy,
 )
+from tests.transfer.cuda.simulated_gpu import SimulatedGpu
 
 from kvstow import ConfigError, TransferError
 from kvstow.transfer import BlockLayout, CudaError, CudaLink, CudaMover, HostArena
@@ -173,12 +173,12 @@ class _Failing:
 
 
 @pytest.fixture
-def runtime() -> AnyOrder:
-    return AnyOrder(lambda able: able[0])
+def runtime() -> SimulatedGpu:
+    return SimulatedGpu(lambda able: able[0])
 
 
 @pytest.fixture
-def mover(runtime: AnyOrder) -> CudaMover:
+def mover(runtime: SimulatedGpu) -> CudaMover:
     memory = np.zeros((1, 4, 64), dtype=np.uint8)
     regions = BlockLayout.from_arrays(list(memory)).regions
     layout = BlockLayout(4, regions, owners=(memory,), device=0)
@@ -192,7 +192,7 @@ def test_whatever_an_event_raises_fails_the_job(mover: CudaMover) -> None:
         ticket.wait(5)
 
 
-def test_a_job_that_gets_no_events_ends(mover: CudaMover, runtime: AnyOrder) -> None:
+def test_a_job_that_gets_no_events_ends(mover: CudaMover, runtime: SimulatedGpu) -> None:
     error = CudaError("no more events", is_fatal=True)
 
     def refuse() -> object:

@@ -2,7 +2,7 @@ import mmap
 from pathlib import Path
 
 import pytest
-from tests.transfer.any_order import AnyOrder
+from tests.transfer.cuda.simulated_gpu import SimulatedGpu
 
 from kvstow import ConfigError
 from kvstow.transfer import BlockLayout, CudaError, HostArena, Region, arena_for
@@ -13,8 +13,8 @@ REFUSED = CudaError("too much is locked", is_fatal=False)
 
 
 @pytest.fixture
-def runtime() -> AnyOrder:
-    return AnyOrder(lambda able: able[0])
+def runtime() -> SimulatedGpu:
+    return SimulatedGpu(lambda able: able[0])
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_all_is_pinned_in_chunks_that_end_where_slots_do(runtime: AnyOrder) -> None:
+def test_all_is_pinned_in_chunks_that_end_where_slots_do(runtime: SimulatedGpu) -> None:
     told: list[tuple[int, int]] = []
     arena = pinned_arena(12, 7000, runtime, progress=lambda done, of: told.append((done, of)))
     assert arena.slot_stride_bytes == 8192
@@ -37,7 +37,7 @@ def test_all_is_pinned_in_chunks_that_end_where_slots_do(runtime: AnyOrder) -> N
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_chunks_are_of_whole_runs(runtime: AnyOrder) -> None:
+def test_chunks_are_of_whole_runs(runtime: SimulatedGpu) -> None:
     with HostArena(9, 2000, slots_per_run=3) as arena:
         assert arena.slot_stride_bytes % 2048 == 0
         unpin = pin(arena, runtime)
@@ -66,7 +66,7 @@ def test_chunks_are_of_whole_pages_whatever_their_size(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: AnyOrder) -> None:
+def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: SimulatedGpu) -> None:
     register = runtime.register
     calls: list[int] = []
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: AnyOrder) -> N
     arena.close()
 
 
-def test_a_lost_device_is_no_reason_to_go_on(runtime: AnyOrder) -> None:
+def test_a_lost_device_is_no_reason_to_go_on(runtime: SimulatedGpu) -> None:
     runtime.fail["register"] = CudaError("an illegal address", is_fatal=True)
     with pytest.raises(CudaError, match="illegal"):
         pinned_arena(4, 4096, runtime)

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.transfer.any_order import AnyOrder
-from tests.transfer.test_cuda_order import RandomOrder
+from tests.transfer.cuda.simulated_gpu import SimulatedGpu
+from tests.transfer.cuda.test_order import RandomOrder
 
 from kvstow import ChecksumMismatch, ConfigError, StateError, TransferError
 from kvstow.transfer import (
@@ -51,7 +51,7 @@ class Bench:
     def __init__(
         self, *, num_blocks: int = 9, num_slots: int = 16, num_places: int = 2, **options: object
     ) -> None:
-        self.runtime = AnyOrder(in_order)
+        self.runtime = SimulatedGpu(in_order)
         content = np.arange(2 * num_blocks * 2048, dtype=np.uint32).astype(np.uint8)
         self.memory = content.reshape(2, num_blocks, 2048)
         layout = on_device(list(self.memory))
@@ -107,7 +107,7 @@ def test_it_moves_what_the_host_mover_moves(data: st.DataObject) -> None:
     results = []
     for kind in ("cuda", "host"):
         blocks, others = memory(1), memory(2)
-        runtime = AnyOrder(RandomOrder(pairs))
+        runtime = SimulatedGpu(RandomOrder(pairs))
         arena = HostArena(num_slots, sum(sizes) + larger, slots_per_run=slots_per_run)
         for arrays, is_store in ((blocks, True), (others, False)):
             if kind == "cuda":
@@ -149,7 +149,7 @@ def test_consecutive_slots_are_one_copy_and_what_was_pinned_apart_is_not(
     assert copies == [[2], [2], [2]]
     with bench() as it:
         it.runtime.copy = spy  # type: ignore[method-assign, assignment]
-        copy = AnyOrder.copy.__get__(it.runtime)
+        copy = SimulatedGpu.copy.__get__(it.runtime)
         copies.clear()
         it.land(it.mover.store([1, 2, 3], [3, 4, 7], after=it.after()))
     assert copies == [[1, 1], [1]]

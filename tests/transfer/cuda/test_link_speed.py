@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from tests.transfer.any_order import AnyOrder
+from tests.transfer.cuda.simulated_gpu import SimulatedGpu
 
 from kvstow.transfer.cuda import link_speed as module
 from kvstow.transfer.cuda.link_speed import LinkSpeed, link_speed, measure
@@ -10,8 +10,8 @@ SPEED = LinkSpeed(50e9, 40e9, 2e-6, 400e9)
 
 
 @pytest.fixture
-def runtime() -> AnyOrder:
-    return AnyOrder(lambda able: able[0])
+def runtime() -> SimulatedGpu:
+    return SimulatedGpu(lambda able: able[0])
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The devices that were measured."""
     calls: list[str] = []
 
-    def measure(runtime: AnyOrder) -> LinkSpeed:
+    def measure(runtime: SimulatedGpu) -> LinkSpeed:
         calls.append(runtime.identity)
         return SPEED
 
@@ -41,7 +41,7 @@ def test_large_fragments_are_copied_as_they_lie_and_small_ones_packed() -> None:
 
 
 def test_each_device_and_driver_is_measured_once(
-    runtime: AnyOrder, folder: Path, measured: list[str]
+    runtime: SimulatedGpu, folder: Path, measured: list[str]
 ) -> None:
     assert link_speed(runtime) == link_speed(runtime) == SPEED
     runtime.identity = "another/driver ü"
@@ -56,7 +56,7 @@ def test_each_device_and_driver_is_measured_once(
     "content", ["", "{}", "[]", "3", '{"store_bytes_per_s": 1}', "full of zeros", "negative"]
 )
 def test_a_file_that_tells_nothing_is_written_anew(
-    runtime: AnyOrder, folder: Path, measured: list[str], content: str
+    runtime: SimulatedGpu, folder: Path, measured: list[str], content: str
 ) -> None:
     link_speed(runtime)
     [file] = folder.iterdir()
@@ -69,7 +69,7 @@ def test_a_file_that_tells_nothing_is_written_anew(
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(
-    runtime: AnyOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
+    runtime: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -78,7 +78,7 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
     assert len(measured) == 2
 
 
-def test_measuring_leaves_nothing_behind(runtime: AnyOrder) -> None:
+def test_measuring_leaves_nothing_behind(runtime: SimulatedGpu) -> None:
     ticks = iter(range(10**6))
     speed = measure(runtime, lambda: next(ticks) / 1000)
     # By this clock every turn takes a millisecond.

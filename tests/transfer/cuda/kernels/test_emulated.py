@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.transfer.kernels.checks import CHECKS
-from tests.transfer.kernels.emulation import (
+from tests.transfer.cuda.kernels.checks import CHECKS
+from tests.transfer.cuda.kernels.emulation import (
     OPTIMISED,
     SANITISED,
     Grid,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.transfer.kernels.checks import CHECKS
-from tests.transfer.kernels.emulation import Kernels
+from tests.transfer.cuda.kernels.checks import CHECKS
+from tests.transfer.cuda.kernels.emulation import Kernels
 
 from kvstow.transfer.cuda.kernels import SOURCE
 

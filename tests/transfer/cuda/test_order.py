@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.transfer.any_order import AnyOrder, Choose
+from tests.transfer.cuda.simulated_gpu import Choose, SimulatedGpu
 
 from kvstow.transfer import BlockLayout, HostArena, Ticket
 from kvstow.transfer.cuda.link import CudaLink
@@ -84,7 +84,7 @@ class World:
         num_places: int = 2,
     ) -> None:
         self.random = random.Random(seed)
-        self.runtime = AnyOrder(order or RandomOrder(seed), dropped=dropped)
+        self.runtime = SimulatedGpu(order or RandomOrder(seed), dropped=dropped)
         self.compute = self.runtime.stream()
         size = FRAGMENT_BYTES[seed % 2]
         memory = np.zeros((NUM_LAYERS, NUM_BLOCKS, size + 16), dtype=np.uint8)
