@@ -20,7 +20,8 @@ from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.interface import Copies, Pack, Stream
 from kvstow.transfer.cuda.kernels import chunk_table
-from kvstow.transfer.cuda.link import CudaJob, CudaLink, CudaTicket, Lane, Place, cuda_link
+from kvstow.transfer.cuda.lane import CudaJob, CudaTicket, Lane, Place
+from kvstow.transfer.cuda.link import CudaLink, cuda_link
 from kvstow.transfer.cuda.link_speed import Direction, Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots
 from kvstow.transfer.cuda.ring import SUM_BYTES, IdRing
