@@ -42,6 +42,7 @@ __all__ = [
     "__version__",
     "debug_build",
     "hash_tokens",
+    "row_checksums",
 ]
 
 __version__: str
@@ -115,6 +116,20 @@ def hash_tokens(
     Raises:
         ConfigError: a token outside its bounds, a block size of 0, an unknown algorithm, a
             number of extra keys other than the number of full blocks, or a key of another type.
+    """
+
+def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
+
+    The work runs without the interpreter lock.
+
+    Args:
+        rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
+        row_ids: the rows to read, in any order.
+
+    Raises:
+        ConfigError: an array of another shape or dtype, rows that are not contiguous, or a row id
+            outside the array.
     """
 
 @final

@@ -7,6 +7,7 @@
 #![expect(clippy::doc_markdown, reason = "doc comments are docstrings: Python's help shows them")]
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
 
+mod checksum;
 mod convert;
 mod error;
 mod event;
@@ -41,6 +42,8 @@ mod _core {
         Ok(())
     }
 
+    #[pymodule_export]
+    use super::checksum::row_checksums;
     #[pymodule_export]
     use super::error::{
         ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, SnapshotError,

@@ -263,14 +263,14 @@ def test_host_movers_go_on_or_are_closed(
         device = content.copy()
         with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena, injected(faults):
             arena.slots[:] = content[:NUM_SLOTS]
-            arena.checksums[:] = [arena.checksum(slot) for slot in range(NUM_SLOTS)]
+            arena.checksums[:] = arena.compute_checksums(np.arange(NUM_SLOTS))
             arena.unproven = np.ones(NUM_SLOTS, bool)
             try:
                 mover = wrapped(kind, BlockLayout.from_arrays([device]), arena)
             except (OSError, MemoryError, Interrupted, KvstowError):
                 assert faults.failed == "thread"
                 return
-            arena.checksum = faults.wrap("checksum", arena.checksum)  # type: ignore[method-assign]
+            arena.compute_checksums = faults.wrap("compute_checksums", arena.compute_checksums)  # type: ignore[method-assign]
             jobs: list[tuple[str, int, int, Ticket]] = []
             late = FaultyEvent(faults, is_set=False)
 
@@ -307,7 +307,7 @@ def test_host_movers_go_on_or_are_closed(
 
     failed = each_fault(scenario, ERRORS)
     assert {"thread", "wait", "before add_done_callback", "after add_done_callback"} <= failed
-    assert ("checksum" in failed) == (kind != "host")
+    assert ("compute_checksums" in failed) == (kind != "host")
 
 
 def test_interrupted_close_can_be_called_again() -> None:

@@ -51,7 +51,7 @@ class Made:
         if kind == "verified":
             return VerifiedMover(mover)
         if kind == "proving":
-            arena.checksums[:] = [arena.checksum(slot) for slot in range(NUM_SLOTS)]
+            arena.checksums[:] = arena.compute_checksums(np.arange(NUM_SLOTS))
             arena.unproven = np.ones(NUM_SLOTS, bool)
             return ProvingMover(mover)
         return mover
@@ -259,7 +259,7 @@ kind = sys.argv[1]
 if kind == "verified":
     mover = VerifiedMover(mover)
 if kind == "proving":
-    arena.checksums[:] = [arena.checksum(slot) for slot in range(1024)]
+    arena.checksums[:] = arena.compute_checksums(np.arange(1024))
     arena.unproven = np.ones(1024, bool)
     mover = ProvingMover(mover)
 never = HostEvent()

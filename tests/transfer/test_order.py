@@ -122,7 +122,7 @@ class Made:
         self.device: Bytes = rng.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         self.arena = HostArena(NUM_SLOTS, BLOCK_BYTES)
         self.arena.slots[:] = rng.integers(0, 256, self.arena.slots.shape, np.uint8)
-        self.arena.checksums[:] = [self.arena.checksum(slot) for slot in range(NUM_SLOTS)]
+        self.arena.checksums[:] = self.arena.compute_checksums(np.arange(NUM_SLOTS))
         self.arena.unproven = np.ones(NUM_SLOTS, bool)
         layout = BlockLayout.from_arrays([self.device])
         mover: Mover = HostMover(layout, self.arena)

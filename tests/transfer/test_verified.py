@@ -164,7 +164,7 @@ def test_closing_ends_every_ticket(mover: VerifiedMover) -> None:
 def filled(arena: HostArena) -> None:
     """As if a file had filled all slots."""
     arena.slots[:] = np.random.default_rng(8).integers(0, 256, arena.slots.shape, np.uint8)
-    arena.checksums[:] = [arena.checksum(slot) for slot in range(NUM_SLOTS)]
+    arena.checksums[:] = arena.compute_checksums(np.arange(NUM_SLOTS))
     arena.unproven = arena.checksums >= 0
 
 

@@ -223,19 +223,18 @@ def _write_slots(
     runs = [run for run in np.split(slots, breaks) if len(run)]
     chunks = [run[at : at + per_chunk] for run in runs for at in range(0, len(run), per_chunk)]
 
-    def write(chunk: npt.NDArray[np.integer]) -> list[int]:
+    def write(chunk: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         begin, end = int(chunk[0]) * stride, (int(chunk[-1]) + 1) * stride
         _write_at(file, arena.memory[begin:end].data, offset + begin)
         # The system begins to write it to the disk, and need not keep it.
         os.posix_fadvise(file, offset + begin, end - begin, os.POSIX_FADV_DONTNEED)
-        return [
-            int(known[slot]) if known[slot] >= 0 else arena.checksum(slot)
-            for slot in chunk.tolist()
-        ]
+        crcs: npt.NDArray[np.int64] = known[chunk]
+        crcs[crcs < 0] = arena.compute_checksums(chunk[crcs < 0])
+        return crcs
 
     # Neither the checksum nor the system holds the interpreter lock.
     parts = map_on_threads(write, chunks, _NUM_THREADS, "kvstow-snapshot")
-    return np.array([crc for part in parts for crc in part], dtype=np.uint32)
+    return np.concatenate([np.empty(0, np.uint32), *parts], dtype=np.uint32, casting="unsafe")
 
 
 def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
@@ -391,10 +390,9 @@ class SnapshotFile(Closing):
         wrong = []
         for rank, arena in enumerate(self.map_arenas()):
             with arena:
-                used = np.flatnonzero(arena.checksums >= 0).tolist()
-                wrong += [
-                    (rank, slot) for slot in used if arena.checksum(slot) != arena.checksums[slot]
-                ]
+                used = np.flatnonzero(arena.checksums >= 0)
+                damaged = used[arena.compute_checksums(used) != arena.checksums[used]]
+                wrong += [(rank, slot) for slot in damaged.tolist()]
         return wrong
 
     def _damaged(self, what: str) -> SnapshotError:

@@ -22,13 +22,12 @@ import ctypes
 import math
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, StateError
+from kvstow._core import ConfigError, StateError, row_checksums
 from kvstow.arguments import checked_int
 from kvstow.closing import Closing
 from kvstow.threads import map_on_threads
@@ -185,9 +184,12 @@ class HostArena(Closing):
         """Whether a mover keeps `device_sums`."""
         return self._device_sums is not None
 
-    def checksum(self, slot: int) -> int:
-        """CRC-32 of what a slot holds now; `zlib` lets go of the interpreter lock meanwhile."""
-        return zlib.crc32(self.slots[slot].data)
+    def compute_checksums(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
+        """Return the CRC-32 of what each of these slots holds now.
+
+        The work runs without the interpreter lock.
+        """
+        return row_checksums(self.slots, slots)
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:

@@ -72,14 +72,13 @@ class VerifiedMover(Mover):
         def store_and_take_down() -> None:
             self._checksums[host_slots] = -1  # an earlier store of the slot may have ended since
             self._mover.store(block_ids, host_slots, after=READY).wait()
-            for slot in host_slots.tolist():
-                self._checksums[slot] = self._arena.checksum(slot)
+            self._checksums[host_slots] = self._arena.compute_checksums(host_slots)
 
         return self._stores.submit(store_and_take_down, host_slots, after)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
         def check_and_load() -> None:
-            _compare(self._arena, host_slots.tolist(), "what was stored in it")
+            _compare(self._arena, host_slots, "what was stored in it")
             self._mover.load(host_slots, block_ids, after=READY).wait()
 
         return self._loads.submit(check_and_load, block_ids, after)
@@ -128,18 +127,18 @@ class ProvingMover(Mover):
         return self._mover.store(block_ids, host_slots, after=after)
 
     def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
-        unproven = host_slots[self._unproven[host_slots]].tolist()
+        unproven = host_slots[self._unproven[host_slots]]
         # The mover keeps the order of loads into the same blocks. So none gets there before an
         # earlier one that is still being proven.
-        if not unproven and (self._last_proof is None or self._last_proof.poll()):
+        if not len(unproven) and (self._last_proof is None or self._last_proof.poll()):
             return self._mover.load(host_slots, block_ids, after=after)
         ticket = _ProvenTicket()
 
         def prove_and_submit() -> None:
             _compare(self._arena, unproven, "what the snapshot says", "; the file is damaged")
-            for slot in unproven:
+            for slot in unproven.tolist():
                 self._sum_up(slot)
-                self._unproven[slot] = False
+            self._unproven[unproven] = False
             # Not waited for: its event may be far off, and the next load must not wait for it.
             ticket.copy = self._mover.load(host_slots, block_ids, after=after)
 
@@ -154,18 +153,18 @@ class ProvingMover(Mover):
             is_known[slot] = 1
 
 
-def _compare(arena: HostArena, slots: list[int], expectation: str, advice: str = "") -> None:
+def _compare(arena: HostArena, slots: Index, expectation: str, advice: str = "") -> None:
     """Raise `DamagedSlots` with all slots that do not have their checksum."""
-    found = {slot: arena.checksum(slot) for slot in slots}
-    damaged = [slot for slot in slots if found[slot] != arena.checksums[slot]]
-    if damaged:
-        slot, expected = damaged[0], int(arena.checksums[damaged[0]])
+    found, expected = arena.compute_checksums(slots), arena.checksums[slots]
+    damaged = np.flatnonzero(found != expected)
+    if len(damaged):
+        first = damaged[0]
         raise DamagedSlots(
-            f"host slot {slot} was never stored through a mover that keeps checksums"
-            if expected < 0
-            else f"host slot {slot} does not hold {expectation}: its checksum is "
-            f"{found[slot]:#010x}, not {expected:#010x}{advice}",
-            damaged,
+            f"host slot {slots[first]} was never stored through a mover that keeps checksums"
+            if expected[first] < 0
+            else f"host slot {slots[first]} does not hold {expectation}: its checksum is "
+            f"{found[first]:#010x}, not {expected[first]:#010x}{advice}",
+            slots[damaged].tolist(),
         )
 
 

@@ -1,0 +1,58 @@
+//! CRC-32 of rows of host memory, without the interpreter lock.
+
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+use crate::convert::counts;
+use crate::error::ConfigError;
+
+/// Bytes between two looks at pending signals: a few milliseconds.
+const BYTES_PER_BATCH: usize = 64 << 20;
+
+/// Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
+///
+/// The work runs without the interpreter lock.
+///
+/// Args:
+///     rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
+///     row_ids: the rows to read, in any order.
+///
+/// Raises:
+///     ConfigError: an array of another shape or dtype, rows that are not contiguous, or a row id
+///         outside the array.
+#[pyfunction]
+pub(crate) fn row_checksums<'py>(
+    rows: &Bound<'py, PyAny>,
+    row_ids: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    let py = rows.py();
+    let row_ids = counts(row_ids)?;
+    let Ok(rows) = rows.extract::<PyReadonlyArray2<'py, u8>>() else {
+        let kind = rows.get_type();
+        return Err(ConfigError::new_err(format!(
+            "rows is of type {kind}: pass a two-dimensional uint8 array"
+        )));
+    };
+    let [num_rows, row_bytes] = [rows.shape()[0], rows.shape()[1]];
+    if let Some(id) = row_ids.iter().find(|&&id| id >= num_rows) {
+        return Err(ConfigError::new_err(format!(
+            "row {id} is not in an array of {num_rows} rows: pass ids from 0 to {}",
+            num_rows.saturating_sub(1)
+        )));
+    }
+    let rows = rows.as_array();
+    let mut checksums = Vec::with_capacity(row_ids.len());
+    for batch in row_ids.chunks((BYTES_PER_BATCH / row_bytes.max(1)).max(1)) {
+        let found: Option<Vec<u32>> = py.detach(|| {
+            batch.iter().map(|&id| Some(crc32fast::hash(rows.row(id).to_slice()?))).collect()
+        });
+        let Some(found) = found else {
+            return Err(ConfigError::new_err(
+                "the bytes of a row are not contiguous: pass a copy of the array".to_owned(),
+            ));
+        };
+        checksums.extend(found);
+        py.check_signals()?;
+    }
+    Ok(checksums.into_pyarray(py))
+}
