@@ -7,7 +7,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from kvstow import FullAttention, SlidingWindow, StateSpace
-from kvstow.replay import Observer, ReplayConfig, ReplayEngine, Trace, TraceRequest
+from kvstow.replay import Observer, ReplayConfig, ReplayEngine, ReplayState, Trace, TraceRequest
 from kvstow.replay.batch import Request
 from kvstow.replay.content import Geometry
 from kvstow.replay.model import ModelGroup, ReplayModel
@@ -33,9 +33,9 @@ class Checked(Observer):
 
     max_steps = 100_000
 
-    def stepped(self, engine: ReplayEngine) -> None:
-        engine.kv.check()
-        assert engine.figures.steps < self.max_steps, "the replay does not end"
+    def stepped(self, replay: ReplayState) -> None:
+        replay.kv.check()
+        assert replay.figures.steps < self.max_steps, "the replay does not end"
 
 
 def request(
@@ -124,15 +124,15 @@ class Watched(Checked):
         self._num_computed = 0
 
     def looked_up(
-        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+        self, replay: ReplayState, request: Request, device_tokens: int, host_tokens: int
     ) -> None:
         self.found.setdefault(request.name, []).append((device_tokens, host_tokens))
         self.order.append(request.name)
 
-    def stepped(self, engine: ReplayEngine) -> None:
-        super().stepped(engine)
-        self.most_running = max(self.most_running, len(engine.batch.running))
-        num_computed = engine.figures.prefill_tokens + engine.figures.decode_tokens
+    def stepped(self, replay: ReplayState) -> None:
+        super().stepped(replay)
+        self.most_running = max(self.most_running, len(replay.batch.running))
+        num_computed = replay.figures.prefill_tokens + replay.figures.decode_tokens
         self.most_tokens = max(self.most_tokens, num_computed - self._num_computed)
         self._num_computed = num_computed
 

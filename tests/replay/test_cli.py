@@ -12,7 +12,7 @@ import pytest
 
 from kvstow import cli
 from kvstow.engine import Transfer
-from kvstow.replay import BUNDLED_TRACE, Observer, ReplayEngine, command
+from kvstow.replay import BUNDLED_TRACE, Observer, ReplayEngine, ReplayState, command
 
 COMMAND = [sys.executable, "-m", "kvstow"]
 README = Path(__file__).parents[2] / "README.md"
@@ -251,28 +251,28 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 class SpoilHost(Observer):
     """Spoils the slots of every store of several blocks, once it has landed."""
 
-    def __init__(self, fault: Callable[[ReplayEngine, Transfer], None]) -> None:
+    def __init__(self, fault: Callable[[ReplayState, Transfer], None]) -> None:
         self._fault = fault
 
-    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+    def landed(self, replay: ReplayState, transfer: Transfer) -> None:
         if transfer.direction == "store" and len(transfer.job) > 1:
-            self._fault(engine, transfer)
+            self._fault(replay, transfer)
 
 
-def flip_one_byte(engine: ReplayEngine, transfer: Transfer) -> None:
-    engine.arena.slots[transfer.job.host_slots[0], 1234] ^= 0x04
+def flip_one_byte(replay: ReplayState, transfer: Transfer) -> None:
+    replay.arena.slots[transfer.job.host_slots[0], 1234] ^= 0x04
 
 
-def swap_two_slots(engine: ReplayEngine, transfer: Transfer) -> None:
+def swap_two_slots(replay: ReplayState, transfer: Transfer) -> None:
     pair = transfer.job.host_slots[:2]
-    engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
+    replay.arena.slots[pair] = replay.arena.slots[pair[::-1]]
 
 
 @pytest.mark.parametrize("fault", [flip_one_byte, swap_two_slots])
 def test_a_corrupt_block_is_status_1(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[ReplayEngine, Transfer], None],
+    fault: Callable[[ReplayState, Transfer], None],
 ) -> None:
     class Faulty(ReplayEngine):
         def run(self) -> None:

@@ -14,7 +14,7 @@ from tests.replay.scenario import (
 
 from kvstow import ConfigError
 from kvstow.engine import Transfer
-from kvstow.replay import ReplayConfig, ReplayEngine
+from kvstow.replay import ReplayConfig, ReplayEngine, ReplayState
 
 # -- time and counting -------------------------------------------------------------------------
 
@@ -47,8 +47,8 @@ def test_jobs_land_one_after_the_other() -> None:
     landings: list[float] = []
 
     class Landings(Checked):
-        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
-            landings.append(engine.now_s)
+        def landed(self, replay: ReplayState, transfer: Transfer) -> None:
+            landings.append(replay.now_s)
 
     of = trace(request(1, [1, 2, 3], output=0, at_s=7.0))
     with prepared(
@@ -141,9 +141,9 @@ def test_others_run_while_a_request_loads() -> None:
     finished: list[str] = []
 
     class Order(Checked):
-        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        def landed(self, replay: ReplayState, transfer: Transfer) -> None:
             if transfer.direction == "load":
-                finished.append(f"{engine.figures.finished} before the load has landed")
+                finished.append(f"{replay.figures.finished} before the load has landed")
 
     of = pushed_out(12, comes_back(3, at_s=200), request(4, [31], at_s=200, output=2))
     with prepared(of, device_blocks=13, bandwidth_bytes_per_s=100, observer=Order()) as engine:
@@ -238,12 +238,12 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     class Watching(Checked):
         num_before = 0
 
-        def looked_up(self, engine: ReplayEngine, *_: object) -> None:
-            assert engine.figures.preemptions == self.num_before
+        def looked_up(self, replay: ReplayState, *_: object) -> None:
+            assert replay.figures.preemptions == self.num_before
 
-        def stepped(self, engine: ReplayEngine) -> None:
-            super().stepped(engine)
-            self.num_before = engine.figures.preemptions
+        def stepped(self, replay: ReplayState) -> None:
+            super().stepped(replay)
+            self.num_before = replay.figures.preemptions
 
     of = trace(*(request(line, [10 * line], output=6 * BLOCK) for line in (1, 2)))
     with prepared(of, device_blocks=10, observer=Watching()) as engine:
@@ -293,13 +293,13 @@ def test_block_ids_follow_the_ledger() -> None:
     compared = 0
 
     class Compared(Checked):
-        def stepped(self, engine: ReplayEngine) -> None:
+        def stepped(self, replay: ReplayState) -> None:
             nonlocal compared
-            for seat in engine.batch.running:
-                name = engine.batch.request(seat).name
-                table = engine.kv.ledger.block_table(name)
-                assert engine.batch.num_blocks[seat] == len(table)
-                assert np.array_equal(table, engine.batch.tables[0, seat, : len(table)])
+            for seat in replay.batch.running:
+                name = replay.batch.request(seat).name
+                table = replay.kv.ledger.block_table(name)
+                assert replay.batch.num_blocks[seat] == len(table)
+                assert np.array_equal(table, replay.batch.tables[0, seat, : len(table)])
                 compared += 1
 
     of = pushed_out(8, comes_back(3, at_s=200))

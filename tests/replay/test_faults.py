@@ -8,7 +8,7 @@ import pytest
 from tests.replay.scenario import BLOCK, Checked, comes_back, prepared, pushed_out, request, trace
 
 from kvstow.engine import Transfer
-from kvstow.replay import ReplayEngine
+from kvstow.replay import ReplayEngine, ReplayState
 from kvstow.replay.batch import Request
 from kvstow.replay.config import Verify
 from kvstow.replay.verify import MAX_REPORTS, Verifier
@@ -21,17 +21,17 @@ Slots = npt.NDArray[np.int32]
 class AfterFirstStore(Checked):
     """Does something to the engine once the first store has landed."""
 
-    def __init__(self, fault: Callable[[ReplayEngine, Slots], None]) -> None:
+    def __init__(self, fault: Callable[[ReplayState, Slots], None]) -> None:
         self._fault = fault
         self._done = False
 
-    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+    def landed(self, replay: ReplayState, transfer: Transfer) -> None:
         if transfer.direction == "store" and not self._done:
             self._done = True
-            self._fault(engine, transfer.job.host_slots)
+            self._fault(replay, transfer.job.host_slots)
 
 
-def replayed_with(fault: Callable[[ReplayEngine, Slots], None]) -> Verifier:
+def replayed_with(fault: Callable[[ReplayState, Slots], None]) -> Verifier:
     """The first request's 4 blocks are stored, spoilt, pushed out, and loaded by the third."""
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, device_blocks=9, observer=AfterFirstStore(fault)) as engine:
@@ -42,8 +42,8 @@ def replayed_with(fault: Callable[[ReplayEngine, Slots], None]) -> Verifier:
         return engine.verifier
 
 
-def flip_one_byte(engine: ReplayEngine, slots: Slots) -> None:
-    engine.arena.slots[slots[2], 77] ^= 0x01
+def flip_one_byte(replay: ReplayState, slots: Slots) -> None:
+    replay.arena.slots[slots[2], 77] ^= 0x01
 
 
 def test_nothing_is_reported_without_a_fault() -> None:
@@ -65,8 +65,8 @@ def test_one_flipped_byte_names_block_request_and_tier() -> None:
 
 
 def test_two_swapped_slots_are_both_reported() -> None:
-    def swap(engine: ReplayEngine, slots: Slots) -> None:
-        engine.arena.slots[slots[[0, 3]]] = engine.arena.slots[slots[[3, 0]]]
+    def swap(replay: ReplayState, slots: Slots) -> None:
+        replay.arena.slots[slots[[0, 3]]] = replay.arena.slots[slots[[3, 0]]]
 
     verifier = replayed_with(swap)
 
@@ -78,26 +78,26 @@ def test_two_swapped_slots_are_both_reported() -> None:
 
 
 def test_a_block_torn_between_two_is_reported() -> None:
-    def tear(engine: ReplayEngine, slots: Slots) -> None:
-        engine.arena.slots[slots[1], 64:] = engine.arena.slots[slots[2], 64:]
+    def tear(replay: ReplayState, slots: Slots) -> None:
+        replay.arena.slots[slots[1], 64:] = replay.arena.slots[slots[2], 64:]
 
     assert [found.position for found in replayed_with(tear).reports] == [1]
 
 
 def test_two_layers_of_one_block_exchanged_are_reported() -> None:
-    def shift(engine: ReplayEngine, slots: Slots) -> None:
-        slot = engine.arena.slots[slots[1]]
-        slot[:] = np.roll(slot, engine.memory[0].geometry.region_bytes)
+    def shift(replay: ReplayState, slots: Slots) -> None:
+        slot = replay.arena.slots[slots[1]]
+        slot[:] = np.roll(slot, replay.memory[0].geometry.region_bytes)
 
     assert [found.position for found in replayed_with(shift).reports] == [1]
 
 
 def test_a_block_spoilt_on_the_device_is_found_at_the_end_of_its_request() -> None:
     class Spoil(Checked):
-        def stepped(self, engine: ReplayEngine) -> None:
-            if engine.figures.steps == 1:
-                engine.memory[0].regions[3][
-                    engine.batch.tables[0, engine.batch.running[0]][1], 5
+        def stepped(self, replay: ReplayState) -> None:
+            if replay.figures.steps == 1:
+                replay.memory[0].regions[3][
+                    replay.batch.tables[0, replay.batch.running[0]][1], 5
                 ] ^= 0x80
 
     of = pushed_out(8, comes_back(3, at_s=200))
@@ -111,10 +111,10 @@ def test_a_block_spoilt_on_the_device_is_found_at_the_end_of_its_request() -> No
 
 def test_a_partial_tail_is_checked_too() -> None:
     class Spoil(Checked):
-        def stepped(self, engine: ReplayEngine) -> None:
-            if engine.figures.steps == 1:
-                engine.memory[0].regions[0][
-                    engine.batch.tables[0, engine.batch.running[0]][4], :
+        def stepped(self, replay: ReplayState) -> None:
+            if replay.figures.steps == 1:
+                replay.memory[0].regions[0][
+                    replay.batch.tables[0, replay.batch.running[0]][4], :
                 ] = 0
 
     of = trace(request(1, [1, 2, 3, 4, 5], tail=7, output=2))
@@ -182,8 +182,8 @@ def test_what_is_looked_at(verify: Verify, num_checked: int) -> None:
 def test_reports_are_limited_and_the_count_is_not() -> None:
     many = range(1, 31)
 
-    def wipe(engine: ReplayEngine, slots: Slots) -> None:
-        engine.arena.slots[slots] = 0
+    def wipe(replay: ReplayState, slots: Slots) -> None:
+        replay.arena.slots[slots] = 0
 
     of = trace(request(1, many), request(2, range(51, 82), at_s=1), request(3, [*many, 99], at_s=2))
     with prepared(of, device_blocks=33, observer=AfterFirstStore(wipe)) as engine:

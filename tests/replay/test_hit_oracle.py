@@ -20,7 +20,7 @@ from tests.replay.scenario import (
     traces,
 )
 
-from kvstow.replay import BUNDLED_TRACE, ReplayEngine, Trace, read_trace
+from kvstow.replay import BUNDLED_TRACE, ReplayState, Trace, read_trace
 from kvstow.replay.batch import Request
 from kvstow.replay.model import ReplayModel, build_model
 
@@ -36,19 +36,19 @@ class SetOracle(Checked):
         self.num_resumed = 0
 
     def published(
-        self, engine: ReplayEngine, seats: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+        self, replay: ReplayState, seats: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> None:
         for seat, num_tokens in zip(seats.tolist(), tokens.tolist(), strict=True):
-            digests = engine.batch.request(seat).digests[: num_tokens // engine.trace.block_size]
+            digests = replay.batch.request(seat).digests[: num_tokens // replay.trace.block_size]
             for digest in reversed(digests):
                 if digest in self.known:  # published with all before it
                     break
                 self.known.add(digest)
 
     def looked_up(
-        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+        self, replay: ReplayState, request: Request, device_tokens: int, host_tokens: int
     ) -> None:
-        block_size = engine.trace.block_size
+        block_size = replay.trace.block_size
         longest = (request.known_tokens - 1) // block_size
         expected = 0
         while expected < longest and request.digests[expected] in self.known:
@@ -59,9 +59,9 @@ class SetOracle(Checked):
         else:
             self.first_hits[request.name] = expected
 
-    def stepped(self, engine: ReplayEngine) -> None:
-        if engine.trace.block_size == BLOCK:  # on long traces it would take all the time
-            super().stepped(engine)
+    def stepped(self, replay: ReplayState) -> None:
+        if replay.trace.block_size == BLOCK:  # on long traces it would take all the time
+            super().stepped(replay)
 
 
 def replay_against_oracle(

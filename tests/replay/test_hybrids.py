@@ -23,7 +23,7 @@ from tests.replay.test_failing_copies import fail
 
 from kvstow import ConfigError
 from kvstow.engine import Transfer
-from kvstow.replay import ReplayEngine
+from kvstow.replay import ReplayEngine, ReplayState
 from kvstow.replay.batch import Request
 from kvstow.replay.model import ReplayModel, build_model
 from kvstow.replay.verify import Verifier
@@ -48,7 +48,7 @@ def test_no_more_is_loaded_than_a_group_reads() -> None:
     counts: list[list[int]] = []
 
     class Loads(Checked):
-        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        def landed(self, replay: ReplayState, transfer: Transfer) -> None:
             if transfer.direction == "load":
                 counts.append(np.diff(transfer.job.offsets).tolist())
                 sizes = [geometry.block_bytes for geometry in MIXED.geometries]
@@ -80,12 +80,12 @@ def test_what_is_written_goes_where_the_ledgers_tables_say(model: ReplayModel) -
     num_left = 0
 
     class Compared(Checked):
-        def stepped(self, engine: ReplayEngine) -> None:
-            super().stepped(engine)
+        def stepped(self, replay: ReplayState) -> None:
+            super().stepped(replay)
             nonlocal num_left
-            for seat in engine.batch.running:
-                tables = np.stack(engine.kv.tables(engine.batch.request(seat).name))
-                ours = engine.batch.tables[:, seat, : engine.batch.num_blocks[seat]]
+            for seat in replay.batch.running:
+                tables = np.stack(replay.kv.tables(replay.batch.request(seat).name))
+                ours = replay.batch.tables[:, seat, : replay.batch.num_blocks[seat]]
                 assert np.array_equal(tables, np.where(tables != 0, ours, 0))
                 num_left += int(np.count_nonzero(tables == 0))
 
@@ -115,7 +115,7 @@ def test_a_failed_job_has_not_landed_before_all_of_its_copies_have_ended() -> No
     num_failed = 0
 
     class Landed(Checked):
-        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        def landed(self, replay: ReplayState, transfer: Transfer) -> None:
             nonlocal num_failed
             assert all(ticket.poll() for ticket in transfer.tickets)
             num_failed += any(ticket.error for ticket in transfer.tickets)
@@ -189,7 +189,7 @@ def test_a_model_with_other_blocks_than_the_trace_is_refused() -> None:
 
 # -- faults ------------------------------------------------------------------------------------
 
-Fault = Callable[[ReplayEngine, list[Slots]], None]
+Fault = Callable[[ReplayState, list[Slots]], None]
 
 
 class SpoilFirstStore(Checked):
@@ -199,11 +199,11 @@ class SpoilFirstStore(Checked):
         self._fault = fault
         self._done = False
 
-    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+    def landed(self, replay: ReplayState, transfer: Transfer) -> None:
         if not self._done:
             assert transfer.direction == "store"
             self._done = True
-            self._fault(engine, np.split(transfer.job.host_slots, transfer.job.offsets[1:-1]))
+            self._fault(replay, np.split(transfer.job.host_slots, transfer.job.offsets[1:-1]))
 
 
 def found_after(fault: Fault) -> list[tuple[int, int, str]]:
@@ -220,16 +220,16 @@ def test_nothing_is_found_without_a_fault() -> None:
 
 @pytest.mark.parametrize("group", [NARROW, FULL, WINDOW, STATE])
 def test_a_flipped_byte_names_its_group(group: int) -> None:
-    def flip(engine: ReplayEngine, slots: list[Slots]) -> None:
+    def flip(replay: ReplayState, slots: list[Slots]) -> None:
         last_byte = MIXED.groups[group].geometry.block_bytes - 1
-        engine.arena.slots[slots[group][3], last_byte] ^= 1
+        replay.arena.slots[slots[group][3], last_byte] ^= 1
 
     assert found_after(flip) == [(group, 3, "host")]
 
 
 def test_a_report_says_which_layers() -> None:
-    def flip(engine: ReplayEngine, slots: list[Slots]) -> None:
-        engine.arena.slots[slots[WINDOW][2], 0] ^= 1
+    def flip(replay: ReplayState, slots: list[Slots]) -> None:
+        replay.arena.slots[slots[WINDOW][2], 0] ^= 1
 
     engine = came_back(MIXED, SpoilFirstStore(flip))
 
@@ -241,9 +241,9 @@ def test_a_report_says_which_layers() -> None:
 
 
 def test_two_swapped_slots_of_a_window_are_both_found() -> None:
-    def swap(engine: ReplayEngine, slots: list[Slots]) -> None:
+    def swap(replay: ReplayState, slots: list[Slots]) -> None:
         pair = slots[WINDOW][[1, 3]]
-        engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
+        replay.arena.slots[pair] = replay.arena.slots[pair[::-1]]
 
     assert found_after(swap) == [(WINDOW, 1, "host"), (WINDOW, 3, "host")]
 
@@ -251,17 +251,17 @@ def test_two_swapped_slots_of_a_window_are_both_found() -> None:
 def test_another_groups_block_is_found_though_it_is_for_the_same_tokens() -> None:
     """The digest is the same; FULL and NARROW have blocks of one size, too."""
 
-    def exchange(engine: ReplayEngine, slots: list[Slots]) -> None:
+    def exchange(replay: ReplayState, slots: list[Slots]) -> None:
         pair = np.array([slots[NARROW][3], slots[FULL][3]])
-        engine.arena.slots[pair] = engine.arena.slots[pair[::-1]]
+        replay.arena.slots[pair] = replay.arena.slots[pair[::-1]]
 
     assert found_after(exchange) == [(NARROW, 3, "host"), (FULL, 3, "host")]
 
 
 def test_what_no_token_will_read_is_not_loaded() -> None:
-    def spoil(engine: ReplayEngine, slots: list[Slots]) -> None:
+    def spoil(replay: ReplayState, slots: list[Slots]) -> None:
         unread = [slots[group][: 4 - num] for group, num in enumerate(NUM_NEEDED)]
-        engine.arena.slots[np.concatenate(unread)] = 0
+        replay.arena.slots[np.concatenate(unread)] = 0
 
     assert found_after(spoil) == []
 
@@ -269,10 +269,10 @@ def test_what_no_token_will_read_is_not_loaded() -> None:
 @pytest.mark.parametrize("writer", [NARROW, WINDOW, STATE])
 def test_a_block_that_another_group_writes_is_found(writer: int) -> None:
     class Overwrite(Checked):
-        def stepped(self, engine: ReplayEngine) -> None:
-            if engine.figures.steps == 1:
-                block = engine.batch.tables[FULL, engine.batch.running[0], 1:2]
-                engine.memory[writer].write_tokens(block, np.zeros(1, np.uint64), np.zeros(1, int))
+        def stepped(self, replay: ReplayState) -> None:
+            if replay.figures.steps == 1:
+                block = replay.batch.tables[FULL, replay.batch.running[0], 1:2]
+                replay.memory[writer].write_tokens(block, np.zeros(1, np.uint64), np.zeros(1, int))
 
     of = trace(request(1, FIRST))
     with prepared(of, model=MIXED, device_blocks=33, observer=Overwrite()) as engine:
@@ -291,12 +291,12 @@ def test_a_wrong_hit_is_found_although_its_request_drops_it_before_it_ends(
     class Spoil(Checked):
         tables = np.zeros((4, 4), dtype=np.int32)
 
-        def stepped(self, engine: ReplayEngine) -> None:
-            if engine.figures.steps == 1:
-                self.tables = engine.batch.tables[:, engine.batch.running[0], :4].copy()
-            if (engine.figures.finished, len(engine.batch.running)) == (1, 0):
-                engine.kv.ledger.pool.evict(self.tables[FULL, num_on_the_device:])
-                engine.memory[WINDOW].regions[0][self.tables[WINDOW, 1], 0] ^= 1
+        def stepped(self, replay: ReplayState) -> None:
+            if replay.figures.steps == 1:
+                self.tables = replay.batch.tables[:, replay.batch.running[0], :4].copy()
+            if (replay.figures.finished, len(replay.batch.running)) == (1, 0):
+                replay.kv.ledger.pool.evict(self.tables[FULL, num_on_the_device:])
+                replay.memory[WINDOW].regions[0][self.tables[WINDOW, 1], 0] ^= 1
 
     of = trace(
         request(1, FIRST, output=60),  # its window has left the block, too, when it ends

@@ -17,7 +17,7 @@ from tests.replay.scenario import (
 )
 
 from kvstow import Transfer, cli
-from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, Trace, read_trace
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, ReplayState, Trace, read_trace
 
 SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
 
@@ -97,32 +97,32 @@ def test_any_trace_on_any_ranks_replays_to_its_end(
 # -- and it would notice -----------------------------------------------------------------------
 
 
-def flip_a_byte(engine: ReplayEngine, transfer: Transfer) -> None:
-    engine.kv.arenas[1].slots[transfer.job.host_slots, 77] ^= 1
+def flip_a_byte(replay: ReplayState, transfer: Transfer) -> None:
+    replay.kv.arenas[1].slots[transfer.job.host_slots, 77] ^= 1
 
 
-def swap_ranks(engine: ReplayEngine, transfer: Transfer) -> None:
-    one, two = (arena.slots for arena in engine.kv.arenas)
+def swap_ranks(replay: ReplayState, transfer: Transfer) -> None:
+    one, two = (arena.slots for arena in replay.kv.arenas)
     slots = transfer.job.host_slots
     one[slots], two[slots] = two[slots], one[slots]
 
 
-def swap_within_a_slot(engine: ReplayEngine, transfer: Transfer) -> None:
+def swap_within_a_slot(replay: ReplayState, transfer: Transfer) -> None:
     pair = transfer.job.host_slots[:2]
     assert pair[0] // 4 == pair[1] // 4
-    engine.kv.arenas[1].slots[pair] = engine.kv.arenas[1].slots[pair[::-1]]
+    replay.kv.arenas[1].slots[pair] = replay.kv.arenas[1].slots[pair[::-1]]
 
 
 @pytest.mark.parametrize(
     ("fault", "rank"), [(flip_a_byte, 1), (swap_ranks, 0), (swap_within_a_slot, 1)]
 )
 def test_a_wrong_shard_is_corrupt_and_its_rank_is_named(
-    fault: Callable[[ReplayEngine, Transfer], None], rank: int
+    fault: Callable[[ReplayState, Transfer], None], rank: int
 ) -> None:
     class Spoil(Checked):
-        def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
+        def landed(self, replay: ReplayState, transfer: Transfer) -> None:
             if transfer.direction == "store":
-                fault(engine, transfer)
+                fault(replay, transfer)
 
     config = ReplayConfig(device_blocks=350, host_blocks=1000, world_size=2, blocks_per_slot=4)
     engine = ReplayEngine(read_trace(BUNDLED_TRACE, limit=150), config, observer=Spoil())

@@ -26,10 +26,10 @@ from tests.replay.scenario import (
 
 from kvstow.cli import main
 from kvstow.engine.ranks import Ranks
-from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, Trace, read_trace
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, ReplayState, Trace, read_trace
 from kvstow.replay.batch import Request
 from kvstow.replay.model import ReplayModel
-from kvstow.replay.sleeper import Sleeper
+from kvstow.replay.sleeper import Ended, sleep_and_wake
 from kvstow.transfer import Ticket
 
 SLOW = 2000.0
@@ -42,7 +42,7 @@ class Completions(Checked):
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def finished(self, engine: ReplayEngine, request: Request) -> None:
+    def finished(self, replay: ReplayState, request: Request) -> None:
         self.done.append(request.name)
 
 
@@ -111,26 +111,24 @@ def test_asleep_in_the_middle_of_a_chunked_prefill() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"world_size": 3}, {"blocks_per_slot": 2}], ids=str)
-def test_asleep_with_stores_and_loads_in_flight(options: dict[str, Any]) -> None:
+def test_asleep_with_stores_and_loads_in_flight(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     goes_on = request(3, [60, 61], output=120, at_s=199.9)
     of = pushed_out(23, goes_on, comes_back(4, at_s=200), comes_back(5, at_s=200.1))
     options = {"device_blocks": 24, "bandwidth_bytes_per_s": SLOW} | options
     awake, engine = replayed(of, [], **options)
-    num_in_flight: set[str] = set()
+    in_flight: set[str] = set()
 
-    class Seen(Sleeper):
-        def _sleep(self, replay: ReplayEngine) -> None:
-            num_in_flight.update(one.direction for one in replay.kv.transfers)
-            super()._sleep(replay)
+    def noting(replay: ReplayState) -> list[Ended]:
+        in_flight.update(transfer.direction for transfer in replay.kv.transfers)
+        return sleep_and_wake(replay)
 
+    monkeypatch.setattr("kvstow.replay.engine.sleep_and_wake", noting)
     for step in range(0, engine.figures.steps + 1, 3):
-        seen = Completions()
-        with prepared(of, observer=seen, **options) as engine:
-            engine._sleeper = Seen([step, step])
-            engine.run()
-            assert_ended_well(engine)
-            assert seen.done == awake, step
-    assert num_in_flight == {"store", "load"}
+        done, _ = replayed(of, [step, step], **options)
+        assert done == awake, step
+    assert in_flight == {"store", "load"}
 
 
 def test_asleep_with_drafts_pending() -> None:

@@ -1,4 +1,11 @@
-"""Replay of request traces through ledger, scheduler and mover, with every byte checked."""
+"""Replay request traces through `kvstow.Engine` in virtual time, and check every byte.
+
+Here lie the trace readers, the loop of a continuous-batching engine, the bytes that blocks must
+hold, faults, and the command's options and reports.
+
+May import: kvstow._core, kvstow.engine, kvstow.memory, kvstow.output, kvstow.sizes,
+kvstow.transfer.
+"""
 
 from pathlib import Path
 from typing import Final
@@ -7,6 +14,7 @@ from kvstow.replay.config import ReplayConfig
 from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.observer import Observer
 from kvstow.replay.report import figures_json
+from kvstow.replay.state import ReplayState
 from kvstow.replay.trace import Trace, TraceRequest, read_trace
 
 __all__ = [
@@ -14,6 +22,7 @@ __all__ = [
     "Observer",
     "ReplayConfig",
     "ReplayEngine",
+    "ReplayState",
     "Trace",
     "TraceRequest",
     "figures_json",

@@ -26,6 +26,7 @@ from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.model import MODELS
 from kvstow.replay.observer import Observer
 from kvstow.replay.report import figures_json, figures_table
+from kvstow.replay.state import ReplayState
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, read_trace
 from kvstow.sizes import parse_bytes
 
@@ -298,8 +299,8 @@ class _ProgressBar(Observer):
         """Remove the bar from the screen."""
         self._bar.stop()
 
-    def stepped(self, engine: ReplayEngine) -> None:
+    def stepped(self, replay: ReplayState) -> None:
         """Redraw the bar a few times a second."""
         if (now_s := time.monotonic()) >= self._next_s:
             self._next_s = now_s + _REFRESH_S
-            self._bar.update(self._task, completed=engine.figures.finished, refresh=True)
+            self._bar.update(self._task, completed=replay.figures.finished, refresh=True)

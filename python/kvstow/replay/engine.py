@@ -18,45 +18,29 @@ A request, and what makes it move:
 The clock of the machine is read only to say what the accounting cost.
 """
 
-import random
 import time
-from collections import deque
 from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError
-from kvstow.engine import Admission, AdmissionState, Engine, Transfer
-from kvstow.engine.ranks import RankLayouts
-from kvstow.replay.batch import Batch, Request, Seats, longest_table
+from kvstow.engine import Admission, AdmissionState, Transfer
+from kvstow.replay.batch import Request, Seats
 from kvstow.replay.config import ReplayConfig
-from kvstow.replay.content import device_memory
-from kvstow.replay.device import device_for
-from kvstow.replay.faults import LOAD_TIMEOUT_S, FaultyMover
-from kvstow.replay.figures import Figures
-from kvstow.replay.link import Links
+from kvstow.replay.faults import LOAD_TIMEOUT_S
 from kvstow.replay.model import ReplayModel
 from kvstow.replay.observer import Observer
-from kvstow.replay.sleeper import Sleeper
-from kvstow.replay.stopwatch import Stopwatch
-from kvstow.replay.trace import Trace, TraceRequest
-from kvstow.replay.verify import Verifier
-from kvstow.transfer import BlockLayout, HostArena, Mover
+from kvstow.replay.sleeper import sleep_and_wake
+from kvstow.replay.state import ReplayState
+from kvstow.replay.trace import Trace
 
 __all__ = ["ReplayEngine"]
 
 Tokens = npt.NDArray[np.int64]
 
 
-class ReplayEngine:
+class ReplayEngine(ReplayState):
     """Replays one trace. `run` it once, then `close` it.
-
-    Attributes:
-        kv: what accounts and moves, told what the time is and when a copy has landed.
-        memory: what computes, one per group, rank by rank.
-        arena: the host memory of the first rank.
-        device: what it computes on.
 
     Args:
         model: instead of the one that `config` names; its block size is the trace's.
@@ -73,86 +57,11 @@ class ReplayEngine:
         observer: Observer | None = None,
         model: ReplayModel | None = None,
     ) -> None:
-        self.trace = trace
-        self.config = config
-        self.model = model or config.build_model(trace.block_size)
-        if self.model.block_size != trace.block_size:
-            raise ConfigError(
-                f"the model {self.model.name!r} has blocks of {self.model.block_size} tokens, the "
-                f"trace of {trace.block_size}; build it with the trace's block size"
-            )
-        max_blocks = longest_table(trace, self.model, config)
-        config.check_memory(self.model)
+        super().__init__(trace, config, model)
         self.observer = observer or Observer()
-        self.figures = Figures()
         self._block_size = trace.block_size
-        self._watch = Stopwatch()
-        self.now_s = trace.requests[0].arrival_s
-        self.device = device_for(config.mover if config.faults is None else "host")
-        self.memory = [
-            group
-            for rank in range(config.world_size)
-            for group in device_memory(
-                config.device_blocks, self.model.geometries, rank, self.device
-            )
-        ]
-        self.kv = self._build_kv(max_blocks)
-        self.arena = self.kv.arenas[0]
-        block_bytes = [geometry.block_bytes for geometry in self.model.geometries]
-        self.links = Links(block_bytes, config.bytes_per_s(self.model))
-        self.verifier = Verifier(self.model, self.memory, self.kv.arenas, config.verify)
-        num_seats = min(config.max_requests, len(trace.requests))
-        self.batch = Batch(len(self.model.groups), num_seats, max_blocks)
-        self.waiting: deque[Request] = deque()
-        self._coming: deque[TraceRequest] = deque(trace.requests)
-        self._loading: dict[str, int] = {}  # the seats of the requests that load
         self._num_landed_loads = 0
-        self._sleeper = Sleeper(config.sleep_at)
-
-    def _build_kv(self, max_blocks: int) -> Engine:
-        config, seed = self.config, self.config.faults
-        chances = random.Random(seed)
-
-        def mover(layout: BlockLayout, arena: HostArena) -> Mover:
-            if seed is not None:
-                return FaultyMover(layout, arena, chances)
-            return self.device.mover(layout, arena, self._watch)
-
-        return Engine(
-            config.device_blocks,
-            config.host_blocks,
-            [group.attention for group in self.model.groups],
-            self.layouts,
-            mode=config.mode,
-            horizon_blocks=self._horizon_blocks(max_blocks) if config.mode == "lazy" else None,
-            policy=config.policy,
-            load_timeout_s=None if seed is None else LOAD_TIMEOUT_S,
-            clock=lambda: self.now_s,
-            world_size=config.world_size,
-            blocks_per_slot=config.blocks_per_slot,
-            events_path=config.events_path,
-            mover=mover,
-        )
-
-    @property
-    def layouts(self) -> RankLayouts:
-        """Where the blocks lie, as `kvstow.Engine` takes them."""
-        layouts = [group.layout() for group in self.memory]
-        num_groups = len(self.model.groups)
-        if self.config.world_size == 1:
-            return layouts
-        firsts = range(0, len(layouts), num_groups)
-        return [layouts[first : first + num_groups] for first in firsts]
-
-    def loading_seats(self) -> list[int]:
-        """The seats of the requests that load."""
-        return list(self._loading.values())
-
-    def _horizon_blocks(self, max_blocks: int) -> int:
-        """What the next step may take: its tokens, a block per request, and the longest load."""
-        num_blocks = -(-self.config.max_step_tokens // self._block_size)
-        num_blocks += self.config.max_requests + max_blocks
-        return min(self.config.device_blocks, num_blocks * len(self.model.groups))
+        self._sleep_at = sorted(config.sleep_at)
 
     def close(self) -> None:
         """Stop the movers and give the host memory back."""
@@ -163,16 +72,24 @@ class ReplayEngine:
         begin_s = time.perf_counter()
         try:
             while self._unfinished:
-                self._sleeper.sleep_if_due(self)
+                self._sleep_if_due()
                 self._iterate()
-            self._sleeper.sleep_if_due(self)
+            self._sleep_if_due()
         finally:
             self.figures.seconds = time.perf_counter() - begin_s
             self.figures.virtual_seconds = self.now_s - self.trace.requests[0].arrival_s
 
     @property
     def _unfinished(self) -> bool:
-        return bool(self._coming or self.waiting or self.batch.running or len(self.links))
+        return bool(self.coming or self.waiting or self.batch.running or len(self.links))
+
+    def _sleep_if_due(self) -> None:
+        while self._sleep_at and self._sleep_at[0] <= self.figures.steps:
+            self._sleep_at.pop(0)
+            for transfer, ok, late in sleep_and_wake(self):
+                self._landed(transfer, ok=ok, late=late)
+            for seat in self.batch.running:
+                self.check_blocks(seat, int(self.batch.computed[seat]))
 
     def _iterate(self) -> None:
         while transfer := self.links.due(self.now_s):
@@ -197,14 +114,14 @@ class ReplayEngine:
         self._store(due)
         self._published(seats, start, self.batch.computed[seats])
         self._finish(seats)
-        self.figures.accounting_us.append(self._watch.take_us())
+        self.figures.accounting_us.append(self.watch.take_us())
         self.observer.stepped(self)
 
     def _skip_ahead(self) -> None:
         """Nothing can run now: go on to the next landing, deadline or arrival."""
         moment_s = self.links.next_moment_s(self.now_s)
-        if self._coming:
-            moment_s = min(moment_s, self._coming[0].arrival_s)
+        if self.coming:
+            moment_s = min(moment_s, self.coming[0].arrival_s)
         assert moment_s < float("inf"), f"nothing can run, land or arrive at {self.now_s} s"
         self.now_s = max(self.now_s, moment_s)
 
@@ -212,15 +129,15 @@ class ReplayEngine:
 
     def _land(self, transfer: Transfer) -> None:
         transfer.wait()
-        with self._watch:
+        with self.watch:
             end = self.kv.end(transfer)
         if end.ok and transfer.request_id is not None:
-            seat = self._loading[transfer.request_id]
+            seat = self.loading[transfer.request_id]
             keys = self.batch.keys[seat, : transfer.num_tokens // self._block_size]
             self.verifier.check_loaded(self.batch.request(seat), keys, transfer.job)
-        self.landed(transfer, ok=end.ok, late=end.late)
+        self._landed(transfer, ok=end.ok, late=end.late)
 
-    def landed(self, transfer: Transfer, *, ok: bool, late: bool) -> None:
+    def _landed(self, transfer: Transfer, *, ok: bool, late: bool) -> None:
         """A transfer has ended, and ledger and scheduler know."""
         if transfer.direction == "store":
             self.figures.stored += len(transfer.job) if ok else 0
@@ -237,7 +154,7 @@ class ReplayEngine:
     def _loaded(self, transfer: Transfer) -> None:
         """The blocks are there: let the request run."""
         assert transfer.request_id is not None, "a load is for a request"
-        batch, seat = self.batch, self._loading.pop(transfer.request_id)
+        batch, seat = self.batch, self.loading.pop(transfer.request_id)
         request, num_tokens = batch.request(seat), transfer.num_tokens
         num_blocks = num_tokens // self._block_size
         num_device = int(batch.num_hit[seat]) // self._block_size
@@ -251,14 +168,14 @@ class ReplayEngine:
     def _load_failed(self, name: str) -> None:
         """The request starts again, and the next time it does not ask the host."""
         self.figures.failed_loads += 1
-        self.waiting.appendleft(self.batch.leave(self._loading.pop(name)))
+        self.waiting.appendleft(self.batch.leave(self.loading.pop(name)))
 
     def _expire(self) -> None:
         """Loads past their deadline have failed; what becomes of their copies is nobody's matter.
 
         Others that waited for their blocks may look again.
         """
-        with self._watch:
+        with self.watch:
             late = self.kv.expire()
         for name in late:
             self.figures.late_loads += 1
@@ -268,9 +185,9 @@ class ReplayEngine:
     # -- arrive --------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        while self._coming and self._coming[0].arrival_s <= self.now_s:
-            request = Request.arrived(self._coming.popleft(), self._block_size)
-            with self._watch:
+        while self.coming and self.coming[0].arrival_s <= self.now_s:
+            request = Request.arrived(self.coming.popleft(), self._block_size)
+            with self.watch:
                 self.kv.add(request.name, request.known_digests(self._block_size))
             self.waiting.append(request)
 
@@ -298,7 +215,7 @@ class ReplayEngine:
         num_served, all_fitted = 0, True
         while num_served < num_reached:
             part = slice(num_served, num_reached)
-            with self._watch:
+            with self.watch:
                 step = self.kv.step(
                     names[part],
                     tokens[part],
@@ -322,14 +239,14 @@ class ReplayEngine:
         for seat in seats[num_known > batch.num_hashed[seats]].tolist():
             begin, end = batch.num_hashed[seat], batch.known[seat] // self._block_size
             request = batch.request(seat)
-            with self._watch:
+            with self.watch:
                 self.kv.extend(request.name, request.digests[begin:end])
             batch.num_hashed[seat] = end
 
     def _preempt(self, seat: int) -> None:
         self.figures.preemptions += 1
         request = self.batch.leave(seat)
-        with self._watch:
+        with self.watch:
             self.kv.preempt(request.name)
         self.waiting.appendleft(request)
 
@@ -365,7 +282,7 @@ class ReplayEngine:
         """Ask for an admission; None: ask again later, its blocks are being loaded for another."""
         if request.pending_since == self._num_landed_loads:
             return None
-        with self._watch:
+        with self.watch:
             admission = self.kv.admit(
                 request.name, request.known_tokens, budget, after=self.device.computed()
             )
@@ -384,7 +301,7 @@ class ReplayEngine:
             request, self._block_size, admission.block_tables, num_hit + num_found
         )
         if admission.transfer is not None:
-            self._loading[request.name] = seat
+            self.loading[request.name] = seat
             self.batch.num_hit[seat] = num_hit
             deadline_s = None if self.config.faults is None else self.now_s + LOAD_TIMEOUT_S
             self.links.submit(admission.transfer, self.now_s, deadline_s=deadline_s)
@@ -460,7 +377,7 @@ class ReplayEngine:
         if not len(seats):
             return
         names, computed = self.batch.names(seats.tolist()), self.batch.computed[seats].tolist()
-        with self._watch:
+        with self.watch:
             transfer = self.kv.computed(names, computed, after=self.device.computed())
         if transfer is not None:
             self.links.submit(transfer, self.now_s)
@@ -469,12 +386,9 @@ class ReplayEngine:
         """Requests that have computed everything are checked, and leave."""
         batch = self.batch
         for seat in seats[batch.computed[seats] == batch.total[seats]].tolist():
-            request = batch.request(seat)
-            keys, num_tokens = batch.keys[seat], int(batch.total[seat])
-            for group, table in enumerate(self.kv.tables(request.name)):
-                self.verifier.check_table(request, group, table, keys, num_tokens)
-            batch.leave(seat)
-            with self._watch:
+            self.check_blocks(seat, int(batch.total[seat]))
+            request = batch.leave(seat)
+            with self.watch:
                 self.kv.finish(request.name)
             batch.running.remove(seat)
             self.figures.finished += 1

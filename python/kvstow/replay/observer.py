@@ -1,41 +1,36 @@
-"""What can be seen of a replay from outside, while it runs."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""The hooks through which tests and the progress bar watch a replay."""
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from kvstow.engine import Transfer
-    from kvstow.replay.batch import Request
-    from kvstow.replay.engine import ReplayEngine
+from kvstow.engine import Transfer
+from kvstow.replay.batch import Request
+from kvstow.replay.state import ReplayState
 
 __all__ = ["Observer"]
 
 
 class Observer:
-    """Told what the engine does, as it does it; this base class ignores it all."""
+    """The engine calls a method for each thing that happens; those of this base do nothing."""
 
     def published(
         self,
-        engine: ReplayEngine,
+        replay: ReplayState,
         seats: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int64],
     ) -> None:
-        """These seats have computed so many tokens, and full blocks among them are published."""
+        """A step published the full blocks among the first `tokens` of each seat."""
 
     def looked_up(
-        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+        self, replay: ReplayState, request: Request, device_tokens: int, host_tokens: int
     ) -> None:
-        """A waiting request found this much of its prefix, and was admitted if that fitted."""
+        """A waiting request found this many tokens, and is admitted if its blocks fit."""
 
-    def landed(self, engine: ReplayEngine, transfer: Transfer) -> None:
-        """The copies of a job landed, and ledger and scheduler know."""
+    def landed(self, replay: ReplayState, transfer: Transfer) -> None:
+        """A transfer ended, and ledger and scheduler know the result."""
 
-    def finished(self, engine: ReplayEngine, request: Request) -> None:
-        """A request has computed everything, and left."""
+    def finished(self, replay: ReplayState, request: Request) -> None:
+        """A request computed its last token and left."""
 
-    def stepped(self, engine: ReplayEngine) -> None:
-        """A step was computed, and what it made due was handed to the mover."""
+    def stepped(self, replay: ReplayState) -> None:
+        """A step was computed, and its stores were submitted."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from kvstow.replay.config import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
-from kvstow.replay.engine import ReplayEngine
+from kvstow.replay.state import ReplayState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 __all__ = ["figures_json", "figures_table"]
 
 
-def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str, object]:
+def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str, object]:
     """Everything a replay counted, or has counted so far; ready for `json.dumps`."""
-    figures, verifier = engine.figures, engine.verifier
+    figures, verifier = replay.figures, replay.verifier
     p50_us, p99_us = _percentiles(figures.accounting_us)
-    stats = engine.kv.stats()
-    bytes_per_s = engine.links.bytes_per_s
+    stats = replay.kv.stats()
+    bytes_per_s = replay.links.bytes_per_s
     in_force = {
-        "model": engine.model.name,
+        "model": replay.model.name,
         "bandwidth_bytes_per_s": bytes_per_s if math.isfinite(bytes_per_s) else None,  # as in JSON
-        "num_layers": engine.model.num_layers,
-        "bytes_per_token": engine.model.bytes_per_token,
+        "num_layers": replay.model.num_layers,
+        "bytes_per_token": replay.model.bytes_per_token,
     }
     return {
-        "trace": engine.trace.path,
-        "block_size": engine.trace.block_size,
-        "model": engine.model.name,
-        "options": asdict(engine.config) | in_force,
+        "trace": replay.trace.path,
+        "block_size": replay.trace.block_size,
+        "model": replay.model.name,
+        "options": asdict(replay.config) | in_force,
         "interrupted": interrupted,
-        "requests": len(engine.trace.requests),
+        "requests": len(replay.trace.requests),
         "finished_requests": figures.finished,
-        "blocks": engine.trace.num_blocks,
-        "asked_blocks": _num_asked(engine),
+        "blocks": replay.trace.num_blocks,
+        "asked_blocks": _num_asked(replay),
         "hit_blocks": {
             "device": figures.device_hits,
             "host": figures.host_hits,
@@ -48,7 +48,7 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
         "stored_blocks": figures.stored,
         "loaded_blocks": figures.loaded,
         "evicted_blocks": {
-            "device": figures.published - engine.kv.ledger.pool.num_cached,
+            "device": figures.published - replay.kv.ledger.pool.num_cached,
             "host": stats["evicted_blocks"],
         },
         "dropped_blocks": stats["dropped_blocks"],
@@ -72,7 +72,7 @@ def figures_json(engine: ReplayEngine, *, interrupted: bool = False) -> dict[str
     }
 
 
-def figures_table(engine: ReplayEngine, title: str, *, interrupted: bool = False) -> "Table":
+def figures_table(replay: ReplayState, title: str, *, interrupted: bool = False) -> "Table":
     """The same figures for a terminal; of an interrupted replay, the figures so far."""
     # Not at the top: who replays from a program needs no rich.
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
@@ -81,7 +81,7 @@ def figures_table(engine: ReplayEngine, title: str, *, interrupted: bool = False
     title = f"{title}{' (interrupted)' if interrupted else ''}"
     table = Table("", "", "", title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     table.columns[1].justify = "right"
-    for row in _rows(engine):
+    for row in _rows(replay):
         if row is None:
             table.add_section()
         else:
@@ -92,49 +92,49 @@ def figures_table(engine: ReplayEngine, title: str, *, interrupted: bool = False
 _Rows: TypeAlias = Iterator[tuple[str, str, str]]
 
 
-def _rows(engine: ReplayEngine) -> Iterator[tuple[str, str, str] | None]:
+def _rows(replay: ReplayState) -> Iterator[tuple[str, str, str] | None]:
     """Name, number, and what it means; None between sections."""
-    yield from _run_rows(engine)
+    yield from _run_rows(replay)
     yield None
-    yield from _hit_rows(engine)
+    yield from _hit_rows(replay)
     yield None
-    yield from _movement_rows(engine)
+    yield from _movement_rows(replay)
     yield None
-    yield from _check_rows(engine)
+    yield from _check_rows(replay)
 
 
-def _run_rows(engine: ReplayEngine) -> _Rows:
-    figures = engine.figures
-    groups = Counter(map(str, engine.model.groups)).items()
+def _run_rows(replay: ReplayState) -> _Rows:
+    figures = replay.figures
+    groups = Counter(map(str, replay.model.groups)).items()
     kinds = [kind if number == 1 else f"{number} x {kind}" for kind, number in groups]
-    yield "model", engine.model.name, ", ".join(kinds)
-    yield "requests", f"{figures.finished:,}", f"of {len(engine.trace.requests):,} finished"
+    yield "model", replay.model.name, ", ".join(kinds)
+    yield "requests", f"{figures.finished:,}", f"of {len(replay.trace.requests):,} finished"
     yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
     yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"
 
 
-def _hit_rows(engine: ReplayEngine) -> _Rows:
-    figures, num_asked = engine.figures, _num_asked(engine)
+def _hit_rows(replay: ReplayState) -> _Rows:
+    figures, num_asked = replay.figures, _num_asked(replay)
 
     def share(blocks: int) -> str:
         return f"{blocks / max(num_asked, 1):.1%} of the blocks asked for"
 
-    num_bytes = _reference_bytes(engine, 1)
+    num_bytes = _reference_bytes(replay, 1)
     like = "" if num_bytes is None else f": {num_bytes / 2**20:,g} MiB each in {REFERENCE_MODEL}"
-    yield "blocks asked for", f"{num_asked:,}", f"of {engine.trace.block_size} tokens{like}"
-    if num_left := engine.trace.num_blocks - num_asked:
+    yield "blocks asked for", f"{num_asked:,}", f"of {replay.trace.block_size} tokens{like}"
+    if num_left := replay.trace.num_blocks - num_asked:
         yield "not yet asked for", f"{num_left:,}", "blocks of requests that were not admitted"
     yield "hit on the device", f"{figures.device_hits:,}", share(figures.device_hits)
     yield "hit on the host", f"{figures.host_hits:,}", share(figures.host_hits)
     yield "recomputed", f"{figures.recomputed:,}", share(figures.recomputed)
 
 
-def _movement_rows(engine: ReplayEngine) -> _Rows:
-    figures, config, stats = engine.figures, engine.config, engine.kv.stats()
-    num_evicted = figures.published - engine.kv.ledger.pool.num_cached
+def _movement_rows(replay: ReplayState) -> _Rows:
+    figures, config, stats = replay.figures, replay.config, replay.kv.stats()
+    num_evicted = figures.published - replay.kv.ledger.pool.num_cached
 
     def size(blocks: int) -> str:
-        num_bytes = _reference_bytes(engine, blocks)
+        num_bytes = _reference_bytes(replay, blocks)
         return "" if num_bytes is None else f"{num_bytes / 2**30:,.1f} GiB"
 
     def moved(blocks: int, num_bytes: int) -> str:
@@ -171,30 +171,30 @@ def _movement_rows(engine: ReplayEngine) -> _Rows:
         yield "faults", f"{config.faults}", "the seed of copies made late, failing or lost"
 
 
-def _check_rows(engine: ReplayEngine) -> _Rows:
-    verifier = engine.verifier
-    p50_us, p99_us = _percentiles(engine.figures.accounting_us)
+def _check_rows(replay: ReplayState) -> _Rows:
+    verifier = replay.verifier
+    p50_us, p99_us = _percentiles(replay.figures.accounting_us)
     yield (
         "verified",
         f"{verifier.num_verified:,}",
-        f"blocks, byte for byte ({engine.config.verify})",
+        f"blocks, byte for byte ({replay.config.verify})",
     )
     yield "corrupt", f"{verifier.num_corrupt:,}", "blocks"
     yield "accounting", f"{p50_us:,.0f} us", f"a step at the median, {p99_us:,.0f} us at p99"
-    yield "wall time", f"{engine.figures.seconds:,.1f} s", ""
+    yield "wall time", f"{replay.figures.seconds:,.1f} s", ""
 
 
-def _num_asked(engine: ReplayEngine) -> int:
+def _num_asked(replay: ReplayState) -> int:
     """Blocks of the prompts that were admitted so far: all of them, unless interrupted."""
-    figures = engine.figures
+    figures = replay.figures
     return figures.device_hits + figures.host_hits + figures.recomputed
 
 
-def _reference_bytes(engine: ReplayEngine, blocks: int) -> int | None:
+def _reference_bytes(replay: ReplayState, blocks: int) -> int | None:
     """What so many blocks take in `REFERENCE_MODEL`; None for a hybrid, unlike that model."""
-    if len(engine.model.groups) > 1:
+    if len(replay.model.groups) > 1:
         return None
-    return blocks * engine.trace.block_size * REFERENCE_BYTES_PER_TOKEN
+    return blocks * replay.trace.block_size * REFERENCE_BYTES_PER_TOKEN
 
 
 def _percentiles(values_us: list[float]) -> tuple[float, float]:
