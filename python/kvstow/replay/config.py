@@ -1,26 +1,31 @@
-"""The options of a replay, checked before anything is built."""
+"""The options of a replay, each defined once: its default, bounds, help text and command-line form.
 
-import os
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal, get_args
+`kvstow replay` makes its options from the fields of `ReplayConfig`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
+from kvstow.memory import free_memory
 from kvstow.replay.device import MoverKind
 from kvstow.replay.model import MODELS, ReplayModel, build_model
+from kvstow.sizes import parse_bytes
 from kvstow.transfer.arena import slot_stride_bytes
 
 __all__ = [
     "REFERENCE_BYTES_PER_TOKEN",
     "REFERENCE_MODEL",
+    "Option",
     "ReplayConfig",
     "Verify",
     "link_bytes_per_s",
 ]
 
 Verify = Literal["all", "sample", "off"]
+_T = TypeVar("_T")
 
 _LINK_BYTES_PER_S = 50e9  # PCIe 5 x16
 REFERENCE_MODEL: Final = "Llama-3.1-8B"
@@ -29,15 +34,7 @@ REFERENCE_BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2
 """32 layers of 8 KV heads of 128 values, K and V, 2 bytes each: 131,072 bytes of KV per token."""
 # What the accounting keeps per block, at most.
 _ACCOUNTING_BYTES = 200
-# Where a container says how much memory it may use; a limit of none is a word or a huge number.
-_CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-_MAX_COUNT = 2**31 - 1
-_MAX_WORLD_SIZE = 64  # each has two threads per group
-_MAX_BLOCKS_PER_SLOT = 1024
-_MAX_STEP_MS = 1e6
+_MAX_STEP_MS = 1_000_000
 
 
 def link_bytes_per_s(bytes_per_token: int) -> float:
@@ -49,98 +46,211 @@ def link_bytes_per_s(bytes_per_token: int) -> float:
     return _LINK_BYTES_PER_S * bytes_per_token / REFERENCE_BYTES_PER_TOKEN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayConfig:
-    """How to replay a trace.
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `kvstow replay`.
 
     Attributes:
-        device_blocks: blocks of the device pool, the null block included.
-        host_blocks: slots of the host tier.
-        policy: which slots the host tier gives up first.
-        mode: when blocks are stored.
-        mover: where blocks live and what copies them; "auto" takes a GPU if there is one, but for
-            faults, which are made in host memory.
-        verify: "all" blocks, a "sample" (1 in 16, by digest), or "off".
-        step_ms: virtual time of a step, before what is computed in it.
-        prefill_token_ms: and for each token of a prefill.
-        decode_request_ms: and for each request that decodes.
-        max_step_tokens: tokens computed in a step, at most.
-        max_requests: requests that run or load at a time, at most.
-        bandwidth_bytes_per_s: of each direction of the link, infinity included; None stands for
-            `link_bytes_per_s` of what the model has per token.
-        model: whose groups and layers the blocks are for.
-        num_layers: layers whose K and V a block of the full model holds; None for its own.
-        bytes_per_token: of the full model's KV, all layers; None for its own.
-        faults: a seed for copies that are late, fail or get lost; None for none.
-        world_size: ranks that each hold, and copy, a shard of every block.
-        blocks_per_slot: consecutive blocks of a prompt that a host slot holds.
-        events_path: a file that the events are appended to; None for none.
-        lookahead_tokens: slots for drafts that a step grants besides, to each running request.
-        sleep_at: after how many steps the engine sleeps and wakes; once for each time it is named.
-
-    Raises:
-        ConfigError: naming the option, its value and its bounds.
+        default: used if the user does not give the option.
+        text: the help text.
+        parse: turns what the user types into the value.
+        name: without the leading dashes; derived from the name of the field unless given.
+        choices: the valid values; empty for a number or a path.
+        at_least: the least valid number, or number in a list.
+        at_most: the largest one.
+        unit: of the number, for the error message.
+        metavar: stands for the value in the help.
     """
 
-    device_blocks: int
-    host_blocks: int
-    policy: Policy = "lru"
-    mode: Literal["eager", "lazy"] = "eager"
-    mover: MoverKind = "auto"
-    verify: Verify = "all"
-    step_ms: float = 5.0
-    prefill_token_ms: float = 0.1
-    decode_request_ms: float = 0.05
-    max_step_tokens: int = 8192
-    max_requests: int = 256
-    bandwidth_bytes_per_s: float | None = None
-    model: str = "full"
-    num_layers: int | None = None
-    bytes_per_token: int | None = None
-    faults: int | None = None
-    world_size: int = 1
-    blocks_per_slot: int = 1
-    events_path: str | None = None
-    lookahead_tokens: int = 0
-    sleep_at: tuple[int, ...] = ()
+    default: object
+    text: str
+    parse: Callable[[str], Any]
+    name: str = ""
+    choices: tuple[str, ...] = ()
+    at_least: float = 1
+    at_most: float = 2**31 - 1
+    unit: str = ""
+    metavar: str | None = None
+
+    def check(self, value: object) -> None:
+        """Raise `ConfigError` unless the value is valid."""
+        name = self.name
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(self.choices)}")
+        for number in value if isinstance(value, tuple) else (value,):
+            is_number = isinstance(number, int | float)
+            if is_number and not self.at_least <= number <= self.at_most:
+                bounds = f"{self.at_least} to {self.at_most}{self.unit}"
+                raise ConfigError(f"{name} is {number}; it must be {bounds}")
+
+
+def _option(
+    default: _T, text: str, parse: Callable[[str], Any] | None = None, **properties: Any
+) -> _T:
+    """Return a field with this default; the type of the default parses what the user types."""
+    option = Option(default, text, parse or type(default), **properties)
+    made: Any = field(default=default, metadata={"option": option})
+    return made  # type: ignore[no-any-return]
+
+
+def _milliseconds(default: float, text: str) -> float:
+    return _option(default, text, at_least=0, at_most=_MAX_STEP_MS, unit=" ms")
+
+
+def _bandwidth(given: str) -> float:
+    """Return the bytes per second of `50GB/s`, `5e9` or `inf`."""
+    try:
+        return float(given)
+    except ValueError:
+        return parse_bytes(given.removesuffix("/s"), name="bandwidth")
+
+
+def _size(given: str) -> int:
+    return parse_bytes(given, name="bytes-per-token")
+
+
+def _steps(given: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(step) for step in given.split(",") if given)
+    except ValueError:
+        raise ConfigError(
+            f"sleep-at is {given!r}; pass numbers of steps separated by commas, such as 10,20"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """How to replay a trace: the options that `kvstow replay --help` describes.
+
+    Raises:
+        ConfigError: an option is out of its bounds. The message names option, value and bounds.
+    """
+
+    device_blocks: int = _option(
+        1024, "Number of blocks in the device pool, the null block included.", at_least=2
+    )
+    host_blocks: int = _option(
+        8192,
+        "Number of slots in the host tier. A slot holds a block of one group, or as many as "
+        "--blocks-per-slot says.",
+    )
+    policy: Policy = _option(
+        "lru",
+        "Which slot the host tier evicts first: lru, the least recently used one; hit-density, the "
+        "one with the fewest expected hits per unit of time, learned from earlier hits and "
+        "evictions.",
+        choices=get_args(Policy),
+    )
+    mode: Literal["eager", "lazy"] = _option(
+        "eager",
+        "When a block is stored: eager, as soon as it is computed; lazy, shortly before the device "
+        "evicts it.",
+        choices=("eager", "lazy"),
+    )
+    mover: MoverKind = _option(
+        "auto",
+        "Where the device blocks lie: cuda, on a GPU; host, in the memory of this machine; auto, "
+        "on a GPU if there is one and --faults is not given.",
+        choices=get_args(MoverKind),
+    )
+    verify: Verify = _option(
+        "all",
+        "Which blocks to compare with the bytes that they must hold: all, a sample of 1 in 16, or "
+        "none.",
+        choices=get_args(Verify),
+    )
+    step_ms: float = _milliseconds(5.0, "Virtual milliseconds that each step takes.")
+    prefill_token_ms: float = _milliseconds(
+        0.1, "Virtual milliseconds added to a step for each token of a prefill."
+    )
+    decode_request_ms: float = _milliseconds(
+        0.05, "Virtual milliseconds added to a step for each request that decodes."
+    )
+    max_step_tokens: int = _option(8192, "Maximum number of tokens that a step computes.")
+    max_requests: int = _option(256, "Maximum number of requests that run or load at a time.")
+    bandwidth_bytes_per_s: float | None = _option(
+        None,
+        "Speed of each direction of the link, such as 50GB/s, 5e9 or inf. [default: 50 GB/s "
+        "(PCIe 5), divided by how much smaller a token is here than the 128 KiB of Llama-3.1-8B]",
+        _bandwidth,
+        name="bandwidth",
+        at_most=float("inf"),
+        unit=" bytes/s",
+        metavar="BYTES/S",
+    )
+    model: str = _option(
+        "full",
+        "Model whose layers to replay. full has full attention only, the others are hybrids.",
+        choices=MODELS,
+    )
+    num_layers: int | None = _option(
+        None, "Number of layers, for --model full. [default: 2]", int, name="layers", at_most=10_000
+    )
+    bytes_per_token: int | None = _option(
+        None,
+        "Bytes of KV per token in all layers, for --model full. [default: 8]",
+        _size,
+        metavar="BYTES",
+    )
+    faults: int | None = _option(
+        None,
+        "Delay some copies, let some fail, and let some loads miss a deadline of 5 virtual "
+        "seconds. Those land after their requests have given them up. The same seed gives the same "
+        "faults.",
+        int,
+        at_least=0,
+        metavar="SEED",
+    )
+    world_size: int = _option(
+        1,
+        "Number of ranks. Each holds a shard of every block, on the device and on the host.",
+        at_most=64,  # each has two threads per group
+    )
+    blocks_per_slot: int = _option(
+        1,
+        "Number of consecutive blocks that a host slot holds. More than 1 needs --mode eager and "
+        "--model full.",
+        at_most=1024,
+    )
+    events_path: str | None = _option(
+        None,
+        "Append the events of blocks and transfers to FILE, as JSON lines with virtual times.",
+        str,
+        name="events",
+        metavar="FILE",
+    )
+    lookahead_tokens: int = _option(
+        0,
+        "Number of slots for draft tokens that each step grants to each request.",
+        at_least=0,
+        at_most=1 << 20,
+    )
+    sleep_at: tuple[int, ...] = _option(
+        (),
+        "Put the engine to sleep after each of these numbers of steps, overwrite its device "
+        "memory, and wake it with its blocks under other ids.",
+        _steps,
+        at_least=0,
+        metavar="STEP[,STEP...]",
+    )
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return the options by the name of their field, in the order of the help."""
+        return {
+            own.name: replace(option, name=option.name or own.name.replace("_", "-"))
+            for own in fields(cls)
+            for option in [own.metadata["option"]]
+        }
 
     def __post_init__(self) -> None:
-        _check_count("device-blocks", self.device_blocks, at_least=2)
-        _check_count("host-blocks", self.host_blocks)
-        _check_choice("policy", self.policy, get_args(Policy))
-        _check_choice("mode", self.mode, ("eager", "lazy"))
-        _check_choice("mover", self.mover, get_args(MoverKind))
+        for name, option in self.options().items():
+            option.check(getattr(self, name))
         if self.mover == "cuda" and self.faults is not None:
             raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
-        _check_choice("verify", self.verify, ("all", "sample", "off"))
-        _check_count("max-step-tokens", self.max_step_tokens)
-        _check_count("max-requests", self.max_requests)
-        _check_choice("model", self.model, MODELS)
-        if self.num_layers is not None:
-            _check_count("layers", self.num_layers, at_most=10_000)
-        if self.bytes_per_token is not None:
-            _check_count("bytes-per-token", self.bytes_per_token)
-        if self.faults is not None:
-            _check_count("faults", self.faults, at_least=0)
-        _check_count("world-size", self.world_size, at_most=_MAX_WORLD_SIZE)
-        _check_count("blocks-per-slot", self.blocks_per_slot, at_most=_MAX_BLOCKS_PER_SLOT)
-        _check_count("lookahead-tokens", self.lookahead_tokens, at_least=0, at_most=1 << 20)
-        for step in self.sleep_at:
-            _check_count("sleep-at", step, at_least=0)
-        for name, value in (
-            ("step-ms", self.step_ms),
-            ("prefill-token-ms", self.prefill_token_ms),
-            ("decode-request-ms", self.decode_request_ms),
-        ):
-            if not 0 <= value <= _MAX_STEP_MS:
-                raise ConfigError(f"{name} is {value}; it must be 0 to {_MAX_STEP_MS:.0f} ms")
-        if self.bandwidth_bytes_per_s is not None and not self.bandwidth_bytes_per_s >= 1:
-            raise ConfigError(
-                f"bandwidth is {self.bandwidth_bytes_per_s}; it must be at least 1 byte/s"
-            )
 
     def build_model(self, block_size: int) -> ReplayModel:
-        """The model, with a trace's block size."""
+        """Return the model, with a trace's block size."""
         return build_model(
             self.model,
             block_size,
@@ -149,41 +259,23 @@ class ReplayConfig:
         )
 
     def check_memory(self, model: ReplayModel) -> None:
-        """Raise `ConfigError` where both pools cannot be in memory."""
+        """Raise `ConfigError` unless both pools fit into the free memory."""
         slot_bytes = slot_stride_bytes(model.slot_bytes, self.blocks_per_slot)
         slot_bytes *= self.blocks_per_slot * self.world_size
         page_bytes = model.page_bytes * self.world_size
         needed_bytes = self.device_blocks * (page_bytes + _ACCOUNTING_BYTES)
         needed_bytes += self.host_blocks * (slot_bytes + _ACCOUNTING_BYTES)
-        if needed_bytes > (memory_bytes := _memory_bytes()):
+        free_bytes = free_memory()
+        if free_bytes is not None and needed_bytes > free_bytes:
             raise ConfigError(
                 f"{self.device_blocks} device and {self.host_blocks * self.blocks_per_slot} host "
                 f"blocks of {model.slot_bytes * self.world_size} bytes need "
-                f"{needed_bytes / 2**30:.1f} GiB; this machine "
-                f"has {memory_bytes / 2**30:.1f} GiB. Take fewer blocks or fewer bytes-per-token"
+                f"{needed_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB of memory are "
+                "free: lower --device-blocks, --host-blocks or --bytes-per-token"
             )
 
     def bytes_per_s(self, model: ReplayModel) -> float:
-        """Of the link, in each direction."""
+        """Return the bandwidth of each direction of the link."""
         if self.bandwidth_bytes_per_s is None:
             return link_bytes_per_s(model.bytes_per_token)
         return self.bandwidth_bytes_per_s
-
-
-def _check_count(name: str, value: int, *, at_least: int = 1, at_most: int = _MAX_COUNT) -> None:
-    if not at_least <= value <= at_most:
-        raise ConfigError(f"{name} is {value}; it must be {at_least} to {at_most}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-
-
-def _memory_bytes() -> int:
-    """What this machine has, or its container may use."""
-    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in _CONTAINER_LIMITS:
-        with suppress(OSError, ValueError):
-            num_bytes = min(num_bytes, int(limit.read_text()))
-    return num_bytes
