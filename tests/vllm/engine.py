@@ -273,13 +273,13 @@ class Engine:
 
     def settle_loads(self) -> None:
         """Step until no load is under way."""
-        while any(one.direction == "load" for one in self.half._transfers.values()):
+        while any(one.direction == "load" for one in self.half.transfers.in_flight.values()):
             self.step(1)
 
     @property
     def has_windows(self) -> bool:
         """Whether the model is a hybrid."""
-        return any(self.half._is_window)
+        return any(self.half.requests.keys.is_window)
 
     def num_computed_tokens(self) -> int:
         """Of all requests."""
@@ -301,7 +301,8 @@ class Engine:
         """Nothing is leaked: no transfer, no request, and every block of vLLM's pool is free."""
         assert self.half.offload is not None
         self.half.offload.check()
-        assert not self.half._transfers and not self.half._tracked and not self.half._due
+        assert not self.half.transfers.in_flight
+        assert not self.half.requests.tracked and not self.half.requests.due
         pool = self.core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
@@ -313,7 +314,6 @@ class Engine:
         assert self.llm.reset_prefix_cache()
         assert self.worker.arena is not None
         # Options that a test has changed count from here on.
-        self.half._lazy = None
         self.half.bind(self.core.scheduler.kv_cache_manager)
         self.half.agree(num_host_blocks or self.worker.arena.num_slots)
         self.connector._reporter = None  # it has counted what the tier before did

@@ -205,7 +205,7 @@ class Run:
         self._answer_all()
         # Copies that are late end in the steps of other requests.
         for _ in range(200):
-            if not half._transfers:
+            if not half.transfers.in_flight:
                 break
             self.add()
             self._answer_all()
@@ -413,10 +413,10 @@ class Run:
 
     def check(self) -> None:
         half, scheduler = self.engine.half, self.engine.core.scheduler
-        assert half.offload is not None and not half.is_off
+        assert half.offload is not None and not half.tier.is_off
         half.offload.check()
         # The blocks of a load that is under way are held: by its request, or, late, by kvstow.
-        for transfer in half._transfers.values():
+        for transfer in half.transfers.in_flight.values():
             if transfer.direction != "load":
                 continue
             assert all(block.ref_cnt > 0 for block in transfer.blocks)
@@ -476,7 +476,7 @@ class Run:
         else:
             raise AssertionError("it does not come to rest")
         # A late copy holds blocks, and so does a session between chunks: vLLM refuses to sleep.
-        is_held = any(one.held for one in half._transfers.values()) or any(
+        is_held = any(one.held for one in half.transfers.in_flight.values()) or any(
             request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
             for request in core.scheduler.requests.values()
         )
@@ -504,7 +504,7 @@ class Run:
         Unsteady.slow = self.dice.choice([0.0, 0.5, 1.0])
         Unsteady.failing = self.dice.choice([0.0, 0.0, 0.15])
         half = self.engine.half
-        half._options = replace(half._options, load_timeout_s=self.dice.choice([2.5, 1e4]))
+        half.tier.options = replace(half.tier.options, load_timeout_s=self.dice.choice([2.5, 1e4]))
 
     def damage(self) -> None:
         """Bits flip in some of the host's blocks."""

@@ -449,7 +449,7 @@ class Simulated:
         assert pool.get_num_free_blocks() == self.num_blocks - 1
         queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         assert sorted(queue) == list(range(1, self.num_blocks))
-        assert self.half.is_off == is_off
+        assert self.half.tier.is_off == is_off
         if is_off:
             return
         offload = self.half.offload

@@ -181,7 +181,7 @@ def test_a_layout_that_is_not_where_vllm_says_is_refused() -> None:
     model = Model.of(cache_config(FULL))
     tensor = torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)
     assert model.layouts({"0": tensor})[0].slot_bytes == PAGE_BYTES
-    with pytest.raises(ConfigError, match=r"layer '0' lies \+64 bytes from where"):
+    with pytest.raises(ConfigError, match=r"layer '0' begins \+64 bytes from where"):
         model.layouts({"0": tensor[64:]})
     with pytest.raises(ConfigError, match=f"it should take {NUM_BLOCKS * PAGE_BYTES}"):
         model.layouts({"0": tensor[:-1].clone()})
@@ -264,8 +264,8 @@ class Scheduler:
 
     @property
     def lazy(self) -> LazyQueue:
-        assert self.half._lazy is not None
-        return self.half._lazy
+        assert self.half.tier.lazy is not None
+        return self.half.tier.lazy
 
     def request(self, name: str, num_tokens: int, **settings: Any) -> Request:
         return Request(
@@ -604,7 +604,7 @@ def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
     request = scheduler.request("a", 100)
     scheduler.admit(request)
     scheduler.step(request)
-    assert scheduler.half._stores == []
+    assert scheduler.half.transfers.jobs.stores == []
     assert not scheduler.half.may_rest()
     scheduler.step()
     (store,) = scheduler.jobs.stores
@@ -612,7 +612,7 @@ def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
     assert not scheduler.half.may_rest()
     scheduler.step(reports=[(store.job_id, 0, True)])
     assert scheduler.half.may_rest()
-    assert scheduler.half._stores == [], "once"
+    assert scheduler.half.transfers.jobs.stores == [], "once"
 
 
 def loading(name: str = "b") -> tuple[Scheduler, Request, Copies]:
@@ -668,10 +668,10 @@ def test_steps_under_way_end_before_a_sleep() -> None:
     request.status = RequestStatus.RUNNING
     request.num_in_flight_tokens = 32
     assert not scheduler.half.may_rest()
-    assert scheduler.half._stores == []
+    assert scheduler.half.transfers.jobs.stores == []
     request.num_in_flight_tokens = 0
     assert not scheduler.half.may_rest()
-    (store,) = scheduler.half._stores
+    (store,) = scheduler.half.transfers.jobs.stores
     assert len(store.block_ids) == 4
 
 
@@ -777,16 +777,16 @@ def test_steps_in_flight_are_not_confirmed() -> None:
     scheduler.half.build(Step({"a": 100}))
     request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
     scheduler.half.processed(KVConnectorOutput())
-    assert scheduler.half._stores == []
+    assert scheduler.half.transfers.jobs.stores == []
     request.num_in_flight_tokens = 0
     scheduler.half.processed(KVConnectorOutput())
-    assert len(scheduler.half._stores) == 1
+    assert len(scheduler.half.transfers.jobs.stores) == 1
 
 
 def test_a_draft_model_reads_one_block_less_of_a_hit() -> None:
     scheduler = Scheduler(FULL)
     scheduler.store_one()
-    scheduler.half._drops_last_block = True
+    scheduler.half.loads.drops_last_block = True
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 80
 
 
@@ -828,13 +828,13 @@ def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
     request.num_computed_tokens = 0
     scheduler.jobs = scheduler.half.build(Step(preempted_req_ids={"a"}))
     (store,) = scheduler.jobs.stores
-    assert not scheduler.half._tracked
+    assert not scheduler.half.requests.tracked
     scheduler.step(reports=[(store.job_id, 0, True)])
     scheduler.manager.reset_prefix_cache()
     assert scheduler.admit(request) == 96
     # Preempted before, admitted again in the same step: that is no new preemption.
     scheduler.half.build(Step(preempted_req_ids={"a"}))
-    assert "a" in scheduler.half._tracked
+    assert "a" in scheduler.half.requests.tracked
 
 
 def test_blocks_that_a_transfer_alone_holds_are_worth_waiting_for() -> None:
@@ -842,9 +842,9 @@ def test_blocks_that_a_transfer_alone_holds_are_worth_waiting_for() -> None:
     request = scheduler.request("a", 100)
     scheduler.admit(request)
     scheduler.step(request)
-    assert not scheduler.half.holds_freed_blocks
+    assert not scheduler.half.holds_freed_blocks()
     scheduler.finish(request)
-    assert scheduler.half.holds_freed_blocks
+    assert scheduler.half.holds_freed_blocks()
 
 
 def test_nothing_is_left_of_a_request_that_never_ran() -> None:
@@ -856,7 +856,7 @@ def test_nothing_is_left_of_a_request_that_never_ran() -> None:
     offload = scheduler.half.offload
     assert offload is not None
     offload.check()
-    assert not scheduler.half._tracked
+    assert not scheduler.half.requests.tracked
 
 
 def test_jobs_name_plain_numbers_only() -> None:

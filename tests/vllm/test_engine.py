@@ -138,7 +138,9 @@ def test_lazy_loses_nothing_that_is_overwritten(
     engine.generate(PROMPTS)
     engine.settle()
     eager = engine.stats()["stored_blocks"]
-    monkeypatch.setattr(engine.half, "_options", replace(engine.half._options, lazy_offload=True))
+    monkeypatch.setattr(
+        engine.half.tier, "options", replace(engine.half.tier.options, lazy_offload=True)
+    )
     engine.start_over()
     totals = []
     for _ in range(3):
@@ -207,7 +209,9 @@ def test_a_lost_load_misses_its_deadline_and_is_recomputed(
 ) -> None:
     engine.generate(PROMPTS)
     engine.settle()
-    monkeypatch.setattr(engine.half, "_options", replace(engine.half._options, load_timeout_s=0.2))
+    monkeypatch.setattr(
+        engine.half.tier, "options", replace(engine.half.tier.options, load_timeout_s=0.2)
+    )
     Losing.lost.clear()
     with engine.movers(Losing):  # type: ignore[arg-type]
         answers = engine.generate(PROMPTS[:3])

@@ -84,16 +84,16 @@ class Bench:
         if operations is None:
             operations = run.operations(NUM_OPERATIONS)
         begun: list[tuple[str, int]] = []
-        before, clock = engine.half._options, engine.half._clock
+        before, clock = engine.half.tier.options, engine.half.tier.clock
         Unsteady.slow = Unsteady.failing = 0.0
         try:
-            engine.half._options = replace(
+            engine.half.tier.options = replace(
                 before,
                 load_timeout_s=1e4,
                 lazy_offload=lazy,
                 preserve_on_sleep=run.dice.random() < 0.8,
             )
-            engine.half._clock = lambda: float(run.num_steps)
+            engine.half.tier.clock = lambda: float(run.num_steps)
             engine.start_over(run.dice.choice([12, 100, 300]))
             with engine.movers(mover):
                 for operation in operations:
@@ -105,7 +105,7 @@ class Bench:
             error.begun = begun  # type: ignore[attr-defined]
             raise
         finally:
-            engine.half._options, engine.half._clock = before, clock
+            engine.half.tier.options, engine.half.tier.clock = before, clock
         return run
 
     def play(self, seed: int, *, lazy: bool) -> Run:

@@ -70,7 +70,9 @@ def test_generation_goes_on_where_it_was(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, num_steps: list[int], lazy: bool
 ) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
-    monkeypatch.setattr(engine.half, "_options", replace(engine.half._options, lazy_offload=lazy))
+    monkeypatch.setattr(
+        engine.half.tier, "options", replace(engine.half.tier.options, lazy_offload=lazy)
+    )
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)
     for num in num_steps:
@@ -93,7 +95,7 @@ def test_generation_goes_on_where_it_was(
 def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
     monkeypatch.setattr(
-        engine.half, "_options", replace(engine.half._options, preserve_on_sleep=False)
+        engine.half.tier, "options", replace(engine.half.tier.options, preserve_on_sleep=False)
     )
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)

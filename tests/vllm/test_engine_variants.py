@@ -79,7 +79,7 @@ def sleep_changes_nothing(
     engine: Engine, asked: list[list[int]], expected: list[Answer], **settings: Any
 ) -> None:
     """While prompts come in, and while tokens are generated."""
-    engine.half._options = replace(engine.half._options, preserve_on_sleep=True)
+    engine.half.tier.options = replace(engine.half.tier.options, preserve_on_sleep=True)
     engine.begin(asked, **settings)
     for num_steps in (2, 8):
         engine.step(num_steps)

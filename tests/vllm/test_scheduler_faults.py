@@ -17,7 +17,7 @@ from tests.vllm.simulated import FULL, WINDOW, Simulated, tokens
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-import kvstow.vllm.scheduler as module
+from kvstow.vllm import loads, scheduler
 from kvstow.vllm.messages import StepReports
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -74,15 +74,15 @@ class Watched:
 
 def watch(engine: Simulated, faults: Faults) -> None:
     """Put the faults between the half and all that it calls, but not between vLLM's own parts."""
-    half = engine.half
-    manager: Any = half._manager
+    tier = engine.half.tier
+    manager: Any = tier.manager
     pool = manager.block_pool
     queue = Watched("queue", pool.free_block_queue, faults)
     watched = Watched("pool", pool, faults, free_block_queue=queue)
-    half._manager = Watched("manager", manager, faults, block_pool=watched)
-    half.offload = Watched("offload", half.offload, faults)  # type: ignore[assignment]
-    if half._lazy is not None:
-        half._lazy = Watched("lazy", half._lazy, faults)  # type: ignore[assignment]
+    tier.manager = Watched("manager", manager, faults, block_pool=watched)
+    tier.offload = Watched("offload", tier.offload, faults)  # type: ignore[assignment]
+    if tier.lazy is not None:
+        tier.lazy = Watched("lazy", tier.lazy, faults)  # type: ignore[assignment]
 
 
 class Run:
@@ -137,15 +137,15 @@ class Run:
 
     def check_ended(self) -> None:
         """vLLM's engine ends with an interrupt, in the middle of a step: no block stays held."""
-        scheduler, half = self.engine.scheduler, self.engine.half
-        for request in scheduler.requests.values():
+        manager, half = self.engine.scheduler.kv_cache_manager, self.engine.half
+        for request in self.engine.scheduler.requests.values():
             half.finished(request)
-            scheduler.kv_cache_manager.free(request)
+            manager.free(request)
         self.engine.copy()
-        reports = [(job_id, 0, True) for job_id in half._transfers]
+        reports = [(job_id, 0, True) for job_id in half.transfers.in_flight]
         half.processed(KVConnectorOutput(kv_connector_worker_meta=StepReports(reports)))
-        assert not half._tracked and not half._due and not half._transfers
-        pool = scheduler.kv_cache_manager.block_pool
+        assert not half.requests.tracked and not half.requests.due and not half.transfers.in_flight
+        pool = manager.block_pool
         assert not [block for block in pool.blocks[1:] if block.ref_cnt]
         assert pool.get_num_free_blocks() == self.engine.num_blocks - 1
         half.build(SchedulerOutput.make_empty())
@@ -155,7 +155,7 @@ class Run:
         """Nothing is held or registered, and all answers are right, also to new requests."""
         engine = self.engine
         self.settle()
-        engine.check_at_rest(is_off=engine.half.is_off)
+        engine.check_at_rest(is_off=engine.half.tier.is_off)
         self.asked = {name: self.asked[name] for name in self.asked if name in engine.answers}
         for name, prompt in self.asked.items():
             answer = engine.answers[name]
@@ -166,7 +166,7 @@ class Run:
             self.settle()
             assert engine.answers[name] == engine.right_answer(PROMPTS[name[-1]], 4, None)
         half = engine.half
-        assert not half._tracked and not half._due and not half._transfers
+        assert not half.requests.tracked and not half.requests.due and not half.transfers.in_flight
         assert half.may_rest()
 
 
@@ -179,7 +179,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def errors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is logged as an error."""
     found: list[str] = []
-    monkeypatch.setattr(module.logger, "exception", lambda text, *args: found.append(text % args))
+    for logger in (scheduler.logger, loads.logger):
+        monkeypatch.setattr(logger, "exception", lambda text, *args: found.append(text % args))
     yield found
 
 
@@ -223,5 +224,5 @@ def test_a_call_that_raises_costs_the_tier_and_nothing_else(
         made = run(at)
         where = f"call {at}, {name}"
         assert made.faults.calls[at] == name
-        assert made.engine.half.is_off, where
+        assert made.engine.half.tier.is_off, where
         assert len(errors) == 1 and "the host tier is off" in errors[0], where

@@ -12,7 +12,7 @@ from tests.vllm import models
 from tests.vllm.simulated import FULL, WINDOW, Simulated, WrongKV, tokens
 from vllm.v1.request import Request
 
-from kvstow.vllm.connector import _hashes_sessions_right
+from kvstow.vllm.connector import _hashes_sessions_correctly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -196,9 +196,11 @@ def test_sessions_are_not_stored_where_vllm_keeps_the_hashes_of_dropped_tokens(
 ) -> None:
     for version, right in (((0, 31), ()), ((0, 32), (False,)), ((0, 33), (False, True))):
         for has_drafts in (False, True):
-            assert _hashes_sessions_right(version, has_drafts=has_drafts) == (has_drafts in right)
+            assert _hashes_sessions_correctly(version, has_drafts=has_drafts) == (
+                has_drafts in right
+            )
     engine = Simulated(folder, {"num_cpu_blocks": 60})
-    engine.half._stores_sessions = False
+    engine.half.requests.stores_sessions = False
     engine.add("session", tokens(63, 1), max_tokens=1, resumable=True)
     engine.settle()
     engine.add("session", [], resumable=False)
@@ -266,7 +268,7 @@ def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
         settings={"scheduling_policy": "priority", "long_prefill_token_threshold": 32},
     )
     if not is_guarded:
-        engine.half._evict_unwritten = lambda *_: None  # type: ignore[method-assign]
+        engine.half.steps.evict_unwritten = lambda *_: None  # type: ignore[method-assign]
     engine.add("patient", tokens(200, 1), priority=1)
     while not engine.requests["patient"].num_computed_tokens:
         engine.step()
@@ -289,7 +291,7 @@ def test_hashes_that_vllm_has_replaced_are_reported_anew(folder: Path) -> None:
     while not engine.requests or engine.requests["old"].num_computed_tokens < 80:
         engine.step()
     half, request = engine.half, engine.requests["old"]
-    tracked = half._tracked["old"]
+    tracked = half.requests.tracked["old"]
     engine.step()
     assert tracked.num_hashes == 5
     other = Request(
@@ -300,8 +302,8 @@ def test_hashes_that_vllm_has_replaced_are_reported_anew(folder: Path) -> None:
         block_hasher=engine._hasher,
     )
     request.block_hashes[:] = other.block_hashes
-    half._report_hashes("old", tracked, 160)
     assert half.offload is not None
+    tracked.report_hashes(half.offload, 160)
     half.offload.check()
     assert tracked.num_hashes == 10 and tracked.last_hash == other.block_hashes[-1]
     engine.close()

@@ -136,7 +136,7 @@ def test_a_rank_that_has_lost_its_host_memory_turns_the_tier_off(
     report(scheduler, {0: 20})
     scheduler.store_one()
     report(scheduler, {0: 19})
-    assert scheduler.half.is_off and scheduler.half.offload is None
+    assert scheduler.half.tier.is_off and scheduler.half.offload is None
     assert "rank 0 reports 19 host blocks, expected 20" in caplog.text
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 0
 
@@ -146,7 +146,7 @@ def test_a_request_that_leaves_while_pending_is_forgotten() -> None:
     request = scheduler.request("a", 100)
     assert scheduler.half.lookup(request, 0) is None
     scheduler.half.finished(request)
-    assert not scheduler.half._tracked
+    assert not scheduler.half.requests.tracked
     report(scheduler, {0: NUM_BLOCKS})
     scheduler.store_one("a")
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
@@ -426,7 +426,9 @@ def engine(folder: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def test_the_first_request_waits_for_one_empty_step(engine: Engine) -> None:
+def test_the_first_request_waits_for_one_empty_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert engine.half.offload is None, "no step was run yet"
     sizes = []
     build = engine.half.build
@@ -435,14 +437,11 @@ def test_the_first_request_waits_for_one_empty_step(engine: Engine) -> None:
         sizes.append(scheduled.total_num_scheduled_tokens)
         return build(scheduled)
 
-    engine.half.build = counting  # type: ignore[method-assign]
-    try:
-        engine.begin(PROMPTS)
-        engine.step(2)
-        assert sizes[0] == 0 and sizes[1] > 0
-        assert len(engine.finish()) == len(PROMPTS)
-    finally:
-        del engine.half.build
+    monkeypatch.setattr(engine.half, "build", counting)
+    engine.begin(PROMPTS)
+    engine.step(2)
+    assert sizes[0] == 0 and sizes[1] > 0
+    assert len(engine.finish()) == len(PROMPTS)
     engine.settle()
     engine.check_idle()
     assert engine.stats()["stored_blocks"] > 0

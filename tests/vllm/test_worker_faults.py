@@ -26,6 +26,7 @@ from kvstow.transfer import arena_for, mover_for
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -157,8 +158,8 @@ class Run:
         """As vLLM's worker does it; an error ends the step, and the next one goes on."""
         try:
             self.worker.bind(jobs)
-            self.worker.start_loads()
-            self.worker.start_stores()
+            self.worker.begin(LOAD)
+            self.worker.begin(STORE)
         except self.faults.error:
             self.raised += 1
         self.collect()

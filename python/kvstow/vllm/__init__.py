@@ -1,4 +1,4 @@
-"""kvstow behind an unchanged `vllm serve`: a connector that keeps prefixes in host memory.
+"""A connector for an unchanged `vllm serve`, which keeps prefixes in host memory.
 
 ```
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
@@ -7,8 +7,11 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368}}'
 ```
 
-`connector` is what vLLM calls; `scheduler` and `worker` are its two halves, `messages` what they
-send each other, `model` what of vLLM's configuration kvstow needs to know.
+vLLM calls `connector`. Its halves are `scheduler` and `worker`, which exchange `messages`. The
+scheduler half has parts: `loads`, `stores`, `steps`, `sleep`, `requests`, `transfers`, `tier`.
+This is the only folder that imports vLLM.
+
+May import: kvstow, kvstow.memory, kvstow.observability, kvstow.sizes, kvstow.transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ __all__ = ["KVStowConnector", "register"]
 
 
 def __getattr__(name: str) -> type[KVStowConnector]:
-    """Import the connector when it is asked for: vLLM loads this module in every process."""
+    """Import the connector on first use, because vLLM loads this module in every process."""
     if name != "KVStowConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvstow.vllm.connector import KVStowConnector  # noqa: PLC0415
@@ -31,7 +34,7 @@ def __getattr__(name: str) -> type[KVStowConnector]:
 
 
 def register() -> None:
-    """Make the connector known by name, for `MultiConnector`; vLLM calls this in every process."""
+    """Register the connector by name, for `MultiConnector`. vLLM calls this in every process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )

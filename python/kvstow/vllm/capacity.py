@@ -1,4 +1,4 @@
-"""How many host blocks the ranks have, which their workers report with the first steps."""
+"""The number of host blocks of each rank, which its worker reports with the first steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class Capacities:
-    """Collects the ranks' capacities; the host tier can be made once all are known."""
+    """Collects the capacities of all ranks. The host tier is created when all are known."""
 
     def __init__(self, world_size: int, *, timeout_s: float, clock: Callable[[], float]) -> None:
-        """Wait for `world_size` ranks, for at most `timeout_s` from the first question on."""
+        """Wait for `world_size` ranks, at most `timeout_s` seconds after the first question."""
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._clock = clock
@@ -23,32 +23,31 @@ class Capacities:
         self._has_warned = False
 
     def add(self, reported: Mapping[int, int]) -> None:
-        """Take a step's reports. A rank may repeat itself: steps overlap.
+        """Take a step's reports. A rank may report twice, because steps overlap.
 
         Raises:
-            StateError: a rank has another number of host blocks than it had before.
+            StateError: a rank reports another number than before.
         """
         for rank, num_blocks in reported.items():
             known = self._of_rank.setdefault(rank, num_blocks)
             if num_blocks != known:
                 raise StateError(
-                    f"rank {rank} reports {num_blocks} host blocks, expected {known} as before: "
-                    "its worker has lost the host memory that the scheduler knows of; restart the "
-                    "server"
+                    f"rank {rank} reports {num_blocks} host blocks, expected {known} as before, so "
+                    "its worker has lost the content of the host tier: restart the server"
                 )
 
     @property
     def agreed(self) -> int | None:
-        """The least of all ranks' capacities, in blocks; None until every rank has reported."""
+        """The smallest capacity of all ranks, in blocks; None until every rank has reported."""
         if len(self._of_rank) < self._world_size:
             return None
         return min(self._of_rank.values())
 
     def is_awaited(self) -> bool:
-        """Whether to wait for more reports: some are missing, and they are not overdue.
+        """Whether to wait for more reports: some are missing, and the timeout is not over.
 
-        vLLM's executors pass all ranks' reports on with the first step. One that does not must not
-        keep requests waiting for ever, so they go on without a host tier after the timeout.
+        vLLM's executors pass on the reports of all ranks with the first step. For an executor that
+        does not, the timeout ends the wait, and requests go on without the host tier.
         """
         if self.agreed is not None:
             return False
@@ -61,9 +60,9 @@ class Capacities:
             self._has_warned = True
             missing = sorted(set(range(self._world_size)) - set(self._of_rank))
             logger.error(
-                "kvstow: ranks %s have not reported their host memory within %g s; requests are "
-                "served without the host tier until they do. Does this executor pass on "
-                "KVConnectorOutput.kv_connector_worker_meta?",
+                "kvstow: ranks %s have not reported their host memory within load_timeout_s (%g "
+                "s). Requests go on without the host tier until they do. Check that these workers "
+                "run, and that the executor passes on KVConnectorOutput.kv_connector_worker_meta",
                 missing,
                 self._timeout_s,
             )

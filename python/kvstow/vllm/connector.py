@@ -1,4 +1,7 @@
-"""`KVStowConnector`: the class that vLLM loads, once beside its scheduler and once per worker."""
+"""`KVStowConnector`: the class that vLLM loads, once beside its scheduler and once per worker.
+
+Each instance has one half: `SchedulerHalf` or `WorkerHalf`. The methods give vLLM's calls to it.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
-from kvstow.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsReporter
+from kvstow.vllm.stats import LOAD, STORE, ConnectorPromMetrics, ConnectorStats, StatsReporter
 from kvstow.vllm.worker import WorkerHalf
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM before 0.32 does not tell hits apart
+except ImportError:  # vLLM before 0.32 does not count hits by source
     CacheHitSource = None
 
 if TYPE_CHECKING:
@@ -58,11 +61,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Set up one half.
+        """Create the half that `role` asks for.
 
         Raises:
-            ConfigError: vLLM is configured in a way that kvstow cannot work with, or an option is
-                wrong; the message names the flag.
+            ConfigError: kvstow cannot work with vLLM's configuration, or an option is wrong. The
+                message names the flag.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
@@ -79,11 +82,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(
                 model,
                 options,
-                # Of its own engine: with data parallelism vLLM may count through all of them.
+                # Within its engine: with data parallelism vLLM may number the ranks of all engines.
                 rank=parallel.rank % parallel.world_size,
                 world_size=parallel.world_size,
-                # Engines whose models are dense do not know of each other: vLLM tells each of them
-                # that it is the only one.
+                # vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines
+                # that share this machine do not count.
                 num_local_ranks=parallel.local_world_size
                 * max(parallel.data_parallel_size_local, 1),
             )
@@ -91,13 +94,14 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if model.tokens_per_hash % tokens_per_hash:
             raise ConfigError(
-                f"vLLM hashes {tokens_per_hash} tokens at a time, which does not divide the block "
-                f"size {model.tokens_per_hash}: leave --hash-block-size out"
+                f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
+                f"block size {model.tokens_per_hash}: start vLLM without --hash-block-size"
             )
         _warn(self._kv_transfer_config)
         kv_events = vllm_config.kv_events_config
         if kv_events is not None and kv_events.enable_kv_cache_events:
-            # Lazy stores come long after the plan; a block is on the device until then.
+            # A lazy store comes long after its plan. Its block is on the device until then, so the
+            # device's blocks bound the number of contents.
             self._host_events = HostEvents(kv_cache_config, max_blocks=2 * model.num_blocks)
         if options.events_path is not None:
             self._event_file = EventFile(options.events_path)
@@ -109,7 +113,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             tokens_per_hash=tokens_per_hash,
             horizon_blocks=_horizon_blocks(model, vllm_config),
             drops_last_block=speculative is not None and speculative.use_eagle(),
-            stores_sessions=_hashes_sessions_right(
+            stores_sessions=_hashes_sessions_correctly(
                 vllm_version.__version_tuple__[:2], has_drafts=speculative is not None
             ),
             events=self._host_events is not None or self._event_file is not None,
@@ -118,10 +122,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Answer no, and check the options: vLLM asks this before it loads weights.
+        """Return False. Check the options, too, because vLLM asks this before it loads weights.
 
-        Only an engine with CUDA graphs asks. In any other the options are checked when the halves
-        are built.
+        Only an engine with CUDA graphs asks. Other engines check the options when they create the
+        connector.
 
         Raises:
             ConfigError: an option does not exist, or cannot have its value.
@@ -131,23 +135,23 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is dropped is a miss, no loss."""
+        """False: a store that is dropped costs a later recompute and loses nothing."""
         return False
 
     # -- worker half ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the memory that vLLM has allocated."""
+        """Take the device memory that vLLM has allocated."""
         if self._worker is not None:
             self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the device's memory before it goes (vLLM 0.33 says so when it sleeps)."""
+        """Let go of the device memory before vLLM frees it to sleep (vLLM 0.33 and later)."""
         if self._worker is not None:
             self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Take hold of it again, after vLLM has woken."""
+        """Take hold of the device memory again after vLLM has woken."""
         if self._worker is not None:
             self._worker.restore()
 
@@ -160,43 +164,43 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         if self._worker is not None:
-            self._worker.start_loads()
+            self._worker.begin(LOAD)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs only when its load has landed."""
+        """Do nothing: vLLM runs a request only when its load has landed."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: blocks are stored in a later step."""
+        """Do nothing: blocks are stored in a later step."""
 
     def wait_for_save(self) -> None:
-        """Begin this step's stores; their blocks are held until they have ended."""
+        """Begin this step's stores; vLLM need not wait, because jobs hold their blocks."""
         if self._worker is not None:
-            self._worker.start_stores()
+            self._worker.begin(STORE)
 
     def clear_connector_metadata(self) -> None:
-        """End a step: vLLM 0.30 leaves `wait_for_save` out of those without tokens."""
+        """End a step. vLLM 0.30 does not call `wait_for_save` in steps without tokens."""
         self.wait_for_save()
         super().clear_connector_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report the loads that have failed; those that landed the scheduler half tells itself."""
+        """Report the loads that failed; the scheduler half itself reports those that landed."""
         failed = set() if self._worker is None else self._worker.failed_request_ids()
         return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report the jobs that have ended, and in the first steps how many host blocks there are.
+        """Report the jobs that have ended, and in the first steps this rank's host blocks.
 
-        vLLM's handshake is not used for that, because a `MultiConnector` passes on the handshake
-        of one of its connectors only.
+        The number of host blocks does not use vLLM's handshake, because a `MultiConnector` passes
+        on the handshake of only one of its connectors.
         """
         return None if self._worker is None else self._worker.reports()
 
     # -- scheduler half -------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Take vLLM's own accounting."""
+        """Take vLLM's accounting of the device blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
@@ -204,15 +208,18 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Ignore the handshake: in a `MultiConnector` it is another connector's.
+        """Ignore the handshake, which in a `MultiConnector` belongs to another connector.
 
-        vLLM's default refuses one of several pipeline stages.
+        vLLM's default method refuses a handshake of several pipeline stages.
         """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens after the local hit can be loaded; None: ask again later."""
+        """Return the tokens after the local hit that a load can bring, and whether it is async.
+
+        None tokens: ask again later.
+        """
         if self._scheduler is None:
             return 0, False
         found = self._scheduler.lookup(request, num_computed_tokens)
@@ -221,7 +228,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Plan the load of what vLLM has accepted."""
+        """Plan the load of the tokens that vLLM has accepted."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
@@ -230,7 +237,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return StepJobs() if self._scheduler is None else self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the workers' reports, tell which loads have landed, and plan stores."""
+        """Take the workers' reports, report the loads that have landed, and plan stores."""
         if self._scheduler is not None:
             self._scheduler.processed(connector_output)
             self._write_events()
@@ -238,29 +245,29 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`."""
+        """Do the same as `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Plan its last stores. vLLM may free its blocks: those under way have a reference more."""
+        """Plan its last stores. vLLM may free its blocks: jobs hold references of their own."""
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free when transfers end, so that nothing need be preempted."""
-        return self._scheduler is not None and self._scheduler.holds_freed_blocks
+        """Whether jobs that end will free blocks, so that vLLM need not preempt for them."""
+        return self._scheduler is not None and self._scheduler.holds_freed_blocks()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must go on stepping: stores land, and nobody is in the way of a sleep."""
+        """Whether vLLM must go on stepping, for stores to land or before it sleeps."""
         return self._scheduler is not None and not self._scheduler.may_rest()
 
     def reset_cache(self) -> bool | None:
-        """Empty the tier, or keep it (`preserve_on_sleep`): vLLM does not say what it resets for.
+        """Empty the tier, unless `preserve_on_sleep` keeps it: vLLM does not say why it resets.
 
-        What is in flight ends without effect.
+        Jobs in flight end without effect.
         """
         if self._scheduler is None:
             return None
@@ -268,7 +275,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Block events of the host tier; transfer events are foreign to vLLM and go to the file."""
+        """Return the host tier's block events. vLLM has no transfer events: they go to the file."""
         if self._scheduler is None:
             return ()
         events = self._scheduler.take_events()
@@ -277,7 +284,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both -----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """What happened since the last call."""
+        """Return the statistics since the last call."""
         if self._worker is not None:
             return self._worker.stats()
         if self._scheduler is None or (offload := self._scheduler.offload) is None:
@@ -289,7 +296,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Stats from their serialised form."""
+        """Return statistics from their serialised form."""
         return ConnectorStats(data=data or {})
 
     @classmethod
@@ -300,11 +307,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
-        """The connector's metrics for vLLM's `/metrics`."""
+        """Return the connector's metrics for vLLM's `/metrics`."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop what runs, and give the host memory back."""
+        """End all jobs, and give the host memory back."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -314,9 +321,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._event_file.close()
 
     def _write_events(self) -> None:
-        """Write down what has happened to transfers; taken also if only block events are wanted."""
+        """Write the transfer events to the file; without a file, only empty their queue."""
         if self._event_file is None and self._host_events is None:
-            return  # none are kept
+            return  # the tier keeps no events
         if self._scheduler is not None:
             events = self._scheduler.take_transfer_events()
             if self._event_file is not None:
@@ -324,11 +331,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _check_config(config: VllmConfig) -> None:
-    """Refuse what cannot work, naming the flag."""
+    """Raise `ConfigError` for a configuration that cannot work, and name the flag."""
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "prefix caching is off, and a tier of prefixes has nothing to keep: start vLLM with "
-            "--enable-prefix-caching, or without the connector"
+            "enable_prefix_caching is False, and the host tier needs vLLM's block hashes: start "
+            "vLLM with --enable-prefix-caching, or without the connector"
         )
     parallel = config.parallel_config
     for name, flag in (
@@ -337,45 +344,47 @@ def _check_config(config: VllmConfig) -> None:
     ):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(
-                f"{flag} is {getattr(parallel, name)}: kvstow does not know how vLLM spreads a "
-                "block over context-parallel ranks; leave it at 1"
+                f"{flag} is {getattr(parallel, name)}, and kvstow does not support blocks that are "
+                "spread over context-parallel ranks: set it to 1, or start vLLM without the "
+                "connector"
             )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
-            f"the executor external_launcher runs a scheduler beside each of {parallel.world_size} "
-            "ranks, and they must decide alike: copies end at another moment on each rank; leave "
-            "the launching to vLLM, or start it without the connector"
+            f"distributed_executor_backend is external_launcher, which runs a scheduler on each of "
+            f"{parallel.world_size} ranks. These must make equal decisions, and copies end at "
+            "different times on each rank: let vLLM launch the ranks, or start it without the "
+            "connector"
         )
 
 
 def _warn(transfer: Any) -> None:
-    """Say what works less well than it could."""
+    """Log a warning for each setting that works less well than another."""
     if transfer.kv_role != "kv_both":
         logger.warning(
-            "kvstow: kv_role is %r; with kv_both vLLM also holds freed blocks back until the steps "
-            "that may still write them are over",
+            "kvstow: kv_role is %r. Set it to kv_both, or vLLM gives freed blocks away before "
+            "the steps that may still write them are over",
             transfer.kv_role,
         )
     if transfer.kv_load_failure_policy != "recompute":
         logger.warning(
-            "kvstow: kv_load_failure_policy is %r, so a request whose load fails ends in an error; "
-            'with "recompute" it is computed instead',
+            "kvstow: kv_load_failure_policy is %r, so a request whose load fails ends with an "
+            'error. Set it to "recompute" to recompute the request instead',
             transfer.kv_load_failure_policy,
         )
 
 
-def _hashes_sessions_right(version: tuple[object, ...], *, has_drafts: bool) -> bool:
+def _hashes_sessions_correctly(version: tuple[object, ...], *, has_drafts: bool) -> bool:
     """Whether vLLM's hashes of a session's blocks are those of the tokens in them.
 
     A session drops its last sampled token when its next chunk arrives. vLLM before 0.32 keeps the
-    hash of the dropped token. vLLM before 0.33 counts drafts that were accepted beyond a stop as
-    computed, and takes the chunk's first tokens for them.
+    hash of the dropped token. vLLM before 0.33 counts drafts that it accepted beyond a stop as
+    computed, and then mistakes the chunk's first tokens for them.
     """
     return version >= ((0, 33) if has_drafts else (0, 32))
 
 
 def _horizon_blocks(model: Model, config: VllmConfig) -> int:
-    """Blocks that the next step may take: its tokens, and a load of the longest prompt."""
+    """Return the blocks that the next step may take: its tokens, and the longest prompt's load."""
     scheduler = config.scheduler_config
     num_tokens: int = scheduler.max_num_batched_tokens + config.model_config.max_model_len
     per_token = sum(-(-num_tokens // group.block_size) for group in model.groups)

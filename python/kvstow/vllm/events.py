@@ -1,4 +1,4 @@
-"""The host tier's block events as vLLM's own, with what they tell beyond hashes."""
+"""The host tier's block events in vLLM's own form, which has tokens and adapters beside hashes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REMOVED_FIELDS = frozenset(kv_events.BlockRemoved.__struct_fields__)
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a block holds."""
+    """The tokens of a block, and what else its hash covers."""
 
     token_ids: list[int]
     extra_keys: tuple[Any, ...] | None
@@ -37,9 +37,10 @@ class _Content:
 
 
 class HostEvents:
-    """Remembers what blocks hold from the plan of their store on: when it is done, they are gone.
+    """Converts events, and remembers the content of blocks from the plan of their store on.
 
-    Content that is not remembered any more is left out of an event, as vLLM's own connectors do.
+    When a store lands, the request may be gone, so its content cannot be read then. An event leaves
+    out content that is not remembered any more, like the events of vLLM's own connectors.
     """
 
     def __init__(self, config: KVCacheConfig, max_blocks: int) -> None:
@@ -51,7 +52,7 @@ class HostEvents:
     def computed(
         self, request: Request, group: int, block_size: int, blocks: Sequence[tuple[int, bytes]]
     ) -> None:
-        """These blocks of a request, each an index and a hash, may be stored from now on."""
+        """Remember the content of a request's blocks, (index, hash), which may be stored."""
         lora = request.lora_request
         tokens = request.all_token_ids
         for index, block_hash in blocks:
@@ -67,7 +68,7 @@ class HostEvents:
             self._contents.popitem(last=False)
 
     def convert(self, events: Sequence[BlockEvent]) -> Iterator[Any]:
-        """vLLM's events for ours."""
+        """Return vLLM's events for kvstow's."""
         for event in events:
             if isinstance(event, BlockStored):
                 yield self._stored(event)
@@ -105,12 +106,12 @@ class HostEvents:
 
 
 def _known(fields: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """The fields that the installed vLLM has: newer versions tell more."""
+    """Return the fields that the installed vLLM has, because newer versions have more."""
     return {name: value for name, value in fields.items() if name in names}
 
 
 def _kind(spec: Any) -> dict[str, Any]:
-    """What a group's events tell of how it attends."""
+    """Return the fields of a group's events that describe its attention."""
     return {
         "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
         "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
@@ -118,7 +119,7 @@ def _kind(spec: Any) -> dict[str, Any]:
 
 
 def _untagged(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """Extra keys in the form that vLLM publishes."""
+    """Return extra keys in the form that vLLM publishes."""
     try:
         from vllm.v1.core.kv_cache_utils import to_event_extra_keys  # noqa: PLC0415 - since 0.31
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the two halves of the connector send each other, once per engine step."""
+"""The messages between the two halves of the connector, one each way per engine step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstow import Job
 
 @dataclass(frozen=True)
 class Copies:
-    """One job: `block_ids[i]` to or from `host_slots[i]`; group g from `offsets[g]` on."""
+    """One job: copies `block_ids[i]` to or from `host_slots[i]`. Group g begins at `offsets[g]`."""
 
     job_id: int
     block_ids: npt.NDArray[np.int32]
@@ -25,19 +25,19 @@ class Copies:
 
     @classmethod
     def of(cls, job: Job) -> Copies:
-        """What a worker needs to know of a job."""
+        """Return what a worker needs of a job."""
         return cls(job.job_id, job.block_ids, job.host_slots, job.offsets)
 
 
 @dataclass
 class StepJobs(KVConnectorMetadata):
-    """Scheduler to workers: what to begin in this step, and which requests to report as failed.
+    """Scheduler to workers: the jobs to begin in this step, and the failed loads to report.
 
     Attributes:
         loads: jobs that copy to the device.
         stores: jobs that copy to the host.
         failed_request_ids: requests whose loads have failed.
-        asks_capacity: the scheduler half does not know yet how many host blocks each rank has.
+        asks_capacity: whether each rank is to report its number of host blocks.
     """
 
     loads: list[Copies] = field(default_factory=list)
@@ -48,13 +48,13 @@ class StepJobs(KVConnectorMetadata):
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Workers to scheduler: how far jobs have come.
+    """Workers to scheduler: the progress of the jobs.
 
     Attributes:
-        reports: jobs that have ended, as (job id, rank, whether it went well); the last is one bool
-            for each block of the job if a check found host slots damaged.
-        released: stores that read their blocks no more though they have not ended, by each rank.
-        capacities: by rank, how many host blocks it has; only where the step's jobs ask for it.
+        reports: jobs that have ended, as (job id, rank, success). Success is one bool per block of
+            the job if a check found damaged host slots.
+        released: stores that have read all their blocks and have not ended, once per rank.
+        capacities: the number of host blocks by rank, if the step's jobs ask for it.
     """
 
     reports: list[tuple[int, int, bool | list[bool]]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class StepReports(KVConnectorWorkerMetadata):
     capacities: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
-        """The reports of both."""
+        """Return the reports of both."""
         assert isinstance(other, StepReports)
         return StepReports(
             self.reports + other.reports,

@@ -1,6 +1,6 @@
-"""What kvstow needs to know of vLLM's configuration: how the groups attend, where blocks lie.
+"""The groups of a model in vLLM, and where their blocks lie in device memory.
 
-The bytes follow from vLLM's own description of its allocation (`KVCacheConfig.kv_cache_tensors`),
+The addresses follow from vLLM's description of its allocation (`KVCacheConfig.kv_cache_tensors`),
 never from the shapes of tensors:
 
 ```
@@ -8,8 +8,8 @@ allocation |... layer l: base + offset + l * layer_stride ...|
                          |block 0|block 1| ...                 block_stride apart
 ```
 
-Groups overlay each other there, and a block belongs to one group at a time: of each block only its
-own group's layers are copied.
+Groups share these bytes, and a block belongs to one group at a time. So a copy of a block takes
+only the layers of its own group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Group = FullAttention | SlidingWindow | ChunkedLocal
 
 @dataclass(frozen=True)
 class Layer:
-    """Where one layer's blocks lie in the allocation, in bytes."""
+    """The place of one layer's blocks in the allocation, in bytes."""
 
     name: str
     offset: int
@@ -53,9 +53,9 @@ class Model:
     """A model as vLLM has laid it out.
 
     Attributes:
-        num_blocks: of the device pool, the null block included.
-        groups: how the layers attend, in vLLM's order.
-        layers: per group, the layers that this rank has of it, as they lie in memory. A pipeline
+        num_blocks: blocks of the device pool, the null block included.
+        groups: the kind of attention of each group, in vLLM's order.
+        layers: per group, its layers on this rank, in the order of their addresses. A pipeline
             stage may have none.
     """
 
@@ -65,15 +65,15 @@ class Model:
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> Model:
-        """Read vLLM's configuration.
+        """Return the model of vLLM's configuration.
 
         Raises:
-            ConfigError: a kind of attention or a layout that kvstow does not know.
+            ConfigError: a kind of attention or a layout that kvstow does not support.
         """
         if not config.kv_cache_groups:
             raise ConfigError(
-                "vLLM keeps no KV cache for this model, so there is nothing to store: start it "
-                "without the connector"
+                "vLLM keeps no KV cache for this model, and the connector needs at least one KV "
+                "cache group: start vLLM without the connector"
             )
         groups, layers = [], []
         for number, group in enumerate(config.kv_cache_groups):
@@ -85,19 +85,19 @@ class Model:
         cacheable = getattr(config, "prefix_cacheable_group_ids", range(len(groups)))
         if len(cacheable) < len(groups):
             raise ConfigError(
-                f"vLLM caches prefixes only of the KV cache groups {list(cacheable)}, of "
-                f"{len(groups)}: kvstow does not know such models, start vLLM without it"
+                f"vLLM caches prefixes of the KV cache groups {list(cacheable)} only, and kvstow "
+                f"needs all {len(groups)}: start vLLM without the connector"
             )
         return model
 
     @property
     def tokens_per_hash(self) -> int:
-        """Tokens per block hash that kvstow is given."""
+        """Tokens per block hash that the tier takes."""
         return math.gcd(*(group.block_size for group in self.groups))
 
     @property
     def tokens_per_hit(self) -> int:
-        """A hit ends at a multiple of that many tokens."""
+        """Tokens of which every hit is a multiple."""
         return math.lcm(*(group.block_size for group in self.groups))
 
     @property
@@ -107,16 +107,16 @@ class Model:
 
     @property
     def slot_stride_bytes(self) -> int:
-        """What a host slot takes of the arena."""
+        """Bytes from one host slot to the next in the arena."""
         return -(-self.slot_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
     @property
     def local_groups(self) -> tuple[int, ...]:
-        """The groups of which this rank has layers: what it copies of a block."""
+        """The groups that have layers on this rank, which are those that it copies."""
         return tuple(group for group, layers in enumerate(self.layers) if layers)
 
     def layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[BlockLayout, ...]:
-        """Per local group, where its blocks lie in the memory that vLLM has allocated.
+        """Return the layout of each local group in the memory that vLLM has allocated.
 
         Raises:
             ConfigError: a tensor is missing, or is not where the configuration says.
@@ -132,17 +132,18 @@ class Model:
             tensor = kv_caches.get(layer.name)
             if tensor is None:
                 raise ConfigError(
-                    f"vLLM registers no KV cache for layer {layer.name!r}: kvstow does not know "
-                    "this layout, start vLLM without it"
+                    f"vLLM registers no KV cache for layer {layer.name!r}, and kvstow needs every "
+                    "layer's: start vLLM without the connector"
                 )
             storage = tensor.untyped_storage()
             base = storage.data_ptr() + layer.offset
             end = layer.offset + (self.num_blocks - 1) * layer.block_stride + layer.block_bytes
             if tensor.data_ptr() != base or end > storage.nbytes():
                 raise ConfigError(
-                    f"the KV cache of layer {layer.name!r} lies {tensor.data_ptr() - base:+} bytes "
-                    f"from where vLLM's configuration says, in {storage.nbytes()} bytes of which "
-                    f"it should take {end}: kvstow does not know this layout, start vLLM without it"
+                    f"the KV cache of layer {layer.name!r} begins {tensor.data_ptr() - base:+} "
+                    f"bytes from where vLLM's configuration says, in an allocation of "
+                    f"{storage.nbytes()} bytes of which it should take {end}. kvstow does not "
+                    "support this layout: start vLLM without the connector"
                 )
             owners.append(tensor)
             last = regions[-1] if regions else None
@@ -152,7 +153,7 @@ class Model:
                 and last.block_stride_bytes == layer.block_stride
                 and last.block_bytes + layer.block_bytes <= layer.block_stride
             ):
-                # Side by side in each block: one copy, not two.
+                # The two layers are side by side in each block, so one copy moves both.
                 regions[-1] = Region(
                     last.base_address, layer.block_stride, last.block_bytes + layer.block_bytes
                 )
@@ -167,17 +168,17 @@ class Model:
 
 
 def _group(name: str, spec: KVCacheSpec) -> Group:
-    """How the layers of a group attend."""
+    """Return the kind of attention of a group."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        # Layers of one kind whose blocks differ in bytes only.
+        # Its layers have one kind, and blocks of different bytes.
         return _group(name, next(iter(spec.kv_cache_specs.values())))
-    # Exactly these: a subclass may keep more than a table of blocks.
+    # Exactly these classes, because a subclass may keep more than a table of blocks.
     kind = type(spec)
     if kind.__name__ in ("FullAttentionSpec", "MLAAttentionSpec") and isinstance(
         spec, FullAttentionSpec
     ):
-        # vLLM folds windows into full attention where its hybrid manager is switched off: then
-        # every block is kept, and a hit needs them all.
+        # Without its hybrid manager vLLM treats windows as full attention: it keeps every block,
+        # and a hit needs them all.
         return FullAttention(spec.block_size)
     if kind is SlidingWindowSpec:
         return SlidingWindow(
@@ -188,13 +189,13 @@ def _group(name: str, spec: KVCacheSpec) -> Group:
     if kind is ChunkedLocalAttentionSpec:
         return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
     raise ConfigError(
-        f"{name} is of kind {kind.__name__}, which kvstow does not know in vLLM; known are full "
-        "attention (also MLA), sliding windows and local chunks: start vLLM without the connector"
+        f"{name} is of kind {kind.__name__}, and in vLLM kvstow supports full attention (also "
+        "MLA), sliding windows and local chunks: start vLLM without the connector"
     )
 
 
 def _layer(config: KVCacheConfig, name: str, spec: Any) -> Layer:
-    """Where a layer's blocks lie."""
+    """Return the place of a layer's blocks."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = spec.kv_cache_specs[name]
     for tensor in config.kv_cache_tensors:
@@ -204,6 +205,6 @@ def _layer(config: KVCacheConfig, name: str, spec: Any) -> Layer:
             offset = tensor.offset + tensor.layers.index(name) * tensor.layer_stride
             return Layer(name, offset, tensor.block_stride, spec.page_size_bytes)
     raise ConfigError(
-        f"vLLM's configuration does not say where on the device layer {name!r} lies: kvstow does "
-        "not know this layout, start vLLM without it"
+        f"vLLM's configuration does not place the KV cache of layer {name!r} on the device, and "
+        "kvstow needs its address: start vLLM without the connector"
     )

@@ -19,21 +19,24 @@ WHERE = "kv_connector_extra_config"
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may set; names are vLLM's own where vLLM has the option.
+    """The options that a user may set. Where vLLM has an option, its name is vLLM's.
 
     Attributes:
-        cpu_bytes_to_use: host memory of the whole server, shared out among its ranks; a number of
-            bytes, or a text such as "32GiB".
-        cpu_bytes_to_use_per_rank: host memory of one rank.
-        num_cpu_blocks: host blocks of one rank, instead of bytes.
-        lazy_offload: store blocks when they near eviction, not as soon as they are computed.
-        eviction_policy: which blocks the host gives up first.
-        load_timeout_s: a load that takes longer fails, and its request is recomputed.
-        verify: "checksum" checks every block that is loaded against what was stored.
-        events_path: a file that gets a line for each transfer begun, committed and ended.
-        preserve_on_sleep: keep the tier when vLLM resets its caches, as it does when it sleeps.
-        weights_version_path: a file that says which weights are served; read at each reset, and
-            the tier is emptied if it says something else than before.
+        cpu_bytes_to_use: host memory of the whole server, divided equally among its ranks. A number
+            of bytes, or a text such as "32GiB". The default is 8 GiB.
+        cpu_bytes_to_use_per_rank: host memory of each rank, instead of `cpu_bytes_to_use`.
+        num_cpu_blocks: host blocks of each rank, instead of bytes.
+        lazy_offload: store a block when it comes near eviction, not when it is computed.
+        eviction_policy: "lru" evicts the block that was used least recently. "hit-density" evicts
+            the block with the fewest expected hits per unit of time.
+        load_timeout_s: seconds after which a load or store counts as failed. The request of a
+            failed load recomputes.
+        verify: "checksum" compares every loaded block with the checksum of its store, and
+            recomputes those that differ. "off" trusts host memory.
+        events_path: a file that gets a JSON line for each transfer that begins, commits or ends.
+        preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
+        weights_version_path: a file that names the served weights. kvstow reads it at each reset,
+            and empties the tier if the content has changed. Needs `preserve_on_sleep`.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -49,42 +52,42 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
-        """Read what the user wrote.
+        """Return the options that the user wrote.
 
         Raises:
-            ConfigError: an option that does not exist, naming the nearest that does; a value of
-                the wrong kind or out of bounds; sizes that say the same thing twice.
+            ConfigError: an option that does not exist (the message names the nearest one), a value
+                of the wrong kind or out of bounds, or more than one size of the tier.
         """
         given = dict(given or {})
         known = [option.name for option in fields(cls)]
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-                raise ConfigError(f"{WHERE} has no option {name!r}; {hint}")
+                hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+                raise ConfigError(f"{WHERE} has no option {name!r}: {hint}")
         values = {name: _READERS[name](name, value) for name, value in given.items()}
         sizes = [name for name in known[:3] if values.get(name) is not None]
         if len(sizes) > 1:
             raise ConfigError(
-                f"{WHERE} gives {' and '.join(sizes)}, which all say how large the host tier is; "
-                "keep one"
+                f"{WHERE} has {' and '.join(sizes)}, and only one option may set the size of the "
+                "host tier: keep one"
             )
         options = cls(**values)
         if options.weights_version_path is not None and not options.preserve_on_sleep:
             raise ConfigError(
-                f"{WHERE}.weights_version_path says when a tier that outlives resets is to be "
-                "emptied, and without preserve_on_sleep every reset empties it; give "
-                "preserve_on_sleep: true as well, or leave both out"
+                f"{WHERE}.weights_version_path is {options.weights_version_path!r}, and it has an "
+                "effect only with preserve_on_sleep, because otherwise every reset empties the "
+                "tier: add preserve_on_sleep: true, or remove weights_version_path"
             )
         return options
 
     def num_host_blocks(self, slot_stride_bytes: int, world_size: int) -> int:
-        """How many slots of that many bytes one of `world_size` ranks has.
+        """Return the number of slots of each of `world_size` ranks.
 
-        A rank without layers stores nothing, so it sets no bound: its slots take 0 bytes.
+        A rank without layers stores nothing. Its slots take 0 bytes, so it sets no bound.
 
         Raises:
-            ConfigError: the budget does not hold a single block.
+            ConfigError: the memory does not hold a single block.
         """
         if self.num_cpu_blocks is not None:
             return self.num_cpu_blocks
@@ -96,8 +99,8 @@ class Options:
             name, num_bytes = "cpu_bytes_to_use", total // world_size
         if num_bytes < slot_stride_bytes:
             raise ConfigError(
-                f"{WHERE}.{name} leaves {num_bytes} bytes for each rank, and one block of this "
-                f"model takes {slot_stride_bytes}; raise {name} to at least "
+                f"{WHERE}.{name} gives each rank {num_bytes} bytes, and one block of this model "
+                f"takes {slot_stride_bytes}: raise {name} to at least "
                 f"{slot_stride_bytes * (world_size if name == 'cpu_bytes_to_use' else 1)}"
             )
         return num_bytes // slot_stride_bytes
@@ -115,36 +118,40 @@ def _count(name: str, value: object) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise ConfigError(f"{WHERE}.{name} is {value!r}; give a whole number of 1 or more")
+        raise _refused(name, value, "a whole number of at least 1")
     return number
 
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{WHERE}.{name} is {value!r}; give true or false")
+        raise _refused(name, value, "true or false")
     return value
 
 
 def _seconds(name: str, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ConfigError(f"{WHERE}.{name} is {value!r}; give seconds above 0")
+        raise _refused(name, value, "a finite number of seconds above 0")
     return float(value)  # type: ignore[arg-type]
 
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{WHERE}.{name} is {value!r}; give a text")
+        raise _refused(name, value, "a text that is not empty")
     return value
 
 
 def _one_of(*choices: str) -> Callable[[str, object], str]:
     def read(name: str, value: object) -> str:
         if value not in choices:
-            raise ConfigError(f"{WHERE}.{name} is {value!r}; give one of {', '.join(choices)}")
+            raise _refused(name, value, f"one of {', '.join(choices)}")
         return str(value)
 
     return read
+
+
+def _refused(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError(f"{WHERE}.{name} is {value!r}, and it must be {rule}")
 
 
 _READERS: dict[str, Callable[[str, object], Any]] = {

@@ -1,8 +1,8 @@
-"""What the connector reports to vLLM's own logging and Prometheus.
+"""The connector's statistics in vLLM's log and in vLLM's Prometheus metrics.
 
-The statistics have the keys of `Engine.stats`, and `kvstow.observability.metrics.METRICS` names
-their metrics, so that a dashboard fits an engine and vLLM alike. Each rank reports bytes and
-seconds; the scheduler half reports the rest, once for all ranks.
+The statistics have the keys of `Engine.stats`, and `METRICS` names their metrics, so one dashboard
+fits an engine and vLLM. Each rank reports bytes and seconds. The scheduler half reports the rest,
+once for all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECONDS: Final = {STORE: "store_seconds", LOAD: "load_seconds"}
 
 
 def _is_exported(key: str) -> bool:
-    # vLLM itself counts the device tier; the connector's events file warns in the log.
+    # vLLM itself counts the device tier. The events file reports its losses in the log.
     return not key.startswith("device_") and key != "lost_events"
 
 
@@ -35,12 +35,12 @@ EXPORTED: Final = {
     for value, key in metric.keys.items()
     if _is_exported(key)
 }
-"""By key of the statistics: the metric, and the value of its label."""
+"""The metric and the value of its label, by key of the statistics."""
 _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counters since the last report, and gauges: a flat mapping, so that it serialises."""
+    """Counters since the last report, and gauges, in a flat mapping that vLLM serialises."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -51,13 +51,13 @@ class ConnectorStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        """Add the counters of another rank or interval; of a gauge the newer value counts."""
+        """Add the counters of another rank or interval, and take the newer value of each gauge."""
         for key, value in other.data.items():
             self.data[key] = value if key in _GAUGES else self.data.get(key, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers of a line in the log."""
+        """Return the numbers for vLLM's log line."""
         return dict(self.data)
 
     def moved(self, direction: Direction, num_bytes: int, seconds: float) -> None:
@@ -67,14 +67,14 @@ class ConnectorStats(KVConnectorStats):
 
 
 class StatsReporter:
-    """Turns the tier's running counters into what was counted since the last report."""
+    """Turns the tier's running totals into counts since the last report."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._last: dict[str, int] = {}
         self._capacity_blocks = capacity_blocks
 
     def report(self, stats: dict[str, int]) -> ConnectorStats | None:
-        """Return what has changed; None if nothing has."""
+        """Return the statistics that have changed; None if none have."""
         stats = {key: value for key, value in stats.items() if key in EXPORTED}
         stats["capacity_blocks"] = self._capacity_blocks
         last, self._last = self._last, stats
@@ -87,7 +87,7 @@ class StatsReporter:
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """The same for Prometheus, with vLLM's labels before those of `METRICS`."""
+    """The statistics as Prometheus metrics, with vLLM's labels before those of `METRICS`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -97,7 +97,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         for engine, values in self.per_engine_labelvalues.items():
             for key, (metric, value) in EXPORTED.items():
                 labels = [*values, value] if metric.label else values
-                # Every sample exists from the start, at 0, so that rates have no gap.
+                # Every sample starts at 0, so that rates have no gap.
                 self._samples[engine, key] = families[metric.name].labels(*labels)
 
     def _family(self, metric: Metric) -> Any:
@@ -108,7 +108,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         return self._gauge_cls(**options, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take over what an engine reports."""
+        """Add the statistics that an engine reports."""
         for key, value in transfer_stats_data.items():
             sample = self._samples[engine_idx, key]
             if key in _GAUGES:

@@ -1,4 +1,4 @@
-"""Which weights the tier's blocks were computed with, by what the user says in a file."""
+"""The version of the weights that the tier's blocks were computed with, read from a user's file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class WeightsVersion:
-    """What a file said when it last counted; nothing of its content is understood."""
+    """The content of the file when it was last accepted. Any change means other weights."""
 
     def __init__(self, path: str | None) -> None:
-        """Read it; without a path, the weights never change.
+        """Read the file. Without a path, the weights never change.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         self._path = None if path is None else Path(path)
         self._content: bytes | None = None
@@ -28,14 +28,14 @@ class WeightsVersion:
             except OSError as error:
                 raise ConfigError(
                     f"{WHERE}.weights_version_path is {path!r}, which cannot be read "
-                    f"({error.strerror}); write a line there that names the weights"
+                    f"({error.strerror}): write a line that names the weights to this file"
                 ) from error
 
     def changed(self, *, remember: bool) -> bool:
-        """Whether it says something else now; also if it cannot be read, to be on the safe side.
+        """Whether the file has changed. A file that cannot be read counts as changed, to be safe.
 
         Args:
-            remember: what it says now is compared with the next time, no longer what it said.
+            remember: whether the next call compares with the present content.
         """
         if self._path is None:
             return False
@@ -43,7 +43,8 @@ class WeightsVersion:
             content = self._path.read_bytes()
         except OSError as error:
             logger.warning(
-                "kvstow: weights_version_path %s cannot be read (%s): the host tier is emptied",
+                "kvstow: weights_version_path %s cannot be read (%s), so this reset empties the "
+                "host tier. Restore the file, or each reset empties the tier",
                 self._path,
                 error.strerror,
             )
@@ -53,5 +54,7 @@ class WeightsVersion:
             return False
         if remember:
             self._content = content
-        logger.info("kvstow: other weights, says %s: the host tier is emptied", self._path)
+        logger.info(
+            "kvstow: %s names other weights, so this reset empties the host tier", self._path
+        )
         return True

@@ -1,4 +1,11 @@
-"""The worker half: carries out what the scheduler half has planned, and reports how it went."""
+"""The worker half: runs the jobs that the scheduler half planned, and reports how they ended.
+
+```
+bind        a step's jobs, before its forward pass
+begin       loads before the pass, stores after it: each group's blocks to the group's mover
+reports     which jobs have ended or released their blocks, since the last call
+```
+"""
 
 from __future__ import annotations
 
@@ -28,11 +35,14 @@ from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
 logger = logging.getLogger("vllm." + __name__)
+
+_CONSEQUENCES = {
+    LOAD: "its request recomputes the blocks, or fails if kv_load_failure_policy is not recompute",
+    STORE: "the host tier does not get its blocks",
+}
 
 
 @dataclass
@@ -40,26 +50,23 @@ class _Running:
     """A job under way: one ticket for each group that it touches."""
 
     direction: Direction
-    # The job's, in its order.
-    host_slots: npt.NDArray[np.int32]
-    tickets: list[Ticket]
-    num_bytes: int
+    copies: Copies
+    tickets: list[Ticket] = field(default_factory=list)
+    num_bytes: int = 0
     begun: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
-    # Of a store: it reads its blocks no more.
+    # Of a store: every mover has read its blocks.
     is_released: bool = False
-
-    def poll(self) -> bool:
-        return all(ticket.poll() for ticket in self.tickets)
-
-    def why(self) -> BaseException | None:
-        """Return why it failed, once it has ended."""
-        errors = (ticket.error for ticket in self.tickets)
-        return self.error or next((error for error in errors if error is not None), None)
 
 
 class WorkerHalf:
-    """Everything that runs beside one of vLLM's workers."""
+    """Everything that runs beside one of vLLM's workers.
+
+    Attributes:
+        arena: this rank's part of the host tier; None before `register` and after `close`.
+        movers: one for each group that has layers on this rank. Groups that lie in the same bytes
+            share a mover. Empty while vLLM sleeps.
+    """
 
     def __init__(
         self, model: Model, options: Options, *, rank: int, world_size: int, num_local_ranks: int
@@ -67,9 +74,9 @@ class WorkerHalf:
         """Wait for the KV caches (`register`).
 
         Args:
-            model: the groups, and what their blocks take.
-            options: as parsed.
-            rank: of this worker in its engine.
+            model: the groups, and the bytes of their blocks.
+            options: the user's options.
+            rank: this worker's number in its engine.
             world_size: workers of the engine.
             num_local_ranks: workers on this machine, those of other engines included.
         """
@@ -78,11 +85,10 @@ class WorkerHalf:
         self._rank = rank
         self._world_size = world_size
         self._num_host_blocks = options.num_host_blocks(model.slot_stride_bytes, world_size)
-        # Asked for now: by the time this rank registers others may have pinned their parts, which
-        # would then count twice.
+        # Read now: when this rank registers, others may have pinned their parts already, and these
+        # would count twice.
         self._num_local_ranks, self._free_bytes = num_local_ranks, free_memory()
         self.arena: HostArena | None = None
-        # Per local group; groups that lie in the same bytes share one. None while vLLM sleeps.
         self.movers: list[Mover] = []
         self._open: list[Mover] = []
         self._layouts: tuple[BlockLayout, ...] = ()
@@ -93,23 +99,23 @@ class WorkerHalf:
         self._stats = ConnectorStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the memory that vLLM has allocated, and map the host's.
+        """Take the device memory that vLLM has allocated, and map the host memory.
 
         Raises:
-            ConfigError: a layout that kvstow does not know, memory it cannot reach, or more host
-                memory than the machine has free.
+            ConfigError: kvstow does not support the layout or cannot reach the memory, or the
+                machine has less host memory free than the tier needs.
         """
         devices = {tensor.device.type for tensor in kv_caches.values()}
         if devices not in ({"cpu"}, {"cuda"}, set()):
             raise ConfigError(
-                f"the KV cache lies on {', '.join(sorted(devices))}: this version of kvstow moves "
-                "blocks of CUDA devices and of the CPU engine; start vLLM without the connector"
+                f"the KV cache is on {', '.join(sorted(devices))}, and kvstow moves blocks of CUDA "
+                "devices and of vLLM's CPU engine only: start vLLM without the connector"
             )
         layouts = self._model.layouts(kv_caches)
         num_bytes = self._num_host_blocks * self._model.slot_stride_bytes
         self._stop()
         if self.arena is None and layouts:
-            # Kept when vLLM registers anew: the scheduler half knows what lies in it.
+            # Kept when vLLM registers again, because the scheduler half relies on its content.
             check_memory(
                 self._num_host_blocks,
                 self._model.slot_stride_bytes,
@@ -121,31 +127,31 @@ class WorkerHalf:
         self._layouts = layouts
         self.restore()
         logger.info(
-            "kvstow: %d host blocks of %d bytes (%.2f GiB) on rank %d, %s",
+            "kvstow: rank %d keeps up to %d blocks of %d bytes in host memory (%.2f GiB), %s",
+            self._rank,
             self._num_host_blocks,
             self._model.slot_bytes,
             num_bytes / 2**30,
-            self._rank,
-            "lazy" if self._options.lazy_offload else "eager",
+            "stored lazily" if self._options.lazy_offload else "stored eagerly",
         )
 
     def unregister(self) -> None:
-        """Let go of the device before its memory goes: vLLM sleeps. What is in flight ends first.
+        """Let go of the device memory before vLLM sleeps and frees it; copies in flight end first.
 
-        The host keeps what it holds, and what is known of it.
+        The host memory keeps its content.
         """
         self._stop()
 
     def restore(self) -> None:
-        """Take hold of the device again, whose memory is back where it was: vLLM has woken."""
+        """Take hold of the device memory again: vLLM has woken, and it is where it was."""
         if self.movers:
             return
-        self._stop()  # what an earlier, failed call has left open
+        self._stop()  # closes what an earlier call that failed has left open
         is_verified = self._options.verify == "checksum"
         shared: dict[object, Mover] = {}
         for layout in self._layouts:
             if layout.regions not in shared:
-                assert self.arena is not None, "whoever has layouts has an arena"
+                assert self.arena is not None, "a rank with layouts has an arena"
                 mover = mover_for(layout, self.arena, verify=is_verified)
                 self._open.append(mover)
                 shared[layout.regions] = mover
@@ -159,46 +165,67 @@ class WorkerHalf:
         self._before_step = None
 
     def _drop_step(self) -> None:
-        """Fail the jobs that the last step has left: an error has ended it before they began."""
+        """Fail the jobs of the last step that an error has kept from beginning."""
         for direction, left in ((LOAD, self._jobs.loads), (STORE, self._jobs.stores)):
             for copies in left:
-                error = StateError("an error has ended the step before this job began")
-                self._running[copies.job_id] = _Running(
-                    direction, copies.host_slots, [], 0, error=error
-                )
+                error = StateError("an error ended the step before this job began")
+                self._running[copies.job_id] = _Running(direction, copies, error=error)
             left.clear()
 
-    def start_loads(self) -> None:
-        """Begin this step's loads: what may still read their blocks was submitted before it."""
-        if self._jobs.loads or self._jobs.stores:
+    def begin(self, direction: Direction) -> None:
+        """Begin this step's loads or stores.
+
+        Both wait for the compute that was submitted before the step. A load overwrites blocks that
+        it may still read, and a store reads blocks that it fills. A job whose copies cannot begin
+        has failed; it ends when those of its copies that did begin are over.
+        """
+        jobs = self._jobs.loads if direction == LOAD else self._jobs.stores
+        if direction == LOAD and (jobs or self._jobs.stores):
             self._before_step = self._computed()
-        self._start_all(LOAD, self._jobs.loads)
+        while jobs:  # jobs that have begun leave the list, because vLLM may ask twice
+            copies = jobs.pop(0)
+            running = self._running[copies.job_id] = _Running(direction, copies)
+            try:
+                self._submit(running)
+            except BaseException as error:
+                running.error = error
+                if not isinstance(error, Exception):
+                    raise
 
-    def start_stores(self) -> None:
-        """Begin this step's stores: what they read was computed in earlier steps."""
-        self._start_all(STORE, self._jobs.stores)
-
-    def _start_all(self, direction: Direction, jobs: list[Copies]) -> None:
-        """Begin jobs once, should vLLM ask twice: those that have begun leave the list."""
-        while jobs:
-            self._start(direction, jobs.pop(0))
+    def _submit(self, running: _Running) -> None:
+        """Give each group's part of a job to the group's mover."""
+        if len(self.movers) < len(self._model.local_groups):
+            raise StateError("vLLM sleeps and has freed the device memory, so nothing is copied")
+        copies, after = running.copies, self._before_step or self._computed()
+        offsets = copies.offsets.tolist()
+        local = zip(self._model.local_groups, self.movers, self._layouts, strict=True)
+        for group, mover, layout in local:
+            start, end = offsets[group], offsets[group + 1]
+            if start == end:
+                continue
+            ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
+            running.num_bytes += (end - start) * layout.slot_bytes
+            if running.direction == LOAD:
+                running.tickets.append(mover.load(slots, ids, after=after))
+            else:
+                running.tickets.append(mover.store(ids, slots, after=after))
 
     def _computed(self) -> Event:
-        """Return the event of all compute that was submitted by now, that of earlier steps."""
+        """Return the event of all compute submitted so far, which is that of earlier steps."""
         device = self._layouts[0].device if self._layouts else None
         if device is None:
-            return READY  # on the CPU it is over
+            return READY  # compute on the CPU is over when it returns
         import torch  # noqa: PLC0415 - vLLM has it
 
         return CudaEvent.record(torch.cuda.current_stream(device))
 
     def failed_request_ids(self) -> set[str]:
-        """Requests to report as failed, once: the scheduler half has given up on their loads."""
+        """Return the requests whose loads the scheduler half has given up, each once."""
         failed, self._jobs.failed_request_ids = self._jobs.failed_request_ids, []
         return set(failed)
 
     def reports(self) -> StepReports | None:
-        """How far jobs have come since the last call, and this rank's capacity if it is asked."""
+        """Return how far jobs have come since the last call, and the capacity if it is asked."""
         self._poll()
         reports = self._reports
         if self._jobs.asks_capacity:
@@ -209,8 +236,8 @@ class WorkerHalf:
         return reports
 
     def stats(self) -> ConnectorStats | None:
-        """What was moved since the last call."""
-        # vLLM asks for this first: what `reports` will tell of is counted already.
+        """Return what was copied since the last call."""
+        # vLLM calls this before `reports`, so count what `reports` is about to return.
         self._poll()
         if self._stats.is_empty():
             return None
@@ -218,9 +245,10 @@ class WorkerHalf:
         return stats
 
     def _stop(self) -> None:
-        """End every job, and report as failed what did not come to its end.
+        """End every job, and report as failed those that did not complete.
 
-        Every mover is closed, whatever one of them raises; those that raise stay for another call.
+        Every mover is closed, even if closing one of them raises. Those that raise stay for another
+        call.
         """
         self.movers = []
         self._drop_step()
@@ -235,20 +263,8 @@ class WorkerHalf:
             raise errors[0]
         self._poll()
 
-    def _poll(self) -> None:
-        if not self._running:
-            return
-        for job_id, running in list(self._running.items()):
-            if running.poll():
-                self._report(job_id, running)
-                del self._running[job_id]
-            elif running.direction == STORE and not running.is_released:
-                running.is_released = all(one.source_released() for one in running.tickets)
-                if running.is_released:
-                    self._reports.released.append(job_id)
-
     def close(self) -> None:
-        """Stop the movers and give the host memory back. Call it again if it has raised."""
+        """Stop the movers and give the host memory back. If it raises, call it again."""
         self._layouts = ()
         try:
             self._stop()
@@ -257,48 +273,38 @@ class WorkerHalf:
                 self.arena.close()
                 self.arena = None
 
-    def _start(self, direction: Direction, copies: Copies) -> None:
-        """Begin a job. Whatever is raised fails it, once the copies that have begun are over."""
-        running = _Running(direction, copies.host_slots, [], 0)
-        self._running[copies.job_id] = running
-        try:
-            self._submit(running, copies)
-        except Exception as error:
-            running.error = error
-        except BaseException as error:
-            running.error = error
-            raise
-
-    def _submit(self, running: _Running, copies: Copies) -> None:
-        if len(self.movers) < len(self._model.local_groups):
-            raise StateError("the device's memory is gone, vLLM sleeps: it copies nothing")
-        after = self._before_step or self._computed()
-        offsets = copies.offsets.tolist()
-        local = zip(self._model.local_groups, self.movers, self._layouts, strict=True)
-        for group, mover, layout in local:
-            start, end = offsets[group], offsets[group + 1]
-            if start == end:
-                continue
-            ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
-            running.num_bytes += (end - start) * layout.slot_bytes
-            if running.direction == LOAD:
-                running.tickets.append(mover.load(slots, ids, after=after))
-            else:
-                running.tickets.append(mover.store(ids, slots, after=after))
+    def _poll(self) -> None:
+        """Report the jobs that have ended, and the stores that have read their blocks."""
+        for job_id, running in list(self._running.items()):
+            if all(ticket.poll() for ticket in running.tickets):
+                self._report(job_id, running)
+                del self._running[job_id]
+            elif running.direction == STORE and not running.is_released:
+                running.is_released = all(ticket.source_released() for ticket in running.tickets)
+                if running.is_released:
+                    self._reports.released.append(job_id)
 
     def _report(self, job_id: int, running: _Running) -> None:
-        error = running.why()
+        errors = (ticket.error for ticket in running.tickets)
+        error = running.error or next((error for error in errors if error is not None), None)
         ok: bool | list[bool] = error is None
-        if error is not None:
-            if running.error is None:
-                ok = outcome(running.tickets, running.host_slots)
-            logger.warning("kvstow: %s job %d failed: %s", running.direction, job_id, error)
-        else:
+        if error is None:
             # A transfer takes as long as its ranks do on average: vLLM adds up what they report.
             seconds = (time.monotonic() - running.begun) / self._world_size
             self._stats.moved(running.direction, running.num_bytes, seconds)
+        else:
+            if running.error is None:
+                ok = outcome(running.tickets, running.copies.host_slots)
+            logger.warning(
+                "kvstow: %s job %d failed on rank %d (%s), so %s",
+                running.direction,
+                job_id,
+                self._rank,
+                error,
+                _CONSEQUENCES[running.direction],
+            )
         self._reports.reports.append((job_id, self._rank, ok))
 
 
 def _log_pinned(num_bytes: int, of_bytes: int) -> None:
-    logger.info("kvstow: %.1f of %.1f GiB are pinned", num_bytes / 2**30, of_bytes / 2**30)
+    logger.info("kvstow: pinned %.1f of %.1f GiB", num_bytes / 2**30, of_bytes / 2**30)

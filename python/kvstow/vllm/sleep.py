@@ -1,0 +1,100 @@
+"""What the scheduler half does before vLLM rests or sleeps, and when vLLM resets its caches.
+
+vLLM sleeps in three calls: it pauses its requests, asks `may_rest` until the answer is yes, and
+resets its caches. The device memory goes after that. So `may_rest` begins what must be done before.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.request import RequestStatus
+
+from kvstow.vllm.requests import Requests, TrackedRequest
+from kvstow.vllm.stores import Stores
+from kvstow.vllm.tier import HostTier
+from kvstow.vllm.transfers import Transfers
+from kvstow.vllm.weights import WeightsVersion
+
+# vLLM is to let them run: those with blocks of a load that has landed lacked room for the rest.
+_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class Sleep:
+    """Answers whether vLLM may rest, and resets the tier."""
+
+    def __init__(
+        self, tier: HostTier, requests: Requests, transfers: Transfers, stores: Stores
+    ) -> None:
+        """Read the file that names the weights, if the user gave one."""
+        self._tier = tier
+        self._requests = requests
+        self._transfers = transfers
+        self._stores = stores
+        self._weights = WeightsVersion(tier.options.weights_version_path)
+
+    def reset(self) -> None:
+        """Empty the tier, unless `preserve_on_sleep` keeps it and the weights are unchanged.
+
+        Jobs in flight end without effect; their requests are recomputed.
+        """
+        # vLLM has tried to reset its own pool just before. If requests held blocks there, the pool
+        # still serves what the old weights computed, and the tier may store it. So the version that
+        # was read counts as new until vLLM's reset succeeds.
+        num_free = self._tier.pool.free_block_queue.num_free_blocks
+        is_pool_reset = num_free == self._tier.model.num_blocks - 1
+        is_kept = self._tier.options.preserve_on_sleep
+        if is_kept and not self._weights.changed(remember=is_pool_reset):
+            return
+        if self._tier.offload is not None:
+            self._tier.offload.reset()
+        for tracked in self._requests.tracked.values():
+            tracked.is_stale = tracked.is_stale or tracked.is_admitted
+
+    def may_rest(self) -> bool:
+        """Whether vLLM need not go on stepping for stores to land and failures to be reported.
+
+        vLLM asks when it has nothing to run: all requests are over, or it is paused, perhaps to
+        sleep, and keeps them.
+        """
+        if self._tier.offload is None and not self._tier.is_off:
+            return not self._tier.is_awaited()  # an empty step brings the ranks' capacities
+        tracked = list(self._requests.tracked.values())
+        may_go = all([self._settle(each) for each in tracked])
+        return may_go and not self._transfers.is_work_left
+
+    def _settle(self, tracked: TrackedRequest) -> bool:
+        """Store or free the blocks of a paused request; return whether its blocks may go."""
+        request = tracked.request
+        if not tracked.is_admitted:
+            return True
+        if request.num_in_flight_tokens:
+            return False  # vLLM waits for the steps that compute them
+        is_waiting_for_load = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_waiting_for_load and not tracked.is_load_reported:
+            return False
+        options = self._tier.options
+        if options.preserve_on_sleep and options.lazy_offload and not tracked.is_stale:
+            self._store_computed(tracked)
+        if is_waiting_for_load or request.status in _WAITING:
+            # Its load is over, and it has not run since. vLLM takes blocks back only from requests
+            # that run, and would not sleep. So free the blocks here; the request loads again later.
+            self._tier.manager.free(request)
+            request.num_computed_tokens = 0
+            self._requests.forget(request.request_id)
+        return True
+
+    def _store_computed(self, tracked: TrackedRequest) -> None:
+        """Store the computed blocks of a paused request, once.
+
+        With a full host a second time would evict the blocks of the other paused requests.
+        """
+        num_computed = tracked.request.num_computed_tokens
+        if self._tier.offload is None or num_computed <= tracked.num_settled_tokens:
+            return
+        tracked.num_settled_tokens = num_computed
+        tables = self._tier.manager.get_blocks(tracked.request.request_id).blocks
+        self._stores.store_cached(
+            block
+            for group, table in zip(tracked.keys.groups, tables, strict=True)
+            for block in table[: num_computed // group.block_size]
+            if block.block_hash is not None
+        )

@@ -1,0 +1,238 @@
+"""The jobs in flight, and the device blocks that they keep out of vLLM's reach.
+
+```
+begin_store, begin_load      the job waits in `jobs` for the next step, and is in flight
+take_jobs                    the step hands it to the workers
+released (stores)            every rank has read the blocks: vLLM may have them back
+end                          every rank has reported: blocks and host slots come free
+expire                       past its deadline: it counts as failed, and its blocks stay held
+                             until every rank has reported
+```
+
+A job holds its blocks by a reference in vLLM's own pool, because vLLM may free a request and give
+its blocks to another one while the copy still runs. A load needs no such reference at first: vLLM
+keeps the blocks of a request until kvstow has reported its load. A load that is reported as failed
+too early, because it is late, holds them from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from kvstow import Job, JobEnd
+from kvstow.vllm.messages import Copies, StepJobs
+from kvstow.vllm.tier import HostTier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.outputs import KVConnectorOutput
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A job that has not ended.
+
+    Attributes:
+        direction: from the device (store) or to it (load).
+        blocks: the device blocks.
+        held: those of them that a reference in vLLM's pool keeps.
+        ranks: the ranks that have reported the job.
+        num_released: of a store, the number of ranks that have read all blocks.
+        request_id: of a load.
+        is_late: it has missed its deadline, or the tier was turned off.
+    """
+
+    direction: Literal["store", "load"]
+    blocks: list[KVCacheBlock]
+    held: list[KVCacheBlock] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    num_released: int = 0
+    request_id: str = ""
+    is_late: bool = False
+
+
+class Transfers:
+    """The jobs in flight.
+
+    Attributes:
+        in_flight: by job id.
+        jobs: what the next step hands to the workers.
+    """
+
+    def __init__(self, tier: HostTier) -> None:
+        """Begin without any."""
+        self.in_flight: dict[int, Transfer] = {}
+        self.jobs = StepJobs()
+        self._tier = tier
+        self._num_storing = 0
+
+    def begin_load(self, job: Job, blocks: list[KVCacheBlock], request_id: str) -> None:
+        """Begin to load `blocks` for a request."""
+        self.jobs.loads.append(Copies.of(job))
+        self.in_flight[job.job_id] = Transfer("load", blocks, request_id=request_id)
+
+    def begin_store(self, job: Job, ids: list[int], blocks: list[KVCacheBlock]) -> None:
+        """Begin a store, and hold its blocks.
+
+        Args:
+            job: the store.
+            ids: the ids that were offered. The job may name fewer, or blocks offered before.
+            blocks: the blocks of `ids`.
+        """
+        own_ids = job.block_ids.tolist()
+        if own_ids != ids:
+            blocks = list(map(self._tier.pool.blocks.__getitem__, own_ids))
+        copies, transfer = Copies.of(job), Transfer("store", blocks)
+        self._hold(transfer)
+        self.in_flight[job.job_id] = transfer
+        self.jobs.stores.append(copies)
+        self._num_storing += 1
+        if self._tier.lazy is not None:
+            self._tier.lazy.hold(blocks)
+
+    def fail_load(self, request_id: str) -> None:
+        """Have the workers report to vLLM that the load of a request has failed."""
+        self.jobs.failed_request_ids.append(request_id)
+
+    def take_jobs(self) -> StepJobs:
+        """Return what the workers begin in the step that was just scheduled."""
+        jobs, self.jobs = self.jobs, StepJobs()
+        jobs.asks_capacity = self._tier.offload is None and not self._tier.is_off
+        return jobs
+
+    # -- the ends of jobs -----------------------------------------------------------------------
+
+    def end(self, ends: Iterable[JobEnd], output: KVConnectorOutput) -> None:
+        """Let go of what jobs held, and report the loads that have landed.
+
+        A job stays in flight until nothing is left to do that may raise.
+        """
+        for end in ends:
+            transfer = self.in_flight[end.job_id]
+            self._release(transfer)
+            if transfer.direction == "load":
+                if end.ok:
+                    loaded = output.finished_recving or set()
+                    output.finished_recving = loaded | {transfer.request_id}
+                elif not transfer.is_late:
+                    self.fail_load(transfer.request_id)
+            else:
+                self._num_storing -= not transfer.is_late
+                if self._tier.lazy is not None and not end.ok:
+                    self._tier.lazy.offer_again(transfer.blocks)
+            del self.in_flight[end.job_id]
+
+    def end_reported(self) -> None:
+        """With the tier off, end the jobs that all ranks have reported, whatever their outcome."""
+        for job_id, transfer in list(self.in_flight.items()):
+            if len(transfer.ranks) == self._tier.world_size:
+                self._release(transfer)
+                del self.in_flight[job_id]
+
+    def released(self, job_ids: Iterable[int]) -> None:
+        """Note that ranks have read the blocks of these stores; the copies may still go on."""
+        for job_id in job_ids:
+            transfer = self.in_flight.get(job_id)
+            if transfer is not None:
+                transfer.num_released += 1
+                if transfer.num_released == self._tier.world_size:
+                    self._release(transfer)
+
+    def expire(self) -> None:
+        """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
+        offload = self._tier.offload
+        if offload is None or not self.in_flight:
+            return
+        for job_id in offload.expire(self._tier.clock()):
+            transfer = self.in_flight[job_id]
+            logger.warning(
+                "kvstow: %s job %d has not ended within load_timeout_s (%g s), so it counts as "
+                "failed; its %d device blocks stay out of use until the copy ends. If this "
+                "repeats, raise load_timeout_s, and check the host for swapping and the GPU link "
+                "(kvstow doctor)",
+                transfer.direction,
+                job_id,
+                self._tier.options.load_timeout_s,
+                len(transfer.blocks),
+            )
+            if transfer.direction == "store":
+                transfer.is_late = True
+                self._num_storing -= 1
+            else:
+                self._give_up(transfer)
+
+    def give_up_loads(self) -> None:
+        """Fail every load in flight, because the tier is off."""
+        for transfer in self.in_flight.values():
+            if transfer.direction == "load" and not transfer.is_late:
+                self._give_up(transfer)
+
+    def _give_up(self, transfer: Transfer) -> None:
+        """Fail a load's request; its blocks stay held until the copy has ended."""
+        self._hold(transfer)  # before vLLM knows of the failure and takes the blocks back
+        transfer.is_late = True
+        self.fail_load(transfer.request_id)
+
+    # -- what vLLM asks about them --------------------------------------------------------------
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is under way that is not late."""
+        transfers = self.in_flight.values()
+        return any(t.direction == "load" and not t.is_late for t in transfers)
+
+    @property
+    def is_work_left(self) -> bool:
+        """Whether vLLM must go on stepping for stores to land and failures to be reported."""
+        if self._tier.off_until is None:
+            is_copying = self._num_storing > 0
+        else:
+            is_copying = bool(self.in_flight) and self._tier.clock() < self._tier.off_until
+        return is_copying or bool(self.jobs.failed_request_ids)
+
+    def holds_freed_blocks(self) -> bool:
+        """Whether a job that will end gives blocks back that nothing else holds."""
+        return any(
+            block.ref_cnt == 1
+            for transfer in self.in_flight.values()
+            if not transfer.is_late
+            for block in transfer.held
+        )
+
+    # -- references in vLLM's pool --------------------------------------------------------------
+
+    def _hold(self, transfer: Transfer) -> None:
+        """Do what `BlockPool.touch` does, but count no access, because a copy is none."""
+        num_held = 0
+        try:
+            for num_held, block in enumerate(transfer.blocks):  # noqa: B007 - used if a call fails
+                num_refs = block.ref_cnt
+                if not num_refs:
+                    self._tier.pool.free_block_queue.remove(block)
+                block.ref_cnt = num_refs + 1
+        except BaseException:
+            self._let_go(transfer.blocks[:num_held])
+            raise
+        transfer.held = transfer.blocks
+
+    def _release(self, transfer: Transfer) -> None:
+        """Let go of the blocks that a job holds, if it still does."""
+        if self._tier.lazy is not None and transfer.direction == "store":
+            transfer.held = self._tier.lazy.put_back(transfer.held)
+        self._let_go(transfer.held)
+        transfer.held = []
+
+    def _let_go(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Do what `BlockPool.free_blocks` does; that is slow for blocks that others hold: most."""
+        # Like vLLM when it frees a request: it evicts the tail before the head.
+        unused = [block for block in reversed(blocks) if block.ref_cnt == 1]
+        if unused:
+            self._tier.pool.free_blocks(unused)  # first: if it raises, nothing has changed
+        for block in blocks:
+            if block.ref_cnt:
+                block.ref_cnt -= 1
