@@ -1,4 +1,4 @@
-"""Where the commands write: a table for people, JSON for programs."""
+"""The output of a command: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STANDARD_OUTPUT: Final = "standard output"
 def with_output(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options `--json` and `--json-file`, and an argument `output`."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-    @click.option("--json-file", metavar="FILE", help="Also write the result to FILE, as JSON.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+    @click.option("--json-file", metavar="FILE", help="Also write that object to FILE.")
     @wraps(command)
     def run(*arguments: object, as_json: bool, json_file: str | None, **options: object) -> int:
         with Output(as_json=as_json, json_file=json_file) as output:
@@ -68,8 +68,8 @@ class Output:
             with suppress(OSError):  # `write` has flushed: only what it reported can be left
                 self._file.close()
 
-    def write(self, result: Mapping[str, object], table: Callable[[], Table]) -> None:
-        """Write the result to the file, and print it, as JSON or as what `table` returns."""
+    def write(self, result: Mapping[str, object], shown: Callable[[], Table | str]) -> None:
+        """Write the result to the file, and print it: as JSON, or as what `shown` returns."""
         text = json.dumps(result, indent=2, allow_nan=False) + "\n"
         if self._file is not None:
             try:
@@ -78,17 +78,19 @@ class Output:
             except OSError as error:
                 error.filename = self._name
                 raise
-        print_text(text if self.as_json else _rendered(table()))
+        print_text(text if self.as_json else _rendered(shown()))
 
 
-def _rendered(table: Table) -> str:
-    """The table for this terminal; text such as `[/model]` or `:smile:` is no markup."""
+def _rendered(shown: Table | str) -> str:
+    """Return the text for this terminal; `[/model]` or `:smile:` in a table is no markup."""
+    if isinstance(shown, str):
+        return shown
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     text = io.StringIO()
     console = Console(
         file=text, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
     )
-    console.print(table)
+    console.print(shown)
     return text.getvalue()
 
 

@@ -133,6 +133,25 @@ def test_the_converter_reads_a_pipe_and_reports_bad_input_with_its_line(
     )
 
 
+def test_the_converter_prints_and_writes_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, file = tmp_path / "vllm.log", tmp_path / "trace.json"
+    log.write_text(LOG)
+    convert = ["trace", "convert", str(log), "--from", "vllm-log", "--block-size", str(BLOCK)]
+    assert cli.main(convert) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert cli.main([*convert, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "block_size": BLOCK, "requests": 2, "blocks": 3, "unique_blocks": 3, "trace": rows
+    }  # fmt: skip
+    assert cli.main([*convert, "--json-file", str(file)]) == 0
+    assert json.loads(file.read_text()) == found
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+
+
 def test_a_log_without_requests_says_what_to_switch_on(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text(LOG.splitlines()[0])

@@ -79,7 +79,7 @@ def replay(
     chain: bool,
     **options: Any,
 ) -> int:
-    """Replay a request trace, and report hits, copies and corrupt blocks.
+    """Replay a request trace and report hits and corrupt blocks.
 
     TRACE is a file of JSON lines in the Mooncake form, or - for standard input. It may be
     compressed with gzip, bzip2 or xz. Without TRACE, the command replays the first 1,000 requests

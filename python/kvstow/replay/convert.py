@@ -16,21 +16,36 @@ from pathlib import Path
 from kvstow._core import hash_tokens
 from kvstow.replay.trace import Trace, TraceReader, TraceRequest
 
-__all__ = ["TokenReader", "VllmLogReader", "trace_lines"]
+__all__ = ["TokenReader", "VllmLogReader", "trace_json", "trace_lines"]
 
 _MAX_TOKEN_ID = 2**32 - 1
+
+
+def trace_json(trace: Trace) -> dict[str, object]:
+    """Return the trace and its size as an object for `json.dumps`."""
+    ids = {trace_id for request in trace.requests for trace_id in request.trace_ids}
+    return {
+        "block_size": trace.block_size,
+        "requests": len(trace.requests),
+        "blocks": trace.num_blocks,
+        "unique_blocks": len(ids),
+        "trace": [_row(request) for request in trace.requests],
+    }
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:
     """Yield the requests as JSON lines, which `read_trace` reads."""
     for request in trace.requests:
-        row = {
-            "timestamp": round(request.arrival_s * 1000, 3),
-            "input_length": request.prompt_tokens,
-            "output_length": request.output_tokens,
-            "hash_ids": request.trace_ids,
-        }
-        yield json.dumps(row, separators=(",", ":")) + "\n"
+        yield json.dumps(_row(request), separators=(",", ":")) + "\n"
+
+
+def _row(request: TraceRequest) -> dict[str, object]:
+    return {
+        "timestamp": round(request.arrival_s * 1000, 3),
+        "input_length": request.prompt_tokens,
+        "output_length": request.output_tokens,
+        "hash_ids": request.trace_ids,
+    }
 
 
 class TokenReader(TraceReader):

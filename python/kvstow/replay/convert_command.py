@@ -1,12 +1,12 @@
-"""The command `kvstow trace`: make a trace that `kvstow replay` takes."""
+"""The command `kvstow trace`."""
 
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from kvstow.output import print_text
-from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
+from kvstow.output import Output, with_output
+from kvstow.replay.convert import TokenReader, VllmLogReader, trace_json, trace_lines
 
 __all__ = ["trace"]
 
@@ -24,33 +24,42 @@ def trace() -> None:
     type=click.Choice(["tokens", "vllm-log"]),
     default="tokens",
     show_default=True,
-    help="What FILE holds: JSON lines with token ids, or vLLM's log with --enable-log-requests and "
-    "VLLM_LOGGING_LEVEL=DEBUG.",
+    help="What FILE is: JSON lines with token ids, or the log of a vLLM server that ran with "
+    "--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG.",
 )
 @click.option(
-    "--block-size", type=int, default=16, show_default=True, help="Tokens of a block of the trace."
+    "--block-size",
+    default=16,
+    show_default=True,
+    help="Number of tokens in a block of the trace.",
 )
 @click.option(
     "--output-tokens",
     type=click.IntRange(0, 2**31 - 1),
     default=0,
     show_default=True,
-    help="Output length of the requests whose output a log does not have.",
+    help="Number of output tokens of each request whose output is not in the log.",
 )
+@with_output
 def convert(
-    file: Path, form: Literal["tokens", "vllm-log"], block_size: int, output_tokens: int
+    output: Output,
+    file: Path,
+    form: Literal["tokens", "vllm-log"],
+    block_size: int,
+    output_tokens: int,
 ) -> int:
-    """Print FILE (- for standard input) as a trace, one request a line.
+    """Convert FILE to a trace, and print one request a line.
 
-    The trace holds lengths and numbers of blocks, but no token and no hash. Replay it with the same
-    --block-size.
+    FILE may be - for standard input. The trace holds lengths and numbers of blocks, but no token
+    and no hash. Replay it with the same --block-size.
 
-    Exits with 0 if all is well, 2 for bad usage or input, 74 if input or output fails.
+    The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
     reader = (
         TokenReader(file, block_size)
         if form == "tokens"
         else VllmLogReader(file, block_size, output_tokens)
     )
-    print_text("".join(trace_lines(reader.read())))
+    converted = reader.read()
+    output.write(trace_json(converted), lambda: "".join(trace_lines(converted)))
     return 0
