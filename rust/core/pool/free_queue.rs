@@ -1,4 +1,4 @@
-//! An eviction-ordered list of block ids whose links lie in one array indexed by id.
+//! A list of block ids in eviction order. Its links lie in one array, indexed by id.
 //!
 //! ```text
 //!   links[0] is both ends (id 0 is the null block, which is never a member):
@@ -6,7 +6,7 @@
 //!        +--> [0] --next--> head --next--> ... --next--> tail --next--+
 //!        +------------------------------------------------------------+
 //!
-//!   head is taken first; a block outside the list has next == OUTSIDE.
+//!   The head is allocated first. A block outside the list has next == OUTSIDE.
 //! ```
 
 use crate::error::{Error, Result};
@@ -24,14 +24,14 @@ struct Link {
 /// A doubly linked list over ids `1..num_blocks`; every operation but [`FreeQueue::iter`] and
 /// [`FreeQueue::clear`] is O(1). 8 bytes a block.
 #[derive(Clone, Debug)]
-pub struct FreeQueue {
+pub(crate) struct FreeQueue {
     links: Vec<Link>,
     len: usize,
 }
 
 impl FreeQueue {
     /// A queue that holds `1..num_blocks` in ascending order.
-    pub fn full(num_blocks: u32) -> Self {
+    pub(crate) fn full(num_blocks: u32) -> Self {
         let last = num_blocks - 1;
         let links = (0..num_blocks)
             .map(|id| Link {
@@ -42,45 +42,40 @@ impl FreeQueue {
         Self { links, len: last as usize }
     }
 
-    /// A queue for ids `1..num_blocks` that holds none of them.
-    pub fn empty(num_blocks: u32) -> Self {
+    /// An empty queue for ids `1..num_blocks`.
+    pub(crate) fn empty(num_blocks: u32) -> Self {
         let mut links = vec![Link { prev: OUTSIDE, next: OUTSIDE }; num_blocks as usize];
         links[END as usize] = Link { prev: END, next: END };
         Self { links, len: 0 }
     }
 
-    /// How many ids it holds.
-    pub fn len(&self) -> usize {
+    /// Number of ids in the queue.
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Whether it holds `id`.
+    /// Whether `id` is in the queue.
     #[inline]
-    pub fn contains(&self, id: BlockId) -> bool {
+    pub(crate) fn contains(&self, id: BlockId) -> bool {
         !id.is_null() && self.links[id.index()].next != OUTSIDE
     }
 
     /// The id after `id`, or the head for the null block; the null block at the end.
     #[inline]
-    pub fn next(&self, id: BlockId) -> BlockId {
+    pub(crate) fn next(&self, id: BlockId) -> BlockId {
         BlockId(self.links[id.index()].next)
     }
 
-    /// The id before `id`, which must be in, or the tail for the null block; the null block at the
-    /// head.
+    /// The id before `id`, which must be in the queue, or the tail for the null block; the null
+    /// block at the head.
     #[inline]
-    pub fn prev(&self, id: BlockId) -> BlockId {
+    pub(crate) fn prev(&self, id: BlockId) -> BlockId {
         BlockId(self.links[id.index()].prev)
     }
 
-    /// Takes `id` out. It must be in.
+    /// Removes `id`, which must be in the queue.
     #[inline]
-    pub fn remove(&mut self, id: BlockId) {
+    pub(crate) fn remove(&mut self, id: BlockId) {
         let Link { prev, next } = self.links[id.index()];
         self.links[prev as usize].next = next;
         self.links[next as usize].prev = prev;
@@ -88,9 +83,9 @@ impl FreeQueue {
         self.len -= 1;
     }
 
-    /// Takes out a run of neighbours, given in their order.
+    /// Removes a run of neighbours, given in their order.
     #[inline]
-    pub fn remove_run(&mut self, run: &[BlockId]) {
+    pub(crate) fn remove_run(&mut self, run: &[BlockId]) {
         if let [first, .., last] | [first @ last] = run {
             let (prev, next) = (self.links[first.index()].prev, self.links[last.index()].next);
             self.links[prev as usize].next = next;
@@ -102,9 +97,9 @@ impl FreeQueue {
         }
     }
 
-    /// Moves a run of neighbours to the tail, from its first to its last: O(1) for any length.
+    /// Moves a run of neighbours, given by its ends, to the tail. O(1) for any length.
     #[inline]
-    pub fn move_run_to_back(&mut self, first: BlockId, last: BlockId) {
+    pub(crate) fn move_run_to_back(&mut self, first: BlockId, last: BlockId) {
         let (prev, next) = (self.links[first.index()].prev, self.links[last.index()].next);
         if next == END {
             return;
@@ -118,21 +113,21 @@ impl FreeQueue {
         self.links[END as usize].prev = last.0;
     }
 
-    /// Puts `id` at the tail: it will be the last to be taken. It must be out.
+    /// Puts `id`, which must not be in the queue, at the tail.
     #[inline]
-    pub fn push_back(&mut self, id: BlockId) {
+    pub(crate) fn push_back(&mut self, id: BlockId) {
         self.push_back_all(std::iter::once(id));
     }
 
-    /// Puts ids at the tail, in this order. Each must be out.
+    /// Puts ids that are not in the queue at the tail, in this order.
     #[inline]
-    pub fn push_back_all(&mut self, ids: impl Iterator<Item = BlockId>) {
+    pub(crate) fn push_back_all(&mut self, ids: impl Iterator<Item = BlockId>) {
         self.insert_all_after(self.links[END as usize].prev, ids);
     }
 
-    /// Puts ids at the head, in this order: they will be the first to be taken. Each must be out.
+    /// Puts ids that are not in the queue at the head, in this order.
     #[inline]
-    pub fn push_front_all(&mut self, ids: impl Iterator<Item = BlockId>) {
+    pub(crate) fn push_front_all(&mut self, ids: impl Iterator<Item = BlockId>) {
         self.insert_all_after(END, ids);
     }
 
@@ -150,8 +145,8 @@ impl FreeQueue {
         self.len += num_ids;
     }
 
-    /// The ids, next to be taken first.
-    pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+    /// The ids, the head first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         let mut at = BlockId::NULL;
         std::iter::from_fn(move || {
             at = self.next(at);
@@ -159,44 +154,44 @@ impl FreeQueue {
         })
     }
 
-    /// Takes every id out.
-    pub fn clear(&mut self) {
+    /// Removes every id.
+    pub(crate) fn clear(&mut self) {
         self.links.fill(Link { prev: OUTSIDE, next: OUTSIDE });
         self.links[END as usize] = Link { prev: END, next: END };
         self.len = 0;
     }
 
-    /// Bytes of heap it holds.
-    pub fn memory_bytes(&self) -> usize {
+    /// Bytes on the heap.
+    pub(crate) fn memory_bytes(&self) -> usize {
         self.links.capacity() * size_of::<Link>()
     }
 
-    /// Walks the list and compares it with itself.
+    /// Walks the list and compares links and length with one another.
     ///
     /// # Errors
     /// [`Error::Broken`] if links or length disagree.
-    pub fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("free queue: {what}")));
         let mut prev = END;
         for count in 0..=self.len {
             let at = self.links[prev as usize].next;
             let Some(link) = self.links.get(at as usize) else {
-                return broken(format!("{prev} is followed by {at}, which is no id"));
+                return broken(format!("{at} follows {prev}, but is outside the pool"));
             };
             if link.prev != prev {
-                return broken(format!("{at} follows {prev} but names {} before it", link.prev));
+                return broken(format!("{at} follows {prev}, but names {} before it", link.prev));
             }
             if at == END && count != self.len {
-                return broken(format!("{count} members, {} counted", self.len));
+                return broken(format!("{count} members, {} are counted", self.len));
             }
             prev = at;
         }
         if prev != END {
-            return broken(format!("more than the {} members counted", self.len));
+            return broken(format!("more members than the {} that are counted", self.len));
         }
         let num_in = self.links.iter().skip(1).filter(|link| link.next != OUTSIDE).count();
         if num_in != self.len {
-            return broken(format!("{num_in} blocks say they are in, {} are", self.len));
+            return broken(format!("{num_in} blocks have links, {} are members", self.len));
         }
         Ok(())
     }

@@ -10,7 +10,7 @@
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::pool::free_queue::FreeQueue;
+use crate::pool::FreeQueue;
 
 /// Slots in the order in which they go. 9 bytes a slot.
 #[derive(Clone, Debug)]

@@ -1,0 +1,260 @@
+//! What blocks hold: publication, lookup, eviction of keys, and the events that report them.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::event::{Event, EventLog, Medium, Origin};
+use crate::ids::{BlockId, GroupId};
+use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
+
+use super::BlockPool;
+
+impl BlockPool {
+    /// Number of blocks that hold a key.
+    pub fn num_cached(&self) -> usize {
+        self.index.num_cached()
+    }
+
+    /// Number of blocks that have lost their key to an allocation, since construction.
+    pub fn num_evicted(&self) -> usize {
+        self.num_evicted
+    }
+
+    /// The key that `id` holds.
+    pub fn key(&self, id: BlockId) -> Option<BlockKey> {
+        self.index.key(id)
+    }
+
+    /// The width of this pool's hashes.
+    pub fn hash_width(&self) -> HashWidth {
+        self.width
+    }
+
+    /// The blocks that hold a key; of duplicates, the oldest first.
+    pub(crate) fn cached(&self) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
+        self.index.cached()
+    }
+
+    /// The first `num_blocks` of the free queue with their keys. Leaves out blocks that are pinned
+    /// or hold no key.
+    pub fn evictable(&self, num_blocks: usize) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
+        let free = self.queue.iter().take(num_blocks).filter(|id| self.pins[id.index()] == 0);
+        free.filter_map(|id| Some((id, self.key(id)?)))
+    }
+
+    /// Publishes full blocks: `ids[i]` holds the KV that `hashes[i]` names. A block that already
+    /// holds this key stays as it is.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for lists of different lengths, [`Error::HashWidth`] for hashes of
+    /// another width than this pool's, [`Error::NoSuchBlock`] for an id outside the pool, and
+    /// [`Error::InvalidBlock`] for the null block, a free block or one that holds another key.
+    pub fn cache(&mut self, ids: &[BlockId], hashes: &Hashes, group: GroupId) -> Result<()> {
+        if ids.len() != hashes.len() {
+            return Err(Error::Config(format!(
+                "{} blocks and {} hashes: give one hash per block",
+                ids.len(),
+                hashes.len()
+            )));
+        }
+        self.check_ids(ids)?;
+        self.width.check(hashes.width())?;
+        let refuse = |id, why| Err(Error::InvalidBlock { id, why });
+        for (&id, hash) in ids.iter().zip(hashes.as_slice()) {
+            if id.is_null() {
+                return refuse(id, "is the null block, which holds nothing to publish");
+            }
+            if self.refs[id.index()] == 0 {
+                return refuse(id, "is free: take a reference before you publish it");
+            }
+            if self.index.has_key(id) && !self.index.holds(id, hash, group) {
+                return refuse(id, "holds another key: evict it first");
+            }
+        }
+        // Still possible: this call names one block twice, with two keys.
+        let unkeyed: Vec<_> = ids.iter().copied().filter(|&id| !self.index.has_key(id)).collect();
+        match self.insert_keys(ids, hashes.as_slice(), group) {
+            Ok(is_new) => {
+                self.width.agree(hashes.width())?;
+                self.log_stored(hashes.as_slice(), group, &is_new, |run| Origin {
+                    parent: run.start.checked_sub(1).map(|before| hashes.as_slice()[before]),
+                    ..Origin::default()
+                });
+                Ok(())
+            }
+            Err(at) => {
+                self.index.remove_all(&unkeyed, |_| ());
+                refuse(ids[at], "is named twice, with two keys: publish each block once")
+            }
+        }
+    }
+
+    /// Publishes blocks that the caller references and that hold no key. Skips null blocks.
+    /// `origin` describes a run of them for events. It is called only if events are recorded.
+    pub(crate) fn publish(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+        origin: impl Fn(Range<usize>) -> Origin,
+    ) {
+        let inserted = self.insert_keys(ids, hashes, group);
+        debug_assert!(inserted.is_ok(), "a published block held no key before");
+        if let Ok(is_new) = inserted {
+            self.log_stored(hashes, group, &is_new, origin);
+        }
+    }
+
+    /// Gives a block that holds none a key of which no event tells: it is not to be served yet.
+    pub(crate) fn hide(&mut self, id: BlockId, key: &BlockKey) {
+        let inserted = self.index.insert_all(&[id], &[key.hash], key.group, |_| ());
+        debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
+    }
+
+    /// As [`BlockPool::hide`] for many. False, and nothing changed, unless each key is new.
+    pub(crate) fn hide_all(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+    ) -> bool {
+        let mut num_new = 0;
+        let inserted = self.index.insert_all(ids, hashes, group, |_| num_new += 1);
+        debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
+        let is_all_new = num_new == ids.len();
+        if !is_all_new {
+            self.index.remove_all(ids, |_| ());
+        }
+        is_all_new
+    }
+
+    /// How many of `hashes` are held, hidden or not.
+    pub(crate) fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
+        self.index.num_held(hashes, group)
+    }
+
+    /// Tells of keys that were hidden until now.
+    pub(crate) fn reveal(
+        &mut self,
+        hashes: &[BlockHash],
+        group: GroupId,
+        origin: impl Fn(Range<usize>) -> Origin,
+    ) {
+        if self.log.is_some() {
+            self.log_stored(hashes, group, &vec![true; hashes.len()], origin);
+        }
+    }
+
+    /// Takes away keys that were hidden.
+    pub(crate) fn forget_hidden(&mut self, ids: &[BlockId]) {
+        self.index.remove_all(ids, |_| ());
+    }
+
+    /// Adopts a width of hashes, or refuses one that differs from this pool's.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`].
+    pub(crate) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
+        self.width.agree(width)
+    }
+
+    /// The oldest block that holds a key.
+    #[inline]
+    pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+        self.index.get(hash, group)
+    }
+
+    /// Whether `id` holds exactly this key.
+    #[inline]
+    pub fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
+        self.index.holds(id, hash, group)
+    }
+
+    /// The blocks of the longest cached prefix of `hashes`.
+    ///
+    /// # Errors
+    /// [`Error::HashWidth`] for hashes of another width than this pool's.
+    pub fn lookup(&self, hashes: &Hashes, group: GroupId) -> Result<Vec<BlockId>> {
+        self.width.check(hashes.width())?;
+        Ok(self.prefix(hashes.as_slice(), group))
+    }
+
+    /// As [`BlockPool::lookup`], for hashes whose width was checked before.
+    pub(crate) fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+        self.index.prefix(hashes, group)
+    }
+
+    /// Drops the keys of these blocks, referenced or not. A free block keeps its place.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`] for an id outside the pool.
+    pub fn evict(&mut self, ids: &[BlockId]) -> Result<()> {
+        self.check_ids(ids)?;
+        self.drop_keys(ids);
+        Ok(())
+    }
+
+    /// Drops every key. Returns false and changes nothing while a block is referenced or pinned.
+    pub fn reset(&mut self) -> bool {
+        let is_idle = self.num_free == self.num_usable();
+        if is_idle {
+            self.index.clear();
+            if let Some(log) = &mut self.log {
+                log.cleared();
+            }
+        }
+        is_idle
+    }
+
+    /// The memory that the events name; None if no events are recorded.
+    pub fn medium(&self) -> Option<Medium> {
+        self.log.as_ref().map(|log| log.medium)
+    }
+
+    /// The events since the last call, oldest first.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.log.as_mut().map(EventLog::take).unwrap_or_default()
+    }
+
+    pub(super) fn drop_keys(&mut self, ids: &[BlockId]) {
+        let log = &mut self.log;
+        self.index.remove_all(ids, |key| {
+            if let Some(log) = log {
+                log.removed(key);
+            }
+        });
+    }
+
+    /// As `Index::insert_all`. If events are recorded, returns which keys lookups can now find.
+    fn insert_keys(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+    ) -> std::result::Result<Vec<bool>, usize> {
+        if self.log.is_none() {
+            return self.index.insert_all(ids, hashes, group, |_| ()).map(|()| Vec::new());
+        }
+        let mut is_new = vec![false; ids.len()];
+        self.index.insert_all(ids, hashes, group, |at| is_new[at] = true).map(|()| is_new)
+    }
+
+    /// Records one event for each run of neighbours whose keys are new.
+    fn log_stored(
+        &mut self,
+        hashes: &[BlockHash],
+        group: GroupId,
+        is_new: &[bool],
+        origin: impl Fn(Range<usize>) -> Origin,
+    ) {
+        let Some(log) = &mut self.log else { return };
+        let mut start = 0;
+        for run in is_new.chunk_by(|a, b| a == b) {
+            let range = start..start + run.len();
+            start = range.end;
+            if run[0] {
+                log.stored(hashes, group, range.clone(), origin(range));
+            }
+        }
+    }
+}
