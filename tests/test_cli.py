@@ -74,7 +74,7 @@ def arguments(request: pytest.FixtureRequest, trace: Path, image: Path) -> list[
 def test_a_plain_installation_has_the_command_line() -> None:
     required = importlib.metadata.requires("kvstow") or []
     base = {line.partition(">")[0] for line in required if "extra ==" not in line}
-    assert base == {"numpy", "click", "rich"}
+    assert base == {"numpy", "click", "packaging", "rich"}
 
 
 def test_the_package_runs_as_a_module() -> None:

@@ -78,7 +78,9 @@ def _commands() -> click.Group:
     from kvstow.replay.convert_command import trace  # noqa: PLC0415
 
     commands = [doctor, replay, snapshot, trace]
-    group = click.Group("kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands)
+    group = click.Group(
+        "kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands
+    )
     return click.version_option(__version__, prog_name="kvstow")(group)
 
 

@@ -7,9 +7,11 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 from collections.abc import Iterable, Iterator
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from kvstow._core import __version__
 from kvstow.doctor import gpu
@@ -164,7 +166,7 @@ def _torch(driver: Driver) -> Iterable[Finding]:
 
 def _vllm() -> Iterable[Finding]:
     supported = _supported_vllm()
-    wanted = ",".join(f"{sign}{'.'.join(map(str, bound))}" for sign, bound in supported)
+    wanted = ",".join(sorted(map(str, supported), reverse=True))
     version = next((v for name in _VLLM_NAMES if (v := _installed(name))), None)
     install = f"pip install 'vllm{wanted}'"
     points = importlib.metadata.entry_points(group=_PLUGINS, name="kvstow")
@@ -172,11 +174,7 @@ def _vllm() -> Iterable[Finding]:
     if version is None:
         yield Finding("vLLM", "missing", "not installed", install, figures)
         return
-    number = _number(version)
-    is_supported = all(
-        number >= bound if sign == ">=" else number < bound for sign, bound in supported
-    )
-    if not is_supported:
+    if not supported.contains(version, prereleases=True):
         says = f"{version} is not among the versions that the connector is for: {wanted}"
         yield Finding("vLLM", "broken", says, install, figures)
     elif not points:
@@ -187,18 +185,10 @@ def _vllm() -> Iterable[Finding]:
         yield Finding("vLLM", "ok", says, figures=figures)
 
 
-def _supported_vllm() -> list[tuple[str, tuple[int, ...]]]:
-    """The bounds that kvstow's own metadata sets: `>=` and `<`, as (sign, version)."""
-    required = importlib.metadata.requires("kvstow") or []
-    (line,) = [line for line in required if re.match(r"vllm\b(?!-)", line)]
-    bounds = re.findall(r"(>=|<)\s*([\d.]+)", line.partition(";")[0])
-    return sorted(((sign, _number(text)) for sign, text in bounds), reverse=True)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: 0.32.0+cpu is (0, 32, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+def _supported_vllm() -> SpecifierSet:
+    """Return the versions of vLLM that the metadata of kvstow names."""
+    required = map(Requirement, importlib.metadata.requires("kvstow") or [])
+    return next(requirement.specifier for requirement in required if requirement.name == "vllm")
 
 
 def _installed(name: str) -> str | None:
