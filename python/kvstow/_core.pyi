@@ -588,6 +588,8 @@ class BlockLedger:
         """Return the number of blocks that `must_fit_tokens=num_tokens` counts."""
     def num_granted_tokens(self, request_id: str) -> int:
         """Return the number of tokens with slots: hit, external and new ones, less rewound ones."""
+    def num_hashes(self, request_id: str) -> int:
+        """Return the number of hashes that `add` and `extend` gave for the request."""
     def free(self, request_id: str, *, num_computed_tokens: int | None = None) -> list[str]:
         """Drop the request and its references, the tail of each group first.
 
@@ -605,6 +607,12 @@ class BlockLedger:
         Raises:
             UnknownRequest: the request was never added, or was freed.
             ConfigError: more computed tokens than were granted.
+        """
+    def restart(self, request_id: str, *, num_computed_tokens: int | None = None) -> list[str]:
+        """Free the request's blocks, as `free` does, and keep it added with its hashes.
+
+        Call it when you preempt a request, or when its load failed. It takes and returns what
+        `free` takes and returns. A hit from before is stale.
         """
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that were added and not freed, in no order."""
@@ -918,6 +926,8 @@ class OffloadScheduler:
         """
     def finish(self, request_id: str) -> None:
         """Forget a request that finished, was preempted or aborted; its jobs go on."""
+    def restart(self, request_id: str) -> None:
+        """Forget what a request computed, as `finish` does, and keep it added with its hashes."""
     def reset(self) -> None:
         """Empty the tier, at any moment, and release what lookups hold.
 

@@ -421,6 +421,11 @@ impl BlockLedger {
         lock(&self.0).num_granted_tokens(&request_id).map_err(to_py)
     }
 
+    /// Return the number of hashes that `add` and `extend` gave for the request.
+    fn num_hashes(&self, request_id: RequestId) -> PyResult<usize> {
+        lock(&self.0).num_hashes(&request_id).map_err(to_py)
+    }
+
     /// Drop the request and its references, the tail of each group first.
     ///
     /// Args:
@@ -447,6 +452,24 @@ impl BlockLedger {
         match num_computed_tokens {
             None => ledger.free(&request_id).map(|()| Vec::new()),
             Some(count) => ledger.free_computed(&request_id, count.0),
+        }
+        .map_err(to_py)
+    }
+
+    /// Free the request's blocks, as `free` does, and keep it added with its hashes.
+    ///
+    /// Call it when you preempt a request, or when its load failed. It takes and returns what
+    /// `free` takes and returns. A hit from before is stale.
+    #[pyo3(signature = (request_id, *, num_computed_tokens = None))]
+    fn restart(
+        &self,
+        request_id: RequestId,
+        num_computed_tokens: Option<Count>,
+    ) -> PyResult<Vec<String>> {
+        let mut ledger = lock(&self.0);
+        match num_computed_tokens {
+            None => ledger.restart(&request_id).map(|()| Vec::new()),
+            Some(count) => ledger.restart_computed(&request_id, count.0),
         }
         .map_err(to_py)
     }

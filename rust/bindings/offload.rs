@@ -421,6 +421,11 @@ impl OffloadScheduler {
         lock(&self.0).finish(&request_id).map_err(to_py)
     }
 
+    /// Forget what a request computed, as `finish` does, and keep it added with its hashes.
+    fn restart(&self, request_id: RequestId) -> PyResult<()> {
+        lock(&self.0).restart(&request_id).map_err(to_py)
+    }
+
     /// Empty the tier, at any moment, and release what lookups hold.
     ///
     /// Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.

@@ -45,6 +45,8 @@ enum Op {
     Free(usize),
     /// As `Free`, with so many computed tokens.
     FreeComputed(usize, usize),
+    /// As `Free`, or as `FreeComputed`, of a request that stays added.
+    Restart(usize, Option<usize>),
     Evict(Vec<u32>),
     Pin(Vec<u32>),
     Unpin(Vec<u32>),
@@ -70,6 +72,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (who.clone(), 0..30_usize).prop_map(|(who, tokens)| Op::Rewind(who, tokens)),
         1 => (0..6_usize).prop_map(Op::CacheStep),
         2 => (who.clone(), 0..9_usize).prop_map(|(who, tokens)| Op::FreeComputed(who, tokens)),
+        2 => (who.clone(), prop::option::of(0..9_usize))
+            .prop_map(|(who, computed)| Op::Restart(who, computed)),
         3 => who.prop_map(Op::Free),
         1 => vec(0..12_u32, 0..3).prop_map(Op::Evict),
         1 => vec(0..12_u32, 0..3).prop_map(Op::Pin),
@@ -293,15 +297,7 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
             let expected = model.allocate(*who, &want);
             assert_eq!(taken.map(|taken| taken.map(per_group)).map_err(|_| ()), expected);
         }
-        Op::Sleep { is_packed } => {
-            let ids = if *is_packed { NewIds::Packed } else { NewIds::Same };
-            let groups = ledger.model().groups().to_vec();
-            let anew = BlockLedger::new(ledger.pool().num_blocks(), groups, None, false).unwrap();
-            let anew = anew.with_publish(model.publish);
-            let restored = anew.restore(&ledger.snapshot(true), ids).unwrap();
-            model.sleep(|id| restored.new_id(BlockId(id)).unwrap().0);
-            *ledger = restored.ledger;
-        }
+        Op::Sleep { is_packed } => sleep(*is_packed, ledger, model),
         Op::Step { new } => step(*new, ledger, model),
         Op::Cache(who, tokens) => {
             let is_ok = model.requests.get(who).is_some_and(|request| *tokens <= request.granted);
@@ -334,6 +330,7 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
                 is_ok.then(|| model.free(*who, *computed).into_iter().map(name).collect());
             assert_eq!(ledger.free_computed(&name(*who), *computed).ok(), expected);
         }
+        Op::Restart(who, computed) => restart(*who, *computed, ledger, model),
         Op::Evict(some) => {
             assert_eq!(ledger.pool_mut().evict(&ids(some)).is_ok(), model.pool.evict(some));
         }
@@ -343,6 +340,40 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
         Op::Unpin(some) => {
             assert_eq!(ledger.pool_mut().unpin(&ids(some)).is_ok(), model.pool.unpin(some));
         }
+    }
+}
+
+fn sleep(is_packed: bool, ledger: &mut BlockLedger, model: &mut ModelLedger) {
+    let ids = if is_packed { NewIds::Packed } else { NewIds::Same };
+    let groups = ledger.model().groups().to_vec();
+    let anew = BlockLedger::new(ledger.pool().num_blocks(), groups, None, false).unwrap();
+    let anew = anew.with_publish(model.publish);
+    let restored = anew.restore(&ledger.snapshot(true), ids).unwrap();
+    model.sleep(|id| restored.new_id(BlockId(id)).unwrap().0);
+    *ledger = restored.ledger;
+}
+
+/// A restart is as if the request were freed, and added with the names that it had.
+fn restart(who: usize, computed: Option<usize>, ledger: &mut BlockLedger, model: &mut ModelLedger) {
+    let hit = ledger.lookup(&name(who), usize::MAX).ok();
+    let done = match computed {
+        None => ledger.restart(&name(who)).map(|()| Vec::new()),
+        Some(computed) => ledger.restart_computed(&name(who), computed),
+    };
+    let known = model.requests.get(&who);
+    let known = known.filter(|request| computed.unwrap_or(0) <= request.granted);
+    let Some(names) = known.map(|request| request.names.clone()) else {
+        assert!(done.is_err());
+        return;
+    };
+    let holders = model.free(who, computed.unwrap_or(usize::MAX));
+    assert_eq!(done.unwrap(), holders.into_iter().map(name).collect::<Vec<_>>());
+    assert_eq!(ledger.num_hashes(&name(who)).unwrap(), names.len());
+    let tables = vec![Vec::new(); model.num_groups];
+    model.requests.insert(who, ModelRequest { names, tables, ..ModelRequest::default() });
+    if let Some(hit) = hit.filter(|hit| hit.num_tokens > 0) {
+        let args = AllocateArgs { hit: Some(&hit), ..AllocateArgs::default() };
+        assert!(ledger.allocate(&name(who), &args).is_err(), "a hit from before is stale");
     }
 }
 

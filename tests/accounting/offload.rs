@@ -993,6 +993,20 @@ fn a_store_ranks_the_whole_chain() {
 }
 
 #[test]
+fn a_restart_equals_finish_and_add() {
+    let mut world = World::new(32, 6);
+    prefill(&mut world, 0, 0, 3);
+    prefill(&mut world, 1, 3, 3);
+    let (mut added, mut restarted) = (world.scheduler.clone(), world.scheduler);
+    added.finish("0").unwrap();
+    added.add("0", &hashes(&chain(0, 8))).unwrap();
+    restarted.restart("0").unwrap();
+    assert_eq!(added.snapshot().unwrap(), restarted.snapshot().unwrap());
+    restarted.check().unwrap();
+    assert!(matches!(restarted.restart("nobody"), Err(Error::UnknownRequest { .. })));
+}
+
+#[test]
 fn an_accepted_load_ranks_the_whole_chain() {
     let mut world = World::new(32, 6);
     serve(&mut world, 0, 3);

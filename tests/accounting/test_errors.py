@@ -234,6 +234,8 @@ LEDGER_CASES: list[LedgerCase] = [
     (UnknownRequest, '"nobody".*add', lambda w: w.ledger.block_table("nobody")),
     (UnknownRequest, '"nobody".*add', lambda w: w.ledger.num_granted_tokens("nobody")),
     (UnknownRequest, '"nobody".*add', lambda w: w.ledger.free("nobody")),
+    (UnknownRequest, '"nobody".*add', lambda w: w.ledger.restart("nobody")),
+    (UnknownRequest, '"nobody".*add', lambda w: w.ledger.num_hashes("nobody")),
     (StateError, '"running".*free', lambda w: w.ledger.add("running", names(1, 3))),
     (ConfigError, "group 1 of 1", lambda w: w.ledger.block_table("running", 1)),
     # Allocation.
@@ -328,6 +330,7 @@ TIER_CASES: list[TierCase] = [
         lambda w: w.tier.store(["fresh", "nobody"], [4, 0], [9], [0, 1, 1]),
     ),
     (UnknownRequest, '"nobody".*add', lambda w: w.tier.finish("nobody")),
+    (UnknownRequest, '"nobody".*add', lambda w: w.tier.restart("nobody")),
     (StateError, '"fresh".*finish', lambda w: w.tier.add("fresh", names(1, 1))),
     (ConfigError, f"3 local .* {BLOCK_SIZE}", lambda w: w.tier.lookup("holding", 3, 2**40)),
     # Loads.

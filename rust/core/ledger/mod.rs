@@ -25,7 +25,7 @@ use crate::pool::BlockPool;
 use crate::requests::Requests;
 
 use allocate::MAX_TOKENS;
-use request::Request;
+use request::{Request, Table};
 
 /// Block tables over one [`BlockPool`], for any number of groups.
 #[derive(Clone, Debug)]
@@ -215,6 +215,14 @@ impl BlockLedger {
         })
     }
 
+    /// Number of hashes that `add` and `extend` gave for a request.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn num_hashes(&self, request_id: &str) -> Result<usize> {
+        Ok(self.requests.get(request_id)?.hashes.len())
+    }
+
     /// Tokens that have slots: hit, external and new ones, less what was rewound.
     ///
     /// # Errors
@@ -231,11 +239,27 @@ impl BlockLedger {
     /// [`Error::UnknownRequest`].
     pub fn free(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.remove(request_id)?;
-        for table in &request.tables {
+        self.release(&request.tables);
+        Ok(())
+    }
+
+    /// Frees a request's blocks as [`BlockLedger::free`] does. The request stays added, with its
+    /// hashes and its context, as before its first allocation.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn restart(&mut self, request_id: &str) -> Result<()> {
+        let tables = self.requests.get_mut(request_id)?.restart(self.num_added);
+        self.num_added += 1;
+        self.release(&tables);
+        Ok(())
+    }
+
+    fn release(&mut self, tables: &[Table]) {
+        for table in tables {
             let kept = table.blocks.get(table.num_skipped..).unwrap_or_default();
             self.pool.release(kept.iter().rev().copied());
         }
-        Ok(())
     }
 
     /// Verifies every invariant of requests and pool.

@@ -84,6 +84,27 @@ impl BlockLedger {
         request_id: &str,
         num_computed_tokens: usize,
     ) -> Result<Vec<String>> {
+        self.end_computed(request_id, num_computed_tokens, Self::free)
+    }
+
+    /// As [`BlockLedger::free_computed`], of a request that stays added: [`BlockLedger::restart`].
+    ///
+    /// # Errors
+    /// As [`BlockLedger::free_computed`].
+    pub fn restart_computed(
+        &mut self,
+        request_id: &str,
+        num_computed_tokens: usize,
+    ) -> Result<Vec<String>> {
+        self.end_computed(request_id, num_computed_tokens, Self::restart)
+    }
+
+    fn end_computed(
+        &mut self,
+        request_id: &str,
+        num_computed_tokens: usize,
+        end: impl FnOnce(&mut Self, &str) -> Result<()>,
+    ) -> Result<Vec<String>> {
         let request = self.requests.get(request_id)?;
         request.check_granted(request_id, num_computed_tokens, "count as computed")?;
         let mut uncomputed: Vec<BlockId> = Vec::new();
@@ -93,7 +114,7 @@ impl BlockLedger {
             uncomputed.extend(table.blocks.get(start..).unwrap_or_default());
         }
         self.pool.evict(&uncomputed)?;
-        self.free(request_id)?;
+        end(self, request_id)?;
         uncomputed.retain(|&id| self.pool.num_refs(id) > 0);
         Ok(self.holders(&uncomputed))
     }

@@ -80,6 +80,14 @@ impl Request {
         }
     }
 
+    /// Makes this a request without blocks, with another serial. Returns the tables it had.
+    pub(super) fn restart(&mut self, serial: u64) -> Vec<Table> {
+        let tables = vec![Table::default(); self.tables.len()];
+        (self.serial, self.num_granted_tokens) = (serial, 0);
+        (self.is_running, self.is_delayed) = (false, false);
+        std::mem::replace(&mut self.tables, tables)
+    }
+
     /// Refuses a context that does not go with the hashes, or with what was given before.
     pub(super) fn check_extension(
         &self,

@@ -53,12 +53,15 @@ impl OffloadScheduler {
     pub fn add(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         self.requests.check_new(request_id)?;
         self.tier.agree_width(hashes.width())?;
-        let hashes = hashes.as_slice().to_vec();
+        self.track(request_id, hashes.as_slice().to_vec());
+        Ok(())
+    }
+
+    fn track(&mut self, request_id: &str, hashes: Vec<BlockHash>) {
         let tables = vec![Table::default(); self.model.groups().len()];
         let num_losses = self.tier.num_losses();
         let request = Tracked { hashes, tables, num_losses, ..Tracked::default() };
         self.requests.insert(request_id, request);
-        Ok(())
     }
 
     /// Appends hashes as generated tokens fill blocks.
@@ -120,6 +123,18 @@ impl OffloadScheduler {
             self.counters.dropped += table.num_confirmed - table.num_kept.min(table.num_confirmed);
         }
         self.rank(&request.hashes, request.num_hit_tokens);
+        Ok(())
+    }
+
+    /// Forgets what a request computed, as [`OffloadScheduler::finish`] does. The request stays
+    /// added, with all its hashes.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn restart(&mut self, request_id: &str) -> Result<()> {
+        let hashes = self.requests.get(request_id)?.hashes.clone();
+        self.finish(request_id)?;
+        self.track(request_id, hashes);
         Ok(())
     }
 
