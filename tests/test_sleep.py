@@ -580,7 +580,7 @@ def test_waking_with_what_does_not_belong_to_it() -> None:
             it.wake(identity="b", weights_version="7")
         with pytest.raises(SnapshotError, match=r"weights version '7', not of '8'.*reset it"):
             it.wake(identity="a model", weights_version="8")
-        with pytest.raises(ConfigError, match="after must be an Event"):
+        with pytest.raises(ConfigError, match="expected an Event"):
             it.wake(after=None, **WHO)
         it.wake(**WHO)
         it.check()

@@ -8,11 +8,13 @@ device; a decode-like step, a captured graph of small kernels, waits for memory 
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from benches.gpu.moves import JOB_BLOCKS, Cache, Job
 from benches.gpu.rivals import zero_copy_pack
+
+from kvstow.transfer.cuda.interface import Kernel
 
 MATRIX = 4096
 DECODE_LAYERS, DECODE_TOKENS = 24, 32
@@ -60,9 +62,9 @@ class ZeroCopy(Nothing):
 
     def advance(self) -> None:
         runtime = self._runtime
-        for i, kernel in enumerate((runtime.gather, runtime.scatter)):
+        for i, kernel in enumerate(get_args(Kernel)):
             if runtime.is_done(self._events[i]):
-                kernel(self._packs[i][0], self._streams[i])
+                runtime.launch(kernel, self._packs[i][0], self._streams[i])
                 runtime.record(self._events[i], self._streams[i])
                 self.num_jobs += 1
 

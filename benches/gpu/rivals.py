@@ -14,7 +14,7 @@ import numpy as np
 from benches.gpu.device import seconds
 from benches.gpu.moves import JOB_BLOCKS, Cache
 
-from kvstow.transfer.cuda.interface import Copies, Pack
+from kvstow.transfer.cuda.interface import Copies, Kernel, Pack
 from kvstow.transfer.cuda.kernels import chunk_table
 
 BATCH_LIMIT_S = 90
@@ -107,10 +107,10 @@ def _zero_copy(cache: Cache, direction: str) -> tuple[Callable[[], None], Callab
     runtime = cache.device.runtime
     stream, event = runtime.stream(), runtime.event()
     pack, close = zero_copy_pack(cache, direction)
-    kernel = runtime.gather if direction == "store" else runtime.scatter
+    kernel: Kernel = "gather" if direction == "store" else "scatter"
 
     def work() -> None:
-        kernel(pack, stream)
+        runtime.launch(kernel, pack, stream)
         runtime.record(event, stream)
         runtime.synchronize(event)
 

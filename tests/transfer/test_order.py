@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ from kvstow.transfer import (
     TransferTimeout,
     VerifiedMover,
 )
-from kvstow.transfer.mover import Index
-from kvstow.transfer.order import JobOrder, Turn
+from kvstow.transfer.order import JobOrder, OrderedJob
 
 NUM_BLOCKS, NUM_SLOTS, BLOCK_BYTES = 8, 6, 300
 LONG_S, SHORT_S = 60.0, 0.05
@@ -39,13 +37,6 @@ Bytes = npt.NDArray[np.uint8]
 TARGETS = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 
 
-@dataclass(eq=False)
-class Job:
-    targets: Index
-    is_ready: bool
-    turn: Turn | None = None
-
-
 # A job with its targets and whether its event has happened; or the event of an earlier job.
 STEPS = st.lists(st.tuples(TARGETS, st.booleans()) | st.integers(0, 30), max_size=30)
 
@@ -54,18 +45,18 @@ STEPS = st.lists(st.tuples(TARGETS, st.booleans()) | st.integers(0, 30), max_siz
 def test_job_runs_when_no_earlier_one_that_waits_shares_a_target(
     steps: list[tuple[list[int], bool] | int],
 ) -> None:
-    order: JobOrder[Job] = JobOrder(6)
-    jobs: list[Job] = []
+    order: JobOrder[OrderedJob] = JobOrder(6)
+    jobs: list[OrderedJob] = []
     ran: list[int] = []
     model_ran: set[int] = set()
 
-    def shares(one: Job, other: Job) -> bool:
-        return bool(set(one.targets.tolist()) & set(other.targets.tolist()))
+    def shares(job: OrderedJob, other: OrderedJob) -> bool:
+        return bool(set(job.targets.tolist()) & set(other.targets.tolist()))
 
     for step in steps:
         if isinstance(step, tuple):
             targets, is_ready = step
-            job = Job(targets=np.array(targets), is_ready=is_ready)
+            job = OrderedJob(np.array(targets), READY, is_ready=is_ready)
             jobs.append(job)
             ran += [jobs.index(job)] if order.enter(job) else []
         elif step < len(jobs):
@@ -86,8 +77,8 @@ def test_job_runs_when_no_earlier_one_that_waits_shares_a_target(
 
 
 def test_order_without_waiting_jobs_touches_no_memory() -> None:
-    order: JobOrder[Job] = JobOrder(4)
-    assert order.enter(Job(targets=np.array([1, 2]), is_ready=True))
+    order: JobOrder[OrderedJob] = JobOrder(4)
+    assert order.enter(OrderedJob(np.array([1, 2]), READY, is_ready=True))
     assert not order._last.any()
 
 

@@ -10,9 +10,10 @@ from kvstow._core import ConfigError
 from kvstow.doctor.findings import Finding, survived
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.interface import CudaError, Runtime
-from kvstow.transfer.cuda.link_speed import Direction, link_speed
+from kvstow.transfer.cuda.link_speed import link_speed
 from kvstow.transfer.cuda.pinning import memory_node, nearest_cpus, pin
 from kvstow.transfer.cuda.runtime import cuda_runtime, import_cupy
+from kvstow.transfer.mover import Direction
 
 __all__ = ["cupy_findings", "link_findings"]
 

@@ -1,7 +1,8 @@
-"""What a forked child must not use: its parent's threads, locks, host memory and devices.
+"""What a forked child must not use: the threads, locks, host memory and devices of its parent.
 
-A child has none of its parent's threads, and may find their locks held for ever. So everything
-that has some registers here and is closed in the child, before any other code of the child runs.
+A child has none of its parent's threads, and another thread of the parent may hold a lock at the
+fork. So each object that has such things registers here. The child closes all of them before any
+other code of it runs.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import weakref
 from typing import Final, Protocol
 
-__all__ = ["FORKED", "close_in_children"]
+__all__ = ["FORKED", "FORKED_TRANSFER", "close_in_children"]
 
 FORKED: Final = "belongs to the process that this one was forked from"
+FORKED_TRANSFER: Final = f"the transfer {FORKED}; only that process learns its end"
 
 
 class _Closes(Protocol):
@@ -24,7 +26,7 @@ _registered: weakref.WeakSet[_Closes] = weakref.WeakSet()
 
 
 def close_in_children(owner: _Closes) -> None:
-    """Have `owner.close_in_child` called in each process that is forked from this one."""
+    """Call `owner.close_in_child` in each process that is forked from this one."""
     _registered.add(owner)
 
 

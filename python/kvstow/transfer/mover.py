@@ -1,13 +1,14 @@
-"""What every mover promises: submit a store or a load with the event it waits for, then poll.
+"""The mover interface: submit a store or a load with the event that it waits for, then poll.
 
 A mover copies between the blocks of one `BlockLayout` (the device side) and the slots of one
-`HostArena`. A job waits for its event, and for earlier jobs of its direction that still wait and
-write to the same slot (of a store) or block (of a load): the later one is last. No other order is
-promised. Jobs of one direction may overtake each other, and stores and loads know nothing of each
-other. Blocks and slots under way are the caller's to keep pinned.
+`HostArena` (the host side). A job waits for its event. It also waits for earlier jobs of its
+direction that still wait and write to the same slot (a store) or block (a load), so the later job
+writes last. No other order is promised: jobs of one direction may overtake each other, and stores
+and loads are not ordered against each other. The caller pins the blocks and slots of a job until
+its ticket ends.
 
-`CudaMover` promises no more, but streams run in order. So a `CudaEvent` that never happens holds up
-all later jobs of its direction on that device; an event of the host does not.
+A `CudaMover` puts its jobs on streams, which run in order. So a `CudaEvent` that never happens
+holds up all later jobs of its direction on that device. An event of the host does not.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Final, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, InvalidBlock, StateError, TransferError
-from kvstow.closing import Closing
+from kvstow.closing import Closing, call_all
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.ticket import HostTicket, Ticket
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Index: TypeAlias = npt.NDArray[np.int64]
+Direction: TypeAlias = Literal["store", "load"]
 
-
-# So many numbers are compared faster as Python's own: a call of numpy's takes some 30 us when a
-# step of compute has left none of its code in the caches.
+# Up to this many numbers, Python's own ints are compared faster than numpy's: after a step of
+# compute the caches hold no code of numpy's, and one call then takes some 30 us.
 _FEW = 16
 
 
@@ -41,13 +42,13 @@ class Event(Protocol):
     """What a transfer waits for: the compute that fills, or still reads, its blocks."""
 
     def wait(self) -> None:
-        """Return once it has happened; raise if it failed and never will."""
+        """Return once it has happened; raise if it failed."""
 
     def add_done_callback(self, callback: Callable[[], None], /) -> None:
         """Call `callback` once, from any thread, as soon as `wait` would not block.
 
-        At once if that is so already. This is how a mover learns of it without a thread that
-        blocks in `wait`, which could not be interrupted by `close`.
+        Calls it at once if the event has happened. So a mover needs no thread that blocks in
+        `wait`, which `close` could not interrupt.
         """
 
 
@@ -57,7 +58,8 @@ class HostEvent:
     def __init__(self) -> None:
         """Begin unset."""
         self._lock = threading.Lock()
-        self._moment = HostTicket()  # an interrupt in threading.Event can leave its lock held
+        # Not a threading.Event: an interrupt in it can leave its lock held.
+        self._moment = HostTicket()
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
 
@@ -80,11 +82,11 @@ class HostEvent:
         """Let the waiters go on, or fail them with `error`.
 
         Raises:
-            StateError: it is set already. One event stands for one moment: used again for a later
-                step it would not hold back that step's transfers.
+            StateError: it is set already. An event stands for one moment: an event that is used
+                again for a later step would not hold back that step's transfers.
 
-        And what a callback raises, once all of them were called. After an interrupt some transfers
-        may still wait: close their mover.
+        Then raises what a callback raised, after all callbacks were called. After an interrupt some
+        transfers may still wait: close their mover.
         """
         with self._lock:
             if self._moment.poll():
@@ -92,15 +94,7 @@ class HostEvent:
             self._error = error
             self._moment.end(None)
             callbacks, self._callbacks = self._callbacks, []
-        # All of them, whatever one raises: each is a transfer of its own that would never end.
-        errors: list[BaseException] = []
-        for callback in callbacks:
-            try:
-                callback()
-            except BaseException as raised:
-                errors.append(raised)
-        if errors:
-            raise errors[0]
+        call_all(callbacks)  # each belongs to another transfer, which would otherwise never end
 
     def wait(self) -> None:
         """Block until `set`; raise `TransferError` from the error it was set with, if any."""
@@ -120,39 +114,35 @@ class HostEvent:
         callback()
 
 
-def _set_event() -> HostEvent:
-    event = HostEvent()
-    event.set()
-    return event
-
-
-READY: Final[Event] = _set_event()
-"""The event that has happened: for transfers with nothing to wait for."""
+_ready = HostEvent()
+_ready.set()
+READY: Final[Event] = _ready
+"""An event that has happened, for transfers that have nothing to wait for."""
 
 
 class Mover(Closing):
-    """Copies blocks between a layout and an arena, without holding up the caller.
+    """Copies blocks between a layout and an arena, and does not block the caller.
 
-    A job so brief that handing it to others takes longer may be over when it is submitted.
+    A job that takes less time than to hand it to a thread may have ended when it is submitted.
 
-    What does not depend on the device is here: the checks, all of them made before anything is
-    queued, so that a call that raises has changed nothing.
+    This class checks the arguments before it queues anything, so a call that raises changes
+    nothing. Its subclasses move the bytes.
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
         """Tie a layout to an arena.
 
         Raises:
-            ConfigError: a slot of the arena is smaller than a block of the layout. It may be
-                larger: groups with blocks of several sizes share an arena.
+            ConfigError: a slot of the arena is smaller than a block of the layout. A slot may be
+                larger, because groups with blocks of several sizes share an arena.
             StateError: the arena is closed.
         """
         arena.check_open()
         if arena.slot_bytes < layout.slot_bytes:
             raise ConfigError(
-                f"the arena's slot_bytes is {arena.slot_bytes}, a block of the layout has "
-                f"{layout.slot_bytes} bytes; build HostArena(num_slots, layout.slot_bytes), with "
-                "several layouts of the largest"
+                f"the arena's slot_bytes is {arena.slot_bytes}, but a block of the layout has "
+                f"{layout.slot_bytes} bytes; build HostArena(num_slots, layout.slot_bytes), for "
+                "several layouts with the largest slot_bytes"
             )
         self._layout = layout
         self._arena = arena
@@ -172,44 +162,41 @@ class Mover(Closing):
 
         Args:
             block_ids: shape [n], 1 to `num_blocks - 1`; copied, the array may be reused.
-            host_slots: shape [n], 0 to `num_slots - 1`, none twice; copied.
-            after: the compute that fills the blocks. Nothing is read before it.
+            host_slots: shape [n], 0 to `num_slots - 1`, each at most once; copied.
+            after: the compute that fills the blocks. The mover reads nothing before it.
 
         Raises:
             InvalidBlock: an id or slot out of range, the null block, or a host slot given twice.
-            ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
+            ConfigError: not 1-D integers of equal length, or `after` is not an `Event`.
             StateError: the mover or its arena is closed, or belongs to the parent process.
         """
-        self._check_open()
-        ids, slots = self._checked_pairs(block_ids, host_slots, after)
-        _refuse_repeated("host_slots", slots)
-        return self._submit_store(ids, slots, after)
+        ids, slots = self._checked_pairs("store", block_ids, host_slots, after)
+        return self._submit("store", ids, slots, after)
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
         """Copy host slot `host_slots[i]` to device block `block_ids[i]`, for every i.
 
         Args:
             host_slots: shape [n], 0 to `num_slots - 1`; copied, the array may be reused.
-            block_ids: shape [n], 1 to `num_blocks - 1`, none twice; copied.
-            after: the compute that may still read the blocks. Nothing is written before it.
+            block_ids: shape [n], 1 to `num_blocks - 1`, each at most once; copied.
+            after: the compute that may still read the blocks. The mover writes nothing before it.
 
         Raises:
             InvalidBlock: an id or slot out of range, the null block, or a block id given twice.
-            ConfigError: not 1-D integers of the same length, or `after` is no `Event`.
+            ConfigError: not 1-D integers of equal length, or `after` is not an `Event`.
             StateError: the mover or its arena is closed, or belongs to the parent process.
         """
-        self._check_open()
-        ids, slots = self._checked_pairs(block_ids, host_slots, after)
-        _refuse_repeated("block_ids", ids)
-        return self._submit_load(slots, ids, after)
+        ids, slots = self._checked_pairs("load", block_ids, host_slots, after)
+        return self._submit("load", ids, slots, after)
 
     @abstractmethod
     def close(self) -> None:
         """End every job and stop; calling it again does nothing.
 
-        Jobs whose event has happened are carried out, unless they wait for a job whose event has
-        not; all others fail. When it returns, every ticket has ended and nothing touches layout or
-        arena any more. If it is interrupted, no job can be submitted any more; call it again.
+        The mover carries out the jobs whose event has happened, unless they wait for a job whose
+        event has not. All other jobs fail. When `close` returns, every ticket has ended, and the
+        mover touches layout and arena no more. After an interrupt the mover accepts no job; call
+        `close` again.
         """
 
     @abstractmethod
@@ -217,66 +204,72 @@ class Mover(Closing):
         """Raise `StateError` after `close`."""
 
     @abstractmethod
-    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
-        """Queue a store of checked pairs; the arrays are the mover's to keep."""
-
-    @abstractmethod
-    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
-        """Queue a load of checked pairs; the arrays are the mover's to keep."""
+    def _submit(
+        self, direction: Direction, block_ids: Index, host_slots: Index, after: Event
+    ) -> Ticket:
+        """Queue a job of checked pairs. The mover may keep the arrays."""
 
     def _checked_pairs(
-        self, block_ids: Ints, host_slots: Ints, after: Event
+        self, direction: Direction, block_ids: Ints, host_slots: Ints, after: Event
     ) -> tuple[Index, Index]:
-        """Both arrays as int64 copies, in range, of the same length, without the null block."""
+        """Return both arrays as int64 copies, or raise; see `store` and `load` for the rules."""
+        self._check_open()
         check_event(after)
         self._arena.check_open()
         ids = _checked_ids("block_ids", block_ids, self._layout.num_blocks, has_null=True)
         slots = _checked_ids("host_slots", host_slots, self._arena.num_slots)
         if len(ids) != len(slots):
             raise ConfigError(
-                f"{len(ids)} block_ids but {len(slots)} host_slots; give one slot per block"
+                f"{len(ids)} block_ids but {len(slots)} host_slots; pass one slot for each block"
             )
+        if direction == "store":
+            _refuse_repeated("host_slots", slots)
+        else:
+            _refuse_repeated("block_ids", ids)
         return ids, slots
 
 
 def check_event(after: object) -> None:
     """Raise `ConfigError` unless `after` is an `Event`."""
-    # What isinstance(after, Event) asks of a protocol in 5 to 10 us, most of a brief job's time.
+    # As isinstance(after, Event) would, which takes 5 to 10 us, most of a brief job's time.
     if not (
         callable(getattr(after, "wait", None))
         and callable(getattr(after, "add_done_callback", None))
     ):
-        way_out = "pass READY where there is nothing to wait for"
+        fix = "pass READY where there is nothing to wait for"
         if isinstance(after, Future):
-            way_out = "pass HostEvent.of(future)"
-        raise ConfigError(
-            f"after must be an Event (wait, add_done_callback), got {after!r}; {way_out}"
-        )
+            fix = "pass HostEvent.of(future)"
+        raise ConfigError(f"after is {after!r}, expected an Event (wait, add_done_callback): {fix}")
 
 
 def _checked_ids(name: str, values: Ints, bound: int, *, has_null: bool = False) -> Index:
-    """A copy of `values` as int64, each from 0 to `bound - 1`, without the null block if any."""
+    """Return `values` as a new int64 array, or raise unless each is below `bound`.
+
+    The least valid id is 0, or 1 with `has_null`.
+    """
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name} must be 1-D integers ({error}); pass a flat array") from error
+        raise ConfigError(
+            f"{name} is {values!r}, expected 1-D integers ({error}): pass a flat array"
+        ) from error
     # An empty list has no integer type of its own.
     is_empty_list = array.size == 0 and not isinstance(values, np.ndarray)
     if array.ndim != 1 or not (array.dtype.kind in "iu" or is_empty_list):
         raise ConfigError(
-            f"{name} must be 1-D integers, got {array.dtype} of shape {array.shape}; "
-            "pass a flat array of an integer type"
+            f"{name} is {array.dtype} of shape {array.shape}, expected 1-D integers: pass a flat "
+            "array of an integer type"
         )
     if array.size:
-        # As Python ints: an unsigned 64-bit value must not wrap on its way to int64.
+        # Compare Python ints, because an unsigned 64-bit value could wrap in int64.
         items = array.tolist() if array.size <= _FEW else (array.min().item(), array.max().item())
         low, high = min(items), max(items)
         if low < 0 or high >= bound:
             wrong = low if low < 0 else high
             position = int(np.argmin(array) if low < 0 else np.argmax(array))
             raise InvalidBlock(
-                f"{name}[{position}] is {wrong}, outside 0 to {bound - 1}; it belongs to another "
-                "pool, or the pool is larger than its memory"
+                f"{name}[{position}] is {wrong}, outside 0 to {bound - 1}; pass ids of this pool, "
+                "and build layout and arena as large as their pools"
             )
         if has_null and low == 0:
             raise InvalidBlock(
@@ -287,7 +280,7 @@ def _checked_ids(name: str, values: Ints, bound: int, *, has_null: bool = False)
 
 
 def _refuse_repeated(name: str, values: Index) -> None:
-    """Raise `InvalidBlock` if a destination is named twice: which copy is last is not defined."""
+    """Raise `InvalidBlock` for a repeated destination, because which copy is last is undefined."""
     if len(values) <= _FEW and len(set(values.tolist())) == len(values):
         return
     ordered = np.sort(values)
@@ -295,5 +288,5 @@ def _refuse_repeated(name: str, values: Index) -> None:
     if len(repeated):
         raise InvalidBlock(
             f"{name} names destination {int(ordered[repeated[0]])} more than once in one job; "
-            "give each destination once"
+            "name each destination once"
         )

@@ -1,12 +1,12 @@
-"""The order of the jobs of one mover in one direction: those with a common destination keep theirs.
+"""The order of one mover's jobs in one direction: jobs with a common target keep theirs.
 
-A job that waits for its event must hold up no other, or one event that never happens would end all
-transfers. But of two jobs that write to the same slot (or block) the later one must be last.
+A job that waits for its event must not hold up other jobs, or one event that never happens would
+stop all transfers. But if two jobs write to the same slot (or block), the later one must be last.
 
 ```
 submitted   A -> 1 2     waits for its event
-            B -> 3       may run                      no destination of A's
-            C -> 2 4     waits for A                  whether its own event has happened or not
+            B -> 3       may run: no target of A's
+            C -> 2 4     waits for A, whether or not its own event has happened
             D -> 4       waits for C
 ```
 """
@@ -14,19 +14,20 @@ submitted   A -> 1 2     waits for its event
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvstow.transfer.mover import Index
+from kvstow.transfer.mover import Event, Index
 
 __all__ = ["JobOrder", "OrderedJob", "Turn"]
 
 
 @dataclass(slots=True)
 class Turn:
-    """Of a job that has to wait, what for.
+    """What a waiting job waits for, and which jobs wait for it.
 
     Attributes:
         serial: its number among the jobs that had to wait.
@@ -39,18 +40,33 @@ class Turn:
     followers: list[int] = field(default_factory=list)
 
 
-class OrderedJob(Protocol):
-    """What the order of a job depends on.
+@dataclass(slots=True, eq=False)
+class OrderedJob:
+    """What decides when a job may run.
 
     Attributes:
         targets: the slots or blocks that it writes to.
-        is_ready: whether its event has happened.
+        after: the event that it waits for.
+        is_ready: whether its event has happened, or the device will wait for it.
+        is_submitted: whether it has entered its `JobOrder`.
         turn: None unless it had to wait.
     """
 
     targets: Index
-    is_ready: bool
-    turn: Turn | None
+    after: Event
+    is_ready: bool = field(default=False, kw_only=True)
+    is_submitted: bool = field(default=False, kw_only=True)
+    turn: Turn | None = field(default=None, kw_only=True)
+
+    def watch(self, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` when the event happens after the job has entered its order."""
+
+        def happened() -> None:
+            self.is_ready = True
+            if self.is_submitted:  # otherwise `enter` finds the job ready
+                on_ready()
+
+        self.after.add_done_callback(happened)
 
 
 J = TypeVar("J", bound=OrderedJob)
@@ -65,21 +81,23 @@ class JobOrder(Generic[J]):
         Args:
             num_targets: slots or blocks that jobs may write to.
         """
-        # Per target the last waiting job that writes there; jobs that wait no more stay named.
-        # Nothing reads or writes it, and so it takes no memory, until a job has to wait.
+        # For each target the serial of the last job that had to wait and writes there, even if that
+        # job waits no more. The array takes no memory until a job has to wait, because nothing
+        # reads or writes it before.
         self._last = np.zeros(num_targets, dtype=np.int64)
         self._waiting: dict[int, tuple[J, Turn]] = {}
         self._num_serials = 0
 
     def enter(self, job: J) -> bool:
-        """Whether the job may run now; if not, `release` returns it when it may."""
+        """Return whether the job may run now. If not, `release` returns it when it may."""
+        job.is_submitted = True
         earlier = self._earlier(job) if self._waiting else []
         if job.is_ready and not earlier:
             return True
         self._num_serials += 1
         job.turn = Turn(self._num_serials, len(earlier))
-        for one in earlier:
-            one.followers.append(job.turn.serial)
+        for turn in earlier:
+            turn.followers.append(job.turn.serial)
         self._last[job.targets] = job.turn.serial
         self._waiting[job.turn.serial] = job, job.turn
         return False
@@ -93,10 +111,10 @@ class JobOrder(Generic[J]):
             serial = candidates.popleft()
             if serial not in self._waiting:
                 continue
-            one, turn = self._waiting[serial]
-            if one.is_ready and not turn.num_before:
+            candidate, turn = self._waiting[serial]
+            if candidate.is_ready and not turn.num_before:
                 del self._waiting[serial]
-                released.append(one)
+                released.append(candidate)
                 for follower in turn.followers:
                     self._waiting[follower][1].num_before -= 1
                     candidates.append(follower)
@@ -108,7 +126,10 @@ class JobOrder(Generic[J]):
         return [job for job, _ in waiting.values()]
 
     def _earlier(self, job: J) -> list[Turn]:
-        """The last waiting jobs that write where this one does; others wait before those."""
+        """Return the turns of the last waiting jobs that write where this job writes.
+
+        Still earlier jobs come before those, so this job need not wait for them itself.
+        """
         # Not numpy's unique: its first call imports numpy.ma, in the middle of a step.
         serials = sorted(set(self._last[job.targets].tolist()))
         return [self._waiting[serial][1] for serial in serials if serial in self._waiting]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstow.transfer.cuda.interface import Copies, CudaError, MappedMemory, Pack
+from kvstow.transfer.cuda.interface import Copies, CudaError, Kernel, MappedMemory, Pack
 from kvstow.transfer.cuda.kernels import CHUNK_DTYPE, checksum
 
 GARBAGE = 0xDB
@@ -206,13 +206,9 @@ class SimulatedGpu:
 
             self.queue(stream, *_halves(num_rows, move))
 
-    def gather(self, pack: Pack, stream: FakeStream) -> None:
-        self._enter("gather")
-        self.queue(stream, *self._kernel(pack, is_gather=True))
-
-    def scatter(self, pack: Pack, stream: FakeStream) -> None:
-        self._enter("scatter")
-        self.queue(stream, *self._kernel(pack, is_gather=False))
+    def launch(self, kernel: Kernel, pack: Pack, stream: FakeStream) -> None:
+        self._enter(kernel)
+        self.queue(stream, *self._kernel(pack, is_gather=kernel == "gather"))
 
     def register(self, address: int, num_bytes: int) -> None:
         self._enter("register")

@@ -380,15 +380,15 @@ def test_what_it_refuses() -> None:
             layout = BlockLayout(9, regions, device=device)
             CudaMover(layout, it.arena, link=it.link, **options)  # type: ignore[arg-type]
 
-        with pytest.raises(ConfigError, match="of memory that the CPU reaches; give it to HostM"):
+        with pytest.raises(ConfigError, match="the layout is of CPU memory; pass it to HostMover"):
             build(*regions, device=None)
-        with pytest.raises(ConfigError, match="is of CUDA device 1, the link of 0"):
+        with pytest.raises(ConfigError, match="is of CUDA device 1, but the link of CUDA device 0"):
             build(*regions, device=1, path="packed")
         with pytest.raises(
-            ConfigError, match=r"regions\[0\] has a base_address of .*multiple of 16"
+            ConfigError, match=r"regions\[0\] has a base_address of .*multiple of the 16"
         ):
             build(Region(regions[0].base_address + 8, 2048, 1024))
-        with pytest.raises(ConfigError, match="block_stride_bytes of 1000, no multiple of 16"):
+        with pytest.raises(ConfigError, match="block_stride_bytes of 1000, not a multiple of the 16"):
             build(Region(regions[0].base_address, 1000, 1000))
         with pytest.raises(ConfigError, match="choose 'auto', 'packed' or 'direct'"):
             build(*regions, path="fast")
@@ -405,7 +405,7 @@ def test_what_it_refuses() -> None:
             lane.close()
         with pytest.raises(ConfigError, match="device is -1"):
             BlockLayout(9, regions, device=-1)
-        with pytest.raises(ConfigError, match="on CUDA device 0, which no HostMover"):
+        with pytest.raises(ConfigError, match="on CUDA device 0, which the CPU cannot"):
             HostMover(it.mover.layout, it.arena)
 
 

@@ -26,9 +26,9 @@ def test_cupy_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("machine", "says"),
     [
-        (FakeCupy(driver=0), "there is no CUDA driver"),
+        (FakeCupy(driver=0), "this machine has no CUDA driver"),
         (FakeCupy(driver=12080), r"pip uninstall cupy-cuda13x, pip install 'kvstow\[cuda12\]'"),
-        (FakeCupy(num_devices=0), "no GPU can be reached .*nvidia-smi"),
+        (FakeCupy(num_devices=0), "cupy reaches no GPU .*nvidia-smi"),
     ],
 )
 def test_a_machine_that_cannot_says_why(
@@ -47,7 +47,7 @@ def test_a_newer_driver_runs_an_older_cupy(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("device", [1, -1])
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: int) -> None:
     FakeCupy().install(monkeypatch)
-    with pytest.raises(ConfigError, match=f"no CUDA device {device}: this process sees 1"):
+    with pytest.raises(ConfigError, match=f"device is {device}, but this process sees 1"):
         CudaRuntime(device)
 
 

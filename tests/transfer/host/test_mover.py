@@ -31,7 +31,7 @@ from kvstow.transfer import (
     TransferTimeout,
 )
 from kvstow.transfer.host import mover as host_mover
-from kvstow.transfer.mover import Index
+from kvstow.transfer.mover import Direction, Index
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -250,9 +250,11 @@ def test_arrays_may_be_reused_after_submitting(setup: Setup) -> None:
 
 def test_what_a_mover_keeps_is_its_own(setup: Setup) -> None:
     class Keeping(HostMover):
-        def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
+        def _submit(
+            self, direction: Direction, block_ids: Index, host_slots: Index, after: Event
+        ) -> Ticket:
             kept.extend((block_ids, host_slots))
-            return super()._submit_store(block_ids, host_slots, after)
+            return super()._submit(direction, block_ids, host_slots, after)
 
     kept: list[Index] = []
     ids, slots = np.array([3, 5]), np.array([1, 0])
@@ -470,7 +472,7 @@ def test_nothing_can_be_submitted_without_an_event(setup: Setup) -> None:
     with pytest.raises(TypeError):
         setup.mover.load([0], [1], READY)  # type: ignore[call-arg]
     for wrong in (None, threading.Event(), 0):
-        with pytest.raises(ConfigError, match="after must be an Event"):
+        with pytest.raises(ConfigError, match="expected an Event"):
             setup.mover.store([1], [0], after=wrong)  # type: ignore[arg-type]
     assert isinstance(READY, Event)
 
@@ -714,16 +716,16 @@ mover.load([0], [1], after=HostEvent())
             [[1], [2]],
             [1, 2],
             ConfigError,
-            r"block_ids must be 1-D integers, got \w+ of shape \(2, 1",
+            r"block_ids is \w+ of shape \(2, 1",
         ),
-        (1, [1], ConfigError, "block_ids must be 1-D"),
-        ([1.0], [1], ConfigError, "block_ids must be 1-D integers, got float64"),
-        (np.zeros(0), [], ConfigError, "block_ids must be 1-D integers, got float64"),
-        ([True], [1], ConfigError, "block_ids must be 1-D integers, got bool"),
-        (["1"], [1], ConfigError, "block_ids must be 1-D integers, got <U1"),
-        ([1, [2, 3]], [1, 2], ConfigError, "block_ids must be 1-D integers"),
-        ([2**70], [1], ConfigError, "block_ids must be 1-D integers, got object"),
-        ([1], None, ConfigError, "host_slots must be 1-D integers"),
+        (1, [1], ConfigError, "block_ids is int64 of .* expected 1-D integers"),
+        ([1.0], [1], ConfigError, "block_ids is float64 of .* expected 1-D integers"),
+        (np.zeros(0), [], ConfigError, "block_ids is float64 of .* expected 1-D integers"),
+        ([True], [1], ConfigError, "block_ids is bool of .* expected 1-D integers"),
+        (["1"], [1], ConfigError, "block_ids is <U1 of .* expected 1-D integers"),
+        ([1, [2, 3]], [1, 2], ConfigError, r"block_ids is \[1, \[2, 3\]\], expected 1-D integers"),
+        ([2**70], [1], ConfigError, "block_ids is object of .* expected 1-D integers"),
+        ([1], None, ConfigError, "host_slots is object of .* expected 1-D integers"),
     ],
 )
 def test_bad_pairs_are_refused_and_change_nothing(

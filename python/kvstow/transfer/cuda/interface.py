@@ -1,14 +1,15 @@
-"""What the CUDA mover asks of a device: memory, streams, events, copies and two kernels.
+"""What the CUDA mover needs of a device: memory, streams, events, copies and two kernels.
 
-It is all that the mover sees of one, so that a test can put in its place one that carries out the
-queued work in any order that CUDA allows. `kvstow.transfer.cuda.runtime` has the real one.
+The mover uses a device through this interface only. So a test can put a simulated GPU in its place,
+which carries out the queued work in any order that CUDA allows. `kvstow.transfer.cuda.runtime` has
+the real device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,37 +20,40 @@ __all__ = [
     "Copies",
     "CudaError",
     "DeviceEvent",
+    "Kernel",
     "MappedMemory",
     "Pack",
     "Runtime",
     "Stream",
 ]
 
-# Opaque to all but the runtime that made them.
+# Only the runtime that made one looks into it.
 Stream: TypeAlias = Any
 DeviceEvent: TypeAlias = Any
+Kernel: TypeAlias = Literal["gather", "scatter"]
 
 
 class CudaError(TransferError):
     """CUDA refused a call, or a copy failed.
 
     Attributes:
-        is_fatal: the process has lost the device: every later call fails, it must be restarted.
+        is_fatal: whether the process has lost the device. Then every later call fails, and the
+            process must restart.
     """
 
     def __init__(self, message: str, *, is_fatal: bool) -> None:
-        """Say what happened, and whether anything can work after it."""
+        """Take the message, and whether the device is lost."""
         super().__init__(message)
         self.is_fatal = is_fatal
 
 
 @dataclass(frozen=True, slots=True)
 class MappedMemory:
-    """Pinned host memory that the device reads where it lies.
+    """Pinned host memory that kernels read without a copy.
 
     Attributes:
         host: shape [num_bytes], uint8.
-        device_address: where kernels find it.
+        device_address: its address for kernels.
     """
 
     host: npt.NDArray[np.uint8]
@@ -58,16 +62,16 @@ class MappedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The arguments of one gather or scatter; the kernels' source says what they mean.
+    """The arguments of one gather or scatter; see `pack.cu`.
 
     Attributes:
         chunks: device address of a table of `CHUNK_DTYPE`.
-        num_chunks: entries of it.
+        num_chunks: entries of the table.
         block_ids: device address of `num_blocks` int32.
         num_blocks: blocks to move.
         staging: device address of the first block's place.
-        staging_stride_bytes: from a block's place to the next.
-        checksums: device address of `num_blocks` uint64 that are added to; 0 for none.
+        staging_stride_bytes: bytes from one block's place to the next.
+        checksums: device address of `num_blocks` uint64, to which the kernel adds; 0 for none.
     """
 
     chunks: int
@@ -84,11 +88,11 @@ class Copies:
     """Copies between device and host, each of equal rows.
 
     Attributes:
-        runs: (to, origin, num_rows), addresses of the first rows.
-        to_pitch_bytes: from row to row, where they go.
-        origin_pitch_bytes: from row to row, where they are.
-        row_bytes: of a row.
-        to_host: whether they go to the host.
+        runs: (to, origin, num_rows), with the addresses of the first rows.
+        to_pitch_bytes: bytes from row to row at the destination.
+        origin_pitch_bytes: bytes from row to row at the source.
+        row_bytes: bytes of a row.
+        to_host: whether the destination is the host.
     """
 
     runs: Sequence[tuple[int, int, int]]
@@ -102,10 +106,10 @@ class Runtime(Protocol):
     """One device; every call may raise `CudaError`.
 
     Attributes:
-        device: its number.
-        identity: which device this is, and with which driver.
-        pci_bus_id: where it is plugged in, as /sys/bus/pci/devices names it.
-        lost: what the context was lost to; None while it works.
+        device: number of the device.
+        identity: name of this very device with this driver.
+        pci_bus_id: its name in /sys/bus/pci/devices.
+        lost: the error that lost the context; None while it works.
     """
 
     device: int
@@ -114,52 +118,49 @@ class Runtime(Protocol):
     lost: CudaError | None
 
     def stream(self) -> Stream:
-        """A new stream, which does not wait for the legacy one."""
+        """Return a new stream, which does not wait for the legacy stream."""
 
     def event(self) -> DeviceEvent:
-        """A new event, which counts as reached until it is recorded."""
+        """Return a new event, which counts as reached until it is recorded."""
 
     def record(self, event: DeviceEvent, stream: Stream) -> None:
-        """Let the event stand for all that is queued on the stream by now."""
+        """Let the event stand for all work that is on the stream now."""
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        """Let what is queued on the stream from now on wait for what the event stands for now."""
+        """Let later work on the stream wait for what the event stands for now."""
 
     def is_done(self, event: DeviceEvent) -> bool:
-        """Whether what the event stands for has happened."""
+        """Return whether the work that the event stands for is done."""
 
     def synchronize(self, event: DeviceEvent) -> None:
-        """Block until it has."""
+        """Block until the work that the event stands for is done."""
 
     def allocate(self, num_bytes: int) -> int:
-        """Device memory."""
+        """Allocate device memory, and return its address."""
 
     def free(self, address: int) -> None:
-        """Give device memory back; of a device that is lost it is gone already."""
+        """Free device memory. Does nothing after the loss of the device, which freed it."""
 
     def allocate_mapped(self, num_bytes: int) -> MappedMemory:
-        """Pinned host memory that kernels can read."""
+        """Allocate pinned host memory that kernels can read."""
 
     def free_mapped(self, memory: MappedMemory) -> None:
-        """Give it back; see `free`."""
+        """Free mapped memory; see `free`."""
 
     def upload(self, address: int, data: bytes) -> None:
-        """Write device memory, and return when that is done."""
+        """Write device memory, and return when it is written."""
 
     def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
-        """Queue the zeroing of device memory."""
+        """Queue work that zeroes device memory."""
 
     def copy(self, copies: Copies, stream: Stream) -> None:
-        """Queue copies, in their order; what lies between the rows of one is not touched."""
+        """Queue copies in their order. They do not touch what lies between rows."""
 
-    def gather(self, pack: Pack, stream: Stream) -> None:
-        """Queue the kernel that copies blocks to staging."""
-
-    def scatter(self, pack: Pack, stream: Stream) -> None:
-        """Queue the kernel that copies staging to blocks."""
+    def launch(self, kernel: Kernel, pack: Pack, stream: Stream) -> None:
+        """Queue a kernel: "gather" copies blocks to staging, "scatter" copies staging to blocks."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin host memory."""
 
     def unregister(self, address: int) -> None:
-        """Unpin it; see `free`."""
+        """Unpin host memory; see `free`."""

@@ -1,7 +1,7 @@
-"""One direction between a device and the host: its streams, staging, and the order of its jobs.
+"""One direction between a device and the host: its streams, its staging memory and its jobs.
 
-A lane, one for stores and one for loads, has two streams, so that the kernel of one batch runs
-while the copy engine still carries another, and a ring of staging places between them:
+A lane carries out either stores or loads. It has two streams, so that the kernel of one batch runs
+while the copy engine still carries another. Between them is a ring of staging places:
 
 ```
 store   pack    wait(after)    wait(drained) gather filled!    wait(drained) gather filled! ...
@@ -11,9 +11,9 @@ load    link                   wait(drained) copy filled!      wait(drained) cop
         pack    wait(after)    wait(filled) scatter drained!   wait(filled) scatter drained! ...
 ```
 
-`after` is the compute that fills the blocks, or may still read them; with staging only the kernel
-waits for it. Without staging (the direct path) the copy does. `filled` and `drained` belong to a
-place: they keep a batch from being read before it is there, and overwritten before it was read.
+`after` is the compute that fills the blocks, or may still read them. With staging only the kernel
+waits for it; without staging (the direct path) the copy does. Each place has the events `filled`
+and `drained`. So a batch is read only once it is there, and overwritten only once it was read.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvstow._core import TransferError
 from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime, Stream
 from kvstow.transfer.cuda.ring import IdRing
 from kvstow.transfer.cuda.runtime import CudaEvent
-from kvstow.transfer.fork import FORKED, close_in_children
+from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
 from kvstow.transfer.mover import Event, Index
-from kvstow.transfer.order import JobOrder, Turn
-from kvstow.transfer.ticket import Ticket, checked_timeout_s, late
+from kvstow.transfer.order import JobOrder, OrderedJob
+from kvstow.transfer.ticket import NOT_BEGUN, Ticket, checked_timeout_s, failure, late
 
 __all__ = ["CudaJob", "CudaTicket", "Lane", "Place"]
 
@@ -43,9 +43,9 @@ class Place:
     """A part of the staging memory that holds one batch at a time.
 
     Attributes:
-        address: on the device.
-        filled: the event of the batch in it being there.
-        drained: the event of it having been taken out.
+        address: where it begins on the device.
+        filled: event after which the batch is in it.
+        drained: event after which the batch was taken out.
     """
 
     address: int
@@ -54,50 +54,40 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class CudaJob:
+class CudaJob(OrderedJob):
     """A transfer in a lane.
 
     Attributes:
-        targets: the slots or blocks that it writes to.
         owner: the mover that it came through.
-        after: what it waits for.
         block_ids: shape [n], int64, in the order in which they are moved.
         host_slots: shape [n], int64, one for each.
-        order: of the owner's jobs of this direction.
-        ring: where its ids go for the kernels to read.
+        order: the order of the owner's jobs of this direction.
+        ring: holds its ids for the kernels to read.
         enqueue: puts its work on the lane's streams.
-        landed: told when all has arrived; returns what is wrong with it.
-        is_staged: whether its source is read before the link's copies end.
+        check: called when all bytes have arrived; returns what is wrong with them.
+        is_staged: whether its source is read before the copies of the link end.
         ticket: reports its end.
-        is_ready: whether its event has happened, or the device will wait for it.
-        is_submitted: whether the lane has it.
-        turn: of a job that has to wait, what for.
         first: where its ids begin in the ring.
-        done: of the two streams: reached, they have carried out all of it.
-        error: what it has failed with before it landed.
+        done: an event of each stream; the device has carried out the job when both are reached.
+        error: why it failed before its bytes arrived.
     """
 
-    targets: Index
     owner: object
-    after: Event
     block_ids: Index
     host_slots: Index
     order: JobOrder[CudaJob]
     ring: IdRing
     enqueue: Callable[[CudaJob, Lane], None]
-    landed: Callable[[CudaJob], TransferError | None]
+    check: Callable[[CudaJob], TransferError | None] | None
     is_staged: bool
     ticket: CudaTicket
-    is_ready: bool = False
-    is_submitted: bool = False
-    turn: Turn | None = None
     first: int = 0
     done: list[DeviceEvent] = field(default_factory=list)
     error: TransferError | None = None
 
 
 class CudaTicket(Ticket):
-    """A ticket that ends when events of the device have been reached."""
+    """A ticket that ends when the device has reached the events of its job."""
 
     def __init__(self, lane: Lane) -> None:
         """Begin under way."""
@@ -107,18 +97,21 @@ class CudaTicket(Ticket):
         self.is_released = False
 
     def poll(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """Return whether the transfer has ended, well or not."""
         if not self._has_ended:
             self._lane.advance()
         return self._has_ended
 
     def source_released(self) -> bool:
-        """Whether the source is read no more: of a store, once its blocks are gathered."""
+        """Return whether the transfer reads its source no more; see `Ticket.source_released`.
+
+        A store reads its blocks no more once the kernel has gathered them.
+        """
         return self.poll() or self.is_released
 
     @property
     def error(self) -> TransferError | None:
-        """Why it failed; None while under way and after success."""
+        """Why the transfer failed; None while it is under way and after success."""
         return self._error if self._has_ended else None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -141,7 +134,7 @@ class CudaTicket(Ticket):
 
 
 class Lane:
-    """One direction: jobs that may run are launched in the order in which they became so.
+    """One direction of a link. It launches jobs in the order in which they became runnable.
 
     Attributes:
         runtime: the device.
@@ -156,12 +149,12 @@ class Lane:
         self.link = runtime.stream()
         events = [(runtime.event(), runtime.event()) for _ in range(num_places)]
         self._spare_events: list[DeviceEvent] = []
-        # Reentrant: an event that has happened already calls back from within `submit`.
+        # Reentrant, because an event that has happened already calls back from within `submit`.
         self._lock = threading.RLock()
-        self._waiting: dict[CudaJob, None] = {}  # for their events, or for others that wait
+        self._waiting: dict[CudaJob, None] = {}  # for their event, or for another waiting job
         self._runnable: deque[CudaJob] = deque()
         self._in_flight: deque[CudaJob] = deque()
-        # Last, so that nothing is left behind by what fails.
+        # Last, so that a failure leaves no memory allocated.
         self._staging = runtime.allocate(staging_bytes * num_places)
         self._places = deque(
             Place(self._staging + i * staging_bytes, filled, drained)
@@ -170,21 +163,20 @@ class Lane:
         close_in_children(self)
 
     def submit(self, job: CudaJob) -> None:
-        """Queue a job; it is launched as soon as its event and those before it allow."""
+        """Queue a job. The lane launches it as soon as its event and earlier jobs allow."""
 
-        def happened() -> None:
-            job.is_ready = True
-            if job.is_submitted:  # else whoever submits it sees it ready
-                with self._lock:
-                    self._release(job)
-                    self.advance()
+        def ready() -> None:
+            with self._lock:
+                for released in job.order.release(job):
+                    del self._waiting[released]
+                    self._runnable.append(released)
+                self.advance()
 
         if isinstance(job.after, CudaEvent):
             job.is_ready = True  # the device will wait for it
         else:
-            job.after.add_done_callback(happened)
+            job.watch(ready)
         with self._lock:
-            job.is_submitted = True
             if job.order.enter(job):
                 self._runnable.append(job)
             else:
@@ -198,13 +190,13 @@ class Lane:
                 if self.runtime.lost is not None:
                     raise self.runtime.lost
                 self._retire()
-                while self._runnable and self._take_room(self._runnable[0]):
+                while self._runnable and self._reserve(self._runnable[0]):
                     self._launch(self._runnable.popleft())
             except CudaError as error:
                 self._lose(error)
 
     def finish(self, owner: object) -> None:
-        """Carry out what may begin of a mover's jobs and fail the others; wait for all of them."""
+        """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
         with self._lock:
             self.advance()
             while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
@@ -217,53 +209,42 @@ class Lane:
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
                 del self._waiting[job]
-                job.ticket.end(
-                    TransferError(
-                        "the mover was closed before the transfer began; nothing was copied"
-                    )
-                )
+                job.ticket.end(TransferError(NOT_BEGUN))
             self.advance()
 
     def close_in_child(self) -> None:
-        """End every job in a forked child: for it the device is lost, and the parent's alone."""
+        """Fail every job in a forked child, which cannot use the device of its parent."""
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
-        lost = CudaError(f"the transfer {FORKED}; this one sees no end of it", is_fatal=True)
-        self._lose(lost)
+        self._lose(CudaError(FORKED_TRANSFER, is_fatal=True))
 
     def close(self) -> None:
-        """Give the staging memory back, once nothing is in flight."""
+        """Free the staging memory. No job may be in flight."""
         self.runtime.free(self._staging)
 
     # -- what movers put on the streams ---------------------------------------------------------
 
     def wait_for(self, after: Event, stream: Stream) -> None:
-        """Let a stream wait for what a job waits for; the host has waited for any other event."""
+        """Let a stream wait for a job's event, unless the host has waited for it."""
         if isinstance(after, CudaEvent):
             self.runtime.wait(stream, after.handle)
 
     def next_place(self) -> Place:
-        """The place whose turn it is."""
+        """Return the place whose turn it is."""
         self._places.rotate(-1)
         return self._places[-1]
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _release(self, job: CudaJob) -> None:
-        """The event of a job has happened: it may run, and those that have waited for it."""
-        for one in job.order.release(job):
-            del self._waiting[one]
-            self._runnable.append(one)
-
-    def _take_room(self, job: CudaJob) -> bool:
-        """Take events, and room in the ring; False while there is none of either."""
+    def _reserve(self, job: CudaJob) -> bool:
+        """Reserve two events and room in the ring; return False while either is missing."""
         try:
             while len(self._spare_events) < len((self.pack, self.link)):
                 self._spare_events.append(self.runtime.event())
         except CudaError as error:
             if error.is_fatal or not self._in_flight:
                 raise
-            return False  # those that are in flight give theirs back
-        first = job.ring.take(job.block_ids)
+            return False  # jobs in flight give theirs back
+        first = job.ring.reserve(job.block_ids)
         if first is None:
             return False
         job.first = first
@@ -274,20 +255,21 @@ class Lane:
         self._in_flight.append(job)
         interrupt: BaseException | None = None
         try:
-            _raise_failure(job.after)
+            if not isinstance(job.after, CudaEvent):
+                job.after.wait()  # has happened, and raises if it failed
             job.enqueue(job, self)
         except BaseException as error:
             if isinstance(error, CudaError) and error.is_fatal:
                 raise
-            # Whatever it was, the job has not been carried out, and must not seem to be.
-            job.error = _failure(error)
+            # Whatever was raised, the job was not carried out, and must not seem to be.
+            job.error = failure(error)
             interrupt = None if isinstance(error, Exception) else error
-        # After a refusal too: it ends when what was queued of it has been carried out.
+        # After a refusal too: the job ends when the device has carried out what was queued of it.
         for event, stream in zip(job.done, (self.pack, self.link), strict=True):
             try:
                 self.runtime.record(event, stream)
             except BaseException as error:
-                # Once more: one that is not recorded counts as reached, and so would the job.
+                # Try again: an event that is not recorded counts as reached, and so would the job.
                 interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, stream)
         if interrupt is not None:
@@ -306,10 +288,10 @@ class Lane:
                 break
             self._in_flight.popleft()
             try:
-                error = job.error or job.landed(job)
+                error = job.error or (None if job.check is None else job.check(job))
             except Exception as raised:
-                error = _failure(raised)
-            job.ring.give_back()
+                error = failure(raised)
+            job.ring.free_oldest()
             self._spare_events += job.done
             job.ticket.end(error)
 
@@ -319,11 +301,11 @@ class Lane:
         except CudaError as error:
             if error.is_fatal:
                 raise
-            # Nobody knows, so it is asked again: what is in flight may still write to its blocks.
+            # Unknown, so ask again later: the job may still write to its blocks.
             return False
 
     def _lose(self, error: CudaError) -> None:
-        """The device is gone: so is every job, and no slot that they would fill is ever shown."""
+        """Fail every job after the loss of the device."""
         if self.runtime.lost is None:
             self.runtime.lost = error
         jobs = [*self._in_flight, *self._runnable, *self._waiting]
@@ -333,24 +315,3 @@ class Lane:
         for job in jobs:
             job.order.abandon()
             job.ticket.end(error)
-
-
-def _raise_failure(after: Event) -> None:
-    """Of an event that has happened; the device waits for its own."""
-    if isinstance(after, CudaEvent):
-        return
-    try:
-        after.wait()
-    except TransferError:
-        raise
-    except Exception as error:
-        raise TransferError(f"the event a transfer waited for failed: {error!r}") from error
-
-
-def _failure(error: BaseException) -> TransferError:
-    """What a transfer has failed with."""
-    if isinstance(error, TransferError):
-        return error
-    failure = TransferError(f"the transfer failed ({error!r}); the destination is undefined")
-    failure.__cause__ = error
-    return failure

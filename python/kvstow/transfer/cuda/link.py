@@ -7,17 +7,18 @@ import threading
 from contextlib import ExitStack
 
 from kvstow._core import ConfigError, StateError
+from kvstow.arguments import checked_int
 from kvstow.transfer.cuda.interface import Runtime
 from kvstow.transfer.cuda.lane import Lane
 from kvstow.transfer.cuda.runtime import cuda_runtime
-from kvstow.transfer.layout import MAX_ADDRESS, checked_int
+from kvstow.transfer.layout import MAX_ADDRESS
 
 __all__ = ["CudaLink", "cuda_link"]
 
-# Large enough that a launch costs nothing beside a copy of it (0.6 ms), small enough that the
-# engine's own small copies, which take turns with ours in the copy engine, hardly wait.
+# A copy of this size takes 0.6 ms, so a launch costs little beside it. The engine's own small
+# copies take turns with ours in the copy engine, and hardly wait for one of this size.
 STAGING_BYTES = 32 << 20
-# One is gathered, one is copied, one makes up for a kernel that comes late.
+# One for the batch that is gathered, one for the batch that is copied, one for a late kernel.
 NUM_PLACES = 3
 _MAX_PLACES = 64
 
@@ -25,7 +26,8 @@ _MAX_PLACES = 64
 class CudaLink:
     """What the movers of one device share: two lanes, and their staging memory on the device.
 
-    Movers of several groups need no more of it than one does. It is closed with the last of them.
+    Movers of several groups need no more staging memory than one mover does. The link is closed
+    with its last mover.
     """
 
     def __init__(
@@ -38,14 +40,14 @@ class CudaLink:
         """Allocate the staging memory: `2 * num_places * staging_bytes` on the device.
 
         Args:
-            runtime: the device, as `cuda_runtime` gives it.
-            staging_bytes: of a place, which one batch goes through: also the longest copy. At
-                least one block must fit.
-            num_places: that take turns, in each direction.
+            runtime: the device, for example `cuda_runtime(0)`.
+            staging_bytes: bytes of a place, and so of the largest batch and copy. At least one
+                block must fit.
+            num_places: places of each direction, which take turns.
 
         Raises:
-            ConfigError: a number outside its bounds.
-            CudaError: the device has no memory for it.
+            ConfigError: a number is outside its bounds.
+            CudaError: the device has too little memory.
         """
         checked_int("staging_bytes", staging_bytes, 1, MAX_ADDRESS, "pass 8 to 64 MiB")
         checked_int("num_places", num_places, 1, _MAX_PLACES, "pass 3, or more under heavy load")
@@ -60,17 +62,17 @@ class CudaLink:
         self._was_used = False
 
     def attach(self, block_bytes: int) -> ExitStack:
-        """Let a mover use the lanes until it closes what is returned; the last closes the link.
+        """Return a stack whose `close` detaches the mover; the last mover closes the link.
 
         Raises:
-            ConfigError: its blocks are larger than a place.
+            ConfigError: a block is larger than a place.
             StateError: the link is closed.
         """
         if self.closed:
             raise StateError("this CudaLink was closed with its last mover; build a new one")
         if block_bytes > self.staging_bytes:
             raise ConfigError(
-                f"a block takes {block_bytes} bytes and a place for staging {self.staging_bytes}; "
+                f"a block has {block_bytes} bytes, but a staging place {self.staging_bytes}; "
                 f"build CudaLink(runtime, staging_bytes={block_bytes}) or more"
             )
         self._num_movers += 1
@@ -81,11 +83,11 @@ class CudaLink:
 
     @property
     def closed(self) -> bool:
-        """Whether its last mover was closed."""
+        """Whether the last mover of this link was closed."""
         return self._was_used and not self._num_movers
 
     def finish(self, mover: object) -> None:
-        """Carry out what may begin of a mover's jobs, fail the others, and wait for all of them."""
+        """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
         try:
             self.stores.finish(mover)
         finally:
@@ -102,14 +104,14 @@ class CudaLink:
 
 _links: dict[int, CudaLink] = {}
 _links_lock = threading.Lock()
-# Those of the parent process: a child cannot go on with its context.
+# A forked child cannot use the CUDA context of its parent.
 os.register_at_fork(after_in_child=_links.clear)
 
 
 def cuda_link(device: int, block_bytes: int = 0) -> CudaLink:
-    """The link that movers of this device share unless they are given one.
+    """Return the link that movers of this device share by default.
 
-    The first of them says how large a block its staging must have room for.
+    The first call builds it, with staging places of at least `block_bytes`.
     """
     with _links_lock:
         if device not in _links or _links[device].closed:

@@ -22,10 +22,11 @@ import numpy as np
 from kvstow.transfer.cuda.interface import Copies, Pack, Runtime, Stream
 from kvstow.transfer.cuda.kernels import chunk_table
 from kvstow.transfer.layout import Region
+from kvstow.transfer.mover import Direction
 
-__all__ = ["Direction", "LinkSpeed", "Path", "link_speed", "measure"]
+__all__ = ["LinkSpeed", "Path", "link_speed", "measure"]
 
-Direction: TypeAlias = Literal["store", "load"]
+
 Path: TypeAlias = Literal["packed", "direct"]
 
 _FORMAT = 1
@@ -118,7 +119,7 @@ def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) ->
         host.host.view(np.int32)[:num_blocks] = np.arange(num_blocks)
         ids = host.device_address
         pack = Pack(chunks, len(table), ids, num_blocks, staging, _FRAGMENT_BYTES, 0)
-        gather_s = seconds(lambda stream: runtime.gather(pack, stream))
+        gather_s = seconds(lambda stream: runtime.launch("gather", pack, stream))
         return LinkSpeed(
             store_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_store, s)),
             load_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_load, s)),

@@ -1,9 +1,9 @@
-"""The mover for a CUDA device: gathered by a kernel and sent in long copies, or copied directly.
+"""The mover for a CUDA device: it packs small fragments with a kernel, and copies large ones as is.
 
-An engine's cache is layer-major, so a block lies in many small fragments, and a copy call for each
-would take longer than its bytes. On the packed path a kernel gathers the blocks of a batch side by
-side in staging memory, as they lie in host slots, and one copy carries each run of consecutive
-slots; loads go the other way. Where fragments are large the direct path copies them as they are.
+An engine's cache is layer-major, so a block lies in many small fragments. A copy call for each
+fragment would take longer than its bytes. On the packed path a kernel gathers the blocks of a batch
+into staging memory, in the order of their host slots. Then one copy carries each run of consecutive
+slots. Loads go the other way. If the fragments are large, the direct path copies each as it is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvstow.transfer.cuda.interface import Copies, Pack, Stream
 from kvstow.transfer.cuda.kernels import chunk_table
 from kvstow.transfer.cuda.lane import CudaJob, CudaTicket, Lane, Place
 from kvstow.transfer.cuda.link import CudaLink, cuda_link
-from kvstow.transfer.cuda.link_speed import Direction, Path, link_speed
+from kvstow.transfer.cuda.link_speed import Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots
 from kvstow.transfer.cuda.ring import SUM_BYTES, IdRing
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.mover import Event, Index, Mover
+from kvstow.transfer.mover import Direction, Event, Index, Mover
 from kvstow.transfer.order import JobOrder
-from kvstow.transfer.ticket import DamagedSlots, Ticket
+from kvstow.transfer.ticket import Ticket, find_damage
 
 __all__ = ["CudaMover"]
 
@@ -36,21 +36,21 @@ __all__ = ["CudaMover"]
 _Run: TypeAlias = tuple[int, int, int]
 
 _NO_SUMS: Final = np.zeros(0, dtype=np.uint64)
-# What the kernels move at once; other memory they could only move byte by byte.
+# Bytes that the kernels move at once. They move unaligned memory byte by byte.
 _ACCESS_BYTES = 16
-# Up to this share of a slot, copying its padding along is cheaper than leaving it out.
+# Up to this share of a slot, to copy the padding too is cheaper than to leave it out.
 _MAX_PADDING = 1 / 16
 
 
 class CudaMover(Mover):
     """Moves blocks between a CUDA device and host memory, ordered by events of the device.
 
-    `after` is best a `CudaEvent`: the device then waits for it, and submitting never does. With any
-    other event the job is launched once that has happened. Nothing polls by itself: jobs move on
-    when their tickets are polled or waited for, or another is submitted.
+    Pass a `CudaEvent` as `after` if you can: the device then waits for it, and the mover launches
+    the job at once. It launches a job with another event after that has happened. No thread polls:
+    jobs advance when the caller polls or waits for a ticket, or submits another job.
 
     Attributes:
-        paths: which way stores and loads go.
+        paths: the path of stores and of loads.
     """
 
     def __init__(
@@ -65,30 +65,31 @@ class CudaMover(Mover):
         """Upload the layout; see `Mover` for the errors.
 
         Args:
-            layout: of memory on a CUDA device.
-            arena: pinned, or copies are slow and hold up the caller: `pinned_arena` gives one.
-            link: by default the one that all movers of the device share.
-            path: "auto" goes by what was measured of the device, see `LinkSpeed`.
-            verify: sum up each block when it is stored and when it is loaded, on the device: a load
-                of anything else than what was stored fails with `ChecksumMismatch`. Packed only.
+            layout: memory on a CUDA device.
+            arena: host memory. Use `pinned_arena`: copies to other memory are slow and block the
+                caller.
+            link: the link of this device; by default the one that all its movers share.
+            path: "auto" chooses by the measured speed of the link, see `LinkSpeed`.
+            verify: let the kernels sum up each block at its store and at its load. A load of other
+                bytes than were stored fails with `ChecksumMismatch`. Needs the packed path.
 
         Raises:
-            ConfigError: cupy or the device is missing, the layout is not on a device or on another
-                than the link, is not aligned to 16 bytes, or has blocks larger than the staging
-                memory; or `verify` with the direct path.
+            ConfigError: cupy or the device is missing; the layout is not on a CUDA device, or not
+                on that of the link; a block is not aligned to 16 bytes, or larger than a staging
+                place; or `verify` with the direct path.
             CudaError: the device has no memory left.
         """
         super().__init__(layout, arena)
         if layout.device is None:
             raise ConfigError(
-                "the layout is of memory that the CPU reaches; give it to HostMover, or build it "
-                "from tensors on a CUDA device (BlockLayout.from_tensors)"
+                "the layout is of CPU memory; pass it to HostMover, or build it from tensors on a "
+                "CUDA device (BlockLayout.from_tensors)"
             )
         if path not in ("auto", "packed", "direct"):
             raise ConfigError(f"path is {path!r}; choose 'auto', 'packed' or 'direct'")
         if verify and path == "direct":
             raise ConfigError(
-                "verify is for the packed path, whose kernels sum up what they move; leave out "
+                "verify needs the packed path, whose kernels sum up what they move; leave out "
                 "path='direct'"
             )
         _check_alignment(layout)
@@ -96,7 +97,7 @@ class CudaMover(Mover):
             link = cuda_link(layout.device, arena.slot_stride_bytes)
         if link.runtime.device != layout.device:
             raise ConfigError(
-                f"the layout is of CUDA device {layout.device}, the link of "
+                f"the layout is of CUDA device {layout.device}, but the link of CUDA device "
                 f"{link.runtime.device}; build a link for each device"
             )
         self._link, self._runtime, self._verify = link, link.runtime, verify
@@ -113,14 +114,14 @@ class CudaMover(Mover):
             self._built = built.pop_all()
 
     def _build(self, built: ExitStack) -> None:
-        """Allocate what the kernels read, to be given back once nothing is in flight."""
+        """Allocate what the kernels read; `close` frees it once no job is in flight."""
         runtime, table = self._runtime, chunk_table(self._regions, self._offsets)
         built.enter_context(self._link.attach(self._staging_stride))
         self._num_chunks = len(table)
         self._chunks = runtime.allocate(table.nbytes)
         built.callback(runtime.free, self._chunks)
         runtime.upload(self._chunks, table.tobytes())
-        # A job names each of its destinations once, so none is larger.
+        # No job is larger than its destination's pool, because it names each destination once.
         self._store_ring = IdRing(runtime, self._arena.num_slots, checksums=self._verify)
         built.callback(self._store_ring.close)
         self._load_ring = IdRing(runtime, self._layout.num_blocks, checksums=self._verify)
@@ -129,9 +130,9 @@ class CudaMover(Mover):
         self._load_order: JobOrder[CudaJob] = JobOrder(self._layout.num_blocks)
 
     def close(self) -> None:
-        """End every job and give the device's memory back; see `Mover.close`."""
+        """End every job and free the device's memory; see `Mover.close`."""
         self._is_open = False
-        # Nothing is given back before no job is in flight, should this be interrupted.
+        # First, so that an interrupt leaves the memory allocated while jobs are in flight.
         self._link.finish(self)
         self._built.close()
 
@@ -143,14 +144,6 @@ class CudaMover(Mover):
 
     # -- jobs -----------------------------------------------------------------------------------
 
-    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
-        if self._verify:
-            self._is_summed[host_slots] = 0  # not what they were, from now on
-        return self._submit("store", block_ids, host_slots, after)
-
-    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
-        return self._submit("load", block_ids, host_slots, after)
-
     def _submit(
         self, direction: Direction, block_ids: Index, host_slots: Index, after: Event
     ) -> Ticket:
@@ -161,21 +154,23 @@ class CudaMover(Mover):
         if len(block_ids) == 0:
             ticket.end(None)
             return ticket
-        order = np.argsort(host_slots, kind="stable")  # so that runs of slots are long
-        packed, landed = (
+        order = np.argsort(host_slots, kind="stable")  # by slot, so that runs of slots are long
+        ids, slots = block_ids[order], host_slots[order]
+        packed, check = (
             (self._gather, self._keep_sums) if is_store else (self._scatter, self._compare_sums)
         )
-        ids, slots = block_ids[order], host_slots[order]
+        if self._verify and is_store:
+            self._is_summed[slots] = 0  # from now on the slots hold something else
         job = CudaJob(
             targets=slots if is_store else ids,
-            owner=self,
             after=after,
+            owner=self,
             block_ids=ids,
             host_slots=slots,
             order=self._store_order if is_store else self._load_order,
             ring=self._store_ring if is_store else self._load_ring,
             enqueue=packed if is_packed else self._copy_directly,
-            landed=landed if self._verify else _nothing,
+            check=check if self._verify else None,
             is_staged=is_store and is_packed,
             ticket=ticket,
         )
@@ -185,14 +180,14 @@ class CudaMover(Mover):
     # -- the packed path --------------------------------------------------------------------------
 
     def _gather(self, job: CudaJob, lane: Lane) -> None:
-        """Blocks to staging, staging to slots."""
+        """Queue the way from blocks to staging, and from staging to slots."""
         runtime = self._runtime
         lane.wait_for(job.after, lane.pack)
         self._zero_sums(job, lane)
         for begin, end, runs in self._batches(job.host_slots):
             place = lane.next_place()
             runtime.wait(lane.pack, place.drained)
-            runtime.gather(self._pack(job, begin, end, place), lane.pack)
+            runtime.launch("gather", self._pack(job, begin, end, place), lane.pack)
             runtime.record(place.filled, lane.pack)
             runtime.wait(lane.link, place.filled)
             runtime.copy(self._copies(runs, place, to_host=True), lane.link)
@@ -200,7 +195,10 @@ class CudaMover(Mover):
         self._fetch_sums(job, lane.link)
 
     def _scatter(self, job: CudaJob, lane: Lane) -> None:
-        """Slots to staging, which waits for no compute, and staging to blocks, which does."""
+        """Queue the way from slots to staging, and from staging to blocks.
+
+        Only the second part waits for the compute.
+        """
         runtime = self._runtime
         lane.wait_for(job.after, lane.pack)
         self._zero_sums(job, lane)
@@ -210,12 +208,12 @@ class CudaMover(Mover):
             runtime.copy(self._copies(runs, place, to_host=False), lane.link)
             runtime.record(place.filled, lane.link)
             runtime.wait(lane.pack, place.filled)
-            runtime.scatter(self._pack(job, begin, end, place), lane.pack)
+            runtime.launch("scatter", self._pack(job, begin, end, place), lane.pack)
             runtime.record(place.drained, lane.pack)
         self._fetch_sums(job, lane.pack)
 
     def _batches(self, slots: Index) -> Iterator[tuple[int, int, list[_Run]]]:
-        """Parts of a job that fill a staging place, each with its runs of consecutive slots."""
+        """Yield (begin, end, runs) of each batch, the part of a job that fills a staging place."""
         num, size = len(slots), self._batch_blocks
         begins = np.arange(0, num, size)
         is_first = self._begins_run(slots)
@@ -234,7 +232,7 @@ class CudaMover(Mover):
             yield begin, min(begin + size, num), runs[cuts[batch] : cuts[batch + 1]]
 
     def _begins_run(self, slots: Index) -> npt.NDArray[np.bool_]:
-        """Which of these slots do not follow the one before, in memory that was pinned with it."""
+        """Return which slots begin a run: they do not follow the slot before in a pinned chunk."""
         begins = np.ones(len(slots), dtype=np.bool_)
         begins[1:] = (np.diff(slots) != 1) | (slots[1:] % self._chunk_slots == 0)
         return begins
@@ -267,7 +265,7 @@ class CudaMover(Mover):
             self._runtime.zero(job.ring.sums_address(job.first), num_bytes, lane.pack)
 
     def _fetch_sums(self, job: CudaJob, stream: Stream) -> None:
-        """Bring the sums to the host, on the stream that has come after the last kernel."""
+        """Copy the sums to the host, on a stream that runs after the last kernel."""
         if self._verify:
             to = job.ring.host_sums_address(job.first)
             origin = job.ring.sums_address(job.first)
@@ -282,22 +280,12 @@ class CudaMover(Mover):
     def _compare_sums(self, job: CudaJob) -> TransferError | None:
         slots = job.host_slots
         found = job.ring.sums(job.first, len(slots))
-        wrong = np.flatnonzero((found != self._sums[slots]) | (self._is_summed[slots] == 0))
-        if len(wrong) == 0:
-            return None
-        first, damaged = int(wrong[0]), slots[wrong].tolist()
-        return DamagedSlots(
-            f"host slot {damaged[0]} does not hold what was stored in it: its checksum is "
-            f"{int(found[first]):#018x}, not {int(self._sums[damaged[0]]):#018x}"
-            if self._is_summed[damaged[0]]
-            else f"host slot {damaged[0]} was never stored through a mover that keeps checksums",
-            damaged,
-        )
+        return find_damage(slots, found, self._sums[slots], self._is_summed[slots] != 0)
 
     # -- the direct path --------------------------------------------------------------------------
 
     def _copy_directly(self, job: CudaJob, lane: Lane) -> None:
-        """Fragments as they lie: per region one copy for each run on both sides."""
+        """Queue one copy per region for each run of blocks that is consecutive on both sides."""
         to_host = lane is self._link.stores
         lane.wait_for(job.after, lane.link)
         ids, slots = job.block_ids, job.host_slots
@@ -305,7 +293,7 @@ class CudaMover(Mover):
         breaks[1:] |= np.diff(ids) != 1
         begins = np.flatnonzero(breaks)[np.cumsum(breaks) - 1]
         for region, offset in zip(self._regions, self._offsets, strict=True):
-            # No longer than a place: the engine's own copies are to get in between.
+            # No longer than a place, so that the engine's own copies get in between.
             max_rows = max(1, self._link.staging_bytes // region.block_bytes)
             firsts = np.flatnonzero((np.arange(len(ids)) - begins) % max_rows == 0)
             device = region.base_address + ids[firsts] * region.block_stride_bytes
@@ -321,23 +309,19 @@ class CudaMover(Mover):
             self._runtime.copy(copies, lane.link)
 
 
-def _nothing(_: CudaJob) -> None:
-    """Of a job whose bytes are taken as they come."""
-
-
 def _check_alignment(layout: BlockLayout) -> None:
     for position, region in enumerate(layout.regions):
         for name in ("base_address", "block_stride_bytes"):
             if (number := getattr(region, name)) % _ACCESS_BYTES:
                 raise ConfigError(
-                    f"regions[{position}] has a {name} of {number}, no multiple of "
-                    f"{_ACCESS_BYTES}, which the device moves at once; allocate the cache so that "
-                    f"every block begins at a multiple of {_ACCESS_BYTES} bytes"
+                    f"regions[{position}] has a {name} of {number}, not a multiple of the "
+                    f"{_ACCESS_BYTES} bytes that the kernels move at once; allocate the cache so "
+                    f"that every block begins at a multiple of {_ACCESS_BYTES} bytes"
                 )
 
 
 def _joined(layout: BlockLayout) -> list[Region]:
-    """The layout's regions, those in one that lie side by side in each block as in the slot."""
+    """Return the regions, joined where they are neighbours in a block as they are in a slot."""
     joined: list[Region] = []
     for region in layout.regions:
         last = joined[-1] if joined else None
@@ -368,9 +352,10 @@ def _paths(
 
 
 def _staging_stride(layout: BlockLayout, arena: HostArena) -> int:
-    """Blocks lie in staging as in host slots, so that runs are one copy; unless slots are larger.
+    """Return the bytes from one block to the next in staging memory.
 
-    They are where groups of several sizes share an arena.
+    It is that of the host slots, so that a run of slots is one copy. But slots may be much larger
+    than blocks, where groups of several block sizes share an arena: then blocks lie close together.
     """
     padding = arena.slot_stride_bytes - layout.slot_bytes
     if padding <= _MAX_PADDING * layout.slot_bytes:

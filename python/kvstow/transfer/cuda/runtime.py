@@ -1,4 +1,4 @@
-"""A CUDA device through cupy, which is imported only here and only when a device is asked for."""
+"""A CUDA device through cupy, which only this file imports, when a device is first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from kvstow.transfer.cuda.interface import (
     Copies,
     CudaError,
     DeviceEvent,
+    Kernel,
     MappedMemory,
     Pack,
     Runtime,
@@ -25,71 +26,71 @@ from kvstow.transfer.cuda.kernels import SOURCE
 
 __all__ = ["CudaEvent", "CudaRuntime", "cuda_runtime", "import_cupy"]
 
-# Enough threads in flight to fill the link several times over, few enough that compute hardly
-# notices: what gather and scatter cost others grows with the multiprocessors that they take.
+# Enough threads in flight to fill the link several times over. A larger grid would slow compute
+# more, because the cost grows with the multiprocessors that the kernels occupy.
 _GRID = 16
 _BLOCK = 512
-# The most urgent; CUDA takes the nearest that the device has. Kernels of a low priority would wait
-# for whole prefills, and the copies behind them too. (Copies themselves know no priority.)
+# The most urgent: CUDA takes the nearest priority that the device has. Kernels of a low priority
+# would wait for whole prefills, and the copies behind them too. (Copies have no priority.)
 _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
-# What CUDA answers while another thread captures a graph: that it must not be asked now.
+# What CUDA answers while another thread captures a graph and forbids the question.
 _CAPTURE = range(900, 909)
-# After these every later call of the process fails too, and it must be restarted. CUDA's reference
-# says so ("leaves the process in an inconsistent state") of Contained, IllegalAddress,
+# After these errors every later call of the process fails too, and it must restart. Of them CUDA's
+# reference says "leaves the process in an inconsistent state": Contained, IllegalAddress,
 # LaunchTimeout, Assert, HardwareStackError, IllegalInstruction, MisalignedAddress,
 # InvalidAddressSpace, InvalidPc, LaunchFailure, TensorMemoryLeak, MpsClientTerminated and
 # ExternalDevice.
 _POISONING = frozenset({226, 700, 702, 710, *range(714, 720), 721, 810, 911})
-# InitializationError (of a forked child), CudartUnloading, DeviceUninitialized, ECCUncorrectable,
-# NvlinkUncorrectable, ContextIsDestroyed and Unknown: there is no context to go on with.
+# After these errors there is no context: InitializationError (of a forked child), CudartUnloading,
+# DeviceUninitialized, ECCUncorrectable, NvlinkUncorrectable, ContextIsDestroyed and Unknown.
 _GONE = frozenset({3, 4, 201, 214, 220, 709, 999})
-# Any other error is a call that was refused, for its arguments or for what the device lacks (701:
-# too many resources for a launch, 209: no binary for it): the context is as it was. If a new kind
-# of error does poison it, each later call says so itself.
+# With any other error CUDA refuses one call, for its arguments or for what the device lacks (701:
+# too many resources for a launch, 209: no binary for it). The context works on. If a new kind of
+# error does poison it, each later call reports that itself.
 _FATAL = _POISONING | _GONE
 
 
 class CudaEvent:
-    """All that was queued on a stream when it was recorded: what a transfer waits for.
+    """An event that happens when a stream has done the work that was queued on it.
 
-    As an `Event` it serves any mover; `CudaMover` lets the device wait, and no thread.
+    Any mover accepts it as an `Event`. `CudaMover` lets the device wait for it, not a thread.
     """
 
     def __init__(self, runtime: Runtime, handle: DeviceEvent) -> None:
-        """Wrap an event that was recorded; `record` makes one."""
+        """Wrap a recorded event; `record` makes one."""
         self._runtime = runtime
         self.handle = handle
 
     @classmethod
     def record(cls, stream: object, *, device: int | None = None) -> CudaEvent:
-        """Take down what is queued on a stream of torch or cupy, or on a raw one, by now.
+        """Return the event of all work that is queued on a stream now.
 
         Args:
-            stream: the stream that computes.
-            device: of a raw stream (an int), its device.
+            stream: the stream that computes: of torch, of cupy, or its address as an int.
+            device: number of the device, for a stream that is an int.
 
         Raises:
-            ConfigError: no stream, or cupy or its device is missing.
-            StateError: the stream is being captured into a graph, which would capture the wait.
+            ConfigError: this is not a stream, or cupy or the device is missing.
+            StateError: the stream is being captured into a graph, which would capture the event.
         """
         address, number = _stream_address(stream, device)
         runtime = cuda_runtime(number)
         return cls(runtime, runtime.record_external(address))
 
     def wait(self) -> None:
-        """Block until it has happened."""
+        """Block until the event has happened."""
         self._runtime.synchronize(self.handle)
 
     def add_done_callback(self, callback: Callable[[], None], /) -> None:
-        """Call `callback` once it has happened; a thread waits for that."""
+        """Call `callback` once the event has happened, from a thread that waits for it."""
 
-        def wait_and_tell() -> None:
-            with suppress(TransferError):  # `wait` tells the caller why
+        def wait_and_notify() -> None:
+            with suppress(TransferError):  # a later call of `wait` raises it
                 self.wait()
             callback()
 
-        threading.Thread(target=wait_and_tell, name="kvstow-event", daemon=True).start()
+        threading.Thread(target=wait_and_notify, name="kvstow-event", daemon=True).start()
 
 
 @runtime_checkable
@@ -109,18 +110,18 @@ class _CupyStream(Protocol):
 
 
 def _stream_address(stream: object, device: int | None) -> tuple[int, int]:
-    """The address of a stream, and its device."""
+    """Return the address of a stream and the number of its device."""
     if isinstance(stream, _TorchStream):
         return stream.cuda_stream, stream.device_index
     if isinstance(stream, _CupyStream):
-        # -1: one of cupy's constants, which stand for the current device's.
+        # -1: a constant of cupy, which stands for a stream of the current device.
         number = device if stream.device_id < 0 else stream.device_id
-        return stream.ptr, _current_device() if number is None else number
+        return stream.ptr, import_cupy().cuda.runtime.getDevice() if number is None else number
     if isinstance(stream, int) and device is not None:
         return stream, device
     raise ConfigError(
-        f"stream is {stream!r}; pass a stream of torch.cuda or cupy.cuda, or the address of one "
-        "and its device"
+        f"stream is {stream!r}, expected a stream of torch.cuda or cupy.cuda: pass one, or the "
+        "address of a stream and device="
     )
 
 
@@ -128,23 +129,23 @@ class CudaRuntime:
     """A CUDA device, through cupy; see `Runtime`.
 
     Attributes:
-        device: its number.
-        identity: which device this is, and with which driver.
-        pci_bus_id: where it is plugged in, as /sys/bus/pci/devices names it.
-        lost: what the context was lost to; None while it works.
+        device: number of the device.
+        identity: name of this very device with this driver.
+        pci_bus_id: its name in /sys/bus/pci/devices.
+        lost: the error that lost the context; None while it works.
     """
 
     def __init__(self, device: int) -> None:
-        """Take the device, and compile the kernels for it.
+        """Open the device, and compile the kernels for it.
 
         Raises:
-            ConfigError: cupy is missing or made for another CUDA, or there is no such device.
+            ConfigError: cupy is missing or built for another CUDA, or there is no such device.
         """
         self._cupy = import_cupy()
         count = self._cupy.cuda.runtime.getDeviceCount()
         if not 0 <= device < count:
             raise ConfigError(
-                f"there is no CUDA device {device}: this process sees {count}, from 0; check "
+                f"device is {device}, but this process sees {count} CUDA devices, from 0; check "
                 "CUDA_VISIBLE_DEVICES"
             )
         self.device = device
@@ -158,39 +159,41 @@ class CudaRuntime:
             properties = self._api.getDeviceProperties(device)
             name, uuid = bytes(properties["name"]).decode(), bytes(properties["uuid"]).hex()
             self.pci_bus_id = str(self._api.deviceGetPCIBusId(device)).lower()
-        # Where it is plugged in, too: cupy gives the UUID only up to its first zero byte.
+        # The bus id too, because cupy returns the UUID only up to its first zero byte.
         driver = self._api.driverGetVersion()
         self.identity = f"{name}, {uuid}, {self.pci_bus_id}, CUDA {driver}"
-        self._gather, self._scatter = self._kernels()
+        self._kernels = self._compile()
 
-    def _kernels(self) -> tuple[Any, Any]:
-        """Compile them now, and not in a step."""
+    def _compile(self) -> dict[Kernel, Any]:
+        """Compile and load the kernels now, so that no step has to."""
         try:
             with self._calls("loading the kernels"):
                 module = self._cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-                kernels = module.get_function("gather"), module.get_function("scatter")
-                for kernel in kernels:
+                kernels = {name: module.get_function(name) for name in get_args(Kernel)}
+                for kernel in kernels.values():
                     kernel.compile()
-                    # CUDA would load it at its first launch, and may wait for all else that runs:
-                    # to ask for this makes it do so now.
+                    # CUDA loads a kernel at its first launch, and may then wait for all other work.
+                    # This question makes it load the kernel now.
                     _ = kernel.num_regs
                 return kernels
         except CudaError:
             raise
-        except Exception as error:  # of many kinds: no compiler, one too old for the device, ...
+        except (
+            Exception
+        ) as error:  # many kinds: no compiler, a compiler too old for the device, ...
             built_for = self._api.runtimeGetVersion() // 1000
             raise ConfigError(
-                f"cupy cannot compile the kernels ({error}); it needs NVRTC of CUDA {built_for}: "
-                f"pip install 'cupy-cuda{built_for}x[ctk]', or install the CUDA toolkit"
+                f"cupy cannot compile the kernels ({error}); install NVRTC of CUDA {built_for}: "
+                f"pip install 'cupy-cuda{built_for}x[ctk]', or the CUDA toolkit"
             ) from error
 
     def stream(self) -> Stream:
-        """Make one of a high priority, for the sake of its kernels."""
+        """Return a new stream of high priority, which its kernels need."""
         with self._calls("making a stream"):
             return self._cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY)
 
     def event(self) -> DeviceEvent:
-        """Make one without timing, which would make it slower."""
+        """Return a new event without timing, which would make it slower."""
         with self._calls("making an event"):
             return self._cupy.cuda.Event(disable_timing=True)
 
@@ -200,12 +203,12 @@ class CudaRuntime:
             event.record(stream)
 
     def record_external(self, stream: int) -> DeviceEvent:
-        """Record a new event on a stream that is someone else's."""
+        """Record a new event on a stream of the engine, given by its address."""
         with self._calls("recording an event"):
             if self._api.streamIsCapturing(stream):
                 raise StateError(
-                    "the stream is being captured into a CUDA graph; record the event before the "
-                    "capture begins or after it ends"
+                    "the stream is being captured into a CUDA graph; record the event before or "
+                    "after the capture"
                 )
             event = self._cupy.cuda.Event(disable_timing=True)
             self._api.eventRecord(event.ptr, stream)
@@ -219,8 +222,8 @@ class CudaRuntime:
     def is_done(self, event: DeviceEvent) -> bool:
         """See `Runtime.is_done`."""
         with self._calls("asking for an event"):
-            # Not `event.done`, for which an event of a lost device is one that never comes: cupy
-            # raises nothing here, whatever the status.
+            # Not `event.done`, which is False for ever once the device is lost. cupy raises no
+            # error for any status that eventQuery returns.
             status = int(self._api.eventQuery(event.ptr))
             if status not in (_SUCCESS, _NOT_READY, *_CAPTURE):
                 raise self._api.CUDARuntimeError(status)
@@ -232,7 +235,7 @@ class CudaRuntime:
             event.synchronize()
 
     def allocate(self, num_bytes: int) -> int:
-        """Take it from the device, past cupy's pool, whose memory could be reused unordered."""
+        """Allocate without cupy's pool, which could reuse the memory out of order."""
         with self._calls(f"allocating {num_bytes} bytes of device memory"):
             return int(self._api.malloc(num_bytes))
 
@@ -263,8 +266,8 @@ class CudaRuntime:
         with self._calls("writing device memory"):
             kind = self._api.memcpyHostToDevice
             self._api.memcpy(address, source.ctypes.data, len(data), kind)
-            # Of pageable memory it returns once that was read, which may be before the bytes
-            # arrive; and streams that do not wait for the legacy one would not wait for them.
+            # A copy from pageable memory may return before the bytes arrive. Streams that do not
+            # wait for the legacy stream would not wait for them.
             self._api.streamSynchronize(0)
 
     def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
@@ -287,16 +290,9 @@ class CudaRuntime:
                         to, to_pitch, origin, origin_pitch, row_bytes, num_rows, kind, address
                     )
 
-    def gather(self, pack: Pack, stream: Stream) -> None:
-        """See `Runtime.gather`."""
-        self._launch(self._gather, pack, stream)
-
-    def scatter(self, pack: Pack, stream: Stream) -> None:
-        """See `Runtime.scatter`."""
-        self._launch(self._scatter, pack, stream)
-
-    def _launch(self, kernel: Any, pack: Pack, stream: Stream) -> None:
-        # With their types: cupy passes a Python int as 64 bits whatever the kernel takes.
+    def launch(self, kernel: Kernel, pack: Pack, stream: Stream) -> None:
+        """See `Runtime.launch`."""
+        # With types, because cupy passes a Python int as 64 bits whatever the kernel takes.
         arguments = (
             np.uint64(pack.chunks),
             np.uint32(pack.num_chunks),
@@ -307,11 +303,11 @@ class CudaRuntime:
             np.uint64(pack.checksums),
         )
         with self._calls("launching a kernel"), stream:
-            kernel((_GRID,), (_BLOCK,), arguments)
+            self._kernels[kernel]((_GRID,), (_BLOCK,), arguments)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin it for every device, and map it."""
-        portable, mapped = 1, 2  # cupy has no names for them
+        """Pin host memory for every device, and map it."""
+        portable, mapped = 1, 2  # cupy has no names for these flags
         with self._calls(f"pinning {num_bytes} bytes"):
             self._api.hostRegister(address, num_bytes, portable | mapped)
 
@@ -323,7 +319,7 @@ class CudaRuntime:
 
     @contextmanager
     def _calls(self, doing: str) -> Iterator[None]:
-        """Make the device current in this thread, and CUDA's errors ours."""
+        """Make the device current in this thread, and turn CUDA's errors into `CudaError`."""
         if self.lost is not None:
             raise self.lost
         try:
@@ -331,7 +327,7 @@ class CudaRuntime:
                 yield
         except self._errors as error:
             is_fatal = error.status in _FATAL
-            advice = "; the device is lost to this process, restart it" if is_fatal else ""
+            advice = "; this process has lost the device, restart it" if is_fatal else ""
             failure = CudaError(f"{doing} failed: {error}{advice}", is_fatal=is_fatal)
             if is_fatal:
                 self.lost = failure
@@ -340,12 +336,12 @@ class CudaRuntime:
 
 _runtimes: dict[int, CudaRuntime] = {}
 _runtimes_lock = threading.Lock()
-# Those of the parent process: a child cannot go on with its context.
+# A forked child cannot use the CUDA context of its parent.
 os.register_at_fork(after_in_child=_runtimes.clear)
 
 
 def cuda_runtime(device: int) -> CudaRuntime:
-    """The device's one runtime in this process; see `CudaRuntime` for the errors."""
+    """Return this process's runtime of a device; see `CudaRuntime` for the errors."""
     with _runtimes_lock:
         if device not in _runtimes:
             _runtimes[device] = CudaRuntime(device)
@@ -353,41 +349,37 @@ def cuda_runtime(device: int) -> CudaRuntime:
 
 
 def import_cupy() -> Any:
-    """The module, where it can reach a GPU.
+    """Return the module cupy, if it can reach a GPU.
 
     Raises:
-        ConfigError: it is not installed, is made for a CUDA that the driver does not know, or there
-            is no GPU.
+        ConfigError: cupy is not installed or built for a newer CUDA than the driver supports, or
+            there is no GPU.
     """
     try:
-        import cupy  # noqa: PLC0415 - of an extra, and slow to import
+        import cupy  # noqa: PLC0415 - from an extra, and slow to import
     except ImportError as error:
         raise ConfigError(
-            f"moving blocks of a GPU needs cupy ({error}): pip install 'kvstow[cuda13]', or "
-            "'kvstow[cuda12]' with a driver of CUDA 12"
+            f"cupy is not installed, and the GPU mover needs it ({error}): pip install "
+            "'kvstow[cuda13]', or 'kvstow[cuda12]' for a driver of CUDA 12"
         ) from error
     api = cupy.cuda.runtime
     driver, built_for = api.driverGetVersion() // 1000, api.runtimeGetVersion() // 1000
     if driver == 0:
         raise ConfigError(
-            "there is no CUDA driver on this machine, so no GPU can be reached; without one, move "
-            "blocks with HostMover (--mover host)"
+            "this machine has no CUDA driver, so cupy reaches no GPU; install the driver, or use "
+            "HostMover (--mover host)"
         )
     if driver < built_for:
         raise ConfigError(
-            f"the cupy that is installed is made for CUDA {built_for}, and the driver is of CUDA "
-            f"{driver}: pip uninstall cupy-cuda{built_for}x, pip install 'kvstow[cuda{driver}]'"
+            f"cupy is built for CUDA {built_for}, but the driver supports CUDA {driver}: pip "
+            f"uninstall cupy-cuda{built_for}x, pip install 'kvstow[cuda{driver}]'"
         )
     try:
         count = api.getDeviceCount()
     except api.CUDARuntimeError as error:
         raise ConfigError(
-            f"no GPU can be reached ({error}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            f"cupy reaches no GPU ({error}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
         ) from error
     if count == 0:
         raise ConfigError("this process sees no GPU; check CUDA_VISIBLE_DEVICES")
     return cupy
-
-
-def _current_device() -> int:
-    return int(import_cupy().cuda.runtime.getDevice())

@@ -1,30 +1,28 @@
-"""The mover for memory that the CPU can reach: vectorised copies on one thread per direction.
+"""The mover for memory that the CPU can reach: numpy copies on one thread per direction.
 
-What decides its speed is how often a worker must ask for the interpreter lock back: beside a main
-thread that computes in Python each time costs up to the switch interval, 5 ms, as long as 50 MB
-take to copy. So all regions of a job are copied by the same few numpy calls, each over many rows,
-none of which holds the lock: the index arrays are made by the submitting thread, and the worker
-only copies.
+The interpreter lock decides the speed. Beside a main thread that computes in Python, each request
+for the lock takes up to the switch interval of 5 ms, and 50 MB are copied in that time. So a few
+numpy calls copy all regions of a job. Each copies many rows and holds no lock. The submitting
+thread makes the index arrays, and the worker only copies.
 
-A brief copy holds the lock whichever thread makes it, so a worker would hold up the submitting
-thread just as long, and waking it takes longer than the copy. Where such a job need wait for
-nothing, the submitting thread makes the copy itself, and its ticket has ended when it gets it.
+A brief copy does hold the lock, whichever thread makes it. So a worker would hold up the submitting
+thread just as long, and to wake it takes longer than the copy. The submitting thread therefore
+carries out a brief job itself if the job need not wait. Its ticket has ended when it is returned.
 
-One call can reach every region because rows are addressed by base + stride + index, as a device
-kernel would: memory is viewed as one array of overlapping rows, `unit` bytes apart, where `unit`
-divides every stride and every distance between regions.
+One call reaches every region because it addresses rows by base + stride + index, as a device kernel
+does. numpy sees the memory as one array of overlapping rows, `unit` bytes apart. `unit` divides
+every stride and every distance between regions.
 
 ```
 address     base                base + unit * k
 rows        |-row_bytes-|           |-row_bytes-|
-                |-row_bytes-|  ...      the rows in between are never named
+                |-row_bytes-|  ...      no index names the rows in between
 ```
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,43 +30,45 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, StateError
+from kvstow._core import ConfigError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.host.queue import HostQueue, start_queues, stop_queues
+from kvstow.transfer.host.queue import HostQueue, QueuedMover
 from kvstow.transfer.layout import BlockLayout, Region
-from kvstow.transfer.mover import Event, Index, Mover
+from kvstow.transfer.mover import Direction, Event, Index
 from kvstow.transfer.ticket import Ticket
 
-# A gather passes through a temporary of this size. Larger ones ask for the lock less often; above
-# about 24 MiB glibc maps and unmaps it anew each time, and its page faults cost more than the copy.
+# Bytes of the temporary that a gather passes through. A larger one needs the lock less often. But
+# above about 24 MiB glibc maps and unmaps it each time, and the page faults take longer than the
+# copy.
 CHUNK_BYTES = 16 << 20
-# Up to this a copy is so short (some 50 us) that giving the lock away costs more than holding it,
-# and a job so short that waking a worker for it costs more than carrying it out.
+# A copy of at most this many bytes takes some 50 us. To release the lock takes longer than to hold
+# it for that time, and to wake a worker takes longer than the job.
 _BRIEF_BYTES = 256 << 10
-# So many blocks of a brief job are copied one by one, at about a microsecond each: after a step of
-# compute the caches hold none of the code that plans for many, which then takes 100 us and more.
+# At most this many blocks of a brief job are copied one by one, in about 1 us each. The plan for
+# many blocks takes 100 us and more after a step of compute, when the caches hold none of its code.
 _FEW_BLOCKS = 16
-# numpy lets go of the lock in a flat indexed copy only above 500 items. Shorter rows than this are
-# always more than 500 items when they are more than `_BRIEF_BYTES`, and a flat copy is faster.
+# Rows shorter than this take flat indexed copies, which are faster. numpy releases the lock in a
+# flat copy only above 500 items, and more than `_BRIEF_BYTES` of such rows are always more.
 _SHORT_ROW_BYTES = 512
-# numpy refuses an array whose rows, counted one by one though they overlap, exceed 2**63 bytes.
+# numpy counts overlapping rows one by one, and refuses an array of more than 2**63 bytes.
 _MAX_VIEW_BYTES = 2**62
 
 _Memory = npt.NDArray[np.uint8] | npt.NDArray[np.void]
 
 
-class HostMover(Mover):
+class HostMover(QueuedMover):
     """Moves blocks between two memories of this process, asynchronously unless the job is brief.
 
-    One thread carries out the stores, another the loads; neither holds up the other. A brief job,
-    of some 50 us, whose event has happened and that waits for no other job of its direction, is
-    over when it is submitted. A ticket reports the release of the
-    source and the end together. The layout's addresses must be readable and writable by the CPU:
-    nothing can check that here.
+    One thread carries out the stores, another the loads, and neither holds up the other. A brief
+    job takes some 50 us. It has ended when it is submitted, if its event has happened and no other
+    job of its direction is queued or under way. A ticket reports the release of the source and the
+    end together.
+
+    The CPU must be able to read and write the layout's addresses. The mover cannot check that.
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
-        """Start the threads; see `Mover` for the errors.
+        """Start the threads; see `Mover` for the other errors.
 
         Raises:
             ConfigError: the layout is of memory on a device.
@@ -77,8 +77,8 @@ class HostMover(Mover):
         super().__init__(layout, arena)
         if layout.device is not None:
             raise ConfigError(
-                f"the layout lies on CUDA device {layout.device}, which no HostMover reaches; "
-                "build a CudaMover, or let mover_for choose"
+                f"the layout is of memory on CUDA device {layout.device}, which the CPU cannot "
+                "reach; build a CudaMover, or call mover_for"
             )
         host = tuple(
             Region(arena.base_address + offset, arena.slot_stride_bytes, region.block_bytes)
@@ -93,74 +93,58 @@ class HostMover(Mover):
         ]
         self._stores = HostQueue("kvstow-store", arena.num_slots)
         self._loads = HostQueue("kvstow-load", layout.num_blocks)
-        queues = self._stores, self._loads
-        # Also at interpreter exit: a thread must not copy while memory is taken down around it.
-        self._stop = weakref.finalize(self, stop_queues, queues)
-        start_queues(queues)
+        self._start(self._stores, self._loads)
 
-    def close(self) -> None:
-        """End every job and join the threads; see `Mover.close`."""
-        self._stop()
-        # Another thread may have called first: wait for the workers all the same.
-        stop_queues((self._stores, self._loads))
+    def _submit(
+        self, direction: Direction, block_ids: Index, host_slots: Index, after: Event
+    ) -> Ticket:
+        is_brief = len(block_ids) * self._layout.slot_bytes <= _BRIEF_BYTES
+        if not is_brief:
+            # By slot, so that runs are long and the copies walk the arena in one direction.
+            order = np.argsort(host_slots)
+            block_ids, host_slots = block_ids[order], host_slots[order]
+        copies: list[_Copy] = []
+        for device, host in self._sides:
+            if direction == "store":
+                copies += _plan(host, host_slots, device, block_ids)
+            else:
+                copies += _plan(device, block_ids, host, host_slots)
+        queue, targets = (
+            (self._stores, host_slots) if direction == "store" else (self._loads, block_ids)
+        )
+        return queue.submit(partial(self._copy, copies), targets, after, is_brief=is_brief)
 
-    def _check_open(self) -> None:
-        if not self._stop.alive:
-            raise StateError("this HostMover is closed; build a new one")
-
-    def _submit_store(self, block_ids: Index, host_slots: Index, after: Event) -> Ticket:
-        ids, slots, is_brief = self._ordered(block_ids, host_slots)
-        copies = [c for device, host in self._sides for c in _plan(host, slots, device, ids)]
-        return self._stores.submit(partial(self._run, copies), slots, after, is_brief=is_brief)
-
-    def _submit_load(self, host_slots: Index, block_ids: Index, after: Event) -> Ticket:
-        ids, slots, is_brief = self._ordered(block_ids, host_slots)
-        copies = [c for device, host in self._sides for c in _plan(device, ids, host, slots)]
-        return self._loads.submit(partial(self._run, copies), ids, after, is_brief=is_brief)
-
-    def _run(self, copies: Sequence[_Copy]) -> None:
+    def _copy(self, copies: Sequence[_Copy]) -> None:
+        """Make the copies. Each of the two steps of one releases the lock, unless it is brief."""
         for copy in copies:
-            copy.run()
-
-    def _ordered(self, block_ids: Index, host_slots: Index) -> tuple[Index, Index, bool]:
-        """The pairs, by slot unless they are brief, and whether they are.
-
-        So runs are long, and the arena is walked in one direction.
-        """
-        if len(block_ids) * self._layout.slot_bytes <= _BRIEF_BYTES:
-            return block_ids, host_slots, True
-        order = np.argsort(host_slots)
-        return block_ids[order], host_slots[order], False
+            rows = copy.source if copy.source_rows is None else copy.source[copy.source_rows]
+            copy.target[copy.target_rows] = rows
 
 
 @dataclass(slots=True)
 class _Copy:
-    """One call: rows `source_rows` of `source`, or all of it, into rows `target_rows`."""
+    """One copy: `source_rows` of `source`, or all of it, to `target_rows` of `target`."""
 
     target: _Memory
     target_rows: Index | int
     source: _Memory
     source_rows: Index | int | None
 
-    def run(self) -> None:
-        """Copy. Both halves run without the interpreter lock, unless they are brief."""
-        rows = self.source if self.source_rows is None else self.source[self.source_rows]
-        self.target[self.target_rows] = rows
-
 
 class _Rows:
     """Rows of equal size in several regions, all reached through one array.
 
     Attributes:
-        flat: shape [num_units], one item per row; no inner loop, for short rows.
-        wide: shape [num_units, row_bytes], uint8; its copies never hold the interpreter lock.
-        blocks: shape [num_blocks, num_regions], an item per row; None if not evenly spaced.
-        num_regions: rows that make up one block here.
+        flat: shape [num_units], one item per row. Its copies have no inner loop: for short rows.
+        wide: shape [num_units, row_bytes], uint8. Its copies never hold the interpreter lock.
+        blocks: shape [num_blocks, num_regions], an item per row; None if the regions are not evenly
+            spaced.
+        num_regions: rows of one block.
         row_bytes: bytes of one row.
     """
 
     def __init__(self, regions: Sequence[Region], num_blocks: int, owner: object) -> None:
-        """View the memory of regions that are alike in `block_bytes`."""
+        """View the memory of regions with equal `block_bytes`."""
         base, unit, num_units = _extent(regions, num_blocks)
         self._unit_bytes = unit
         self._starts = np.array([(r.base_address - base) // unit for r in regions], dtype=np.int64)
@@ -179,7 +163,7 @@ class _Rows:
         self.blocks = self._blocks(num_blocks)
 
     def rows(self, positions: Index) -> Index:
-        """The rows of these blocks, shape [n, num_regions]."""
+        """Return the rows of these blocks, shape [n, num_regions]."""
         return positions[:, None] * self._strides + self._starts
 
     def _blocks(self, num_blocks: int) -> npt.NDArray[np.void] | None:
@@ -194,14 +178,14 @@ class _Rows:
 
     @property
     def _spacing_bytes(self) -> int:
-        """From one region to the next, where they are evenly spaced."""
-        is_one = self.num_regions == 1
-        return 0 if is_one else int(self._starts[1] - self._starts[0]) * self._unit_bytes
+        """Bytes from one region to the next, if they are evenly spaced."""
+        has_one = self.num_regions == 1
+        return 0 if has_one else int(self._starts[1] - self._starts[0]) * self._unit_bytes
 
     def stretch(self, first: int, step: int, num_blocks: int) -> npt.NDArray[np.uint8] | None:
-        """Blocks first, first + step, ... as a view of shape [num_blocks, num_regions, row_bytes].
+        """Return blocks first, first + step, ... as [num_blocks, num_regions, row_bytes].
 
-        None where the regions are not evenly spaced, so that no single view covers them.
+        Return None if the regions are not evenly spaced, because then no single view covers them.
         """
         if not self._is_even:
             return None
@@ -215,7 +199,7 @@ class _Rows:
 
 
 class _Address:
-    """Raw memory that numpy can wrap; the array keeps this alive, and this its owner."""
+    """Raw memory that numpy can wrap. The array keeps this object alive, and this its owner."""
 
     def __init__(
         self,
@@ -236,7 +220,7 @@ class _Address:
 
 
 def _extent(regions: Sequence[Region], num_blocks: int) -> tuple[int, int, int]:
-    """(base, unit, num_units): every block of every region begins at base + unit * k, k < num."""
+    """Return (base, unit, num_units): each block begins at base + unit * k for a k < num_units."""
     base = min(region.base_address for region in regions)
     unit = math.gcd(
         *(r.block_stride_bytes for r in regions), *(r.base_address - base for r in regions)
@@ -248,8 +232,8 @@ def _extent(regions: Sequence[Region], num_blocks: int) -> tuple[int, int, int]:
 def _clusters(*sides: tuple[Sequence[Region], int]) -> list[list[int]]:
     """Group the regions that one array can reach on each side, (regions, num_blocks).
 
-    They are alike in `block_bytes`; and because numpy counts overlapping rows one by one, they must
-    not be too far apart for how they are aligned. A region alone always fits.
+    Regions of a group have equal `block_bytes`. They must also not be too far apart for their
+    alignment, because numpy counts overlapping rows one by one. A single region always fits.
     """
     clusters: list[list[int]] = []
     regions = sides[0][0]
@@ -269,11 +253,11 @@ def _clusters(*sides: tuple[Sequence[Region], int]) -> list[list[int]]:
 def _plan(
     target: _Rows, target_positions: Index, source: _Rows, source_positions: Index
 ) -> Iterator[_Copy]:
-    """The calls that copy block `source_positions[i]` to `target_positions[i]`, for every i.
+    """Yield the copies of block `source_positions[i]` to `target_positions[i]`, for every i.
 
-    Few blocks of few bytes are one call each. Long stretches of evenly spaced source blocks are
-    read where they lie: one call each. All other blocks are gathered into a temporary and scattered
-    from there, chunk by chunk.
+    - Few blocks of few bytes: one copy per block.
+    - A long stretch of evenly spaced source blocks: one copy, which reads them where they lie.
+    - All other blocks: chunk by chunk, gathered into a temporary and scattered from there.
     """
     block_bytes = source.row_bytes * source.num_regions
     num_bytes = len(source_positions) * block_bytes
@@ -286,8 +270,8 @@ def _plan(
         for to, of in zip(target_positions.tolist(), source_positions.tolist(), strict=True):
             yield _Copy(target.blocks, to, source.blocks, of)
         return
-    # numpy copies a source that might overlap the target, going by first and last byte only: where
-    # one memory lies between the regions of the other, that would be a temporary of any size.
+    # numpy first copies a source that might overlap the target, and looks only at their first and
+    # last bytes. If one memory lies between the regions of the other, that copy has any size.
     if num_bytes >= CHUNK_BYTES and not np.may_share_memory(target.wide, source.wide):
         rest = np.ones(len(source_positions), dtype=np.bool_)
         for first, last in _stretches(source_positions, max(2, -(-CHUNK_BYTES // block_bytes))):
@@ -311,7 +295,7 @@ def _plan(
 
 
 def _stretches(positions: Index, min_length: int) -> Iterator[tuple[int, int]]:
-    """Where `positions` rises or falls evenly, as (begin, end); neighbours may share an end."""
+    """Yield (begin, end) where `positions` rises or falls evenly; neighbours may share an end."""
     steps = np.diff(positions)
     begins = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
     ends = np.append(begins[1:], steps.size) + 1

@@ -1,60 +1,56 @@
-"""Work for one thread: jobs that wait for their events beside the queue, not in it."""
+"""A worker thread of a mover, and the jobs that it carries out in the order of their events."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from kvstow._core import StateError, TransferError
-from kvstow.transfer.fork import FORKED, close_in_children
-from kvstow.transfer.mover import Event, Index
-from kvstow.transfer.order import JobOrder, Turn
-from kvstow.transfer.ticket import HostTicket
+from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
+from kvstow.transfer.mover import Event, Index, Mover
+from kvstow.transfer.order import JobOrder, OrderedJob
+from kvstow.transfer.ticket import NOT_BEGUN, HostTicket, failure
 
-__all__ = ["HostQueue", "start_queues", "stop_queues"]
+__all__ = ["HostQueue", "QueuedMover"]
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Job(OrderedJob):
     work: Callable[[], None]
-    targets: Index
-    after: Event
     ticket: HostTicket
-    is_ready: bool = False
-    is_submitted: bool = False
-    turn: Turn | None = None
 
 
 class HostQueue:
     """A thread that carries out jobs whose event has happened; see `JobOrder` for their order.
 
-    Brief jobs are carried out in `submit`, under the lock, if none is queued or under way: so no
-    other can begin before they are over, and `stop` waits for them.
+    `submit` carries out a brief job itself, under the lock, if no job is queued or under way. So no
+    other job can begin before it is over, and `stop` waits for it.
     """
 
     def __init__(self, name: str, num_targets: int) -> None:
-        """Begin without a thread; see `start_queues`.
+        """Begin without a thread; `start` starts it.
 
         Args:
-            name: of the thread.
+            name: name of the thread.
             num_targets: slots or blocks that jobs may write to.
         """
-        # No Condition: an interrupt in its Python code leaves a lock held or a wake-up lost. These
-        # two are in C, and no interrupt divides them.
+        # Not a Condition: an interrupt in its Python code leaves a lock held or loses a wake-up.
+        # These two are written in C, and no interrupt divides them.
         self._lock = threading.RLock()
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._order: JobOrder[_Job] = JobOrder(num_targets)
         self._queue: deque[_Job] = deque()
         self._under_way: _Job | None = None
         self._closing = False
-        # A daemon: the interpreter joins others before it stops the queues at its exit.
+        # A daemon, because the interpreter joins other threads before it stops the queues at exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = False
-        # Ends with the last job. An interrupt in Thread.join can report a thread as ended while it
-        # still copies.
+        # Ends after the last job. Thread.join does not suffice: after an interrupt in it, a thread
+        # can be reported as ended while it still copies.
         self._last_job = HostTicket()
         close_in_children(self)
 
@@ -68,59 +64,55 @@ class HostQueue:
             self._thread.start()
         except RuntimeError as error:
             raise StateError(
-                f"the thread {self._thread.name} cannot be started ({error}); raise the limit of "
-                "threads (ulimit -u, pids.max of the container)"
+                f"the system does not start the thread {self._thread.name} ({error}); raise the "
+                "limit of threads (ulimit -u, pids.max of the container)"
             ) from error
         self._is_started = True
 
     def submit(
         self, work: Callable[[], None], targets: Index, after: Event, *, is_brief: bool = False
     ) -> HostTicket:
-        """Queue a job, or carry it out; one without targets has ended already.
+        """Queue a job, or carry it out at once; a job without targets has ended already.
 
         Args:
-            work: run once `after` has happened; what it raises, the transfer has failed with. It
-                holds the mover: with the last name of that gone, it is still carried out.
+            work: is called once `after` has happened. If it raises, the transfer has failed. It
+                refers to the mover, so a mover that the caller drops still carries it out.
             targets: the slots or blocks that it writes to.
-            after: what it waits for.
-            is_brief: it takes less time than to wake the thread.
+            after: the event that it waits for.
+            is_brief: whether it takes less time than to wake the thread.
 
         Raises:
             StateError: the queue was stopped.
         """
         ticket = HostTicket()
-        job = _Job(work, targets, after, ticket)
         if not len(targets):
             ticket.end(None)
             return ticket
+        job = _Job(targets, after, work, ticket)
 
-        def happened() -> None:
-            job.is_ready = True
-            if job.is_submitted:  # else whoever submits it sees it ready
-                with self._lock:
-                    self._wakes.put(None)
-                    self._queue += self._order.release(job)
+        def ready() -> None:
+            with self._lock:
+                self._wakes.put(None)
+                self._queue += self._order.release(job)
 
-        # Before it is queued, so that an event that refuses leaves nothing behind.
-        after.add_done_callback(happened)
+        job.watch(ready)  # before the job is queued, in case the event refuses the callback
         with self._lock:
             if self._closing:
                 raise StateError("this mover is closed; build a new one")
-            job.is_submitted = True
             if not self._order.enter(job):
                 return ticket
             if is_brief and not self._queue and self._under_way is None:
                 error = _carry_out(job)
                 ticket.end(error)
                 if error is not None and not isinstance(error.__cause__, Exception | None):
-                    raise error.__cause__  # an interrupt is this thread's own
+                    raise error.__cause__  # an interrupt of this thread
             else:
                 self._wakes.put(None)
                 self._queue.append(job)
         return ticket
 
     def stop(self) -> None:
-        """Let the thread end when it has carried out all jobs that may run; does not wait."""
+        """Let the thread end after it has carried out all jobs that may run. Does not wait."""
         with self._lock:
             self._closing = True
             self._wakes.put(None)
@@ -133,7 +125,7 @@ class HostQueue:
             self._thread.join()
 
     def close_in_child(self) -> None:
-        """End every job in a forked child, where no thread will: the parent carries them out."""
+        """Fail every job in a forked child, which has no thread to carry it out."""
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
         self._wakes = SimpleQueue()
         self._closing = True
@@ -143,19 +135,19 @@ class HostQueue:
         self._queue.clear()
         for job in jobs:
             if not job.ticket.poll():
-                job.ticket.end(TransferError(f"the transfer {FORKED}; this one sees no end of it"))
+                job.ticket.end(TransferError(FORKED_TRANSFER))
         if not self._last_job.poll():
             self._last_job.end(None)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             job.ticket.end(_carry_out(job))
-            # Not kept while waiting for the next: the index arrays can be large.
+            # Dropped before the wait for the next job, because the index arrays can be large.
             del job
         self._last_job.end(None)
 
     def _next(self) -> _Job | None:
-        """Wait for a job that may run; None, and the waiting ones failed, when closing."""
+        """Wait for a job that may run. When closing, fail the jobs that wait and return None."""
         abandoned = None
         while abandoned is None:
             with self._lock:
@@ -167,27 +159,41 @@ class HostQueue:
             if abandoned is None:
                 self._wakes.get()
         for job in abandoned:
-            job.ticket.end(
-                TransferError("the mover was closed before the transfer began; nothing was copied")
-            )
+            job.ticket.end(TransferError(NOT_BEGUN))
         return None
 
 
-def start_queues(queues: Sequence[HostQueue]) -> None:
-    """Start the threads of queues that their owner already stops when it goes; or none of them.
+class QueuedMover(Mover):
+    """A mover that has threads of its own."""
 
-    Raises:
-        StateError: the system starts no more threads.
-    """
-    try:
-        for queue in queues:
-            queue.start()
-    except BaseException:
-        stop_queues(queues)
-        raise
+    def _start(self, *queues: HostQueue) -> None:
+        """Start the threads, and stop them when the mover is closed or goes.
+
+        Raises:
+            StateError: the system starts no more threads; then none of these runs.
+        """
+        self._queues = queues
+        # At interpreter exit too: a thread must not copy while memory is taken down around it. The
+        # queues of a mover that was built later stop first.
+        self._stop = weakref.finalize(self, _stop, queues)
+        try:
+            for queue in queues:
+                queue.start()
+        except BaseException:
+            _stop(queues)
+            raise
+
+    def close(self) -> None:
+        """End every job and join the threads; see `Mover.close`."""
+        self._stop()
+        _stop(self._queues)  # waits for the threads, even if another thread has called `close`
+
+    def _check_open(self) -> None:
+        if not self._stop.alive:
+            raise StateError(f"this {type(self).__name__} is closed; build a new one")
 
 
-def stop_queues(queues: Sequence[HostQueue]) -> None:
+def _stop(queues: Sequence[HostQueue]) -> None:
     """Stop queues and wait for their threads; stopping them again does nothing."""
     for queue in queues:
         queue.stop()
@@ -196,14 +202,10 @@ def stop_queues(queues: Sequence[HostQueue]) -> None:
 
 
 def _carry_out(job: _Job) -> TransferError | None:
-    """Run a job's work; whatever goes wrong is the job's error and not the thread's."""
+    """Run a job's work. Whatever it raises ends the job, not the thread."""
     try:
         job.after.wait()
         job.work()
-    except TransferError as error:
-        return error
     except BaseException as error:
-        failure = TransferError(f"the copy failed ({error!r}); the destination is undefined")
-        failure.__cause__ = error
-        return failure
+        return failure(error)
     return None
