@@ -1,6 +1,6 @@
 from hypothesis import settings
 
-# No deadline per example: on shared cores it would measure the neighbours. A failure prints the
-# blob that `@reproduce_failure` replays, for where the example database is not kept.
+# An example has no deadline, because other work on the cores would make it fail. A failure prints
+# the blob for `@reproduce_failure`, because CI does not keep the example database.
 settings.register_profile("kvstow", deadline=None, print_blob=True)
 settings.load_profile("kvstow")

@@ -1,4 +1,4 @@
-"""Where the commands read and write, and the exit statuses, each in a process of its own."""
+"""Input, output and exit statuses of the commands, each in a child process."""
 
 import bz2
 import gzip
@@ -33,7 +33,7 @@ def kvstow(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def shell(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in which `kvstow` is the command, and `$1` and so on are the arguments."""
+    """Run a bash script in which `kvstow` is the command and `$1`, ... are the arguments."""
     script = f'kvstow() {{ {sys.executable} -m kvstow "$@"; }}; {script}'
     return subprocess.run(
         ["bash", "-c", script, "-", *arguments],
@@ -50,7 +50,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    """A file that an engine slept in, whose identity looks like markup."""
+    """Return a snapshot whose identity looks like markup."""
     path = tmp_path / "image[bold]:smile:"
     layouts = [BlockLayout.from_arrays([np.zeros((4, 8))])]
     with Engine(4, 4, [FullAttention(8)], layouts) as engine:
@@ -85,7 +85,7 @@ def test_the_package_runs_as_a_module() -> None:
 # -- output ------------------------------------------------------------------------------------
 
 
-def test_json_is_a_flag_and_json_file_writes(arguments: list[str], tmp_path: Path) -> None:
+def test_json_goes_to_standard_output_or_to_a_file(arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     printed, written = kvstow(*arguments, "--json"), kvstow(*arguments, "--json-file", str(path))
     assert (printed.returncode, printed.stderr) == (written.returncode, written.stderr) == (OK, "")
@@ -135,7 +135,7 @@ def test_a_json_file_that_cannot_be_written_is_status_74(
 
 
 @pytest.mark.parametrize("name", ["café", "caf\udce9", "[bold] :smile:"])
-def test_any_path_is_shown_whatever_the_encoding(trace: Path, name: str) -> None:
+def test_any_path_can_be_printed_in_any_encoding(trace: Path, name: str) -> None:
     trace.rename(trace.parent / name)
     there: dict[str, Any] = {"cwd": trace.parent}
     ascii_only = os.environ | {
@@ -150,7 +150,7 @@ def test_any_path_is_shown_whatever_the_encoding(trace: Path, name: str) -> None
         assert kvstow("replay", f"{name}.not", env=environment, **there).returncode == USAGE
 
 
-def test_brackets_in_an_identity_are_no_markup(image: Path) -> None:
+def test_brackets_in_an_identity_are_printed_as_they_are(image: Path) -> None:
     done = kvstow("snapshot", "info", str(image))
     assert (done.returncode, done.stderr) == (OK, "")
     assert "org/[/model][bf16]:smile:" in done.stdout
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_read_is_status_74() -> None:
         assert (done.returncode, done.stderr) == (IO_ERROR, problem)
 
 
-def test_an_error_of_kvstow_itself_is_neither_0_nor_1(
+def test_a_bug_in_kvstow_is_status_70(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "read_trace", lambda *_, **__: 1 / 0)
@@ -181,7 +181,9 @@ def replayed(done: subprocess.CompletedProcess[str]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("prepare", [bytes, gzip.compress, bz2.compress])
-def test_a_dash_reads_standard_input(prepare: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_a_dash_stands_for_standard_input(
+    prepare: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
     path = tmp_path / "t"
     path.write_bytes(prepare(ROW.encode() * 3))
     assert replayed(shell('cat "$1" | kvstow replay - --json', str(path))) == ("<stdin>", 3)
@@ -198,14 +200,14 @@ def test_errors_in_standard_input_name_the_line() -> None:
 
 
 @pytest.mark.parametrize("script", ['cat "$1" | kvstow replay', 'kvstow replay <"$1"'])
-def test_a_trace_that_would_be_ignored_is_refused(script: str, trace: Path) -> None:
+def test_piped_data_without_a_dash_is_refused(script: str, trace: Path) -> None:
     done = shell(script, str(trace))
     assert (done.returncode, done.stdout) == (USAGE, "")
     assert done.stderr.startswith("kvstow: standard input has data")
     assert "pass - to replay it" in done.stderr
 
 
-def test_a_socket_with_data_is_refused() -> None:
+def test_data_on_a_socket_without_a_dash_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(ROW.encode())
@@ -248,7 +250,7 @@ def test_without_standard_input_the_bundled_trace_is_replayed() -> None:
     assert (replayed(done), done.stderr) == ((str(BUNDLED_TRACE), 2), "")
 
 
-def test_a_pipe_that_stays_open_and_empty_gets_a_note() -> None:
+def test_an_open_and_empty_pipe_gets_a_note() -> None:
     read_end, write_end = os.pipe()
     with open(read_end, "rb") as idle, open(write_end, "wb"):
         done = kvstow(*BUNDLED, stdin=idle)

@@ -1,4 +1,4 @@
-"""The events file: what its lines say, that nothing is missing, and what a full disk does."""
+"""The events file: its lines, their completeness, and files that cannot be written."""
 
 import errno
 import gc
@@ -55,7 +55,7 @@ def engine(num_device_blocks: int = 9, num_host_blocks: int = 4, **options: obje
 
 
 def serve(kv: Engine, name: str, tokens: list[int]) -> None:
-    """Load or compute a prompt, store it, and end."""
+    """Run a request: load or compute its prompt, store it, and finish."""
     hashes, keys = hash_tokens(tokens, BLOCK), [("lora", 7, b"\x01\xff"), None]
     kv.add(name, hashes, tokens=tokens, extra_keys=(keys * len(hashes))[: len(hashes)])
     found = kv.admit(name, len(tokens), 1000, after=READY)
@@ -117,10 +117,10 @@ def test_every_event_is_a_line_with_its_fields(tmp_path: Path) -> None:
     ]
 
 
-def test_the_module_says_what_is_in_a_line() -> None:
-    told = events.__doc__ or ""
+def test_the_module_docstring_lists_the_fields_of_each_event() -> None:
+    documented = events.__doc__ or ""
     for kind, fields in events._FIELDS.items():
-        _, found, rest = told.partition(f"    {kind.__name__} ")
+        _, found, rest = documented.partition(f"    {kind.__name__} ")
         assert found, kind
         block = rest.split("\n\n")[0].replace("\n" + " " * 25, " ").split("\n")[0]
         assert tuple(block.replace(",", "").split()) == fields
@@ -128,7 +128,7 @@ def test_the_module_says_what_is_in_a_line() -> None:
         assert set(fields) == shown, "a field of the event is left out"
 
 
-def test_two_files_of_a_run_are_one(tmp_path: Path) -> None:
+def test_a_second_engine_appends_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for name in "first", "second":
         with engine(events_path=path) as kv:
@@ -137,7 +137,7 @@ def test_two_files_of_a_run_are_one(tmp_path: Path) -> None:
     assert kinds == kinds[: len(kinds) // 2] * 2
 
 
-def test_what_is_in_flight_at_the_end_is_completed_in_the_file(tmp_path: Path) -> None:
+def test_close_completes_the_transfers_in_flight_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with engine(events_path=str(path)) as kv:
         kv.add("first", hash_tokens(DOCUMENT, BLOCK))
@@ -152,7 +152,7 @@ def test_what_is_in_flight_at_the_end_is_completed_in_the_file(tmp_path: Path) -
     assert lines(path)[-1]["ok"] is False
 
 
-def test_events_are_kept_for_the_caller_only_where_asked_for(tmp_path: Path) -> None:
+def test_an_engine_keeps_events_for_the_caller_only_on_request(tmp_path: Path) -> None:
     for path in None, tmp_path / "events.jsonl":
         with engine(events_path=path) as kv:
             if path is not None:
@@ -170,7 +170,7 @@ def test_events_are_kept_for_the_caller_only_where_asked_for(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["missing/events.jsonl", ".", "nul\0byte"])
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> None:
+def test_the_error_names_a_file_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
     path = f"{tmp_path}/{name}"
     num_threads = threading.active_count()
     with pytest.raises(ConfigError, match=r"cannot be opened .* name a file") as raised:
@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["pipe", "pipe with a reader", "socket"])
-def test_file_that_could_block_the_engine_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_could_block_the_engine_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "events"
     with ExitStack() as opened:
         if kind == "socket":
@@ -206,7 +206,7 @@ def test_character_devices_take_events() -> None:
         assert os.get_blocking(file._descriptor)
 
 
-def test_file_that_nobody_closes_leaves_no_descriptor(tmp_path: Path) -> None:
+def test_an_unreferenced_file_closes_its_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     files = [EventFile(path) for _ in range(5)]
     assert _num_open(path) == 5
@@ -217,28 +217,28 @@ def test_file_that_nobody_closes_leaves_no_descriptor(tmp_path: Path) -> None:
 
 
 def _num_open(path: Path) -> int:
-    """Descriptors of this process that name `path`; other tests' garbage does not count."""
+    """Return how many descriptors of this process name `path`."""
     return sum(os.path.realpath(link) == str(path) for link in Path("/proc/self/fd").iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_forked_child_writes_no_events(tmp_path: Path) -> None:
+def test_a_forked_child_writes_no_events(tmp_path: Path) -> None:
     pool = BlockPool(4, events=True)
     pool.cache(pool.allocate(1), [b"ab"])
-    taken = pool.take_events()
+    cached = pool.take_events()
     with EventFile(tmp_path / "events.jsonl") as file:
 
         def check() -> None:
-            file.write(taken)
+            file.write(cached)
             assert (file.num_written, file.num_lost) == (0, 1)
             file.close()
 
         in_child(check)
-        file.write(taken)
+        file.write(cached)
     assert len(lines(tmp_path / "events.jsonl")) == 1
 
 
-def test_a_mover_that_cannot_be_built_leaves_no_open_file(tmp_path: Path) -> None:
+def test_a_failing_mover_leaves_no_open_file(tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise ConfigError("no mover")
 
@@ -249,7 +249,7 @@ def test_a_mover_that_cannot_be_built_leaves_no_open_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_logged_once_and_serving_goes_on(
+def test_an_engine_logs_a_full_disk_once_and_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with engine(events=True, events_path=FULL_DISK) as kv:
@@ -263,8 +263,8 @@ def test_a_full_disk_is_logged_once_and_serving_goes_on(
     assert "No space left" in record.getMessage()
 
 
-def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path) -> None:
-    """In a process of its own, because a limit is one of the whole process."""
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    """It runs in a child process, because the limit applies to the whole process."""
     path = tmp_path / "events.jsonl"
     code = f"""
 import resource
@@ -291,9 +291,7 @@ with EventFile({str(path)!r}, clock=lambda: 0.5) as file:
     assert "File too large" in done.stderr
 
 
-def test_what_cannot_be_written_in_one_go_is_written_in_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: real_write(file, data[:7]))
     path = tmp_path / "events.jsonl"
@@ -312,7 +310,7 @@ def test_what_cannot_be_written_in_one_go_is_written_in_several(
     }  # fmt: skip
 
 
-def test_an_error_on_close_is_no_error(
+def test_an_error_on_close_is_logged_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(descriptor: int) -> None:
@@ -375,8 +373,8 @@ def test_each_transfer_is_initiated_and_completed_once(
     good = {line["job_id"] for line in completed if line["ok"] and line["direction"] == "store"}
     assert {line["job_id"] for line in committed} == good
 
-    # What was stored and not removed is what is there, in each memory; several blocks of the device
-    # may hold one key.
+    # In each memory, the blocks stored and not removed are those cached. On the device several
+    # blocks may hold a key.
     num_held = {}
     for medium in "GPU", "CPU":
         held: set[object] = set()
@@ -395,7 +393,7 @@ def test_each_transfer_is_initiated_and_completed_once(
     assert 0 < num_held["GPU"] <= stats["device_blocks_cached"]
 
 
-def test_the_command_writes_the_same_lines_each_time(
+def test_two_runs_of_the_command_write_equal_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
@@ -410,7 +408,7 @@ def test_the_command_writes_the_same_lines_each_time(
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="needs Linux's /dev/full")
-def test_the_command_tells_of_events_that_were_lost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_lost_events(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["replay", "--limit", "20", "--device-blocks", "350"]
     assert cli.main([*small, "--events", str(FULL_DISK)]) == 0
     assert "/dev/full is not written" in capsys.readouterr().out
@@ -418,7 +416,7 @@ def test_the_command_tells_of_events_that_were_lost(capsys: pytest.CaptureFixtur
     assert "events lost" not in capsys.readouterr().out
 
 
-def test_kinds_of_events_are_all_known() -> None:
+def test_the_file_knows_every_kind_of_event() -> None:
     assert set(events._FIELDS) == {
         BlockStored, BlockRemoved, AllBlocksCleared,
         TransferInitiated, CacheStoreCommitted, TransferCompleted,

@@ -1,4 +1,4 @@
-"""Metrics against figures that are counted some other way."""
+"""Compare the metrics with figures that are counted in another way."""
 
 import re
 import subprocess
@@ -15,7 +15,14 @@ from tests.replay.scenario import comes_back, prepared, pushed_out
 
 from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
 from kvstow.observability.metrics import METRICS, MetricsCollector
-from kvstow.replay import BUNDLED_TRACE, Observer, ReplayConfig, ReplayEngine, read_trace
+from kvstow.replay import (
+    BUNDLED_TRACE,
+    Observer,
+    ReplayConfig,
+    ReplayEngine,
+    ReplayState,
+    read_trace,
+)
 from kvstow.replay.batch import Request
 from kvstow.transfer import READY, BlockLayout
 
@@ -26,7 +33,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "observability.md"
 
 
 def scraped(collector: MetricsCollector) -> dict[str, float]:
-    """Every sample of a registry of its own, as `name` or `name label`."""
+    """Return every sample of a fresh registry, by `name` or `name label`."""
     registry = CollectorRegistry()
     registry.register(collector)
     text = generate_latest(registry).decode()
@@ -35,15 +42,15 @@ def scraped(collector: MetricsCollector) -> dict[str, float]:
     assert all(family.documentation for family in families)
     assert {family.name: family.type for family in families}.items() <= kinds.items()
     samples = [sample for family in families for sample in family.samples]
-    assert len(samples) == len({(one.name, *one.labels.values()) for one in samples})
+    assert len(samples) == len({(sample.name, *sample.labels.values()) for sample in samples})
     return {
-        " ".join([one.name.removeprefix("kvstow_"), *one.labels.values()]): one.value
-        for one in samples
+        " ".join([sample.name.removeprefix("kvstow_"), *sample.labels.values()]): sample.value
+        for sample in samples
     }
 
 
 class Script:
-    """An engine of two ranks under a clock, and the metrics as they ought to be."""
+    """An engine of two ranks with its own clock, and the metrics that it should have."""
 
     def __init__(self, num_host_blocks: int) -> None:
         self.now_s = 100.0
@@ -61,7 +68,7 @@ class Script:
         )
 
     def expect(self, **changes: float) -> None:
-        """These metrics have changed by so much, and no other."""
+        """Assert that these metrics changed by these amounts, and that no other changed."""
         for name, change in changes.items():
             self.expected[name] += change
         assert scraped(self.collector) == self.expected
@@ -71,7 +78,7 @@ class Script:
         return self.kv.admit(name, len(tokens), 100, after=READY).state
 
     def end(self, which: str, *, fail: bool = False) -> None:
-        """The last store, or load, of both ranks ends."""
+        """End the last store, or load, of both ranks."""
         for rank, mover in enumerate(self.kv.movers):
             assert isinstance(mover, ManualMover)
             ticket = getattr(mover, which)[-1]
@@ -79,7 +86,7 @@ class Script:
         self.kv.poll()
 
 
-def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
+def test_each_metric_changes_at_the_right_call_by_the_right_amount() -> None:
     it = Script(num_host_blocks=6)
     kv = it.kv
     with kv:
@@ -104,7 +111,7 @@ def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
         )
         kv.finish("first")
 
-        # One is hit on the device, and all is known to the host that is looked for.
+        # The request hits two blocks on the device, and the host is asked for nothing.
         assert it.admit("hit", [*DOCUMENT[:8], 9, 9, 9]) is AdmissionState.RUNS
         it.expect(**{"prefix_query_tokens_total device": 8, "prefix_hit_tokens_total device": 8})
         kv.finish("hit")
@@ -136,10 +143,10 @@ def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
         )
         kv.finish("loads")
 
-        # A second document: one block of the device and two slots of the host make room.
+        # A second document evicts two slots of the host, and nothing on the device.
         other = list(range(50, 66))
         assert it.admit("other", [*other, 5, 5, 5, 5]) is AdmissionState.RUNS
-        # Of 9 blocks 4 hold the first document; 5 are taken, and none of it is evicted.
+        # Of 9 blocks 4 hold the first document, and the other 5 are allocated.
         it.expect(**{"prefix_query_tokens_total device": 16})
         kv.computed(["other"], [16], after=READY)
         it.expect(
@@ -157,7 +164,7 @@ def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
         kv.finish("other")
         it.expect()
 
-        # A third one, for which the device gives up what has been used least recently.
+        # A third document evicts the least recently used blocks of the device.
         assert it.admit("third", list(range(70, 86))) is AdmissionState.RUNS
         it.expect(
             **{
@@ -168,7 +175,7 @@ def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
         )
         kv.finish("third")
 
-        # What is left of the document on the host is loaded, and gets late.
+        # The load of the first document's two blocks on the host misses its deadline.
         assert kv.ledger.pool.reset()
         it.expected["cached_blocks device"] = 0
         assert it.admit("late", [*DOCUMENT, 8]) is AdmissionState.LOADS
@@ -197,7 +204,7 @@ def test_each_metric_moves_when_it_ought_to_and_by_as_much() -> None:
         kv.finish("late")
 
 
-def test_what_the_host_has_no_room_for_is_dropped() -> None:
+def test_blocks_that_find_no_host_slot_count_as_dropped() -> None:
     it = Script(num_host_blocks=2)
     with it.kv as kv:
         it.admit("large", [*DOCUMENT, 5])
@@ -219,7 +226,7 @@ def test_lost_events_are_counted() -> None:
         assert scraped(collector)["lost_events_total"] == 1
 
 
-def test_a_scheduler_alone_has_what_it_counts() -> None:
+def test_a_scheduler_exports_only_the_statistics_that_it_has() -> None:
     scheduler = OffloadScheduler(4, [FullAttention(BLOCK)])
     found = scraped(MetricsCollector(scheduler.stats))
     assert found["capacity_tokens host"] == 16
@@ -228,22 +235,22 @@ def test_a_scheduler_alone_has_what_it_counts() -> None:
 
 
 class Tally(Observer):
-    """Counts what a replay does from what it is told."""
+    """Counts hit tokens from what the replay looks up."""
 
     def __init__(self) -> None:
         self.hit_tokens = [0, 0]
 
     def looked_up(
-        self, engine: ReplayEngine, request: Request, device_tokens: int, host_tokens: int
+        self, replay: ReplayState, request: Request, device_tokens: int, host_tokens: int
     ) -> None:
-        state = engine.kv._requests[request.name].state
+        state = replay.kv._requests[request.name].state
         if state != "added":
             self.hit_tokens[0] += device_tokens
             self.hit_tokens[1] += host_tokens
 
 
 @pytest.mark.parametrize("seed", [None, 4])
-def test_the_metrics_of_a_replay_are_its_figures(seed: int | None) -> None:
+def test_the_metrics_of_a_replay_equal_its_figures(seed: int | None) -> None:
     tally = Tally()
     config = ReplayConfig(device_blocks=350, host_blocks=1500, faults=seed)
     replay = ReplayEngine(read_trace(BUNDLED_TRACE, limit=150), config, observer=tally)
@@ -267,23 +274,23 @@ def test_the_metrics_of_a_replay_are_its_figures(seed: int | None) -> None:
         assert 0 < num_hit < found[f"prefix_query_tokens_total {tier}"]
 
 
-def test_what_the_device_lacks_is_looked_for_on_the_host() -> None:
-    """Prompts of 4, 7 and twice 5 blocks; the last two begin as the first does, which is gone."""
+def test_the_host_is_asked_only_for_tokens_that_the_device_lacks() -> None:
+    """Two of the four prompts begin with the first prompt, which the device has evicted."""
     of = pushed_out(8, comes_back(3, at_s=200), comes_back(4, at_s=300))
     with prepared(of, device_blocks=9) as replay:
         replay.run()
         found = scraped(MetricsCollector(replay.kv.stats))
-    # Of each prompt a token, and so its last block, is left to compute.
+    # The last token of a prompt is always computed, so its last block is not looked up.
     assert found["prefix_query_tokens_total device"] == (3 + 6 + 4 + 4) * REPLAY_BLOCK
     assert found["prefix_hit_tokens_total device"] == 4 * REPLAY_BLOCK
     assert found["prefix_query_tokens_total host"] == (3 + 6 + 4) * REPLAY_BLOCK
     assert found["prefix_hit_tokens_total host"] == 4 * REPLAY_BLOCK
 
 
-# -- names and words ---------------------------------------------------------------------------
+# -- names and texts ---------------------------------------------------------------------------
 
 
-def test_every_metric_has_a_name_of_its_own_that_follows_the_conventions() -> None:
+def test_metric_names_are_unique_and_follow_the_conventions() -> None:
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
@@ -293,7 +300,7 @@ def test_every_metric_has_a_name_of_its_own_that_follows_the_conventions() -> No
         assert metric.text.endswith(".")
 
 
-def test_every_number_that_is_read_is_counted() -> None:
+def test_an_engine_has_every_statistic_that_a_metric_exports() -> None:
     it = Script(num_host_blocks=2)
     with it.kv as kv:
         keys = [key for metric in METRICS for key in metric.keys.values()]
@@ -301,7 +308,7 @@ def test_every_number_that_is_read_is_counted() -> None:
         assert len(set(keys)) == len(keys)
 
 
-def test_the_documentation_has_every_metric() -> None:
+def test_the_documentation_lists_every_metric() -> None:
     rows = re.findall(r"^\| `(kvstow_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", DOCS.read_text(), re.M)
     expected = [
         (
@@ -315,7 +322,7 @@ def test_the_documentation_has_every_metric() -> None:
     assert rows == expected
 
 
-def test_without_the_extra_the_import_says_what_to_install() -> None:
+def test_import_without_prometheus_client_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None; "
         "from kvstow.observability import MetricsCollector"

@@ -30,8 +30,8 @@ def test_sizes_with_and_without_unit(value: object, num_bytes: int) -> None:
         math.nan, True, None, b"32GiB", [32],
     ],
 )  # fmt: skip
-def test_what_is_no_size_is_refused_with_the_units(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^room is .* no size; .* KiB, MiB, GiB") as caught:
+def test_the_error_for_a_bad_size_lists_the_units(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^room is .* not a size: .* KiB, MiB, GiB") as caught:
         parse_bytes(value, name="room")
     assert len(str(caught.value)) < 300
 
@@ -42,6 +42,6 @@ def test_sizes_out_of_bounds_are_refused(value: object) -> None:
         parse_bytes(value)
 
 
-def test_an_integer_too_long_to_be_shown_is_refused_too() -> None:
+def test_an_integer_too_long_to_print_is_refused() -> None:
     with pytest.raises(ConfigError, match="is an integer of thousands of digits; it must be 1 to"):
         parse_bytes(10**5000)

@@ -1,4 +1,4 @@
-"""`python -m kvstow`: the command `kvstow`."""
+"""`python -m kvstow` runs the command `kvstow`."""
 
 import sys
 

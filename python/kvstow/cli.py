@@ -1,6 +1,6 @@
 """The command `kvstow`.
 
-`import kvstow` imports neither this module nor click and rich, which it needs.
+It needs click and rich. `import kvstow` imports neither them nor this module.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; `arguments` are those of the process unless given.
+    """Run the command line and return the exit status.
+
+    Args:
+        arguments: the arguments of the process unless given.
 
     Returns:
-        0 if all is well, 1 if a check failed, 2 for bad usage or input, 70 for an error in kvstow
-        itself (with its traceback), 74 if input or output failed, 130 on Ctrl-C.
+        0 for success, 1 if a check failed, 2 for bad usage or input, 70 for an error in kvstow
+        itself (with its traceback), 74 if input or output failed, 130 after Ctrl-C.
     """
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         discard_standard_output()
         is_closed_pipe = error.errno == errno.EPIPE and error.filename in (None, STANDARD_OUTPUT)
-        if not is_closed_pipe:  # after `kvstow replay | head -1` the user expects no message
+        if not is_closed_pipe:  # `kvstow replay | head -1` should print no error
             where = "" if error.filename is None else f"{error.filename}: "
             _complain(f"kvstow: {where}{error.strerror or error}")
         return EXIT_IO
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # Not `Group.main`: of a closed pipe it makes status 1, which here stands for a failed check.
+    # `Group.main` returns status 1 for a closed pipe, but here 1 means that a check failed.
     commands = _commands()
     try:
         with commands.make_context("kvstow", arguments) as context:
@@ -71,7 +74,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _commands() -> click.Group:
-    # Not at the top: they import the engine, and Ctrl-C in the meantime must not show a traceback.
+    # Imported here so that Ctrl-C during these slow imports shows no traceback.
     from kvstow.doctor.command import doctor  # noqa: PLC0415
     from kvstow.engine.snapshot_command import snapshot  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
@@ -85,5 +88,5 @@ def _commands() -> click.Group:
 
 
 def _complain(message: str) -> None:
-    with suppress(OSError):  # standard error is full or closed, and nobody can be told
+    with suppress(OSError):  # standard error is full or closed
         click.echo(message, err=True)

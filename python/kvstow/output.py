@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
-from types import TracebackType
 from typing import IO, Final
 
 import click
 from rich.console import Console
 from rich.table import Table
+
+from kvstow.closing import Closing
 
 __all__ = ["STANDARD_OUTPUT", "Output", "discard_standard_output", "print_text", "with_output"]
 
@@ -35,17 +36,16 @@ def with_output(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-class Output:
-    """Where the result of a command goes; a context manager.
+class Output(Closing):
+    """Prints the result of a command, and writes it to the file of `--json-file`.
 
     Attributes:
-        as_json: whether JSON is printed, and so nothing else.
+        as_json: whether standard output gets JSON and nothing else.
 
-    The file of `--json-file` is opened here, before the work, so that the user learns at once that
-    it cannot be written.
+    The constructor opens the file, so that the command fails before the work if it cannot.
 
     Raises:
-        OSError: the file, later the standard output, cannot be written.
+        OSError: the file, or later the standard output, cannot be written.
     """
 
     def __init__(self, *, as_json: bool, json_file: str | None) -> None:
@@ -55,17 +55,10 @@ class Output:
         if json_file is not None:
             self._file = open(json_file, "w", encoding="utf-8")  # noqa: SIM115
 
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file of `--json-file`."""
         if self._file is not None:
-            with suppress(OSError):  # `write` has flushed: only what it reported can be left
+            with suppress(OSError):  # `write` has flushed and reported every error
                 self._file.close()
 
     def write(self, result: Mapping[str, object], shown: Callable[[], Table | str]) -> None:
@@ -95,10 +88,11 @@ def _rendered(shown: Table | str) -> str:
 
 
 def print_text(text: str) -> None:
-    """Write to standard output; what its encoding lacks is written as an escape.
+    """Write text to standard output, and escape the characters that its encoding lacks.
 
     Raises:
-        OSError: it is closed, full, or nobody reads it. The name of the file is `STANDARD_OUTPUT`.
+        OSError: standard output is closed, full, or a pipe without a reader. Its `filename` is
+            `STANDARD_OUTPUT`.
     """
     try:
         if sys.stdout is None:
@@ -112,7 +106,7 @@ def print_text(text: str) -> None:
 
 
 def discard_standard_output() -> None:
-    """Drop what is still buffered: Python writes it when it exits, and fails once more."""
+    """Drop the buffered output, which Python would write again when it exits, and fail."""
     with suppress(AttributeError, OSError, ValueError):  # no stdout, or one without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Parse sizes in bytes, such as `32GiB`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS: Final = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGTP", start=1)
 }
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-_MAX_DIGITS: Final = 40  # of a number: what is longer is no size, and slow to convert
+_MAX_DIGITS: Final = 40  # Longer numbers are no size, and slow to convert.
 _MAX_BYTES: Final = 2**63 - 1
 
 
@@ -25,17 +25,17 @@ def parse_bytes(value: object, *, name: str = "size") -> int:
     """Return a number of bytes.
 
     Units are binary (`KiB`, `MiB`, `GiB`, `TiB`, `PiB`) or decimal (`kB`, `MB`, `GB`, `TB`, `PB`),
-    in upper or lower case. A fraction of a byte is cut off: `0.1GiB` is 107,374,182 bytes.
+    in upper or lower case. The result is rounded down: `0.1GiB` is 107,374,182 bytes.
 
         >>> parse_bytes("32GiB"), parse_bytes("512MB"), parse_bytes(1e9)
         (34359738368, 512000000, 1000000000)
 
     Args:
-        value: a text such as `"32GiB"`, an integer, or a float that is whole.
-        name: of the option, for the error message.
+        value: a string such as `"32GiB"`, an integer, or a whole float.
+        name: the option, for the error message.
 
     Raises:
-        ConfigError: `value` is no size, or not 1 to 2^63 - 1 bytes.
+        ConfigError: `value` is not a size, or not 1 to 2^63 - 1 bytes.
     """
     num_bytes = _from_text(name, value) if isinstance(value, str) else _from_number(name, value)
     if not 1 <= num_bytes <= _MAX_BYTES:
@@ -70,14 +70,14 @@ def _from_number(name: str, value: object) -> int:
 
 def _refused(name: str, value: object) -> ConfigError:
     return ConfigError(
-        f"{name} is {_shown(value)}, which is no size; pass a number of bytes, or a number with a "
-        "unit: kB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB (powers of 1024)"
+        f"{name} is {_shown(value)}, which is not a size: pass a number of bytes, or a number with "
+        "a unit: kB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB (powers of 1024)"
     )
 
 
 def _shown(value: object) -> str:
     try:
         shown = repr(value)
-    except ValueError:  # Python refuses to write integers of thousands of digits
+    except ValueError:  # Python does not print integers of thousands of digits
         return "an integer of thousands of digits"
     return shown if len(shown) <= 2 * _MAX_DIGITS else f"{shown[:_MAX_DIGITS]}..."

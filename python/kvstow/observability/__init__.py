@@ -1,7 +1,8 @@
 """What kvstow reports while it runs: events as JSON lines, and metrics for Prometheus.
 
-`MetricsCollector` needs `prometheus_client` (the extra `metrics`); `EventFile` needs nothing.
-May import: kvstow._core, kvstow.transfer.
+`MetricsCollector` needs `prometheus_client`, the extra `metrics`.
+
+May import: kvstow._core, kvstow.closing, kvstow.transfer.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Block and transfer events as JSON lines: what an event looks like outside this process.
+"""The events file: block and transfer events as JSON lines.
 
-A line is one event. `event` is its class, `time_s` when it was written, on the clock of whoever
-keeps the file; the other fields are the event's own, under their own names:
+Each line is one event. `event` is its class, and `time_s` is when it was written, on the clock of
+the file. The other fields are the attributes of the event:
 
     BlockStored          medium, group, block_hashes, parent_block_hash, token_ids, extra_keys,
                          block_size
@@ -11,10 +11,10 @@ keeps the file; the other fields are the event's own, under their own names:
     CacheStoreCommitted  job_id, num_blocks
     TransferCompleted    job_id, direction, ok
 
-`medium` is "GPU" (the device) or "CPU" (the host), `direction` "store" or "load". A hash is
-hexadecimal, as is whatever else is bytes; what is not known is null. Every TransferInitiated has
-one TransferCompleted with its `job_id`, and a store that can be found one CacheStoreCommitted
-before that.
+`medium` is "GPU" (the device) or "CPU" (the host). `direction` is "store" or "load". Hashes and
+other bytes are hexadecimal. An unknown value is null. Each TransferInitiated has one
+TransferCompleted with its `job_id`. A store whose blocks lookup can find has one
+CacheStoreCommitted before that.
 """
 
 import errno
@@ -66,36 +66,36 @@ _LOG = logging.getLogger(__name__)
 
 
 def event_fields(event: BlockEvent | TransferEvent) -> dict[str, object]:
-    """An event as its line has it, but without the time, and bytes are still bytes."""
+    """Return the fields of an event's line, without the time; bytes are not converted."""
     kind = type(event)
     return {"event": kind.__name__} | {name: getattr(event, name) for name in _FIELDS[kind]}
 
 
 class EventFile(Closing):
-    """A file that events are appended to, for one writer.
+    """A file to which one writer appends events.
 
-    Its owner serves requests, so a file that can no longer be written (a full disk, say) is no
-    error: it is logged once, the file is given up, and what is lost is counted. What is in it ends
-    with a whole line, as far as the system lets it be cut there.
+    The writer serves requests, so a file that cannot be written (a full disk, say) raises no error.
+    The events file logs the problem once, gives the file up, and counts the events that it loses.
+    It cuts off a line that was written in part, if the system allows.
 
     Attributes:
-        path: as it was given.
-        num_written: events in the file.
-        num_lost: events that were to be written after it was given up.
+        path: the path of the file.
+        num_written: number of events in the file.
+        num_lost: number of events that could not be written.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Open the file, at its end, or make it.
+        """Open the file at its end, or create it.
 
         Args:
-            path: in a folder that exists.
-            clock: seconds, for `time_s`.
+            path: a file in a folder that exists.
+            clock: returns the seconds for `time_s`.
 
         Raises:
-            ConfigError: it cannot be opened, or is neither a regular file nor a character device
-                such as /dev/null.
+            ConfigError: the file cannot be opened, or is neither a regular file nor a character
+                device such as /dev/null.
         """
         self.path = os.fspath(path)
         self.num_written = 0
@@ -105,16 +105,16 @@ class EventFile(Closing):
             descriptor = _open(self.path)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"the events file {self.path!r} cannot be opened ({error}); name a file in a "
+                f"the events file {self.path!r} cannot be opened ({error}): name a file in a "
                 "folder that exists and can be written"
             ) from error
         self._descriptor: int | None = descriptor
-        # Closed with the last name of this object, should nobody call `close`.
+        # Closes the file with the last reference to this object if nobody calls `close`.
         self._finalizer = weakref.finalize(self, _close, descriptor)
         close_in_children(self)
 
     def write(self, events: Sequence[BlockEvent | TransferEvent]) -> None:
-        """Append these, and hand them to the system: once a step is often enough."""
+        """Append these events, and pass them to the operating system. Once a step is enough."""
         if not events:
             return
         if self._descriptor is None:
@@ -134,23 +134,23 @@ class EventFile(Closing):
             self.num_written += len(events)
 
     def close(self) -> None:
-        """Close the file; again does nothing. What is written from now on is lost, and counted."""
+        """Close the file; a second call does nothing. Later events count as lost."""
         self._descriptor = None
         try:
-            self._finalizer()  # does nothing the second time
+            self._finalizer()  # a second call does nothing
         except OSError as error:
             _LOG.warning("the events file %r may lack its end: %s", self.path, error)
 
     def close_in_child(self) -> None:
-        """Close it in a forked child: its events are not those of the parent's engine."""
+        """Close the file in a forked child, whose events do not belong in the parent's file."""
         self._descriptor = None
         with suppress(OSError):
             self._finalizer()
 
     def _give_up(self, error: OSError) -> None:
         _LOG.warning(
-            "the events file %r cannot be written and is given up after %d events: %s; make room "
-            "and restart to have it again",
+            "the events file %r cannot be written after %d events (%s): kvstow goes on without it; "
+            "make room and restart to get events again",
             self.path,
             self.num_written,
             error,
@@ -159,9 +159,9 @@ class EventFile(Closing):
 
 
 def _open(path: str | os.PathLike[str]) -> int:
-    """Open a file to append to, without waiting for whoever may read it.
+    """Return the descriptor of a file to append to.
 
-    A pipe is refused: a reader that is slow, or gone, would hold up the engine.
+    A pipe is an error, because a slow reader would hold up the engine.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
@@ -181,7 +181,7 @@ def _close(descriptor: int) -> None:
 
 
 def _append(descriptor: int, data: bytes) -> None:
-    """Write all of it, or cut the file where it began."""
+    """Write all of the data, or cut the file off where the data began."""
     begin, rest = os.fstat(descriptor).st_size, memoryview(data)
     try:
         while rest:
@@ -194,5 +194,5 @@ def _append(descriptor: int, data: bytes) -> None:
 
 
 def _hex(value: Any) -> str:
-    # What JSON has no form for. Nothing else than bytes is in an event.
+    # json calls this for bytes, the only values in an event that JSON lacks.
     return bytes(value).hex()

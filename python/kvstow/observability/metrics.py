@@ -1,12 +1,11 @@
-"""What kvstow counts, as Prometheus metrics.
+"""Prometheus metrics of an engine, an offload scheduler or the vLLM connector.
 
     from prometheus_client import REGISTRY, start_http_server
     REGISTRY.register(MetricsCollector(engine.stats))
     start_http_server(9400)
 
-`METRICS` defines every metric, for an engine and for the vLLM connector. The collector reads the
-counters at each scrape. It leaves out what its source does not count: `OffloadScheduler.stats` has
-no device tier and no bytes.
+`METRICS` defines every metric. The collector reads the statistics at each scrape and leaves out
+the metrics that its source lacks: `OffloadScheduler.stats` has no device tier and no bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +25,14 @@ Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metric(NamedTuple):
-    """One metric, and the statistics that it exports.
+    """A metric and the statistics that it exports.
 
     Attributes:
-        name: as Prometheus shows it.
-        kind: a counter only rises.
-        text: what it counts.
-        label: the label that distinguishes its samples; empty for a single sample.
-        keys: by the label's value, the key in `Engine.stats()`; "" for a single sample.
+        name: the name in Prometheus.
+        kind: "counter" for a number that only rises.
+        text: the help text in Prometheus.
+        label: the label that distinguishes the samples; empty for a single sample.
+        keys: the key in `Engine.stats()` by the label's value; "" for a single sample.
     """
 
     name: str
@@ -55,15 +54,15 @@ METRICS: Final = (
     Metric(
         "kvstow_prefix_query_tokens_total",
         "counter",
-        "Tokens, in whole blocks, that admitted requests looked up in the tier; in the host tier, "
-        "those that the device lacked.",
+        "Tokens, in whole blocks, that admitted requests looked up in the tier. The host tier "
+        "counts only tokens that the device lacks.",
         "tier",
         _tiers("device_query_tokens", "query_tokens"),
     ),
     Metric(
         "kvstow_prefix_hit_tokens_total",
         "counter",
-        "Tokens of these that the tier held, and that requests used instead of computing them.",
+        "Looked-up tokens that requests took from the tier instead of recomputing them.",
         "tier",
         _tiers("device_hit_tokens", "hit_tokens"),
     ),
@@ -77,29 +76,31 @@ METRICS: Final = (
     Metric(
         "kvstow_transfer_blocks_total",
         "counter",
-        "Blocks of transfers that succeeded; a block counts once, whatever the number of ranks.",
+        "Blocks that successful transfers copied. A block counts once, whatever the number of "
+        "ranks.",
         "direction",
         _directions("stored_blocks", "loaded_blocks"),
     ),
     Metric(
         "kvstow_transfer_bytes_total",
         "counter",
-        "Bytes of transfers that succeeded, on all ranks.",
+        "Bytes that successful transfers copied, on all ranks together.",
         "direction",
         _directions("stored_bytes", "loaded_bytes"),
     ),
     Metric(
         "kvstow_transfer_seconds_total",
         "counter",
-        "Time of transfers that succeeded, from submission until kvstow saw their end; transfers "
-        "that overlap each count in full.",
+        "Seconds from the submission of a transfer until kvstow saw its end, summed over "
+        "successful transfers. Overlapping transfers each count in full.",
         "direction",
         _directions("store_seconds", "load_seconds"),
     ),
     Metric(
         "kvstow_transfer_failures_total",
         "counter",
-        "Transfers that failed, missed their deadline, or were loads that a reset overtook.",
+        "Transfers that failed or missed their deadline, and loads that were in flight when the "
+        "host tier was reset.",
         "direction",
         _directions("failed_stores", "failed_loads"),
     ),
@@ -113,14 +114,14 @@ METRICS: Final = (
     Metric(
         "kvstow_transfers_in_flight",
         "gauge",
-        "Transfers under way, without those in quarantine.",
+        "Transfers in flight, those in quarantine excluded.",
         "",
         {"": "jobs_in_flight"},
     ),
     Metric(
         "kvstow_transfers_in_quarantine",
         "gauge",
-        "Transfers that missed their deadline and have not ended.",
+        "Transfers that missed their deadline and have not ended yet.",
         "",
         {"": "quarantined_jobs"},
     ),
@@ -134,49 +135,50 @@ METRICS: Final = (
     Metric(
         "kvstow_dropped_blocks_total",
         "counter",
-        "Blocks, in host slots, that were due for a store when the host tier had no room.",
+        "Blocks, counted in host slots, that were not stored because the host tier had no room.",
         "",
         {"": "dropped_blocks"},
     ),
     Metric(
         "kvstow_damaged_blocks_total",
         "counter",
-        "Blocks, in host slots, that left the host tier because a load found their bytes damaged.",
+        "Blocks, counted in host slots, that the host tier dropped because a load found "
+        "damaged bytes.",
         "",
         {"": "damaged_blocks"},
     ),
     Metric(
         "kvstow_evicted_blocks_total",
         "counter",
-        "Cached blocks that the tier evicted; in the host tier, in slots.",
+        "Cached blocks that the tier evicted. The host tier counts slots.",
         "tier",
         _tiers("device_evicted_blocks", "evicted_blocks"),
     ),
     Metric(
         "kvstow_cached_blocks",
         "gauge",
-        "Blocks that a lookup can find; in the host tier, in slots.",
+        "Blocks that a lookup can find. The host tier counts slots.",
         "tier",
         _tiers("device_blocks_cached", "resident_blocks"),
     ),
     Metric(
         "kvstow_capacity_blocks",
         "gauge",
-        "Blocks that the tier has, without the null block; in the host tier, in slots.",
+        "Blocks of the tier, the null block excluded. The host tier counts slots.",
         "tier",
         _tiers("device_capacity_blocks", "capacity_blocks"),
     ),
     Metric(
         "kvstow_capacity_tokens",
         "gauge",
-        "Tokens of prompts that fit into the tier if every group keeps all of its blocks.",
+        "Prompt tokens that fit into the tier if every group keeps all of its blocks.",
         "tier",
         _tiers("device_capacity_tokens", "capacity_tokens"),
     ),
     Metric(
         "kvstow_lost_events_total",
         "counter",
-        "Events that the events file lacks because it could not be written.",
+        "Events missing from the events file because it could not be written.",
         "",
         {"": "lost_events"},
     ),
@@ -185,20 +187,20 @@ METRICS: Final = (
 
 
 class MetricsCollector(Collector):
-    """Reads statistics when it is scraped; register it with a `prometheus_client` registry.
+    """Exports statistics to a `prometheus_client` registry, at each scrape.
 
-    A registry takes one: give each engine of a process a registry of its own.
+    A registry takes only one collector, so give each engine of a process a registry of its own.
 
     Args:
-        stats: `Engine.stats` or `OffloadScheduler.stats`, of one that lives as long as this. It may
-            be called from any thread.
+        stats: `Engine.stats` or `OffloadScheduler.stats`. The scrape may call it from any thread,
+            for as long as the collector is registered.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Family]:
-        """The metrics of the moment."""
+        """Yield the metrics with their present values."""
         stats = self._stats()
         for metric in METRICS:
             labels = [metric.label] if metric.label else []
