@@ -16,18 +16,20 @@ use crate::key::BlockKey;
 
 type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
 
-const OLDER: usize = 0;
-const NEWER: usize = 1;
+/// The slot of the block before; null for a root.
+const PARENT: usize = 0;
+/// The child that came last; null for a leaf.
+const CHILD: usize = 1;
+/// The neighbours among the children of one slot; null for an only child, and for a root.
+const OLDER: usize = 2;
+const NEWER: usize = 3;
 
 /// Parents and children of slots, and the slots that wait for a parent. 16 bytes a slot.
 #[derive(Clone, Debug)]
 pub(super) struct Chains {
-    /// The slot of the block before; null for a root.
-    parents: Vec<u32>,
-    /// The child that came last; null for a leaf. A root is nobody's child.
-    children: Vec<u32>,
-    /// The neighbours among the children of one slot.
-    siblings: Vec<[u32; 2]>,
+    /// Of each slot, four others. Side by side, because a slot that goes needs them all. Arrays,
+    /// because only then does a vector of zeros come from the system as it is.
+    links: Vec<[u32; 4]>,
     /// Roots whose parent is not on the host, and its key.
     awaited: Map<BlockId, BlockKey>,
     /// The same by that key.
@@ -40,27 +42,29 @@ impl Chains {
     /// For slots `1..num_blocks`, all of them roots without children.
     pub(super) fn new(num_blocks: usize) -> Self {
         Self {
-            parents: vec![0; num_blocks],
-            children: vec![0; num_blocks],
-            siblings: vec![[0; 2]; num_blocks],
+            links: vec![[0; 4]; num_blocks],
             awaited: HashMap::default(),
             awaiting: HashMap::default(),
         }
     }
 
-    /// The parents by slot; null above a root.
-    pub(super) fn parents(&self) -> &[u32] {
-        &self.parents
+    /// A slot's neighbours.
+    #[inline]
+    fn links(&self, slot: BlockId) -> [u32; 4] {
+        #[cfg(test)]
+        looks::count();
+        self.links[slot.index()]
     }
 
+    /// The slot above `slot`; null above a root.
     #[inline]
     pub(super) fn parent(&self, slot: BlockId) -> BlockId {
-        BlockId(self.parents[slot.index()])
+        BlockId(self.links(slot)[PARENT])
     }
 
     #[inline]
     pub(super) fn is_leaf(&self, slot: BlockId) -> bool {
-        self.children[slot.index()] == 0
+        self.links(slot)[CHILD] == 0
     }
 
     /// The root above `slot`, or `slot` itself.
@@ -84,22 +88,28 @@ impl Chains {
     /// A root goes below `parent`; below null it stays a root.
     #[inline]
     pub(super) fn attach(&mut self, slot: BlockId, parent: BlockId) {
-        self.parents[slot.index()] = parent.0;
+        self.links[slot.index()][PARENT] = parent.0;
         if parent.is_null() {
             return;
         }
-        let older = std::mem::replace(&mut self.children[parent.index()], slot.0);
-        self.siblings[slot.index()] = [older, 0];
+        let older = std::mem::replace(&mut self.links[parent.index()][CHILD], slot.0);
         if older != 0 {
-            self.siblings[older as usize][NEWER] = slot.0;
+            self.links[slot.index()][OLDER] = older;
+            self.links[older as usize][NEWER] = slot.0;
         }
+    }
+
+    /// Whether any slot waits for its parent.
+    #[inline]
+    pub(super) fn has_waiting(&self) -> bool {
+        !self.awaiting.is_empty()
     }
 
     /// Puts below `slot`, which holds `key` from now on, what has waited for that key. Returns the
     /// slots that were roots.
     #[inline]
     pub(super) fn adopt(&mut self, slot: BlockId, key: &BlockKey) -> Vec<BlockId> {
-        if self.awaiting.is_empty() {
+        if !self.has_waiting() {
             return Vec::new();
         }
         let mut adopted = self.awaiting.remove(key).unwrap_or_default();
@@ -126,16 +136,14 @@ impl Chains {
     /// Takes a slot out of its place. Returns its parent.
     #[inline]
     pub(super) fn leave(&mut self, slot: BlockId) -> BlockId {
-        let parent = std::mem::take(&mut self.parents[slot.index()]);
+        let [parent, _, older, newer] = self.links(slot);
         if parent != 0 {
-            let [older, newer] = self.siblings[slot.index()];
-            if older != 0 {
-                self.siblings[older as usize][NEWER] = newer;
-            }
+            self.links[slot.index()][PARENT] = 0;
             if newer == 0 {
-                self.children[parent as usize] = older;
-            } else {
-                self.siblings[newer as usize][OLDER] = older;
+                self.links[parent as usize][CHILD] = older;
+            }
+            if older | newer != 0 {
+                self.close_gap(slot, older, newer);
             }
         }
         if !self.awaited.is_empty()
@@ -150,13 +158,27 @@ impl Chains {
         BlockId(parent)
     }
 
+    /// Makes the neighbours of a child that leaves neighbours of one another.
+    #[cold]
+    fn close_gap(&mut self, slot: BlockId, older: u32, newer: u32) {
+        if older != 0 {
+            self.links[older as usize][NEWER] = newer;
+        }
+        if newer != 0 {
+            self.links[newer as usize][OLDER] = older;
+        }
+        self.links[slot.index()][OLDER] = 0;
+        self.links[slot.index()][NEWER] = 0;
+    }
+
     /// The children of a slot that held `key` become roots, and wait for it to come back.
     pub(super) fn abandon(&mut self, slot: BlockId, key: BlockKey) {
-        let mut child = BlockId(std::mem::take(&mut self.children[slot.index()]));
+        let mut child = BlockId(std::mem::take(&mut self.links[slot.index()][CHILD]));
         while !child.is_null() {
-            self.parents[child.index()] = 0;
+            let [_, below, older, _] = self.links(child);
+            self.links[child.index()] = [0, below, 0, 0];
             self.wait(child, key);
-            child = BlockId(self.siblings[child.index()][OLDER]);
+            child = BlockId(older);
         }
     }
 
@@ -168,12 +190,12 @@ impl Chains {
         let given = all.clone();
         let mut at = 0;
         while at < all.len() {
-            let mut child = self.children[all[at].index()];
-            while child != 0 {
-                if given.binary_search(&BlockId(child)).is_err() {
-                    all.push(BlockId(child));
+            let mut child = BlockId(self.links(all[at])[CHILD]);
+            while !child.is_null() {
+                if given.binary_search(&child).is_err() {
+                    all.push(child);
                 }
-                child = self.siblings[child as usize][OLDER];
+                child = BlockId(self.links(child)[OLDER]);
             }
             at += 1;
         }
@@ -183,8 +205,7 @@ impl Chains {
 
     /// Every slot becomes a root without children.
     pub(super) fn clear(&mut self) {
-        self.parents.fill(0);
-        self.children.fill(0);
+        self.links.fill([0; 4]);
         self.awaited.clear();
         self.awaiting.clear();
     }
@@ -198,18 +219,18 @@ impl Chains {
 
     /// Whether a slot stands below itself.
     pub(super) fn has_loop(&self) -> bool {
-        let mut is_done = vec![false; self.parents.len()];
-        let mut is_on_path = vec![false; self.parents.len()];
+        let mut is_done = vec![false; self.links.len()];
+        let mut is_on_path = vec![false; self.links.len()];
         is_done[0] = true;
         let mut path = Vec::new();
-        for slot in 1..self.parents.len() {
+        for slot in 1..self.links.len() {
             let mut at = slot;
             while !is_done[at] {
                 if std::mem::replace(&mut is_on_path[at], true) {
                     return true;
                 }
                 path.push(at);
-                at = self.parents[at] as usize;
+                at = self.links[at][PARENT] as usize;
             }
             path.drain(..).for_each(|at| is_done[at] = true);
         }
@@ -227,20 +248,24 @@ impl Chains {
     ) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
         let mut num_children = 0;
-        for slot in (1..).map(BlockId).take(self.parents.len() - 1) {
+        for slot in (1..).map(BlockId).take(self.links.len() - 1) {
             let parent = self.parent(slot);
             if !(parent.is_null() || is_kept(slot) && is_kept(parent)) {
                 return broken(format!("slot {slot} or its parent {parent} is empty"));
             }
             num_children = usize::wrapping_add(num_children, (!parent.is_null()).into());
-            let (mut newer, mut child) = (0, self.children[slot.index()]);
+            let [_, first, older, newer] = self.links(slot);
+            if parent.is_null() && (older, newer) != (0, 0) {
+                return broken(format!("root {slot} has siblings"));
+            }
+            let (mut newer, mut child) = (0, first);
             while child != 0 {
                 let at = child as usize;
-                if self.parents[at] != slot.0 || self.siblings[at][NEWER] != newer {
+                if self.links[at][PARENT] != slot.0 || self.links[at][NEWER] != newer {
                     return broken(format!("slot {child} is no child of {slot}, or out of order"));
                 }
                 num_children = num_children.wrapping_sub(1);
-                (newer, child) = (child, self.siblings[at][OLDER]);
+                (newer, child) = (child, self.links[at][OLDER]);
             }
         }
         if num_children != 0 {
@@ -260,5 +285,22 @@ impl Chains {
             return broken("slots that wait for their parents are miscounted".to_owned());
         }
         Ok(())
+    }
+}
+
+/// How many slots the tier has looked at, on this thread.
+#[cfg(test)]
+pub(super) mod looks {
+    use std::cell::Cell;
+
+    thread_local!(static NUM_LOOKS: Cell<usize> = const { Cell::new(0) });
+
+    pub(in crate::offload) fn count() {
+        NUM_LOOKS.set(NUM_LOOKS.get() + 1);
+    }
+
+    /// The looks since the last call.
+    pub(in crate::offload) fn take() -> usize {
+        NUM_LOOKS.take()
     }
 }

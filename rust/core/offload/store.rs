@@ -1,7 +1,5 @@
 //! Eager store planning: what earlier steps have computed, and the tier does not have.
 
-use std::ops::Range;
-
 use crate::error::{Error, Result};
 use crate::group::{Attention, Group, Model};
 use crate::ids::{BlockId, GroupId};
@@ -33,14 +31,6 @@ pub(super) struct Part {
 }
 
 impl Part {
-    fn reserve(&mut self, num_slots: usize, blocks_per_slot: usize) {
-        self.block_ids.reserve(num_slots * blocks_per_slot);
-        self.slots.reserve(num_slots);
-        self.filling.keys.reserve(num_slots);
-        self.filling.parents.reserve(num_slots);
-        self.filling.ends.reserve(num_slots);
-    }
-
     /// What is planned already, and then `other`.
     fn append(&mut self, mut other: Self) {
         if self.slots.is_empty() {
@@ -200,11 +190,10 @@ impl Plan<'_> {
         let above = parent.unwrap_or(BlockId::NULL);
         let (placed, num_kept) = tier.reserve_chain(&due, self.id, above)?;
         table.num_kept = first + num_kept;
-        self.part.reserve(placed.len(), self.blocks_per_slot);
-        for &(at, slot) in &placed {
-            self.push(table, first + at, slot);
-        }
-        Ok(placed.last().map(|&(_, slot)| slot))
+        let last = placed.last().map(|&(_, slot)| slot);
+        let placed = placed.into_iter().map(|(at, slot)| (first + at, slot)).collect::<Vec<_>>();
+        self.add(table, &placed);
+        Ok(last)
     }
 
     /// Adds what is due of a group that skips blocks, whose slots hold one. Returns how many there was no room for.
@@ -222,6 +211,7 @@ impl Plan<'_> {
         table.num_kept = table.num_kept.max(table.num_confirmed);
         let slots = tier.reserve(due.len())?;
         let num_dropped = due.len() - slots.len();
+        let mut placed = Vec::with_capacity(slots.len());
         for (&at, slot) in due[num_dropped..].iter().zip(slots) {
             // The same key may stand twice in a list that is no true chain.
             if tier.resident_or_in_flight(&self.key(at)).is_some() {
@@ -229,22 +219,28 @@ impl Plan<'_> {
                 continue;
             }
             tier.fill(slot, self.key(at), BlockId::NULL);
-            self.push(table, at, slot);
+            placed.push((at, slot));
         }
+        self.add(table, &placed);
         Ok(num_dropped)
     }
 
-    fn push(&mut self, table: &Table, at: usize, slot: BlockId) {
-        self.part.block_ids.extend_from_slice(&table.blocks[self.blocks(at)]);
-        self.part.slots.push(slot);
-        self.part.filling.keys.push(self.key(at));
-        self.part.filling.parents.push(at.checked_sub(1).map(|before| self.key(before).hash));
-        self.part.filling.ends.push((at + 1) * self.group.block_size);
-    }
-
-    /// The blocks of the slot at `index`.
-    fn blocks(&self, index: usize) -> Range<usize> {
-        index * self.blocks_per_slot..(index + 1) * self.blocks_per_slot
+    /// Adds slots that were given, each with its place in the table.
+    fn add(&mut self, table: &Table, placed: &[(usize, BlockId)]) {
+        let per_hash = self.model.hashes_per_block(self.group);
+        let hash = |at: usize| self.hashes[(at + 1) * per_hash - 1];
+        let Part { block_ids, slots, filling } = &mut *self.part;
+        let indices = placed.iter().map(|&(at, _)| at);
+        if self.blocks_per_slot == 1 {
+            block_ids.extend(indices.clone().map(|at| table.blocks[at]));
+        } else {
+            let blocks = |at| at * self.blocks_per_slot..(at + 1) * self.blocks_per_slot;
+            indices.clone().for_each(|at| block_ids.extend_from_slice(&table.blocks[blocks(at)]));
+        }
+        slots.extend(placed.iter().map(|&(_, slot)| slot));
+        filling.keys.extend(indices.clone().map(|at| BlockKey { hash: hash(at), group: self.id }));
+        filling.parents.extend(indices.clone().map(|at| at.checked_sub(1).map(hash)));
+        filling.ends.extend(indices.map(|at| (at + 1) * self.group.block_size));
     }
 
     /// The key of the slot at `index`.

@@ -191,9 +191,9 @@ impl HostTier {
         let mut stays = vec![false; self.pool.num_blocks()];
         stays[0] = true;
         for slot in self.slots().filter(|&slot| self.pool.num_pins(slot) > 0) {
-            let mut at = slot.index();
-            while !std::mem::replace(&mut stays[at], true) {
-                at = self.chains.parents()[at] as usize;
+            let mut at = slot;
+            while !std::mem::replace(&mut stays[at.index()], true) {
+                at = self.chains.parent(at);
             }
         }
         self.slots().filter(|&slot| self.policy.contains(slot) && !stays[slot.index()]).count()
@@ -210,17 +210,17 @@ impl HostTier {
     /// A reserved slot is in flight from now on, below `parent` (null: it can go at any time).
     pub(super) fn fill(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
         self.pool.hide(slot, &key);
-        self.enter(slot, key, parent);
-    }
-
-    /// A slot that has its key takes its place in the chain.
-    fn enter(&mut self, slot: BlockId, key: BlockKey, parent: BlockId) {
         self.chains.attach(slot, parent);
-        for root in self.chains.adopt(slot, &key) {
-            self.policy.split(root);
-        }
         self.is_filling[slot.index()] = true;
         self.num_filling += 1;
+        self.adopt(slot, &key);
+    }
+
+    /// Puts below a slot what has waited for the key that it holds from now on.
+    fn adopt(&mut self, slot: BlockId, key: &BlockKey) {
+        for root in self.chains.adopt(slot, key) {
+            self.policy.split(root);
+        }
     }
 
     /// A slot is not being filled any more.
@@ -267,9 +267,16 @@ impl HostTier {
         let empty = empty?;
         let mut above = kept.last().copied().unwrap_or(parent);
         if num_missing == due.len() && self.pool.hide_all(&empty, &due[..empty.len()], group) {
-            for (&slot, &hash) in empty.iter().zip(due) {
-                self.enter(slot, BlockKey { hash, group }, above);
+            for &slot in &empty {
+                self.chains.attach(slot, above);
+                self.is_filling[slot.index()] = true;
                 above = slot;
+            }
+            self.num_filling += empty.len();
+            if self.chains.has_waiting() {
+                empty.iter().zip(due).for_each(|(&slot, &hash)| {
+                    self.adopt(slot, &BlockKey { hash, group });
+                });
             }
             let num_kept = kept.len() + empty.len();
             return Ok(((kept.len()..).zip(empty).collect(), num_kept));
@@ -308,11 +315,10 @@ impl HostTier {
         let mut kept = Vec::with_capacity(slots.len());
         let mut run = 0..0;
         for (at, (&slot, key)) in slots.iter().zip(keys).enumerate() {
-            if !self.is_filling[slot.index()] {
+            if !std::mem::take(&mut self.is_filling[slot.index()]) {
                 dropped.push(slot);
                 continue;
             }
-            self.end_filling(slot);
             kept.push((ends[at], at));
             if self.pool.medium().is_none() {
                 continue; // no events are kept: there are no runs to tell of
@@ -328,10 +334,10 @@ impl HostTier {
             run.end = at + 1;
         }
         self.publish_run(filling, run, model);
+        self.num_filling -= kept.len();
         // The first of a prompt goes last, whatever its group: what is left when some have gone is a
         // shorter prefix that every group still serves.
-        kept.reverse();
-        kept.sort_by_key(|&(end, _)| Reverse(end));
+        kept.sort_unstable_by_key(|&place| Reverse(place));
         self.policy.stored(kept.iter().map(|&(_, at)| (slots[at], &keys[at])));
         self.pool.free(&dropped)?;
         Ok(kept.len())
@@ -370,7 +376,8 @@ impl HostTier {
     /// Ranks a whole chain, from `tail` up to its root. All but the `num_missed` next to the tail are
     /// hits.
     pub(super) fn rank_chain(&mut self, tail: BlockId, num_missed: usize) {
-        self.policy.ranked_chain(tail, self.chains.parents(), num_missed);
+        let Self { policy, chains, .. } = self;
+        policy.ranked_chain(tail, |slot| chains.parent(slot), num_missed);
     }
 
     /// Drops everything. Slots in flight are emptied when their jobs end; pinned ones when they
@@ -394,17 +401,20 @@ impl HostTier {
     /// Evicts until `num_slots` are empty, or nothing more may go.
     fn make_room(&mut self, num_slots: usize) -> Result<()> {
         let num_missing = num_slots.saturating_sub(self.pool.num_free());
-        let mut victims = Vec::new();
-        let mut parents = Vec::new();
+        let mut victims = Vec::with_capacity(num_missing.min(self.num_resident()));
+        let mut passed = Vec::new();
         while victims.len() < num_missing {
             let Self { policy, chains, pool, .. } = self;
             let may_go = |slot| chains.is_leaf(slot) && pool.num_pins(slot) == 0;
             let Some(slot) = policy.victim(may_go) else { break };
-            parents.push(self.forget(slot));
+            let parent = self.forget(slot);
+            if self.policy.has_passed(parent) {
+                passed.push(parent);
+            }
             victims.push(slot);
         }
         // Not before: what was passed over because of a child goes when room is asked for again.
-        self.may_go_again(&parents);
+        self.may_go_again(&passed);
         // Slots are given out in the order they are emptied in: ascending, so that runs are long.
         victims.sort_unstable();
         self.pool.evict(&victims)?;
@@ -467,7 +477,10 @@ impl HostTier {
     }
 
     pub(super) fn slots(&self) -> impl Iterator<Item = BlockId> + use<> {
-        (1..=u32::try_from(self.num_slots()).unwrap_or(0)).map(BlockId)
+        let slots = (1..=u32::try_from(self.num_slots()).unwrap_or(0)).map(BlockId);
+        #[cfg(test)]
+        let slots = slots.inspect(|_| super::chains::looks::count());
+        slots
     }
 
     /// Verifies every invariant of the tier.
@@ -519,5 +532,46 @@ impl HostTier {
     /// How many slots are in use.
     pub(super) fn num_referenced(&self) -> usize {
         self.slots().filter(|&slot| self.is_referenced(slot)).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::super::chains::looks;
+    use super::*;
+
+    fn hashes(chain: u16, len: u16) -> Vec<BlockHash> {
+        let hash = |at: u16| {
+            let mut hash = BlockHash::default();
+            hash[..2].copy_from_slice(&chain.to_le_bytes());
+            hash[2..4].copy_from_slice(&at.to_le_bytes());
+            hash
+        };
+        (0..len).map(hash).collect()
+    }
+
+    #[test]
+    fn a_failed_store_looks_only_at_its_own_slots_and_those_below() {
+        const NUM_SLOTS: usize = 4_096;
+        for policy in EvictionPolicy::ALL {
+            let mut tier = HostTier::new(NUM_SLOTS, policy, false).unwrap();
+            for chain in 0..255 {
+                tier.reserve_chain(&hashes(chain, 16), GroupId(0), BlockId::NULL).unwrap();
+            }
+            // Two stores: the second continues the chain that the first one brings.
+            let chain = hashes(255, 16);
+            let (first, _) = tier.reserve_chain(&chain[..8], GroupId(0), BlockId::NULL).unwrap();
+            let last = first.last().unwrap().1;
+            tier.reserve_chain(&chain[8..], GroupId(0), last).unwrap();
+            assert_eq!(tier.num_in_flight(), NUM_SLOTS);
+            let slots: Vec<BlockId> = first.into_iter().map(|(_, slot)| slot).collect();
+            looks::take();
+            tier.fence(&slots).unwrap();
+            let num_looks = looks::take();
+            assert_eq!(tier.num_in_flight(), NUM_SLOTS - 16);
+            assert!(num_looks <= 5 * 16, "{num_looks} looks for 16 slots of {NUM_SLOTS}");
+        }
     }
 }

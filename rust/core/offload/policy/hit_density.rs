@@ -175,6 +175,11 @@ impl Policy for HitDensity {
     }
 
     #[inline]
+    fn has_passed(&self, slot: BlockId) -> bool {
+        self.orders.iter().any(|order| order.has_passed(slot))
+    }
+
+    #[inline]
     fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
         for order in &mut self.orders {
             order.may_go_again(slots.clone());

@@ -45,6 +45,12 @@ impl Lru {
         if !root.is_null() && self.tails[root.index()] == slot.0 { root } else { slot }
     }
 
+    /// Whether a chain begins at `slot` that may stand together.
+    #[inline]
+    fn begins(&self, slot: BlockId) -> bool {
+        self.roots[slot.index()] != 0
+    }
+
     /// Slots are ranked one by one, whatever chains they stand in.
     fn forget_chains(&mut self) {
         if std::mem::take(&mut self.has_chains) {
@@ -83,7 +89,7 @@ impl Policy for Lru {
     const SLOT_BYTES: usize = EvictionOrder::SLOT_BYTES + 2 * 4;
 
     fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
-        slots.for_each(|(slot, _)| self.order.push_back(slot));
+        self.order.push_back_all(slots.map(|(slot, _)| slot));
     }
 
     fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
@@ -97,7 +103,7 @@ impl Policy for Lru {
         run.end(&mut self.order);
     }
 
-    fn ranked_chain(&mut self, tail: BlockId, parents: &[u32], _: usize) {
+    fn ranked_chain(&mut self, tail: BlockId, parent: impl Fn(BlockId) -> BlockId, _: usize) {
         let mut run = Run::default();
         let (mut first, mut root, mut is_whole) = (BlockId::NULL, BlockId::NULL, true);
         let mut at = tail;
@@ -105,13 +111,19 @@ impl Policy for Lru {
             let mut end = at;
             if self.order.contains(at) {
                 end = self.end_of_chain(at);
+                let mut above = parent(end);
+                // One after the other as long as each parent stands right behind its child.
+                while self.order.next(end) == above && !above.is_null() && !self.begins(above) {
+                    end = above;
+                    above = parent(end);
+                }
                 run.push(&mut self.order, at, end);
                 first = if first.is_null() { at } else { first };
                 root = end;
             } else {
                 is_whole &= first.is_null();
             }
-            at = BlockId(parents[end.index()]);
+            at = parent(end);
         }
         run.end(&mut self.order);
         self.tails[root.index()] = if is_whole { first.0 } else { 0 };
@@ -135,6 +147,11 @@ impl Policy for Lru {
     #[inline]
     fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
         self.order.first_that_may_go(may_go)
+    }
+
+    #[inline]
+    fn has_passed(&self, slot: BlockId) -> bool {
+        self.order.has_passed(slot)
     }
 
     #[inline]

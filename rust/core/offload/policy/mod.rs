@@ -110,10 +110,15 @@ pub(super) trait Policy {
     /// found it, told once for each request that does. Those not resident are passed over.
     fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>);
 
-    /// As [`ranked`](Self::ranked), of the chain from `tail` up to its root: `parents` by slot, null
-    /// above a root. All but the `num_missed` next to the tail are hits.
-    fn ranked_chain(&mut self, tail: BlockId, parents: &[u32], num_missed: usize) {
-        let above = |slot: &BlockId| Some(BlockId(parents[slot.index()]));
+    /// As [`ranked`](Self::ranked), of the chain from `tail` up to its root, whose `parent` is null.
+    /// All but the `num_missed` next to the tail are hits.
+    fn ranked_chain(
+        &mut self,
+        tail: BlockId,
+        parent: impl Fn(BlockId) -> BlockId,
+        num_missed: usize,
+    ) {
+        let above = |slot: &BlockId| Some(parent(*slot));
         let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
         self.ranked(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
     }
@@ -126,6 +131,9 @@ pub(super) trait Policy {
 
     /// The slot to go next, of those that may; it stays until it is [`removed`](Self::removed).
     fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId>;
+
+    /// Whether a search for a victim has passed over `slot`, because it could not go.
+    fn has_passed(&self, slot: BlockId) -> bool;
 
     /// Slots that could not go may go again, perhaps: a pin has ended, or a child has gone.
     fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone);
@@ -190,8 +198,13 @@ impl AnyPolicy {
         delegate!(self, policy => policy.ranked(slots));
     }
 
-    pub(super) fn ranked_chain(&mut self, tail: BlockId, parents: &[u32], num_missed: usize) {
-        delegate!(self, policy => policy.ranked_chain(tail, parents, num_missed));
+    pub(super) fn ranked_chain(
+        &mut self,
+        tail: BlockId,
+        parent: impl Fn(BlockId) -> BlockId,
+        num_missed: usize,
+    ) {
+        delegate!(self, policy => policy.ranked_chain(tail, parent, num_missed));
     }
 
     pub(super) fn split(&mut self, root: BlockId) {
@@ -206,6 +219,11 @@ impl AnyPolicy {
     #[inline]
     pub(super) fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
         delegate!(self, policy => policy.victim(may_go))
+    }
+
+    #[inline]
+    pub(super) fn has_passed(&self, slot: BlockId) -> bool {
+        delegate!(self, policy => policy.has_passed(slot))
     }
 
     #[inline]

@@ -64,6 +64,11 @@ impl EvictionOrder {
         self.queue.push_back(slot);
     }
 
+    #[inline]
+    pub(super) fn push_back_all(&mut self, slots: impl Iterator<Item = BlockId>) {
+        self.queue.push_back_all(slots);
+    }
+
     /// Takes `slot` out. It must be in.
     #[inline]
     pub(super) fn remove(&mut self, slot: BlockId) {
@@ -110,6 +115,12 @@ impl EvictionOrder {
             at = self.queue.next(at);
         }
         None
+    }
+
+    /// Whether `slot` was passed over.
+    #[inline]
+    pub(super) fn has_passed(&self, slot: BlockId) -> bool {
+        self.is_passed[slot.index()]
     }
 
     /// These slots may go again, perhaps.
