@@ -1,10 +1,12 @@
 """The command `kvstow doctor`: check GPU, CUDA, memory limits and vLLM, and suggest fixes.
 
-`diagnose` returns the findings to a program. A probe that fails is a finding too, and the others
-still run.
+`diagnose` returns the findings to a program. A check that fails becomes a finding too, and the
+other checks still run.
+
+May import: kvstow._core, kvstow.memory, kvstow.output, kvstow.transfer.
 """
 
+from kvstow.doctor.checks import diagnose
 from kvstow.doctor.findings import Finding, Status
-from kvstow.doctor.probes import diagnose
 
 __all__ = ["Finding", "Status", "diagnose"]

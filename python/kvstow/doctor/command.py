@@ -1,10 +1,9 @@
-"""The command `kvstow doctor`."""
+"""The command `kvstow doctor`: its options and its table."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -23,11 +22,11 @@ _STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 def doctor(output: Output, anew: bool) -> int:
     """Check GPU, CUDA, memory limits and vLLM, and suggest fixes.
 
-    It needs no GPU. It measures the speed of each GPU's link once, in about a second, and caches
-    the result.
+    It works without a GPU. It measures the speed of each GPU's link once, in about a second, and
+    caches the result.
 
-    Exits with 0 if nothing is broken (a GPU that is not there is not), 1 if something that is there
-    does not work, 2 for bad usage, 74 if the output cannot be written.
+    Exits with 0 if nothing is broken (a missing GPU is not), 1 if something is broken, 2 for bad
+    usage, 74 if it cannot write the output.
     """
     findings = diagnose(anew=anew)
     is_ok = all(finding.status != "broken" for finding in findings)
@@ -37,12 +36,13 @@ def doctor(output: Output, anew: bool) -> int:
 
 
 def _table(findings: Sequence[Finding]) -> Table:
-    table = Table("", "", "", box=SIMPLE_HEAD, show_header=False)
+    table = Table("", "", "", box=None, show_header=False, padding=(0, 2, 0, 0))
     table.columns[0].no_wrap = True
     for finding in findings:
         text = Text(finding.says)
         if finding.advice:
-            text.append(f"\n{finding.advice}", style="cyan")
+            label = "Fix" if finding.status == "broken" else "Optional"
+            text.append(f"\n{label}: {finding.advice}", style="cyan")
         status = Text(finding.status, style=_STYLES[finding.status])
         table.add_row(finding.name, status, text)
     return table

@@ -1,4 +1,4 @@
-"""What a probe has found."""
+"""The findings of a check."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["Finding", "Status", "survived"]
+__all__ = ["Finding", "Status", "run_check"]
 
 Status: TypeAlias = Literal["ok", "missing", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that this machine has, or lacks.
+    """One thing that this machine has or lacks.
 
     Attributes:
-        name: of the thing.
-        status: "ok"; "missing": not there, which is no error; "broken": there, and does not work.
-        says: for people.
-        advice: what helps, a command where there is one; empty where nothing is needed.
-        figures: for programs.
+        name: name of the thing.
+        status: "ok"; "missing": the machine lacks it, which is no error; "broken": the machine has
+            it, and it does not work.
+        says: what the check found and what that means, as a sentence.
+        advice: what to do about it, with a command if there is one; empty if nothing is needed.
+        figures: what the check found, for programs.
     """
 
     name: str
@@ -30,10 +31,12 @@ class Finding:
     figures: Mapping[str, object] = field(default_factory=dict)
 
 
-def survived(name: str, probe: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """A probe's findings, and one more if it fails; broken installations fail in all ways."""
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of a check, and one more if it raises.
+
+    A broken installation may raise any error, even `SystemExit`.
+    """
     try:
-        yield from probe()
+        yield from check()
     except (Exception, SystemExit) as error:
-        kind = type(error).__name__
-        yield Finding(name, "broken", f"asking for it failed: {kind}: {error}")
+        yield Finding(name, "broken", f"The check failed with {type(error).__name__}: {error}.")

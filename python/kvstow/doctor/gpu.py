@@ -1,4 +1,4 @@
-"""The probes of cupy and of each GPU: what it is, what its link carries, what can be pinned."""
+"""The checks of cupy and of each GPU: its memory, the speed of its link, and pinning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from kvstow._core import ConfigError
-from kvstow.doctor.findings import Finding, survived
+from kvstow.doctor.findings import Finding, run_check
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.interface import CudaError, Runtime
 from kvstow.transfer.cuda.link_speed import link_speed
@@ -15,14 +15,15 @@ from kvstow.transfer.cuda.pinning import memory_node, nearest_cpus, pin
 from kvstow.transfer.cuda.runtime import cuda_runtime, import_cupy
 from kvstow.transfer.mover import Direction
 
-__all__ = ["cupy_findings", "link_findings"]
+__all__ = ["RAISE_LIMIT", "cupy_findings", "link_findings"]
 
-FRAGMENTS_KIB = (4, 8, 16, 32, 64, 128, 256)
+_FRAGMENTS_KIB = (4, 8, 16, 32, 64, 128, 256)
 _PINNED_BYTES = 64 << 20
+RAISE_LIMIT = "raise the limit: ulimit -l unlimited (container: docker run --ulimit memlock=-1)"
 
 
 def cupy_findings(driver_cuda: int | None, num_devices: int, *, anew: bool) -> Iterator[Finding]:
-    """Whether cupy is there and for which CUDA; then all that can be asked of each GPU."""
+    """Check cupy and its version of CUDA, and then each GPU."""
     major = 13 if driver_cuda is None else driver_cuda // 1000
     try:
         cupy = importlib.import_module("cupy")
@@ -32,59 +33,68 @@ def cupy_findings(driver_cuda: int | None, num_devices: int, *, anew: bool) -> I
         yield Finding(
             "cupy",
             "broken" if num_devices else "missing",
-            "not installed" + (": the GPU cannot be used" if num_devices else ""),
+            "cupy is not installed, so kvstow cannot use the GPU."
+            if num_devices
+            else "cupy is not installed. kvstow needs it only for a GPU.",
             f"pip install 'kvstow[cuda{min(major, 13)}]'",
         )
         return
     api = cupy.cuda.runtime
     built_for = int(api.runtimeGetVersion())
     figures = {"version": cupy.__version__, "cuda": built_for, "driver_cuda": driver_cuda}
-    says = f"{cupy.__version__}, for CUDA {built_for // 1000}"
+    says = f"Version {cupy.__version__}, built for CUDA {built_for // 1000}."
     try:
         import_cupy()
     except ConfigError as error:
         if num_devices:
-            yield Finding("cupy", "broken", f"{says}: {error}", figures=figures)
+            yield Finding("cupy", "broken", f"{says} It does not work: {error}.", figures=figures)
         else:
-            yield Finding("cupy", "ok", f"{says}; there is no GPU for it", figures=figures)
+            yield Finding("cupy", "ok", f"{says} There is no GPU to use it.", figures=figures)
         return
     yield Finding("cupy", "ok", says, figures=figures)
     for device in range(int(api.getDeviceCount())):
-        yield from survived(f"GPU {device}", lambda device=device: _gpu(cupy, device, anew=anew))  # type: ignore[misc]
+        yield from run_check(f"GPU {device}", lambda device=device: _gpu(cupy, device, anew=anew))  # type: ignore[misc]
 
 
 def _gpu(cupy: Any, device: int, *, anew: bool) -> Iterator[Finding]:
     name = bytes(cupy.cuda.runtime.getDeviceProperties(device)["name"]).decode()
     with cupy.cuda.Device(device):
         free, total = cupy.cuda.runtime.memGetInfo()
-    says = f"{name}, {total / 2**30:.1f} GiB, of which {free / 2**30:.1f} free"
+    says = f"{name} with {total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free"
     figures = {"name": name, "total_bytes": int(total), "free_bytes": int(free)}
     try:
         runtime = cuda_runtime(device)
     except (ConfigError, CudaError) as error:
-        yield Finding(f"GPU {device}", "broken", f"{says}: {error}", figures=figures)
+        yield Finding(
+            f"GPU {device}", "broken", f"{says}. It does not work: {error}.", figures=figures
+        )
         return
-    yield Finding(f"GPU {device}", "ok", f"{says}, at {runtime.pci_bus_id}", figures=figures)
+    says += f", at PCI address {runtime.pci_bus_id}."
+    yield Finding(f"GPU {device}", "ok", says, figures=figures)
     yield from link_findings(runtime, anew=anew)
 
 
 def link_findings(runtime: Runtime, *, anew: bool) -> Iterator[Finding]:
-    """What lies between a GPU and host memory."""
+    """Check the memory node of a GPU, pinning, and the speed of its link."""
     gpu = f"GPU {runtime.device}"
-    probes = {
+    checks = {
         f"{gpu} memory node": _memory_node,
         f"{gpu} pinning": _pinning,
         f"{gpu} link": lambda name, runtime: _link(name, runtime, anew=anew),
     }
-    for name, probe in probes.items():
-        yield from survived(name, lambda name=name, probe=probe: probe(name, runtime))  # type: ignore[misc]
+    for name, check in checks.items():
+        yield from run_check(name, lambda name=name, check=check: check(name, runtime))  # type: ignore[misc]
 
 
 def _memory_node(name: str, runtime: Runtime) -> Iterator[Finding]:
     node, cpus = memory_node(runtime.pci_bus_id), nearest_cpus(runtime.pci_bus_id)
     figures = {"node": node, "num_near_cpus": len(cpus)}
-    says = f"{node}" if node is not None else "nothing tells which"
-    yield Finding(name, "ok", f"{says}; {len(cpus)} near CPUs of this process", figures=figures)
+    says = (
+        f"The system does not report the GPU's memory node, so all {len(cpus)} CPUs count as near."
+        if node is None
+        else f"The GPU is on memory node {node}, near {len(cpus)} CPUs of this process."
+    )
+    yield Finding(name, "ok", says, figures=figures)
 
 
 def _pinning(name: str, runtime: Runtime) -> Iterator[Finding]:
@@ -95,12 +105,13 @@ def _pinning(name: str, runtime: Runtime) -> Iterator[Finding]:
             yield Finding(
                 name,
                 "broken",
-                f"{_PINNED_BYTES >> 20} MiB could not be pinned: {error}",
-                "ulimit -l unlimited; of a container: docker run --ulimit memlock=-1",
+                f"CUDA did not pin {_PINNED_BYTES >> 20} MiB of host memory ({error}), so copies "
+                "would be slow and block the engine.",
+                RAISE_LIMIT,
                 {"is_pinned": False},
             )
             return
-    says = f"{_PINNED_BYTES >> 20} MiB were pinned"
+    says = f"CUDA pinned {_PINNED_BYTES >> 20} MiB of host memory."
     yield Finding(name, "ok", says, figures={"is_pinned": True})
 
 
@@ -109,9 +120,10 @@ def _link(name: str, runtime: Runtime, *, anew: bool) -> Iterator[Finding]:
     yield Finding(
         name,
         "ok",
-        f"store {speed.store_bytes_per_s / 1e9:.1f} GB/s, load "
-        f"{speed.load_bytes_per_s / 1e9:.1f} GB/s, {speed.copy_seconds * 1e6:.1f} us per copy "
-        f"call, gather {speed.gather_bytes_per_s / 1e9:.0f} GB/s",
+        f"Stores reach {speed.store_bytes_per_s / 1e9:.1f} GB/s, loads "
+        f"{speed.load_bytes_per_s / 1e9:.1f} GB/s, and the gather kernel "
+        f"{speed.gather_bytes_per_s / 1e9:.0f} GB/s. A copy call takes "
+        f"{speed.copy_seconds * 1e6:.1f} us.",
         figures={
             "store_bytes_per_s": speed.store_bytes_per_s,
             "load_bytes_per_s": speed.load_bytes_per_s,
@@ -120,15 +132,12 @@ def _link(name: str, runtime: Runtime, *, anew: bool) -> Iterator[Finding]:
         },
     )
     for direction in get_args(Direction):
-        path = {kib: speed.path(direction, kib << 10) for kib in FRAGMENTS_KIB}
+        path = {str(kib << 10): speed.path(direction, kib << 10) for kib in _FRAGMENTS_KIB}
         from_bytes = speed.direct_from_bytes(direction)
-        by_size = ", ".join(f"{kib} KiB {way}" for kib, way in path.items())
         yield Finding(
             f"{name}, {direction}s",
             "ok",
-            f"fragments of {by_size}; direct from {from_bytes / 1024:.0f} KiB on",
-            figures={
-                "direct_from_bytes": from_bytes,
-                "path": {str(kib << 10): way for kib, way in path.items()},
-            },
+            f"kvstow copies fragments of {from_bytes / 1024:.0f} KiB and more directly, and packs "
+            "smaller ones.",
+            figures={"direct_from_bytes": from_bytes, "path": path},
         )

