@@ -71,7 +71,7 @@ def test_runs_of_slots_lie_tight_and_begin_at_a_page(
     [
         (0, "slots_per_run is 0, outside 1 to 6"),
         (7, "slots_per_run is 7"),
-        (4, "num_slots is 6, no multiple of slots_per_run 4"),
+        (4, "num_slots is 6, not a multiple of slots_per_run"),
     ],
 )
 def test_runs_that_cannot_be_are_named(slots_per_run: int, named: str) -> None:

@@ -62,7 +62,7 @@ def test_layout_refuses_num_blocks(num_blocks: int) -> None:
 
 
 def test_layout_refuses_what_is_no_region() -> None:
-    with pytest.raises(ConfigError, match="at least 1 region"):
+    with pytest.raises(ConfigError, match="regions has 0 entries, expected at least 1"):
         BlockLayout(4, ())
     with pytest.raises(ConfigError, match=r"regions\[1\] is a tuple"):
         BlockLayout(4, (Region(ADDRESS, 16, 16), (ADDRESS, 16, 16)))  # type: ignore[arg-type]
@@ -183,5 +183,5 @@ def test_from_arrays_refuses_arrays_that_do_not_belong_together() -> None:
         BlockLayout.from_arrays([four, five])
     with pytest.raises(ConfigError, match=r"regions\[0\] and regions\[1\] share bytes"):
         BlockLayout.from_arrays([four, four])
-    with pytest.raises(ConfigError, match="at least 1 region"):
+    with pytest.raises(ConfigError, match="regions has 0 entries, expected at least 1"):
         BlockLayout.from_arrays([])

@@ -1,4 +1,10 @@
-"""Movement of bytes between a device's blocks and the host arena."""
+"""Movement of bytes between a device's blocks and the host arena.
+
+A `BlockLayout` describes the device's blocks, a `HostArena` holds the host's slots, and a mover of
+`host/` or `cuda/` copies between them. `verified` adds checksums.
+
+May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.threads.
+"""
 
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.choose import arena_for, mover_for

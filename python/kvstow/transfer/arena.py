@@ -5,10 +5,10 @@ base (4 KiB aligned)
 |slot 0: slot_bytes|pad to 4 KiB|slot 1: slot_bytes|pad to 4 KiB| ...
 ```
 
-One address per block, one copy per run of slots, one I/O per block for the tiers below.
+A block has one address, so a run of slots is one copy, and a lower tier writes a block in one I/O.
 
-Where a tier keeps k blocks under one key, k slots make a run that begins at 4 KiB, and lie in it as
-tight as even spacing allows: slot i is at base + i * stride all the same.
+A tier may keep k blocks under one key. Then k slots form a run that begins at a multiple of 4 KiB.
+The slots of a run are padded less, but evenly: slot i is still at base + i * stride.
 
 ```
 |slot 0|pad|slot 1|pad| ... |slot k - 1|pad|slot k|pad| ...      k * stride is a multiple of 4 KiB
@@ -35,26 +35,26 @@ from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS
 
 SLOT_ALIGNMENT_BYTES = 4096
-# Of a slot within a run: a cache line, and what a device's widest access asks for.
+# Alignment of a slot within a run: a cache line, which also suits a device's widest access.
 _MIN_ALIGNMENT_BYTES = 64
 _MAX_PREFAULT_THREADS = 1024
 _PREFAULT_CHUNK_BYTES = 64 << 20
-_MADV_WIPEONFORK = 18  # Linux's; `mmap` has no name for it
+_MADV_WIPEONFORK = 18  # of Linux; the module mmap has no name for it
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class HostArena(Closing):
-    """Memory for `num_slots` blocks; a page costs nothing until it is first written, or read.
+    """Memory for `num_slots` blocks. A page takes no memory until it is first written or read.
+
+    Slots are 0 to `num_slots - 1`, all usable. Use the arena as a context manager, or call `close`.
+
+    A forked child does not have the memory. Its arena is closed, and a view from before the fork
+    reads as zeros. If the arena lies in a file, the child must not touch such a view, because
+    nothing is mapped there.
 
     Attributes:
-        unproven: of an arena that a file has filled, which slots hold what nobody has compared with
-            its checksum yet; None where there are none, as in memory of its own.
-
-    Slots are 0 to `num_slots - 1`, all usable. Use it as a context manager, or call `close`.
-
-    The memory is this process's own. In a forked child the arena is closed, and what the child may
-    still hold of it (a view taken before) reads as zeros; of an arena that lies in a file there is
-    nothing at all there, and a view must not be touched.
+        unproven: shape [num_slots], True for a slot that a file filled and that was not compared
+            with its checksum yet. None if no file filled the arena.
     """
 
     def __init__(  # noqa: PLR0913 - sizes, and where the memory comes from
@@ -72,22 +72,21 @@ class HostArena(Closing):
         Args:
             num_slots: blocks the arena holds.
             slot_bytes: bytes of one block over all regions: `BlockLayout.slot_bytes`.
-            slots_per_run: slots that belong together, `OffloadScheduler`'s `blocks_per_slot`; it
+            slots_per_run: slots that belong together, `blocks_per_slot` of `OffloadScheduler`. It
                 divides `num_slots`.
-            num_prefault_threads: have this many threads touch every page now, so that no copy
-                meets a page fault; 0 leaves it to the first writes.
-            prefault_cpus: have those threads run on these processors, near which the system then
-                takes the memory; empty for any.
-            file: the descriptor of a file and where in it slot 0 begins, at a multiple of 4 KiB:
-                the slots hold at once what is there. Copy-on-write: the file never changes, and as
-                it must not be overwritten or cut either, a new one takes its name. None: memory
-                that holds zeros.
+            num_prefault_threads: threads that touch every page now, so that no copy meets a page
+                fault. 0 leaves that to the first writes.
+            prefault_cpus: processors for those threads. The system takes the memory near them.
+                Empty for any.
+            file: (descriptor, offset) of a file that holds the slots; the offset is a multiple of
+                4 KiB. The mapping is copy-on-write, so the file never changes. Nobody may overwrite
+                or cut it: write a new file and rename it. None for memory that holds zeros.
 
         Raises:
-            ConfigError: a number outside its bounds, or more memory than the system gives.
+            ConfigError: a number is outside its bounds, or the system has too little memory.
         """
         self._num_slots = checked_int(
-            "num_slots", num_slots, 1, MAX_BLOCKS, "pass the host blocks wanted"
+            "num_slots", num_slots, 1, MAX_BLOCKS, "pass the number of host blocks"
         )
         self._slot_bytes = checked_int(
             "slot_bytes", slot_bytes, 1, MAX_ADDRESS, "pass BlockLayout.slot_bytes"
@@ -100,12 +99,12 @@ class HostArena(Closing):
             "pass about the number of cores, or 0 for no prefault",
         )
         self._slots_per_run = checked_int(
-            "slots_per_run", slots_per_run, 1, self._num_slots, "pass the blocks of a tier's slot"
+            "slots_per_run", slots_per_run, 1, self._num_slots, "pass the blocks per tier slot"
         )
         if self._num_slots % self._slots_per_run:
             raise ConfigError(
-                f"num_slots is {self._num_slots}, no multiple of slots_per_run "
-                f"{self._slots_per_run}; pass the slots of whole runs"
+                f"num_slots is {self._num_slots}, not a multiple of slots_per_run "
+                f"({self._slots_per_run}); pass the slots of whole runs"
             )
         self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
         self.unproven: npt.NDArray[np.bool_] | None = None
@@ -125,12 +124,12 @@ class HostArena(Closing):
         close_in_children(self)
 
     def _map_memory(self, file: tuple[int, int] | None) -> mmap.mmap:
-        """Ask the system for all slots at once."""
+        """Map all slots at once."""
         num_bytes = self._num_slots * self._slot_stride_bytes
         try:
             if file is not None:
                 descriptor, offset = file
-                # From where a page of this machine begins, which may be larger than 4 KiB.
+                # A mapping begins at a page, and pages may be larger than 4 KiB.
                 before = offset % mmap.ALLOCATIONGRANULARITY
                 return mmap.mmap(
                     descriptor,
@@ -142,14 +141,14 @@ class HostArena(Closing):
             return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _READ_AND_WRITE)
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
-                f"the system refused {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) for "
-                f"{self._num_slots} slots of {self._slot_stride_bytes} bytes ({error}); lower "
+                f"{self._num_slots} slots of {self._slot_stride_bytes} bytes are {num_bytes} bytes "
+                f"({num_bytes / 2**30:.1f} GiB), and the system refused them ({error}); lower "
                 "num_slots or slot_bytes, or raise the memory limit"
             ) from error
 
     @property
     def slots(self) -> npt.NDArray[np.uint8]:
-        """A view of shape [num_slots, slot_bytes], strided where slots are padded to 4 KiB.
+        """View of all slots, shape [num_slots, slot_bytes], without their padding.
 
         Raises:
             StateError: the arena is closed.
@@ -160,9 +159,9 @@ class HostArena(Closing):
 
     @property
     def checksums(self) -> npt.NDArray[np.int64]:
-        """Per slot CRC-32 of all its bytes, -1 where it is not known: what its movers write down.
+        """CRC-32 of each slot's bytes as the movers recorded it, -1 if unknown; shape [num_slots].
 
-        It stays with the memory when movers go and others come.
+        The arena keeps it for later movers.
         """
         if self._checksums is None:
             self._checksums = np.full(self._num_slots, -1, dtype=np.int64)
@@ -170,9 +169,9 @@ class HostArena(Closing):
 
     @property
     def device_sums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Per slot the sum that a device's kernels make of it, and 1 where it is known, else 0.
+        """Each slot's sum as a device's kernels recorded it, and 1 if it is known, else 0.
 
-        It stays with the memory, as `checksums` do.
+        The arena keeps both arrays for later movers.
         """
         if self._device_sums is None:
             sums = np.zeros((2, self._num_slots), dtype=np.uint64)
@@ -181,7 +180,7 @@ class HostArena(Closing):
 
     @property
     def has_device_sums(self) -> bool:
-        """Whether a mover keeps `device_sums`."""
+        """Whether a mover records `device_sums`."""
         return self._device_sums is not None
 
     def compute_checksums(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
@@ -193,7 +192,7 @@ class HostArena(Closing):
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """All of it, padding included: slot i begins at i * `slot_stride_bytes`.
+        """All bytes, padding included: slot i begins at i * `slot_stride_bytes`.
 
         Raises:
             StateError: the arena is closed.
@@ -214,15 +213,16 @@ class HostArena(Closing):
 
     @property
     def slot_stride_bytes(self) -> int:
-        """From the start of one slot to the next: `slot_bytes` rounded up to 4 KiB.
+        """Bytes from the start of one slot to the next: `slot_bytes` rounded up to 4 KiB.
 
-        In runs of several slots to less, such that each run begins at a multiple of 4 KiB.
+        With several slots per run it is rounded up to less, so that each run begins at a multiple
+        of 4 KiB.
         """
         return self._slot_stride_bytes
 
     @property
     def slots_per_run(self) -> int:
-        """Slots that belong together, the first of them at a multiple of 4 KiB."""
+        """Slots that belong together; the first of them begins at a multiple of 4 KiB."""
         return self._slots_per_run
 
     @property
@@ -232,7 +232,7 @@ class HostArena(Closing):
 
     @property
     def base_address(self) -> int:
-        """Where slot 0 begins; a multiple of 4 KiB.
+        """Address of slot 0; a multiple of 4 KiB.
 
         Raises:
             StateError: the arena is closed.
@@ -242,7 +242,7 @@ class HostArena(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or this process was forked from the arena's."""
+        """Whether `close` was called, or this process was forked from that of the arena."""
         return self._slots is None
 
     def check_open(self) -> None:
@@ -253,39 +253,39 @@ class HostArena(Closing):
             raise StateError("this HostArena is closed; build a new one")
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Have this called before the memory goes, to unpin it, say."""
+        """Call `callback` before the memory is released, for example to unpin it."""
         self._on_close.append(callback)
 
     def close(self) -> None:
-        """Give the memory back; calling it again does nothing.
+        """Release the memory; calling it again does nothing.
 
-        Views that others still hold (a mover's, say) stay valid: the memory goes with the last.
+        Views that others hold (a mover, for example) stay valid. The memory goes with the last.
         """
         with contextlib.ExitStack() as closing:
             closing.callback(self._unmap)
-            while self._on_close:  # all of them, and then the memory goes, whatever one raises
+            while self._on_close:  # an ExitStack calls all, then unmaps, even if one raises
                 closing.callback(self._on_close.pop(0))
 
     def _unmap(self) -> None:
         self._slots = self._memory = None
         if self._is_forked:
             return  # see `close_in_child`
-        # Refused while a view is alive, because unmapping under it would crash whoever uses it; the
-        # mapping goes when its last view does.
+        # Python refuses while a view is alive, because its user would crash. The mapping goes with
+        # its last view.
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def close_in_child(self) -> None:
-        """Close it in a forked child, where what to do at the end is the parent's to do."""
+        """Close the arena in a forked child; the parent calls what `on_close` registered."""
         self._is_forked = True
         self._on_close.clear()
         self._slots = self._memory = None
-        # Never unmapped here: of a mapping that no child has, its place may be another's by then.
+        # Never unmap here: the child lacks the mapping, and another may have its addresses.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
 
 
 def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
-    """From one slot to the next, such that a run of them ends at a multiple of 4 KiB."""
+    """Return the bytes from one slot to the next, so that a run ends at a multiple of 4 KiB."""
     shared = math.gcd(slots_per_run, SLOT_ALIGNMENT_BYTES)
     alignment = max(SLOT_ALIGNMENT_BYTES // shared, _MIN_ALIGNMENT_BYTES)
     return -(-slot_bytes // alignment) * alignment
@@ -294,20 +294,20 @@ def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
 def _keep_private(memory: mmap.mmap) -> None:
     """Keep the memory out of forked children and core dumps.
 
-    A fork that shared it would let a child write into it. One that copied it on the next write
-    would double it, and take from a device the pages that it has pinned.
+    If a fork shared the memory, the child could write into it. If each side got a copy at its next
+    write, the memory would double, and the device would keep pages that the parent no longer uses.
     """
-    with contextlib.suppress(OSError):  # a system that does not know it, works without
+    with contextlib.suppress(OSError):  # not every system knows this advice
         memory.madvise(mmap.MADV_DONTDUMP)
     try:
         memory.madvise(_MADV_WIPEONFORK)  # the child has zeros
-    except OSError:  # the memory is a file's
+    except OSError:  # the memory is that of a file
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_DONTFORK)
 
 
 def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collection[int]) -> None:
-    """Write a byte to each page, chunk by chunk; numpy's fill does so without the lock."""
+    """Write a byte to each page. numpy's fill does so without the interpreter lock."""
     starts = range(0, len(memory), _PREFAULT_CHUNK_BYTES)
 
     def touch(start: int) -> None:
@@ -315,13 +315,13 @@ def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collecti
 
     def settle() -> None:
         if cpus:
-            with contextlib.suppress(OSError):  # elsewhere the memory is only slower
-                os.sched_setaffinity(0, cpus)  # of this thread
+            with contextlib.suppress(OSError):  # far memory is slower, but works
+                os.sched_setaffinity(0, cpus)  # 0: this thread
 
     try:
         map_on_threads(touch, starts, num_threads, "kvstow-prefault", begin=settle)
     except RuntimeError as error:
         raise ConfigError(
-            f"the threads that touch the memory cannot be started ({error}); lower "
-            "num_prefault_threads, or raise the limit of threads (ulimit -u)"
+            f"num_prefault_threads is {num_threads}, but the system starts no more threads "
+            f"({error}); lower it, or raise the limit of threads (ulimit -u)"
         ) from error

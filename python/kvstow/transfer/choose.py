@@ -1,4 +1,4 @@
-"""The arena and the mover that suit a layout: where its memory lies decides."""
+"""The choice of the arena and the mover for a layout, by the device of its memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,24 @@ def arena_for(
     slots_per_run: int = 1,
     progress: Progress | None = None,
 ) -> HostArena:
-    """Host memory for the blocks of all these layouts: pinned where they lie on a CUDA device.
+    """Return host memory for the blocks of all layouts, pinned if they are on a CUDA device.
 
-    `progress` is told how many bytes of how many are pinned: 10 GB take a second or more.
+    Args:
+        layouts: the layouts of one rank; a slot fits the largest block.
+        num_slots: blocks the arena holds.
+        slots_per_run: see `HostArena`.
+        progress: called with the number of pinned bytes, and of all bytes. To pin 10 GB takes a
+            second or more.
 
     Raises:
-        ConfigError: the layouts lie on several devices, or there is no memory for the slots.
+        ConfigError: the layouts are on several devices, or there is no memory for the slots.
     """
     slot_bytes = max(layout.slot_bytes for layout in layouts)
     device, *others = {layout.device for layout in layouts}
     if others:
         raise ConfigError(
-            f"the layouts lie on several devices, {device} and {others[0]} (None: the CPU); a rank "
-            "has one, pass the layouts of each device as a rank of their own"
+            f"the layouts are on several devices, {device} and {others[0]} (None: the CPU); pass "
+            "the layouts of each device as a rank of their own"
         )
     if device is None:
         return HostArena(num_slots, slot_bytes, slots_per_run=slots_per_run)
@@ -50,9 +55,9 @@ def arena_for(
 
 
 def mover_for(layout: BlockLayout, arena: HostArena, *, verify: bool = False) -> Mover:
-    """What copies between these: a `CudaMover` if the layout is of a CUDA device, or a `HostMover`.
+    """Return a `CudaMover` for a layout on a CUDA device, and a `HostMover` for any other.
 
-    With `verify` each load is compared with what was stored, by a checksum per block.
+    With `verify` a load fails if a block's checksum is not that of its store.
     """
     if layout.device is not None:
         return CudaMover(layout, arena, verify=verify)

@@ -1,4 +1,4 @@
-"""Where a block's bytes lie: one region per layer and K or V, each a strided row of blocks.
+"""The layout of a block's bytes: one region per layer and K or V, each a strided row of blocks.
 
 ```
 region 0   |block 0|pad|block 1|pad| ...      base, then block i at base + i * stride
@@ -27,53 +27,53 @@ MAX_BLOCKS = 2**31 - 1
 
 
 class Device(Protocol):
-    """Of a tensor: "cpu", or "cuda" and which."""
+    """Device of a tensor, for example "cpu" or "cuda:0"."""
 
     @property
     def type(self) -> str:
-        """Its kind."""
+        """Kind of device: "cpu", "cuda"."""
 
     @property
     def index(self) -> int | None:
-        """Which of its kind."""
+        """Number of the device among those of its kind."""
 
 
 @runtime_checkable
 class Tensor(Protocol):
-    """What is asked of a tensor: torch's has it all, and torch need not be imported."""
+    """What a layout reads of a tensor. A torch tensor fits, without an import of torch here."""
 
     @property
     def device(self) -> Device:
-        """Where its memory is."""
+        """Device of its memory."""
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """Number of dimensions."""
 
     @property
     def shape(self) -> Sequence[int]:
         """Items along each dimension."""
 
     def __len__(self) -> int:
-        """Items along the first dimension."""
+        """Return the items along the first dimension."""
 
     def __getitem__(self, part: slice, /) -> Tensor:
-        """A view of some of the first dimension."""
+        """Return a view of a part of the first dimension."""
 
     def data_ptr(self) -> int:
-        """The address of the first item."""
+        """Return the address of the first item."""
 
     def element_size(self) -> int:
-        """Bytes of an item."""
+        """Return the bytes of an item."""
 
     def numel(self) -> int:
-        """Items in all."""
+        """Return the number of items."""
 
     def stride(self) -> Sequence[int]:
-        """Items from one to the next, along each dimension."""
+        """Return the step along each dimension, in items."""
 
     def is_contiguous(self) -> bool:
-        """Whether it is one run of bytes, in order."""
+        """Return whether the items are one run of bytes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Region:
     """One layer's K, V, or both: block i occupies `block_bytes` from `base + i * stride`.
 
     Attributes:
-        base_address: where block 0 begins.
-        block_stride_bytes: from the start of one block to the start of the next.
-        block_bytes: what is moved of each block; the rest of the stride is never touched.
+        base_address: address of block 0.
+        block_stride_bytes: bytes from the start of one block to the start of the next.
+        block_bytes: bytes of a block that are moved; the rest of the stride is never touched.
 
     Raises:
-        ConfigError: an address or size below 1, or a stride shorter than the block.
+        ConfigError: an address or size is below 1, or the stride is shorter than the block.
     """
 
     base_address: int
@@ -94,7 +94,7 @@ class Region:
     block_bytes: int
 
     def __post_init__(self) -> None:
-        """Check each number, and turn numpy's integers into Python's."""
+        """Check each number, and convert numpy's integers to Python's."""
         ways_out = {
             "base_address": "pass the address of block 0, as array.ctypes.data gives it",
             "block_bytes": "pass the bytes of one block in this region",
@@ -106,12 +106,12 @@ class Region:
         if self.block_stride_bytes < self.block_bytes:
             raise ConfigError(
                 f"block_stride_bytes is {self.block_stride_bytes}, below block_bytes "
-                f"{self.block_bytes}, so neighbouring blocks would share bytes; "
-                "a region without gaps has a stride equal to block_bytes"
+                f"{self.block_bytes}, so neighbouring blocks would share bytes; pass a stride "
+                "equal to block_bytes for blocks without gaps"
             )
 
     def end_address(self, num_blocks: int) -> int:
-        """The address after the last byte of the last block."""
+        """Return the address after the last byte of the last block."""
         return self.base_address + (num_blocks - 1) * self.block_stride_bytes + self.block_bytes
 
 
@@ -119,19 +119,19 @@ class Region:
 class BlockLayout:
     """The memory of one block pool: `num_blocks` blocks, each spread over all regions.
 
-    The addresses must stay valid while a mover uses the layout: `owners` are kept alive with it.
+    The addresses must stay valid while a mover uses the layout. So it keeps `owners` alive.
 
     Attributes:
         num_blocks: blocks in every region, the null block included.
         regions: in the order in which a slot holds them.
-        owners: what the regions' memory belongs to.
-        device: the CUDA device that the addresses belong to; None for memory that the CPU reaches.
+        owners: objects that own the regions' memory.
+        device: number of the CUDA device of the addresses; None for CPU memory.
         slot_bytes: bytes of one block over all regions.
-        offsets: where each region begins within a slot, in bytes.
+        offsets: bytes from the start of a slot to each region.
 
     Raises:
-        ConfigError: no blocks, no regions, memory past the last address, or regions that share
-            bytes. Regions may interleave (K and V side by side in each block).
+        ConfigError: there are no blocks or no regions, a region ends past the last address, or two
+            regions share bytes. Regions may interleave (K and V side by side in each block).
     """
 
     num_blocks: int
@@ -152,7 +152,7 @@ class BlockLayout:
         )
         regions = tuple(self.regions)
         if not regions:
-            raise ConfigError("a layout needs at least 1 region, got 0; pass one per layer")
+            raise ConfigError("regions has 0 entries, expected at least 1: pass one per layer")
         for position, region in enumerate(regions):
             if not isinstance(region, Region):
                 raise ConfigError(
@@ -176,37 +176,36 @@ class BlockLayout:
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[npt.NDArray[np.generic]]) -> BlockLayout:
-        """Describe host arrays of shape [num_blocks, ...], one region each, and keep them alive.
+        """Return the layout of host arrays of shape [num_blocks, ...], one region each.
 
-        The first dimension may be strided; the bytes of one block must be contiguous. Of an array
-        of shape [2, num_blocks, ...] pass the halves `a[0]` and `a[1]`.
+        The layout keeps the arrays alive. The first dimension may be strided, but the bytes of one
+        block must be contiguous. For an array of shape [2, num_blocks, ...] pass `a[0]` and `a[1]`.
 
         Raises:
-            ConfigError: something else than a writable numpy array of plain data, blocks that are
-                not contiguous, or arrays that differ in `num_blocks` or share bytes.
+            ConfigError: one is not a writable numpy array of plain data, or its blocks are not
+                contiguous; or the arrays differ in `num_blocks` or share bytes.
         """
         regions = [_region_of(f"arrays[{i}]", array) for i, array in enumerate(arrays)]
         return cls(_num_blocks("arrays", arrays), tuple(regions), owners=tuple(arrays))
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> BlockLayout:
-        """Describe tensors of shape [num_blocks, ...], one region each, and keep them alive.
+        """Return the layout of tensors of shape [num_blocks, ...], one region each.
 
-        Tensors of torch, on the CPU or on a CUDA device, as they are; all on the same one. The
-        first dimension may be strided; the bytes of one block must be contiguous. Of a tensor of
-        shape [2, num_blocks, ...] pass the halves `t[0]` and `t[1]`.
+        Pass torch tensors that are all on the CPU or all on one CUDA device. The layout keeps them
+        alive. The first dimension may be strided, but the bytes of one block must be contiguous.
+        For a tensor of shape [2, num_blocks, ...] pass `t[0]` and `t[1]`.
 
         Raises:
-            ConfigError: something else than a tensor, one on another kind of device, blocks that
-                are not contiguous, or tensors that differ in device or in `num_blocks`, or that
-                share bytes.
+            ConfigError: one is not a tensor, or is on another kind of device, or its blocks are not
+                contiguous; or the tensors differ in device or `num_blocks`, or share bytes.
         """
         regions = [_region_of_tensor(f"tensors[{i}]", t) for i, t in enumerate(tensors)]
         devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
         if len(devices) > 1:
             raise ConfigError(
-                f"tensors lie on several devices, {', '.join(devices)}; one layout is the memory "
-                "of one device, make one layout and one mover for each"
+                f"tensors are on several devices, {', '.join(devices)}; build one layout and one "
+                "mover for each device"
             )
         return cls(
             _num_blocks("tensors", tensors),
@@ -217,12 +216,12 @@ class BlockLayout:
 
 
 def cuda_device(tensor: Tensor) -> int | None:
-    """The number of the CUDA device that a tensor lies on; None on the CPU."""
+    """Return the number of a tensor's CUDA device; None for a tensor on the CPU."""
     return (tensor.device.index or 0) if tensor.device.type == "cuda" else None
 
 
 def _num_blocks(name: str, arrays: Sequence[Sized]) -> int:
-    """The first dimension, which all share."""
+    """Return the first dimension, which must be equal for all."""
     counts = sorted({len(array) for array in arrays})
     if len(counts) > 1:
         raise ConfigError(
@@ -232,11 +231,11 @@ def _num_blocks(name: str, arrays: Sequence[Sized]) -> int:
 
 
 def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
-    """The region that an array of shape [num_blocks, ...] occupies."""
+    """Return the region of an array of shape [num_blocks, ...]."""
     if not isinstance(array, np.ndarray):
         raise ConfigError(
-            f"{name} is a {type(array).__name__}, not a numpy array; for other memory build Region "
-            "objects from its addresses and pass what owns it as owners"
+            f"{name} is a {type(array).__name__}, expected a numpy array: for other memory build "
+            "Region objects from its addresses, and pass its owners"
         )
     if array.dtype.hasobject or not array.flags.writeable:
         kind = "holds Python objects" if array.dtype.hasobject else "is read-only"
@@ -246,7 +245,7 @@ def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
             f"{name} has shape {array.shape}, which holds no block; pass [num_blocks, ...]"
         )
     block_bytes = array.nbytes // len(array)
-    # A first dimension of 1 leaves contiguity to the block; its own stride says nothing then.
+    # With a first dimension of 1, its stride has no meaning.
     stride_bytes = array.strides[0] if len(array) > 1 else block_bytes
     if not array[:1].flags.c_contiguous or stride_bytes < block_bytes:
         raise _not_contiguous(name, array.shape, array.strides, block_bytes)
@@ -254,16 +253,15 @@ def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
 
 
 def _region_of_tensor(name: str, tensor: Tensor) -> Region:
-    """The region that a tensor of shape [num_blocks, ...] occupies."""
+    """Return the region of a tensor of shape [num_blocks, ...]."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
-            f"{name} is a {type(tensor).__name__}, not a tensor; pass tensors of torch, numpy "
-            "arrays to from_arrays, or Region objects for other memory"
+            f"{name} is a {type(tensor).__name__}, expected a torch tensor: pass numpy arrays to "
+            "from_arrays, and build Region objects for other memory"
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{name} lies on {tensor.device}; blocks are moved from and to CUDA devices and the "
-            "CPU, put the tensor there"
+            f"{name} is on {tensor.device}, expected the CPU or a CUDA device: put the tensor there"
         )
     if tensor.ndim == 0 or tensor.numel() == 0:
         raise ConfigError(
@@ -289,7 +287,7 @@ def _not_contiguous(
 
 
 def _refuse_shared_bytes(regions: Sequence[Region], num_blocks: int) -> None:
-    """Raise `ConfigError` if any block of one region shares a byte with any block of another."""
+    """Raise `ConfigError` if a block of one region shares a byte with a block of another."""
     by_address = sorted(range(len(regions)), key=lambda i: regions[i].base_address)
     reaching: list[int] = []  # earlier regions that end after the current one begins
     for current in by_address:
@@ -300,23 +298,23 @@ def _refuse_shared_bytes(regions: Sequence[Region], num_blocks: int) -> None:
                 low, high = sorted((earlier, current))
                 raise ConfigError(
                     f"regions[{low}] and regions[{high}] share bytes ({regions[low]}, "
-                    f"{regions[high]}, {num_blocks} blocks); a load into one would overwrite the "
-                    "other, name each byte once"
+                    f"{regions[high]}, {num_blocks} blocks), so a load into one would overwrite "
+                    "the other; name each byte once"
                 )
         reaching.append(current)
 
 
 def _share_bytes(a: Region, b: Region, num_blocks: int) -> bool:
-    """Whether some block of `a` and some block of `b` have a byte in common.
+    """Return whether a block of `a` and a block of `b` share a byte.
 
     `b` begins where `a` does or after it, and before `a` ends.
     """
     if a.block_stride_bytes == b.block_stride_bytes:
-        # All pairs of neighbours are alike: b's block begins in a's, or reaches the next one.
+        # Every pair of neighbours is equal: b's block begins in a's, or reaches a's next one.
         start = (b.base_address - a.base_address) % a.block_stride_bytes
         return start < a.block_bytes or start + b.block_bytes > a.block_stride_bytes
     starts = a.base_address + np.arange(num_blocks, dtype=np.int64) * a.block_stride_bytes
-    # Of b's blocks that begin before a block of a ends, the last one reaches furthest.
+    # The last of b's blocks that begin before a block of a ends reaches furthest.
     last = (starts + (a.block_bytes - 1) - b.base_address) // b.block_stride_bytes
     last = np.minimum(last, num_blocks - 1)
     ends = b.base_address + last * b.block_stride_bytes + b.block_bytes

@@ -388,7 +388,9 @@ def test_what_it_refuses() -> None:
             ConfigError, match=r"regions\[0\] has a base_address of .*multiple of the 16"
         ):
             build(Region(regions[0].base_address + 8, 2048, 1024))
-        with pytest.raises(ConfigError, match="block_stride_bytes of 1000, not a multiple of the 16"):
+        with pytest.raises(
+            ConfigError, match="block_stride_bytes of 1000, not a multiple of the 16"
+        ):
             build(Region(regions[0].base_address, 1000, 1000))
         with pytest.raises(ConfigError, match="choose 'auto', 'packed' or 'direct'"):
             build(*regions, path="fast")

@@ -77,7 +77,7 @@ def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: SimulatedGpu) 
         register(address, num_bytes)
 
     runtime.register = refuse_the_third  # type: ignore[method-assign]
-    with pytest.warns(RuntimeWarning, match="could not be pinned.*ulimit -l"):
+    with pytest.warns(RuntimeWarning, match="CUDA did not pin.*ulimit -l"):
         arena = pinned_arena(12, 7000, runtime)
     assert runtime.allocated == {}, "all or none"
     arena.slots[:] = 1
@@ -92,7 +92,7 @@ def test_a_lost_device_is_no_reason_to_go_on(runtime: SimulatedGpu) -> None:
 
 def test_layouts_of_several_devices_are_no_rank() -> None:
     layouts = [BlockLayout(2, (Region(4096, 16, 16),), device=device) for device in (0, None)]
-    with pytest.raises(ConfigError, match="lie on several devices"):
+    with pytest.raises(ConfigError, match="are on several devices"):
         arena_for(layouts, 4)
 
 

@@ -3,5 +3,5 @@
 `CudaMover` plans a job's kernels and copies. A `CudaLink` puts them on streams. Only `CudaRuntime`
 calls cupy.
 
-May import: kvstow._core, kvstow.transfer.
+May import: kvstow._core, kvstow.arguments, kvstow.transfer.
 """

@@ -1,7 +1,7 @@
-"""How fast a device's link is, measured once: which of the mover's paths a fragment size calls for.
+"""The measured speed of a device's link, which decides between the mover's two paths.
 
-A copy call costs the same however little it carries (some microseconds), so fragments copied as
-they lie reach the link's peak only above `copy_seconds * peak` bytes. Below that they are packed.
+A copy call takes some microseconds, however few bytes it carries. So direct copies of fragments
+reach the link's peak only above `copy_seconds * peak` bytes. The mover packs smaller fragments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from kvstow.transfer.mover import Direction
 
 __all__ = ["LinkSpeed", "Path", "link_speed", "measure"]
 
-
 Path: TypeAlias = Literal["packed", "direct"]
 
 _FORMAT = 1
@@ -39,13 +38,13 @@ _NUM_TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """What was measured of a device.
+    """The measured speed of a device's link.
 
     Attributes:
-        store_bytes_per_s: of one long copy from the device to pinned memory.
-        load_bytes_per_s: of one the other way.
-        copy_seconds: that a copy call takes at least, of the host or of the copy engine.
-        gather_bytes_per_s: of the kernel that packs blocks.
+        store_bytes_per_s: speed of a long copy from the device to pinned memory.
+        load_bytes_per_s: speed of a long copy from pinned memory to the device.
+        copy_seconds: least time of a copy call, on the host or in the copy engine.
+        gather_bytes_per_s: speed of the kernel that packs blocks.
     """
 
     store_bytes_per_s: float
@@ -54,35 +53,36 @@ class LinkSpeed:
     gather_bytes_per_s: float
 
     def direct_from_bytes(self, direction: Direction) -> int:
-        """From which size on fragments reach the link's peak when copied as they lie."""
+        """Return the least size of a fragment whose direct copies reach the link's peak."""
         peak = self.store_bytes_per_s if direction == "store" else self.load_bytes_per_s
         return int(self.copy_seconds * peak)
 
     def path(self, direction: Direction, fragment_bytes: int) -> Path:
-        """How blocks are moved whose bytes lie in fragments of this size."""
+        """Return the path for blocks that consist of fragments of this size."""
         if fragment_bytes >= self.direct_from_bytes(direction):
             return "direct"
         return "packed"
 
 
 def link_speed(runtime: Runtime, *, anew: bool = False) -> LinkSpeed:
-    """What was measured of this device with this driver, by this machine's user; else measure it.
+    """Return the speed of this device's link with this driver, from the cache or measured now.
 
-    Kept in a file of `$XDG_CACHE_HOME/kvstow`, by default `~/.cache/kvstow`. With `anew` it is
-    measured whatever is known. Takes well under a second.
+    The cache is a file in `$XDG_CACHE_HOME/kvstow`, by default `~/.cache/kvstow`. With `anew` the
+    cache is not read. A measurement takes well under a second.
     """
     name = re.sub(r"[^A-Za-z0-9]+", "-", runtime.identity)
     folder = FilePath(os.environ.get("XDG_CACHE_HOME") or FilePath.home() / ".cache") / "kvstow"
     file = folder / f"link-{_FORMAT}-{name}.json"
-    known = None if anew else _read(file)
-    if known is None:
-        known = measure(runtime)
-        _write(file, known)
-    return known
+    cached = None if anew else _read(file)
+    if cached is not None:
+        return cached
+    measured = measure(runtime)
+    _write(file, measured)
+    return measured
 
 
 def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
-    """Measure a device: the best of a few turns each, because whatever disturbs makes it slower."""
+    """Measure a device. Take the best of some turns, because disturbance only makes it slower."""
     with ExitStack() as stack:
         host = runtime.allocate_mapped(_LONG_BYTES)
         stack.callback(runtime.free_mapped, host)
@@ -129,7 +129,7 @@ def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) ->
 
 
 def _read(file: FilePath) -> LinkSpeed | None:
-    """What a file tells; None if it tells nothing that can be right."""
+    """Return the content of a cache file; None if it is missing or cannot be right."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         speed = LinkSpeed(**{field.name: float(content[field.name]) for field in fields(LinkSpeed)})
@@ -139,13 +139,13 @@ def _read(file: FilePath) -> LinkSpeed | None:
 
 
 def _write(file: FilePath, speed: LinkSpeed) -> None:
-    """Keep it; whole or not at all. Where that cannot be, it is measured anew next time."""
+    """Write the cache file whole or not at all. After an error the next process measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8"
-        ) as kept:
-            json.dump(asdict(speed), kept, indent=2)
-        os.replace(kept.name, file)
+        ) as written:
+            json.dump(asdict(speed), written, indent=2)
+        os.replace(written.name, file)
     except OSError:
         pass

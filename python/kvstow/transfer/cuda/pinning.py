@@ -1,8 +1,8 @@
-"""Host memory that a device reaches by itself: near it, touched by many threads, and pinned.
+"""Pinned host memory near a device, which the device reads and writes by itself.
 
-Pinning takes about a second for 10 GB when the pages are there already, and several times that when
-the driver has to ask for each: so threads touch them first, on the processors nearest to the
-device, which is where the system then takes them from.
+To pin 10 GB takes about a second if the pages exist, and several times that if the driver must ask
+for each. So threads touch the pages first. They run on the processors nearest to the device,
+because the system takes the pages from there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvstow.transfer.cuda.interface import CudaError, Runtime
 
 __all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
 
-# CUDA refuses to pin 512 GiB at once, and says nothing while it pins: in chunks of about a second
-# there is something to tell. A copy must not cross from one chunk into the next, so chunks end
-# where slots do; and copies are of runs of slots, which are cut there too.
+# CUDA refuses to pin 512 GiB at once, and reports nothing while it pins. Chunks of this size take
+# about a second each, and then there is progress to report. A copy must not cross from one chunk
+# into the next. So chunks end where slots end, and the mover cuts its copies there too.
 MAX_CHUNK_BYTES = 8 << 30
-# More do not make the system hand out pages any faster.
+# With more threads the system does not hand out pages any faster.
 _MAX_THREADS = 32
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes of how many are pinned."""
+"""Called with the number of pinned bytes, and of all bytes."""
 
 
 def pinned_arena(
@@ -39,9 +39,10 @@ def pinned_arena(
     slots_per_run: int = 1,
     progress: Progress | None = None,
 ) -> HostArena:
-    """An arena near the device and pinned; where that is refused, one that is not, and a warning.
+    """Return an arena near the device, pinned until it is closed.
 
-    See `HostArena` for the other arguments and the errors. Unpinned when it is closed.
+    If CUDA refuses to pin it, return an unpinned arena and warn. See `HostArena` for the other
+    arguments and the errors.
     """
     cpus = nearest_cpus(runtime.pci_bus_id)
     arena = HostArena(
@@ -58,9 +59,9 @@ def pinned_arena(
             arena.close()
             raise
         warnings.warn(
-            f"{arena.num_bytes / 2**30:.1f} GiB of host memory could not be pinned ({error}): "
-            "copies will be slower and hold up the engine; raise the limit of locked memory "
-            "(ulimit -l, --ulimit memlock=-1 of a container) or take fewer host blocks",
+            f"CUDA did not pin {arena.num_bytes / 2**30:.1f} GiB of host memory ({error}), so "
+            "copies are slower and block the engine; raise the limit of locked memory (ulimit -l, "
+            "docker run --ulimit memlock=-1) or lower the number of host blocks",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -70,38 +71,38 @@ def pinned_arena(
 def pin(
     arena: HostArena, runtime: Runtime, *, progress: Progress | None = None
 ) -> Callable[[], None]:
-    """Pin an arena, all of it or none; returns what unpins it.
+    """Pin an arena whole or not at all, and return the function that unpins it.
 
     Raises:
-        CudaError: it was refused.
+        CudaError: CUDA refused to pin it.
     """
     with ExitStack() as pinned:
         for begin, num_bytes in _chunks(arena):
             address = arena.base_address + begin
             runtime.register(address, num_bytes)
-            pinned.callback(runtime.unregister, address)  # of all chunks, should one be refused
+            pinned.callback(runtime.unregister, address)  # of each chunk, if a later one is refused
             if progress is not None:
                 progress(begin + num_bytes, arena.num_bytes)
         return pinned.pop_all().close
 
 
 def chunk_slots(slot_stride_bytes: int, slots_per_run: int) -> int:
-    """How many slots of an arena are pinned together: whole runs of them, and whole pages."""
+    """Return the number of slots that are pinned together: whole runs and whole pages."""
     run_bytes = slot_stride_bytes * slots_per_run
-    # The least number of runs that end where a page does: no page is pinned twice.
+    # The least number of runs that ends where a page ends, so that no page is pinned twice.
     num_runs = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, run_bytes)
     return max(1, MAX_CHUNK_BYTES // (num_runs * run_bytes)) * num_runs * slots_per_run
 
 
 def _chunks(arena: HostArena) -> Iterator[tuple[int, int]]:
-    """(begin, num_bytes) of the parts that are pinned one by one."""
+    """Yield (begin, num_bytes) of each part that is pinned at once."""
     size = chunk_slots(arena.slot_stride_bytes, arena.slots_per_run) * arena.slot_stride_bytes
     for begin in range(0, arena.num_bytes, size):
         yield begin, min(size, arena.num_bytes - begin)
 
 
 def memory_node(pci_bus_id: str) -> int | None:
-    """The memory node that a device is plugged in at; None if nobody tells."""
+    """Return the memory node that a device is plugged in at; None if it is unknown."""
     try:
         node = int(Path(f"/sys/bus/pci/devices/{pci_bus_id}/numa_node").read_text())
     except (OSError, ValueError):
@@ -110,7 +111,7 @@ def memory_node(pci_bus_id: str) -> int | None:
 
 
 def nearest_cpus(pci_bus_id: str) -> Collection[int]:
-    """The processors on a device's memory node that this process may use; all if nobody tells."""
+    """Return the processors near a device that this process may use; all if the node is unknown."""
     allowed = os.sched_getaffinity(0)
     if (node := memory_node(pci_bus_id)) is None:
         return allowed
@@ -123,6 +124,6 @@ def nearest_cpus(pci_bus_id: str) -> Collection[int]:
 
 
 def _cpus(part: str) -> range:
-    """Of a list of processors as Linux writes it: "5", or "0-31"."""
+    """Return the range of one part of a Linux list of processors: "5", or "0-31"."""
     first, _, last = part.partition("-")
     return range(int(first), int(last or first) + 1)

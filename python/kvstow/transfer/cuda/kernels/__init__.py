@@ -1,7 +1,9 @@
-"""What the host needs of the CUDA kernels in `pack.cu`: their text, their table, their checksum.
+"""The CUDA kernels in `pack.cu`, and what the host needs of them: text, chunk table, checksum.
 
-Importing this needs no CUDA. The mover compiles `SOURCE`, and hands `gather` and `scatter` a
-`chunk_table` once per layout.
+Importing this needs no CUDA. `CudaRuntime` compiles `SOURCE`, and `CudaMover` passes the kernels a
+`chunk_table` per layout.
+
+May import: kvstow._core, kvstow.arguments, kvstow.transfer.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from kvstow.transfer.layout import Region
 
 SOURCE = files(__name__).joinpath("pack.cu").read_text(encoding="utf-8")
 
-# What a warp has under way at a time: 32 lanes, 4 loads of 16 bytes each. Shorter chunks waste
-# lanes, longer ones make turns that differ in length.
+# Bytes that a warp has in flight: 32 lanes with 4 loads of 16 bytes each. Shorter chunks waste
+# lanes. Longer chunks make the warps' turns differ in length.
 CHUNK_BYTES = 2048
 # The kernels count the bytes of a slot in 32 bits.
 MAX_SLOT_BYTES = 2**32 - 1
@@ -31,20 +33,20 @@ CHUNK_DTYPE = np.dtype(
 
 
 def chunk_table(regions: Sequence[Region], offsets: Sequence[int]) -> npt.NDArray[np.void]:
-    """Cut the regions into chunks, in their order: an array of `CHUNK_DTYPE`, shape [num_chunks].
+    """Return the chunks of the regions in their order: `CHUNK_DTYPE`, shape [num_chunks].
 
     Args:
         regions: `BlockLayout.regions`, at addresses that the device can use.
         offsets: where each region begins within a slot: `BlockLayout.offsets`.
 
     Raises:
-        ConfigError: no regions, not one offset per region, or a region that ends above 4 GiB in
-            the slot.
+        ConfigError: there are no regions, or not one offset per region, or a region ends above
+            4 GiB in the slot.
     """
     if not regions or len(regions) != len(offsets):
         raise ConfigError(
-            f"{len(regions)} regions but {len(offsets)} offsets; pass regions and offsets of one "
-            "BlockLayout"
+            f"{len(regions)} regions but {len(offsets)} offsets; pass the regions and offsets of "
+            "one BlockLayout"
         )
     pieces = []
     for position, (region, given) in enumerate(zip(regions, offsets, strict=True)):
@@ -54,7 +56,7 @@ def chunk_table(regions: Sequence[Region], offsets: Sequence[int]) -> npt.NDArra
         if offset + region.block_bytes > MAX_SLOT_BYTES:
             raise ConfigError(
                 f"regions[{position}] ends at byte {offset + region.block_bytes} of the slot, past "
-                f"{MAX_SLOT_BYTES}, the most the kernels address; make blocks of fewer tokens"
+                f"{MAX_SLOT_BYTES}, which the kernels address at most; make blocks of fewer tokens"
             )
         starts = np.arange(0, region.block_bytes, CHUNK_BYTES, dtype=np.uint64)
         piece = np.empty(len(starts), dtype=CHUNK_DTYPE)
@@ -67,13 +69,13 @@ def chunk_table(regions: Sequence[Region], offsets: Sequence[int]) -> npt.NDArra
 
 
 def checksum(slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """The kernels' checksum of each slot, shape [n], for slots of shape [n, num_bytes].
+    """Return the kernels' checksum of each slot, shape [n], for slots of shape [n, num_bytes].
 
-    Byte p of a slot, shifted left by `8 * (p % 4)`, times the weight of word `p // 4`, summed
-    modulo 2**64; `pack.cu` says what it detects. A sum over parts is the sum of the parts' sums.
+    It is the sum modulo 2**64 of `byte[p] << 8 * (p % 4)` times the weight of word `p // 4`. See
+    `pack.cu` for what it detects. The sums of a slot's parts add up to the sum of the slot.
 
     Raises:
-        ConfigError: not a 2-D array of uint8.
+        ConfigError: `slots` is not a 2-D array of uint8.
     """
     if slots.ndim != 2 or slots.dtype != np.uint8:  # noqa: PLR2004 - rows of bytes
         raise ConfigError(
@@ -85,7 +87,7 @@ def checksum(slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     weights = (mixed ^ (mixed >> np.uint32(16))).astype(np.uint64)
     sums = np.empty(num_slots, dtype=np.uint64)
     words = np.zeros(num_words, dtype="<u4")
-    # Slot by slot: the words of all at once, in 64 bits, would need twice the arena's memory.
+    # Slot by slot, because 64-bit words of all slots would need twice the arena's memory.
     for i, slot in enumerate(slots):
         words.view(np.uint8)[:num_bytes] = slot
         sums[i] = np.sum(words * weights, dtype=np.uint64)

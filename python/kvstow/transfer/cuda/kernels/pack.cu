@@ -1,18 +1,19 @@
 // Copies blocks between the device's cache, where a block is spread over many regions, and staging
-// slots, each of which holds one block whole.
+// slots, each of which holds one whole block.
 //
 //   region 0   |block 0|pad|block 1|pad| ...     chunk: base + id * stride, num_bytes long
 //   region 1   |block 0|pad|block 1|pad| ...
 //   staging    |region 0, region 1, ... of block_ids[0]|pad|... of block_ids[1]|pad| ...
 //                 chunk: staging + i * staging_stride + offset
 //
-// A chunk of one block is one warp's work, and the warps of the grid take turns: a small grid
-// leaves the other multiprocessors to the model. Any grid is right, and any block of whole warps.
+// One warp copies one chunk of one block, and the warps of the grid take turns. A small grid leaves
+// the other multiprocessors to the model. The result is correct for any grid, and for any thread
+// block that consists of whole warps.
 //
-// Without barriers, shared memory and inline assembly, it is C++ to any compiler that is told the
-// few names of CUDA: so the tests run this very text on a CPU.
+// The text has no barriers, shared memory or inline assembly. So with a few of CUDA's names defined
+// it is plain C++, and the tests run it on a CPU as it is.
 
-// A piece of one region. At most 2**31 bytes; a table of 2 KiB ones keeps a warp's turn short.
+// A piece of one region, of at most 2**31 bytes. Pieces of 2 KiB keep a warp's turn short.
 struct Chunk {
     unsigned long long base;    // address of this piece of block 0
     unsigned long long stride;  // bytes from one block to the next
@@ -23,14 +24,14 @@ static_assert(sizeof(Chunk) == 24, "the host builds the table with this layout")
 
 constexpr unsigned int LANES = 32;
 constexpr unsigned int ALL_LANES = 0xffffffffu;
-// Loads that a lane issues before its first store. Device memory takes some 0.7 us to answer, and
-// the rate is what is under way divided by that: 2 KiB per warp.
+// Loads that a lane issues before its first store. Device memory answers in some 0.7 us, and the
+// rate is the bytes in flight (2 KiB per warp) divided by that time.
 constexpr unsigned int IN_FLIGHT = 4;
 
-// The factor of a slot's 4-byte word `index` in the checksum: never 0, and no two alike, since
-// adding 1, multiplying by an odd number and the shifted exclusive or are bijections of 32 bits;
-// the last two leave 0 to 0. The upper half folded into the lower keeps the factors from being
-// an arithmetic progression, whose sums over even ranges end in many zero bits.
+// The factor of a slot's 4-byte word `index` in the checksum. It is never 0, and no two are equal:
+// to add 1, to multiply by an odd number, and the shifted exclusive or are bijections of 32 bits,
+// and the last two map only 0 to 0. The upper half is folded into the lower because the factors
+// would otherwise be an arithmetic progression, whose sums over even ranges end in many zero bits.
 __device__ __forceinline__ unsigned int weight(unsigned int index) {
     unsigned int mixed = (index + 1) * 0x9E3779B1u;
     return mixed ^ (mixed >> 16);
@@ -40,20 +41,20 @@ __device__ __forceinline__ unsigned long long weighted(unsigned int word, unsign
     return static_cast<unsigned long long>(word) * weight(index);
 }
 
-// What 16 bytes from `position` of a slot, a multiple of 16, add to the checksum.
+// Returns what 16 bytes at `position` of a slot, a multiple of 16, add to the checksum.
 __device__ __forceinline__ unsigned long long weighted_at(unsigned int position, uint4 words) {
     unsigned int index = position / 4;
     return weighted(words.x, index) + weighted(words.y, index + 1) + weighted(words.z, index + 2) +
            weighted(words.w, index + 3);
 }
 
-// What one byte adds: its share of the little-endian word it belongs to.
+// Returns what one byte adds: its share of the little-endian word that contains it.
 __device__ __forceinline__ unsigned long long weighted_at(unsigned int position,
                                                           unsigned char byte) {
     return weighted(static_cast<unsigned int>(byte) << (position % 4 * 8), position / 4);
 }
 
-// Copies `count` units by one warp. Returns this lane's part of the checksum, 0 if not `summed`.
+// Copies `count` units with one warp. Returns this lane's part of the checksum, 0 if not `summed`.
 template <typename Unit>
 __device__ __forceinline__ unsigned long long copy_units(unsigned long long source,
                                                          unsigned long long target,
@@ -67,7 +68,7 @@ __device__ __forceinline__ unsigned long long copy_units(unsigned long long sour
         Unit units[IN_FLIGHT];
 #pragma unroll
         for (unsigned int k = 0; k < IN_FLIGHT; ++k) {
-            // Read once: not worth keeping in a cache.
+            // Each unit is read only once, so it need not stay in a cache.
             if (k * LANES < left) units[k] = __ldcs(from + k * LANES);
         }
 #pragma unroll
@@ -82,9 +83,9 @@ __device__ __forceinline__ unsigned long long copy_units(unsigned long long sour
     return sum;
 }
 
-// 16 bytes at a time if both sides are aligned to it, the rest byte by byte. With an aligned slot
-// the third condition follows from the first two; with another, words of the checksum would not be
-// words of memory.
+// Copies 16 bytes at a time if both sides are aligned to it, and the rest byte by byte. With an
+// aligned slot the condition on `position` follows from the other two. With an unaligned slot,
+// words of the checksum would not be words of memory.
 __device__ __forceinline__ unsigned long long copy_chunk(unsigned long long source,
                                                          unsigned long long target,
                                                          unsigned int num_bytes,
@@ -97,7 +98,7 @@ __device__ __forceinline__ unsigned long long copy_chunk(unsigned long long sour
                                      position + done, summed);
 }
 
-// The sum over a warp's lanes, in lane 0.
+// Returns the sum over a warp's lanes to lane 0.
 __device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long sum) {
 #pragma unroll
     for (unsigned int distance = LANES / 2; distance > 0; distance /= 2) {
@@ -112,9 +113,9 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
                                             unsigned int num_blocks, unsigned long long staging,
                                             unsigned long long staging_stride,
                                             unsigned long long* __restrict__ checksums) {
-    // Work is numbered i * num_chunks + chunk, and a warp's turns are num_warps apart. The number
-    // may pass 32 bits, so it is kept as the pair, which also spares a division per turn. There are
-    // fewer than 2**31 warps, blocks and chunks: no sum of two wraps.
+    // A turn has the number i * num_chunks + chunk, and a warp's turns are num_warps apart. The
+    // number may exceed 32 bits. So it is kept as the pair (i, chunk), which also saves a division
+    // per turn. There are fewer than 2**31 warps, blocks and chunks, so no sum of two wraps.
     const unsigned int lane = threadIdx.x % LANES;
     const unsigned int num_warps = gridDim.x * (blockDim.x / LANES);
     const unsigned int warp = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
     const unsigned int chunk_step = num_warps % num_chunks;
     unsigned int i = warp / num_chunks;
     unsigned int chunk_index = warp % num_chunks;
-    // The ids may lie in host memory, microseconds away: lane k keeps block_ids[kept_from + k].
+    // The ids may be in host memory, microseconds away. So lane k keeps block_ids[kept_from + k].
     unsigned int kept_from = i;
     int kept_id = 0;
     for (bool is_first = true; i < num_blocks; is_first = false) {
@@ -150,11 +151,11 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
     }
 }
 
-// Block block_ids[i] of the cache into slot i of staging, for every i < num_blocks. Unless
-// `checksums` is null, checksums[i] is added what the slot's bytes sum up to: byte p of the slot,
-// shifted left by 8 * (p % 4), times weight(p / 4), modulo 2**64. One changed word always changes
-// the sum, and so do two that swap places: either way by the product of two numbers that are not 0
-// and lie within 32 bits.
+// Copies block block_ids[i] of the cache to slot i of staging, for every i < num_blocks. Unless
+// `checksums` is null, adds the checksum of the slot's bytes to checksums[i]: the sum modulo 2**64
+// of each byte p of the slot, shifted left by 8 * (p % 4), times weight(p / 4). A change of one word
+// always changes the checksum, and so does a swap of two words. In both cases it changes by a
+// product of two numbers that are not 0 and fit into 32 bits.
 extern "C" __global__ void gather(const Chunk* chunks, unsigned int num_chunks,
                                   const int* block_ids, unsigned int num_blocks,
                                   unsigned char* staging, unsigned long long staging_stride,
@@ -163,7 +164,7 @@ extern "C" __global__ void gather(const Chunk* chunks, unsigned int num_chunks,
                 reinterpret_cast<unsigned long long>(staging), staging_stride, checksums);
 }
 
-// Slot i of staging into block block_ids[i] of the cache, likewise. No id may occur twice.
+// Copies slot i of staging to block block_ids[i] of the cache, likewise. No id may occur twice.
 extern "C" __global__ void scatter(const Chunk* chunks, unsigned int num_chunks,
                                    const int* block_ids, unsigned int num_blocks,
                                    unsigned char* staging, unsigned long long staging_stride,
