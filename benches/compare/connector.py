@@ -1,16 +1,17 @@
-"""What does the connector's scheduler half cost vLLM's scheduler, beside vLLM's own?
+"""What does kvstow's scheduler half cost vLLM's scheduler, compared with vLLM's own connector?
 
-`SimpleCPUOffloadScheduler` and `kvstow.vllm.scheduler.SchedulerHalf`, both without an engine: each
-behind its own `KVCacheManager`, called as vLLM's scheduler calls a connector, with the same
-requests and the same schedule. Both must find, store and load the same blocks in the same steps.
+The bench compares `SimpleCPUOffloadScheduler` with `kvstow.vllm.scheduler.SchedulerHalf`. Neither
+needs an engine. Each has a `KVCacheManager` and is called as vLLM's scheduler calls a connector,
+with the same requests and the same schedule. Both must find, store and load the same blocks in the
+same steps.
 
-- Counted are the calls of the connector and nothing else: lookup, allocation, the end of
-  scheduling, the workers' reports, the end of a request. That includes the references that either
-  side takes and drops in vLLM's pool so that blocks outlive the copy.
-- Not counted: block hashes, made beforehand; the manager's own work; the objects in which vLLM
-  tells of a step (`SchedulerOutput`, `KVConnectorOutput`).
+- The times include only the calls of the connector: lookup, allocation, the end of scheduling, the
+  workers' reports, and the end of a request. The references that each side takes and drops in
+  vLLM's pool, so that blocks outlive a copy, are part of them.
+- The times exclude block hashes, the manager's work, and vLLM's objects that describe a step
+  (`SchedulerOutput`, `KVConnectorOutput`).
 - A copy takes no time: the workers report it in the step that begins it.
-- Events are off on both sides.
+- Both sides keep no events.
 
 Run it from the project's folder: `python -m benches.compare.connector [--json]`.
 """
@@ -38,17 +39,17 @@ NUM_BLOCKS = 8_192
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
 NUM_SPARE_BLOCKS = 8
 NUM_REQUESTS = 256
-# The prompt at once; as vLLM's server computes it on a large GPU; and as it does among many others.
+# The prompt at once, in vLLM's chunks on a large GPU, and in chunks among many other requests.
 CHUNKS_TOKENS = (NUM_TOKENS, 8_192, 512)
-MOST_OF_VLLM = 10  # the target: at most a tenth of what vLLM's takes
+TARGET_RATIO = 10  # the target: at most a tenth of vLLM's time
 GROUPS = (FullAttention(block_size=BLOCK_SIZE),)
 
-# What a step copies: device blocks stored, device blocks loaded.
+# The copies of a step: device blocks stored, device blocks loaded.
 Copied: TypeAlias = tuple[list[int], list[int]]
 
 
 class Half(Protocol):
-    """What both sides are called by: vLLM's names."""
+    """The calls of both sides, under vLLM's names."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -111,7 +112,7 @@ class Ours:
 
 
 def our_report(jobs: StepJobs, loading: Request | None) -> KVConnectorOutput:
-    """What the worker says of a step whose copies have all ended in it."""
+    """Return the worker's report of a step in which all copies have ended."""
     reports = [(copies.job_id, 0, True) for copies in (*jobs.loads, *jobs.stores)]
     return KVConnectorOutput(kv_connector_worker_meta=StepReports(reports) if reports else None)
 
@@ -147,7 +148,7 @@ class Side:
     copies: Callable[[Any], Copied]
 
     def admit(self, request: Request, num_tokens: int, what: str) -> int:
-        """Looks it up and gives it blocks: what is to be loaded, or for `num_tokens` to compute."""
+        """Look a request up and give it blocks; return the tokens of its load."""
         time = self.clock.time
         request.num_computed_tokens = 0
         found, _ = time(what, self.half.get_num_new_matched_tokens, request, 0)
@@ -165,13 +166,13 @@ class Side:
         return found
 
     def begin(self, what: str, output: SchedulerOutput) -> Any:
-        """The end of scheduling a step; returns what the workers are told."""
+        """End the scheduling of a step, and return the message to the workers."""
         return self.clock.time(what, self.half.build_connector_meta, output)
 
-    def end(self, what: str, told: Any, loading: Request | None = None) -> Copied:
-        """What follows the step's compute; returns what its workers have copied."""
-        self.clock.time(what, self.half.update_connector_output, self.report(told, loading))
-        return self.copies(told)
+    def end(self, what: str, message: Any, loading: Request | None = None) -> Copied:
+        """Do what follows the compute of a step, and return what its workers have copied."""
+        self.clock.time(what, self.half.update_connector_output, self.report(message, loading))
+        return self.copies(message)
 
     def finish(self, request: Request, what: str) -> None:
         table = self.manager.get_block_ids(request.request_id)
@@ -180,7 +181,7 @@ class Side:
 
 
 def sides(num_device_blocks: int, num_host_blocks: int, clock: Clock) -> tuple[Side, Side]:
-    """vLLM's and kvstow's."""
+    """Return vLLM's side and kvstow's."""
     theirs, ours = (vllm_side.manager(num_device_blocks, GROUPS) for _ in range(2))
     offload = vllm_side.offload(theirs, num_host_blocks + 1, GROUPS)  # it has a null block
     return (
@@ -190,10 +191,10 @@ def sides(num_device_blocks: int, num_host_blocks: int, clock: Clock) -> tuple[S
 
 
 class Prompts:
-    """A turn is one prompt on one side: computed, stored, forgotten by the device, and loaded.
+    """A turn is one prompt on one side: computed, stored, dropped from the device, and loaded.
 
-    The host is empty before each; or it is full, holds one prompt, and they are two in turns: then
-    a store evicts as many blocks as it takes.
+    The host is empty before each turn, or it is full. A full host holds one prompt, and two prompts
+    take turns, so that a store evicts as many blocks as it takes.
     """
 
     def __init__(self, num_turns: int, *, chunk_tokens: int, is_full: bool) -> None:
@@ -201,7 +202,7 @@ class Prompts:
         self.chunk_tokens = chunk_tokens
         self.is_full = is_full
         self.clock = Clock()
-        # One token more than the blocks hold: vLLM leaves the last one to compute.
+        # One token more than the blocks hold, because vLLM computes the last one.
         self.requests = [
             vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE) for at in range(2)
         ]
@@ -224,7 +225,7 @@ class Prompts:
                 f"a prompt of {NUM_BLOCKS:,} blocks in {chunks}{host}",
                 "store",
                 "load",
-                target=num_chunks == 1,  # in chunks, what is paid per step adds up
+                target=num_chunks == 1,  # in chunks, the cost per step adds up
             ),
             self._row("  missed, computed, stored, finished", "store", target=False),
             self._row("  found, loaded, finished", "load", target=False),
@@ -247,7 +248,7 @@ class Prompts:
         self.clock.samples.clear()
 
     def _prompt(self, side: Side, request: Request) -> Iterator[Copied]:
-        """What each of its steps copies."""
+        """Yield the copies of each step."""
         manager, name, chunk = side.manager, request.request_id, self.chunk_tokens
         what = f"{side.name} store"
         if not self.is_full:
@@ -256,14 +257,14 @@ class Prompts:
         def step(
             output: SchedulerOutput, num_tokens: int = 0, loading: Request | None = None
         ) -> Copied:
-            told = side.begin(what, output)
+            message = side.begin(what, output)
             request.num_computed_tokens += num_tokens
-            return side.end(what, told, loading)
+            return side.end(what, message, loading)
 
         require_same("tokens found", [0], [side.admit(request, chunk, what)])
         table = manager.get_block_ids(name)
         yield step(vllm_side.step([(request, table)], num_tokens=chunk), chunk)
-        # Then the other chunks, and the last token: in its step the last stores begin.
+        # Then come the other chunks, and the last token, in whose step the last stores begin.
         for num_tokens in [chunk] * (NUM_TOKENS // chunk - 1) + [1]:
             taken = manager.allocate_slots(request, num_tokens).get_block_ids(allow_none=True)
             output = vllm_side.step(running=[(request, taken)], num_tokens=num_tokens)
@@ -290,14 +291,14 @@ class Prompts:
             [sum(each) for each in zip(*(self.totals[f"{side} {w}"] for w in whats), strict=True)]
             for side in ("vllm", "kvstow")
         )
-        return Row(work, vllm, kvstow, target_ratio=MOST_OF_VLLM if target else None)
+        return Row(work, vllm, kvstow, target_ratio=TARGET_RATIO if target else None)
 
 
 class Decode:
-    """Steps of decoding requests, each done on one side after the other.
+    """Steps of decoding requests, each on one side after the other.
 
-    Either all requests fill a block in the same step (`together`), and 14 of 16 steps are idle; or
-    a sixteenth of them does so in each.
+    Either all requests fill a block in the same step (`together`), and 14 of 16 steps are idle. Or
+    a sixteenth of the requests fills a block in each step.
     """
 
     def __init__(self, num_turns: int, *, together: bool) -> None:
@@ -354,10 +355,10 @@ class Decode:
 
     def _row(self, work: str) -> Row:
         vllm, kvstow = (self._per_step(side.name) for side in self.sides)
-        return Row(work, vllm, kvstow, target_ratio=MOST_OF_VLLM if self.together else None)
+        return Row(work, vllm, kvstow, target_ratio=TARGET_RATIO if self.together else None)
 
     def _per_step(self, name: str) -> list[float]:
-        """Of the steps that count; kvstow plans a store in the last of 16, vLLM in the next."""
+        """Return the times of the steps in which neither side stores, or of all steps."""
         samples = self.clock.samples[name]
         steps = [begin + end for begin, end in zip(samples[::2], samples[1::2], strict=True)]
         if self.together:

@@ -1,4 +1,4 @@
-"""Steps of many decoding requests, a sixteenth of which enter a new block in each."""
+"""Steps of many decoding requests. In each step a sixteenth of them enters a new block."""
 
 import gc
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Decode:
     def __init__(self, num_turns: int) -> None:
         self.num_turns = num_turns
         self.clock = Clock()
-        # Lengths differ, so that in every step a sixteenth of the requests enters a new block.
+        # The lengths differ, so that in each step a sixteenth of the requests enters a new block.
         self.lengths = [512 + at for at in range(NUM_REQUESTS)]
         num_tokens = sum(self.lengths) + NUM_REQUESTS * (num_turns + 2) * BLOCK_SIZE
         num_blocks = num_tokens // BLOCK_SIZE + NUM_REQUESTS
@@ -29,7 +29,7 @@ class Decode:
             vllm_side.request(f"request-{at}", length, BLOCK_SIZE)
             for at, length in enumerate(self.lengths)
         ]
-        # What each request's blocks hashed to, at the start of each step to come.
+        # For each step, the hashes of the blocks that were filled before it.
         self.new_hashes: list[list[tuple[str, list[bytes]]]] = []
 
     def run(self) -> list[Row]:
@@ -41,7 +41,7 @@ class Decode:
         gc.collect()
         gc.freeze()
         for _ in range(1 + self.num_turns):
-            # vLLM first: its requests make the hashes that the other side is handed.
+            # vLLM first, because its requests make the hashes that kvstow gets.
             take_turns(0, self._vllm_turn, self._kvstow_turn)
         self.ledger.check()
         gc.unfreeze()

@@ -1,20 +1,20 @@
 """What does the connector cost vLLM's real engine, and what does it save?
 
-On the CPU engine with a small Llama model (`tests/vllm/models.py`), in this process, its threads
-set as the tests set them.
+The bench runs the CPU engine with a small Llama model (`tests/vllm/models.py`) in this process,
+with as many threads as the tests.
 
-- The share of a step: every method of the connector that vLLM calls, on both halves, is timed, and
-  every step of the engine. 32 requests run: they come in (prompts computed chunk by chunk), then
-  all decode. The copies themselves run in the movers' threads and are in no call. Others on the
-  machine lengthen the steps more than the calls, so the shortest tenth of the steps has a line of
-  its own. The host tier has room for one round of requests, the first of which warms up: as in a
-  server that has run for a while it is full, each store evicts as many blocks as it takes, and no
-  copy meets memory that was never written, whose page faults would take longer than the copy.
-- The second round: a prompt that has fallen out of the device's pool comes again, and is loaded
-  from the host; or the host tier was emptied before, and it is computed. Time to first token, in
-  turns, with the connector on both sides. The answers must be the same.
+- The share of a step: the bench times every step of the engine, and every method of both halves
+  that vLLM calls. 32 requests come in, their prompts are computed chunk by chunk, and then all
+  decode. The copies run in the movers' threads, so no call includes them. Other work on the machine
+  lengthens the steps more than the calls, so the shortest tenth of the steps has its own line. The
+  host tier has room for one round of requests, and the first round warms up. So it is full, as in
+  a server that has run for a while: each store evicts as many blocks as it takes, and no copy meets
+  memory that was never written, whose page faults would take longer than the copy.
+- The second round: a prompt that has fallen out of the device's pool comes again. The engine loads
+  it from the host, or computes it because the host tier was emptied before. The bench reports the
+  time to first token of both, in turns, with the connector on. The answers must be equal.
 
-  Time on the wall: on a loaded machine look at the least, too.
+  These are wall-clock times. On a loaded machine compare the least times, too.
 
 Run it from the project's folder: `python -m benches.compare.engine`.
 """
@@ -52,7 +52,7 @@ MOST_PERCENT = 3.0
 
 
 def timed_methods(connector: Any) -> list[str]:
-    """Everything of the connector interface that is called, be it kvstow's or the base class's."""
+    """Return the methods of the connector interface, those of the base class included."""
     names = {
         name
         for base in type(connector).__mro__
@@ -64,7 +64,7 @@ def timed_methods(connector: Any) -> list[str]:
 
 
 class Calls:
-    """Seconds in the connector's methods; a method that another one calls counts once."""
+    """Seconds in the connector's methods. A method that another method calls counts once."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -102,9 +102,9 @@ def running(**settings: Any) -> Iterator[Engine]:
 
 
 def share(num_rounds: int) -> list[str]:
-    """How much of a step the connector's calls take."""
+    """Return the lines about the share of the connector's calls in a step."""
     num_tokens, num_decoded = 512, 96
-    # The last token of each is sampled and not computed.
+    # The engine samples the last token of each request and does not compute it.
     num_full = NUM_REQUESTS * ((num_tokens + num_decoded - 1) // BLOCK_SIZE)
     lines = ["", "share of the connector's calls, both halves, in a step of 32 requests", ""]
     with running(
@@ -135,7 +135,7 @@ def share(num_rounds: int) -> list[str]:
                 steps[kind].append((time.perf_counter() - start, calls.total - before))
             engine.settle()
         if engine.stats()["stored_blocks"] != num_full * (num_rounds + 1):
-            sys.exit("the connector did not store all that was computed")
+            sys.exit("the connector did not store all computed blocks")
         for kind in ("prompts come in", "all decode"):
             lines += _share_lines(kind, steps[kind])
         num_steps = sum(len(each) for each in steps.values())
@@ -146,11 +146,11 @@ def share(num_rounds: int) -> list[str]:
 
 
 def _kind(engine: Engine) -> str:
-    """Of the step to come."""
+    """Return the kind of the next step."""
     requests = engine.core.scheduler.requests.values()
     if any(request.num_computed_tokens < request.num_prompt_tokens for request in requests):
         return "prompts come in"
-    return "all decode" if len(requests) == NUM_REQUESTS else "some are over"
+    return "all decode" if len(requests) == NUM_REQUESTS else "some are finished"
 
 
 def _share_lines(kind: str, steps: list[tuple[float, float]]) -> list[str]:
@@ -168,11 +168,11 @@ def _share_lines(kind: str, steps: list[tuple[float, float]]) -> list[str]:
 
 
 def second_round(num_turns: int) -> list[str]:
-    """Loaded from the host, or computed."""
+    """Return the lines about prompts that come again: loaded from the host, or computed."""
     lines = ["", "time to first token of a prompt that comes again, medians", ""]
     lengths = (1_000, 3_000)
     with running(
-        # Room for one prompt, and no more.
+        # Room for one prompt only.
         num_blocks=max(lengths) // BLOCK_SIZE + 8,
         options={"num_cpu_blocks": 1_000},
         max_model_len=3_072,
@@ -180,7 +180,7 @@ def second_round(num_turns: int) -> list[str]:
     ) as engine:
         for num_tokens in lengths:
             (prompt,) = prompts(1, num_tokens, seed=num_tokens)
-            others = prompts(2, max(lengths), seed=1)  # they take all of the device's pool
+            others = prompts(2, max(lengths), seed=1)  # they fill the device's pool
             loaded: list[float] = []
             computed: list[float] = []
             expected = engine.generate([prompt], max_tokens=1)
@@ -202,7 +202,7 @@ def second_round(num_turns: int) -> list[str]:
                     if num_loaded != num_wanted:
                         sys.exit(f"{num_loaded} blocks were loaded, not {num_wanted}")
                     if difference(answers, expected) > TOLERANCE:
-                        sys.exit("the answers differ: what was loaded is not what was computed")
+                        sys.exit("the answers of loaded and of computed blocks differ")
                     if turn:  # the first one warms up
                         side.append(seconds * 1e3)
             ratio = statistics.median(computed) / statistics.median(loaded)
@@ -216,11 +216,11 @@ def second_round(num_turns: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of 32 requests")
-    parser.add_argument("--turns", type=int, default=9, help="of loading and of computing")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of 32 requests")
+    parser.add_argument("--turns", type=int, default=9, help="turns of loading and of computing")
     args = parser.parse_args()
     if debug_build:
-        parser.error("this build of kvstow is not optimised: install it in release mode")
+        parser.error("this build of kvstow is not optimised: build it in release mode")
     before = os.getloadavg()[0]
     lines = [*share(args.rounds), *second_round(args.turns)]
     print(

@@ -64,7 +64,7 @@ class HasId(Protocol):
 
 
 def request(request_id: str, num_tokens: int, block_size: int) -> Request:
-    """A request whose prompt shares no prefix with another id's."""
+    """Return a request whose prompt shares no prefix with that of another id."""
     draw = random.Random(request_id)
     tokens = [draw.randrange(128_000) for _ in range(num_tokens)]
     params = SamplingParams(max_tokens=MAX_MODEL_TOKENS)
@@ -72,7 +72,7 @@ def request(request_id: str, num_tokens: int, block_size: int) -> Request:
 
 
 def manager(num_blocks: int, groups: Sequence[Group]) -> KVCacheManager:
-    """A manager of groups of one block size, prefix caching on, events and statistics off."""
+    """Return a manager of groups of one block size, with prefix caching, without events."""
     block_size = groups[0].block_size
     return KVCacheManager(
         _config(num_blocks, groups),
@@ -85,12 +85,12 @@ def manager(num_blocks: int, groups: Sequence[Group]) -> KVCacheManager:
 def offload(
     manager: KVCacheManager, num_host_blocks: int, groups: Sequence[Group]
 ) -> SimpleCPUOffloadScheduler:
-    """The scheduler's half of its host tier: one rank, eager, events off, bound to the manager.
+    """Return the scheduler half of vLLM's host tier, for one rank, eager, without events.
 
-    Of vLLM's configuration it reads no more than what stands here.
+    The configuration has only what this half reads.
     """
     num_blocks = manager.block_pool.num_gpu_blocks
-    # The host pool is as large as the share of the tensors' bytes: let a block weigh one.
+    # vLLM sizes the host pool by the bytes of a block: let a block have one byte.
     tensors = [KVCacheTensor(num_blocks, [], layer_stride=0, block_stride=1)]
     block_size = groups[0].block_size
     made = SimpleCPUOffloadScheduler(
@@ -116,9 +116,9 @@ def step(
     running: Sequence[tuple[Request, tuple[list[int], ...] | None]] = (),
     num_tokens: int = 1,
 ) -> SchedulerOutput:
-    """What its scheduler says of a step: requests, each with the block ids it was just given.
+    """Return vLLM's description of a step: requests, each with its new block ids.
 
-    Each of them computes `num_tokens` in it.
+    Each request computes `num_tokens` in the step.
     """
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [NewRequestData.from_request(each, ids) for each, ids in new]
@@ -139,23 +139,23 @@ def step(
 
 
 def num_resident(offload: SimpleCPUOffloadScheduler) -> int:
-    """Blocks that its lookup can find on the host."""
+    """Return the number of blocks that a lookup can find on the host."""
     return len(offload.cpu_block_pool.cached_block_hash_to_block)
 
 
 def stored(meta: SimpleCPUOffloadMetadata) -> KVConnectorOutput:
-    """What the worker reports when a step's stores have landed."""
+    """Return the worker's report that a step's stores have landed."""
     events = SimpleCPUOffloadWorkerMetadata({meta.store_event: 1})
     return KVConnectorOutput(kv_connector_worker_meta=events)
 
 
 def loaded(request: Request) -> KVConnectorOutput:
-    """What the worker reports when a request's load has landed."""
+    """Return the worker's report that a request's load has landed."""
     return KVConnectorOutput(finished_recving={request.request_id})
 
 
 def block_ids(blocks: KVCacheBlocks) -> list[int]:
-    """Of all groups, one after the other."""
+    """Return the block ids of all groups, group by group."""
     return [id for group in blocks.blocks for id in _ids(group)]
 
 

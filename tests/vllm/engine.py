@@ -8,25 +8,16 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.vllm.models import VOCAB_SIZE
 from tests.vllm.runner import RUNNER
+from tests.vllm.setting import CONNECTOR, ENVIRONMENT
 
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="ERROR",
-    HF_HUB_OFFLINE="1",
-    TORCH_COMPILE_DISABLE="1",
-    # One thread: these models gain nothing from more, and on a busy machine threads that wait for
-    # one another at every operation take a minute for what takes a second.
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-)
+os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 
 import torch
 from vllm import LLM, SamplingParams
@@ -38,7 +29,7 @@ from vllm.distributed.kv_transfer import (
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.interface import PauseState
 
-from kvstow.transfer import Event, Mover, Ticket
+from kvstow.transfer import Mover
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
@@ -56,13 +47,6 @@ _numbers = itertools.count()
 # Honest runs differ by 1e-5 at most, for other batch shapes; one damaged block by 0.5 or more.
 TOLERANCE = 1e-4
 DAMAGE = 0.01
-
-CONNECTOR = {
-    "kv_connector": "KVStowConnector",
-    "kv_connector_module_path": "kvstow.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 @dataclass(frozen=True)
@@ -318,6 +302,11 @@ class Engine:
         self.half.agree(num_host_blocks or self.worker.arena.num_slots)
         self.connector._reporter = None  # it has counted what the tier before did
 
+    def change_options(self, patch: pytest.MonkeyPatch, **changes: Any) -> None:
+        """Give the scheduler half other options until the end of the test."""
+        tier = self.half.tier
+        patch.setattr(tier, "options", replace(tier.options, **changes))
+
     def stats(self) -> dict[str, int]:
         assert self.half.offload is not None
         return self.half.offload.stats()
@@ -341,16 +330,3 @@ class Engine:
         cleanup_dist_env_and_memory()
         self._patch.undo()
         gc.collect()
-
-
-class ChangedMover:
-    """Passes everything on; what a test changes, it overrides."""
-
-    def __init__(self, mover: Mover) -> None:
-        self.mover = mover
-
-    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
-        return self.mover.store(block_ids, host_slots, after=after)
-
-    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
-        return self.mover.load(host_slots, block_ids, after=after)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,19 +21,19 @@ from tests.vllm.engine import (
     BLOCK_SIZE,
     TOLERANCE,
     Answer,
-    ChangedMover,
     Engine,
     answer,
     poison,
     prompts,
 )
+from tests.vllm.movers import ChangedMover, LateTicket, ended
 from tests.vllm.reference import Reference
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from kvstow import KvstowError, TransferError
+from kvstow import TransferError
 from kvstow.transfer import READY, Event, Ticket
 
 NUM_TOKENS = 24
@@ -59,41 +58,21 @@ class Different(AssertionError):
     """An answer that the reference does not give."""
 
 
-class Slow(Ticket):
-    """A copy that is made when it was asked for often enough, and is over then."""
+class Slow(LateTicket):
+    """A copy that is made after a number of polls."""
 
-    def __init__(self, begin: Any, num_polls: int) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[], Ticket], num_polls: int) -> None:
+        super().__init__(begin)
         self._num_polls = num_polls
-        self._ticket: Ticket | None = None
 
     def poll(self) -> bool:
         self._num_polls -= 1
-        if self._ticket is None and self._num_polls < 0:
-            self._ticket = _ended(self._begin())
-        return self._ticket is not None
+        if self._num_polls < 0 and not super().poll():
+            self.go()
+        return super().poll()
 
     def source_released(self) -> bool:
-        return self._ticket is not None
-
-    @property
-    def error(self) -> TransferError | None:
-        return None if self._ticket is None else self._ticket.error
-
-    @property
-    def damaged_slots(self) -> tuple[int, ...]:
-        return () if self._ticket is None else self._ticket.damaged_slots
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-def _ended(ticket: Ticket) -> Ticket:
-    """Wait for a copy: when it ends must depend on the seed alone."""
-    with suppress(KvstowError):
-        ticket.wait()
-    return ticket
+        return super().poll()
 
 
 class Unsteady(ChangedMover):
@@ -113,7 +92,7 @@ class Unsteady(ChangedMover):
         if self.dice.random() < self.failing:
             raise TransferError("injected")
         if self.dice.random() >= self.slow:
-            return _ended(begin())
+            return ended(begin())
         return Slow(begin, self.dice.choice([1, 4, 12, 24]))
 
 

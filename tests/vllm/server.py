@@ -15,14 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.setting import CONNECTOR, ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 MAX_NUM_BATCHED_TOKENS = 128
-CONNECTOR = {
-    "kv_connector": "KVStowConnector",
-    "kv_connector_module_path": "kvstow.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 SETTINGS = {
     "--host": "127.0.0.1",
     "--dtype": "float32",
@@ -48,15 +44,11 @@ def served(model: Path, log: Path, **connector: Any) -> Iterator[str]:
     flags["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += ["--disable-uvicorn-access-log", *(word for flag in flags.items() for word in flag)]
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+    environment = os.environ | ENVIRONMENT
+    # Engines in this process have other values of these.
+    environment |= {
         "VLLM_LOGGING_LEVEL": "INFO",
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        # Other tests want these otherwise in this process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
     }
     with log.open("wb") as output:

@@ -8,7 +8,6 @@ own, with steps that overlap or not; copies are made by kvstow's own movers, lat
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.vllm.movers import LateMover, LateTicket
+from tests.vllm.setting import CONNECTOR
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -37,8 +38,6 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstow import TransferError
-from kvstow.transfer import READY, Event, Ticket
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
@@ -55,60 +54,6 @@ PAGE_BYTES = FULL.page_size_bytes
 
 class WrongKV(AssertionError):
     """A request reads KV that is not that of its own tokens."""
-
-
-class LateTicket(Ticket):
-    """A copy that is made when the device is told to, or fails then."""
-
-    def __init__(self, begin: Any) -> None:
-        self._begin = begin
-        self._ticket: Ticket | None = None
-        self._error: TransferError | None = None
-
-    def go(self, *, fails: bool = False) -> None:
-        if fails:
-            self._error = TransferError("injected")
-        else:
-            self._ticket = self._begin()
-            with contextlib.suppress(TransferError):
-                self._ticket.wait(10)
-
-    def poll(self) -> bool:
-        return self._error is not None or self._ticket is not None
-
-    @property
-    def error(self) -> TransferError | None:
-        return self._error if self._ticket is None else self._ticket.error
-
-    @property
-    def damaged_slots(self) -> tuple[int, ...]:
-        return () if self._ticket is None else self._ticket.damaged_slots
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class LateMover:
-    """Makes copies when the device is told to."""
-
-    def __init__(self, mover: Any, waiting: list[LateTicket]) -> None:
-        self.mover = mover
-        self._waiting = waiting
-
-    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
-        return self._wait(lambda: self.mover.store(block_ids, host_slots, after=READY))
-
-    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
-        return self._wait(lambda: self.mover.load(host_slots, block_ids, after=READY))
-
-    def close(self) -> None:
-        self.mover.close()
-
-    def _wait(self, begin: Any) -> Ticket:
-        ticket = LateTicket(begin)
-        self._waiting.append(ticket)
-        return ticket
 
 
 @dataclass
@@ -185,13 +130,7 @@ class Simulated:
         self.answers: dict[str, list[int]] = {}
 
     def _config(self) -> Any:
-        transfer = {
-            "kv_connector": "KVStowConnector",
-            "kv_connector_module_path": "kvstow.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": self.options,
-        }
+        transfer = CONNECTOR | {"kv_connector_extra_config": self.options}
         if self.drafts:
             self.settings["speculative_config"] = {
                 "method": "ngram",

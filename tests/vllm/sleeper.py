@@ -14,17 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.server import CONNECTOR
+from tests.vllm.setting import CONNECTOR, ENVIRONMENT
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+os.environ |= ENVIRONMENT | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the poison is sent to the worker as a function
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the worker gets `poison` as a function
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 NUM_TOKENS = 120

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,17 +15,17 @@ from tests.vllm.engine import (
     DAMAGE,
     TOLERANCE,
     Answer,
-    ChangedMover,
     Engine,
     difference,
     prompts,
     skip_unless_gated,
 )
+from tests.vllm.movers import ChangedMover, LateMover, LateTicket
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvstow import TransferError
-from kvstow.transfer import READY, Event, Mover, Ticket, VerifiedMover
+from kvstow.transfer import Event, Mover, Ticket, VerifiedMover
 from kvstow.vllm.stats import ConnectorStats
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
@@ -74,14 +73,6 @@ def shared(
     )
     yield engine
     engine.close()
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    shared.start_over()
-    yield shared
-    shared.settle()
-    shared.check_idle()
 
 
 @pytest.fixture
@@ -138,9 +129,7 @@ def test_lazy_loses_nothing_that_is_overwritten(
     engine.generate(PROMPTS)
     engine.settle()
     eager = engine.stats()["stored_blocks"]
-    monkeypatch.setattr(
-        engine.half.tier, "options", replace(engine.half.tier.options, lazy_offload=True)
-    )
+    engine.change_options(monkeypatch, lazy_offload=True)
     engine.start_over()
     totals = []
     for _ in range(3):
@@ -209,9 +198,7 @@ def test_a_lost_load_misses_its_deadline_and_is_recomputed(
 ) -> None:
     engine.generate(PROMPTS)
     engine.settle()
-    monkeypatch.setattr(
-        engine.half.tier, "options", replace(engine.half.tier.options, load_timeout_s=0.2)
-    )
+    engine.change_options(monkeypatch, load_timeout_s=0.2)
     Losing.lost.clear()
     with engine.movers(Losing):  # type: ignore[arg-type]
         answers = engine.generate(PROMPTS[:3])
@@ -269,42 +256,6 @@ def test_abort_storms_leak_nothing(engine: Engine, expected: list[Answer]) -> No
     assert difference(answers, expected) < TOLERANCE
 
 
-class Holding(ChangedMover):
-    """Loads and stores wait for the test, then are carried out."""
-
-    held: ClassVar[list[Held]] = []
-
-    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
-        return self._hold(lambda: self.mover.store(block_ids, host_slots, after=READY))
-
-    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
-        return self._hold(lambda: self.mover.load(host_slots, block_ids, after=READY))
-
-    def _hold(self, begin: Any) -> Ticket:
-        held = Held(begin)
-        Holding.held.append(held)
-        return held
-
-
-class Held(Ticket):
-    def __init__(self, begin: Any) -> None:
-        self.begin = begin
-        self.ticket: Ticket | None = None
-
-    def release(self) -> None:
-        self.ticket = self.begin()
-
-    def poll(self) -> bool:
-        return self.ticket is not None and self.ticket.poll()
-
-    @property
-    def error(self) -> TransferError | None:
-        return None if self.ticket is None else self.ticket.error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_reset_with_transfers_in_flight(
     engine: Engine, expected: list[Answer], direction: str
@@ -314,17 +265,17 @@ def test_reset_with_transfers_in_flight(
         engine.settle()
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     core = engine.llm.llm_engine
-    Holding.held.clear()
-    with engine.movers(Holding):  # type: ignore[arg-type]
+    held: list[LateTicket] = []
+    with engine.movers(lambda mover: LateMover(mover, held)):  # type: ignore[arg-type,return-value]
         core.add_request("under way", {"prompt_token_ids": PROMPTS[0]}, sampling)
         for _ in range(8):
             core.step()
-        assert Holding.held
+        assert held
         # vLLM resets its own pool first, and cannot while copies hold its blocks.
         assert not core.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
         assert engine.stats()["resident_blocks"] == 0
-        for held in Holding.held:
-            held.release()
+        for ticket in held:
+            ticket.go()
     engine.settle()
     assert core.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
     assert engine.stats()["resident_blocks"] == 0

@@ -12,24 +12,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import (
     DAMAGE,
     TOLERANCE,
-    ChangedMover,
     Engine,
     difference,
     prompts,
     skip_unless_gated,
 )
+from tests.vllm.movers import Forgetful
 from vllm.v1.request import RequestStatus
-
-from kvstow.transfer import READY, Event, Ticket
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
@@ -55,14 +51,6 @@ def shared(
     engine.close()
 
 
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    shared.start_over()
-    yield shared
-    shared.settle()
-    shared.check_idle()
-
-
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 # In the first prompt's chunks, in the second's, and three times while tokens are generated.
 @pytest.mark.parametrize("num_steps", [[1], [3], [6, 5, 1]], ids=str)
@@ -70,9 +58,7 @@ def test_generation_goes_on_where_it_was(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, num_steps: list[int], lazy: bool
 ) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
-    monkeypatch.setattr(
-        engine.half.tier, "options", replace(engine.half.tier.options, lazy_offload=lazy)
-    )
+    engine.change_options(monkeypatch, lazy_offload=lazy)
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)
     for num in num_steps:
@@ -94,9 +80,7 @@ def test_generation_goes_on_where_it_was(
 
 def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
-    monkeypatch.setattr(
-        engine.half.tier, "options", replace(engine.half.tier.options, preserve_on_sleep=False)
-    )
+    engine.change_options(monkeypatch, preserve_on_sleep=False)
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)
     engine.step(8)
@@ -106,13 +90,6 @@ def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.M
     answers = engine.finish()
     assert engine.stats()["loaded_blocks"] == 0
     assert difference(answers, expected) < TOLERANCE
-
-
-class Forgetful(ChangedMover):
-    """Loads nothing."""
-
-    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
-        return self.mover.load([], [], after=READY)
 
 
 def test_what_is_not_loaded_shows(engine: Engine) -> None:

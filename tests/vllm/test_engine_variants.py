@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.vllm import models
 from tests.vllm.engine import (
     BLOCK_SIZE,
-    CONNECTOR,
     TOLERANCE,
     Answer,
     Engine,
     difference,
     prompts,
 )
+from tests.vllm.setting import CONNECTOR
 from vllm.lora.request import LoRARequest
 
 from kvstow.vllm import KVStowConnector
@@ -40,11 +39,6 @@ PROMPTS = prompts(6, 300)
 # The last 150 tokens again: something for a draft to be found in.
 REPEATING = [tokens[:150] + tokens[:150] for tokens in PROMPTS]
 NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
 
 
 @contextmanager

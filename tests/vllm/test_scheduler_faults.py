@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm import models
 from tests.vllm.simulated import FULL, WINDOW, Simulated, tokens
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -168,11 +167,6 @@ class Run:
         half = engine.half
         assert not half.requests.tracked and not half.requests.due and not half.transfers.in_flight
         assert half.may_rest()
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

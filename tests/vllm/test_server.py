@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from examples import check_server
-from tests.vllm import models
 from tests.vllm.server import MAX_NUM_BATCHED_TOKENS, served
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
@@ -34,15 +33,10 @@ def check(address: str, *arguments: str) -> int:
     )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
-
-
-def test_the_five_cases(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_five_cases(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = tmp_path / "events.jsonl"
     options = {"num_cpu_blocks": NUM_HOST_BLOCKS, "events_path": str(events)}
-    with served(model, tmp_path / "log", kv_connector_extra_config=options) as address:
+    with served(folder, tmp_path / "log", kv_connector_extra_config=options) as address:
         status = check(address, "--events", str(events))
         printed = capsys.readouterr().out
         with urllib.request.urlopen(f"{address}/metrics") as reply:
@@ -70,7 +64,7 @@ def test_the_five_cases(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.skipif(not IS_FULL, reason="a second server: make test-vllm-full")
 def test_damage_on_the_way_shows(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The negative control: the same server, one loaded block in ten damaged."""
     connector = {
@@ -79,7 +73,7 @@ def test_damage_on_the_way_shows(
         "kv_connector_extra_config": {"num_cpu_blocks": NUM_HOST_BLOCKS},
     }
     cases = ("TC1", "TC2", "TC3", "TC5")
-    with served(model, tmp_path / "log", **connector) as address:
+    with served(folder, tmp_path / "log", **connector) as address:
         assert check(address, *(f"--case={case}" for case in cases), "--tc5=40") == 1
     printed = capsys.readouterr().out
     garbled = re.findall(r"^(TC\d) FAILED .* garbled", printed, re.MULTILINE)

@@ -8,18 +8,12 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.vllm import models
 from tests.vllm.simulated import FULL, WINDOW, Simulated, WrongKV, tokens
 from vllm.v1.request import Request
 
 from kvstow.vllm.connector import _hashes_sessions_correctly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
 
 
 TRUNKS = [tokens(150, seed) for seed in range(3)]

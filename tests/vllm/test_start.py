@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from tests.vllm import models
 from tests.vllm.engine import DAMAGE, TOLERANCE, Engine, difference, prompts
-from tests.vllm.shaking import Hand, ShakingConnector
-from tests.vllm.test_connector import (
+from tests.vllm.halves import (
     BLOCK_SIZE,
     FULL,
     NUM_BLOCKS,
@@ -25,35 +18,22 @@ from tests.vllm.test_connector import (
     WINDOW,
     Scheduler,
     Step,
-    cache_config,
+    copies,
     engine_config,
+    stage,
 )
-from tests.vllm.test_engine_sleep import Forgetful
+from tests.vllm.movers import Forgetful
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
-    NixlBaseConnectorScheduler,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
-from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
-from kvstow.vllm.messages import Copies, StepJobs, StepReports
+from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.model import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
-OPTIONS = {"num_cpu_blocks": 9}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
 
 
 def report(scheduler: Scheduler, capacities: dict[int, int]) -> None:
@@ -92,9 +72,9 @@ def test_workers_report_their_capacity_when_asked(folder: Path) -> None:
         stages.append(KVCacheConfig(NUM_BLOCKS, [tensor], [KVCacheGroupSpec(layers, FULL)]))
     config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
     outputs = []
-    for rank, stage in enumerate(stages):
+    for rank, part in enumerate(stages):
         config.parallel_config.world_size, config.parallel_config.rank = 2, rank
-        worker = KVStowConnector(config, KVConnectorRole.WORKER, stage)
+        worker = KVStowConnector(config, KVConnectorRole.WORKER, part)
         worker.bind_connector_metadata(StepJobs())
         assert worker.build_connector_worker_meta() is None
         worker.bind_connector_metadata(StepJobs(asks_capacity=True))
@@ -213,22 +193,6 @@ def test_requests_do_not_wait_for_ever_for_a_rank(caplog: pytest.LogCaptureFixtu
 # -- ranks without layers of a group ---------------------------------------------------------------
 
 
-def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """A pipeline stage with these layers of a hybrid, projected by vLLM's own function."""
-    specs = {"f0": FULL, "f1": FULL, "w0": WINDOW, "w1": WINDOW}
-    groups = [KVCacheGroupSpec(["f0", "f1"], FULL), KVCacheGroupSpec(["w0", "w1"], WINDOW)]
-    own = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in layers})
-    assert len(own) == 2, "vLLM keeps groups without layers"
-    size = PAGE_BYTES * NUM_BLOCKS
-    tensors = [KVCacheTensor(size, [name], size, PAGE_BYTES) for name in layers]
-    caches = {name: torch.zeros(size, dtype=torch.uint8) for name in layers}
-    return KVCacheConfig(NUM_BLOCKS, tensors, own, prefix_cache_retention_interval=0), caches
-
-
-def copies(job_id: int, blocks: list[int], slots: list[int], offsets: list[int]) -> Copies:
-    return Copies(job_id, *(np.array(ids, dtype=np.int32) for ids in (blocks, slots, offsets)))
-
-
 def run_step(connector: KVStowConnector, jobs: StepJobs) -> list[tuple[int, int, Any]]:
     """A worker's step; returns what it reports of jobs, once all of them have ended."""
     assert connector._worker is not None
@@ -303,111 +267,6 @@ def test_a_worker_without_its_memory_copies_nothing(folder: Path) -> None:
 def test_a_model_without_kv_caches_is_refused() -> None:
     with pytest.raises(ConfigError, match="keeps no KV cache"):
         Model.of(KVCacheConfig(1, [], []))
-
-
-# -- other connectors beside -----------------------------------------------------------------------
-
-OWN = {
-    "kv_connector": "KVStowConnector",
-    "kv_connector_module_path": "kvstow.vllm",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"num_cpu_blocks": 400},
-}
-OTHER = {
-    "kv_connector": "ShakingConnector",
-    "kv_connector_module_path": "tests.vllm.shaking",
-    "kv_role": "kv_both",
-}
-ORDERS = pytest.mark.parametrize("own_at", [0, 1], ids=["kvstow first", "kvstow second"])
-
-
-class Nixl(NixlBaseConnector):
-    """NIXL's connector, less what its two kinds differ in."""
-
-
-Nixl.__abstractmethods__ = frozenset()
-
-
-def multi(own_at: int) -> dict[str, Any]:
-    connectors = [OWN, OTHER] if own_at == 0 else [OTHER, OWN]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
-
-
-@ORDERS
-def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -> None:
-    """vLLM passes one child's handshake on to all of them."""
-    config = engine_config(folder, {}, kv_transfer_config=multi(own_at))
-    worker, scheduler = (
-        MultiConnector(config, role, cache_config(FULL))
-        for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
-    )
-    meta = worker.get_handshake_metadata()
-    assert meta is not None
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): meta})
-    own, other = (scheduler.sub_connectors[at] for at in (own_at, 1 - own_at))
-    assert isinstance(other, ShakingConnector) and other.shaken == {0: Hand(0)}
-    assert isinstance(own, KVStowConnector) and own._scheduler is not None
-    assert scheduler.has_pending_push_work()
-    worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
-    reports = worker.build_connector_worker_meta()
-    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
-    assert own._scheduler.offload is not None
-    assert own._scheduler.offload.num_host_blocks == 400
-    assert not scheduler.has_pending_push_work()
-
-
-@ORDERS
-def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
-    """NIXL's own classes, without its library; of two pipeline stages."""
-    config = engine_config(folder, OPTIONS)
-
-    def multi_connector(role: KVConnectorRole, nixl: NixlBaseConnector) -> MultiConnector:
-        own = KVStowConnector(config, role, cache_config(FULL))
-        connector: MultiConnector = object.__new__(MultiConnector)
-        connector._connectors = [own, nixl] if own_at == 0 else [nixl, own]
-        return connector
-
-    payload = NixlHandshakePayload("hash", b"agent")
-    worker = object.__new__(Nixl)
-    worker.kv_transfer_config = config.kv_transfer_config
-    worker.connector_worker = SimpleNamespace(xfer_handshake_metadata=payload)
-    scheduler = object.__new__(Nixl)
-    scheduler.connector_scheduler = object.__new__(NixlBaseConnectorScheduler)
-    # Only that it does not listen on a socket; what it is given is checked before.
-    scheduler.connector_scheduler._nixl_handshake_listener_t = threading.current_thread()
-    meta = multi_connector(KVConnectorRole.WORKER, worker).get_handshake_metadata()
-    assert meta is payload
-    side = multi_connector(KVConnectorRole.SCHEDULER, scheduler)
-    side.set_xfer_handshake_metadata_pp_aware({(stage, 0): meta for stage in range(2)})
-    with pytest.raises(ValueError, match="NixlConnectorScheduler expects"):
-        side.set_xfer_handshake_metadata_pp_aware({(0, 0): Hand(0)})
-
-
-# Before the module's engine is made: this process has room for one at a time.
-@pytest.mark.skipif(
-    os.environ.get("KVSTOW_VLLM") != "full", reason="engines more: make test-vllm-full"
-)
-@ORDERS
-def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
-    """Prompts come back from the host, and the other connector has shaken hands."""
-    engine = Engine(folder, num_blocks=40, kv_transfer_config=multi(own_at))
-    try:
-        asked = prompts(6, 300)
-        expected = engine.generate(asked)
-        engine.settle()
-        answers = engine.generate(asked)
-        assert [answer.num_cached for answer in answers] == [288] * len(asked)
-        assert difference(answers, expected) < TOLERANCE
-        both = engine.core.scheduler.connector.sub_connectors
-        assert both[1 - own_at].shaken == {0: Hand(0)}
-        engine.settle()
-    finally:
-        engine.close()
 
 
 # -- an engine -------------------------------------------------------------------------------------

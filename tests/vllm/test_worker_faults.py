@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vllm.test_connector import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW
-from tests.vllm.test_start import copies, stage
+from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, copies, stage
 
 import kvstow.vllm.worker as module
 from kvstow.transfer import arena_for, mover_for

@@ -1,4 +1,4 @@
-"""Lazy mode's view of vLLM's queue of free blocks: which ones vLLM overwrites next.
+"""Lazy mode's view of vLLM's queue of free blocks: the blocks that vLLM overwrites next.
 
 ```
 vLLM's queue   head [p][a]   [c][d][e][f] ... tail
@@ -34,7 +34,7 @@ class _Node:
 
     def __init__(self, block: KVCacheBlock, place: int) -> None:
         self.block = block
-        # vLLM makes a new object for each block that it caches, also where keys are equal.
+        # vLLM makes a new key object for each block that it caches, even if the keys are equal.
         self.key = block.block_hash
         self.place = place
         self.is_held = False
@@ -42,29 +42,29 @@ class _Node:
 
 
 class LazyQueue:
-    """The first blocks of vLLM's free queue, and which of them are still to be stored."""
+    """The first blocks of vLLM's free queue, and those of them that still need a store."""
 
     def __init__(self, pool: BlockPool, horizon_blocks: int) -> None:
         """View the first `horizon_blocks` of the pool's free queue."""
         self._pool = pool
         self.horizon_blocks = horizon_blocks
         self._nodes: dict[int, _Node] = {}
-        # Before the first node and after the last one.
+        # Stands before the first node and after the last one.
         self._ends = _Node(pool.null_block, 0)
-        # Places are given downwards at the front, upwards at the end.
+        # Nodes at the front get ever lower places, nodes at the end ever higher ones.
         self._lowest = self._highest = 0
-        # By block id, the key under which it was computed and not offered since.
+        # By block id, the key under which a block was computed, until the block is offered.
         self._computed: dict[int, bytes] = {}
-        # Blocks of the view that were not looked at yet.
+        # Blocks of the view that `evictable` has not looked at yet.
         self._unseen: list[KVCacheBlock] = []
-        # Steps of all walks so far.
+        # Nodes that all walks have passed so far.
         self.num_visited = 0
 
     def computed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take blocks that a request uses and whose KV is computed: they may be offered once more.
+        """Take blocks whose KV a request has computed: they may be offered once more.
 
-        A block that is only granted has a key too, so the key's object is remembered: it is another
-        one when vLLM has taken the block and cached it again.
+        vLLM keys a block when it grants it, so the key alone does not prove that the KV is written.
+        The view remembers the key object. vLLM makes another one when it caches the block again.
         """
         for block in blocks:
             if block.block_hash is not None:
@@ -72,7 +72,7 @@ class LazyQueue:
         self.used(blocks)
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take blocks that a request uses: they have left the queue, also if a store holds them."""
+        """Drop blocks that a request uses: vLLM took them out of the queue."""
         for block in blocks:
             node = self._nodes.get(block.block_id)
             if node is not None:
@@ -114,11 +114,14 @@ class LazyQueue:
                 self._unseen.append(block)
 
     def put_back(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-        """End what a store holds: blocks go back to where they would be in the queue without it.
+        """Put the blocks of a store back where they would be in the queue without the store.
 
-        vLLM would append them: they would be the last to be overwritten, and what was used after
-        them would go first. Returns the blocks that were used since they were taken: the store's
-        reference to them is the caller's to give back.
+        vLLM would append them. It would then overwrite them last, and blocks that were used later
+        before them.
+
+        Returns:
+            The blocks that requests have used since. The caller drops the store's references to
+            them.
         """
         self._follow_head()
         unused, used = [], []
@@ -128,7 +131,7 @@ class LazyQueue:
                 unused.append(node)
             else:
                 used.append(block)
-        # The last one first: then the next one's place is right before it.
+        # From the last block to the first, so that each goes right before the one put back.
         for node in sorted(unused, key=lambda node: node.place, reverse=True):
             after = self._in_place(node.after)
             if after is self._ends:
@@ -142,7 +145,7 @@ class LazyQueue:
     # -- the view -------------------------------------------------------------------------------
 
     def _follow_head(self) -> None:
-        """Drop what has left the queue's head, and take in what was put there."""
+        """Drop blocks that have left the queue's head, and take in blocks that were put there."""
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
         first, num_put_there = self._ends, 0
@@ -156,7 +159,7 @@ class LazyQueue:
                 num_put_there += 1
             new.append(block)
             block = block.next_free_block
-        # vLLM takes blocks from the head: what was before the first one is gone.
+        # vLLM takes blocks from the head, so the nodes before the first one in place are gone.
         node = self._ends.after
         while node is not first:
             after = node.after
@@ -164,7 +167,7 @@ class LazyQueue:
             if not node.is_held:
                 self._drop(node)
             node = after
-        # Where nothing of the view is left, blocks with a key lie beyond its end.
+        # If no node is in place, the new blocks with a key come from beyond the end of the view.
         following = self._ends.after
         for block in reversed(new[:num_put_there]):
             self._lowest -= 1
@@ -172,12 +175,12 @@ class LazyQueue:
         self._unseen += new[:num_put_there]
 
     def _in_place(self, node: _Node, *, backwards: bool = False) -> _Node:
-        """Return the nearest node, from this one on, whose block is in the queue, or the ends."""
+        """Return the nearest node, from `node` on, whose block is in the queue, or the ends."""
         while node is not self._ends and not self._is_in_place(node):
             following = node.before if backwards else node.after
             self.num_visited += 1
             if not node.is_held:
-                self._drop(node)  # it has left the queue, and nobody reported it
+                self._drop(node)  # it has left the queue without a call of `used`
             node = following
         return node
 
@@ -188,13 +191,13 @@ class LazyQueue:
         return is_queued and not node.is_held and block.block_hash is node.key
 
     def _after(self, node: _Node) -> KVCacheBlock:
-        """Return the block that follows in the queue; the queue's head follows the ends."""
+        """Return the block after a node in the queue, or the queue's first block after the ends."""
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head if node is self._ends else node.block
         return block.next_free_block
 
     def _insert(self, block: KVCacheBlock, following: KVCacheBlock) -> None:
-        """Put a block into the queue, in which vLLM itself only appends and prepends."""
+        """Insert a block into the queue. vLLM itself only appends and prepends."""
         block.ref_cnt = 0
         before = following.prev_free_block
         before.next_free_block = following.prev_free_block = block

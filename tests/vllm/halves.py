@@ -1,0 +1,193 @@
+"""vLLM's accounting with kvstow's scheduler half, without an engine: what most tests begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.vllm.setting import CONNECTOR
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvstow.vllm.lazy_queue import LazyQueue
+from kvstow.vllm.messages import Copies, StepJobs, StepReports
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+from kvstow.vllm.scheduler import SchedulerHalf
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
+)
+PAGE_BYTES = FULL.page_size_bytes
+
+
+def cache_config(*specs: Any, retention: int | None = 0) -> KVCacheConfig:
+    """Groups of one layer each, overlaid in one allocation, as vLLM lays hybrids out."""
+    size = PAGE_BYTES * NUM_BLOCKS
+    return KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[
+            KVCacheTensor(size, [str(at)], layer_stride=size, block_stride=PAGE_BYTES)
+            for at in range(len(specs))
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(specs)],
+        prefix_cache_retention_interval=retention,  # vLLM's default: 0
+    )
+
+
+def engine_config(folder: Path, options: dict[str, Any], **settings: Any) -> Any:
+    """Return the configuration of an engine with the connector."""
+    defaults = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK_SIZE,
+        "kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": options},
+    }
+    return EngineArgs(**(defaults | settings)).create_engine_config()
+
+
+@dataclass
+class Step:
+    """What of vLLM's `SchedulerOutput` the connector reads."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """As much of vLLM's scheduler as calls the connector, over its real `KVCacheManager`."""
+
+    def __init__(
+        self,
+        *specs: Any,
+        world_size: int = 1,
+        num_host_blocks: int | None = NUM_BLOCKS,
+        retention: int | None = 0,
+        **options: Any,
+    ) -> None:
+        """`num_host_blocks` None leaves the ranks' capacities to be reported."""
+        init_none_hash(sha256_cbor)
+        config = cache_config(*specs, retention=retention)
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=1 << 20,
+            scheduler_block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            max_in_flight_tokens=None,
+        )
+        self.now = 0.0
+        self.half = SchedulerHalf(
+            Model.of(config),
+            Options(**options),
+            world_size=world_size,
+            tokens_per_hash=BLOCK_SIZE,
+            horizon_blocks=NUM_BLOCKS,
+            clock=lambda: self.now,
+        )
+        self.half.bind(self.manager)
+        if num_host_blocks is not None:
+            self.half.agree(num_host_blocks)
+        self.jobs = StepJobs()
+
+    @property
+    def lazy(self) -> LazyQueue:
+        assert self.half.tier.lazy is not None
+        return self.half.tier.lazy
+
+    def request(self, name: str, num_tokens: int, **settings: Any) -> Request:
+        return Request(
+            request_id=name,
+            prompt_token_ids=list(range(num_tokens)),
+            sampling_params=SamplingParams(max_tokens=8),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
+            **settings,
+        )
+
+    def admit(self, request: Request) -> int:
+        """Let it in; returns the tokens that are to be loaded."""
+        hit, num_local = self.manager.get_computed_blocks(request)[:2]
+        found = self.half.lookup(request, num_local)
+        assert found is not None
+        num_new = 0 if found else request.num_tokens - num_local
+        taken = self.manager.allocate_slots(
+            request,
+            num_new,
+            num_new_computed_tokens=num_local,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=found,
+            delay_cache_blocks=found > 0,
+        )
+        assert taken is not None
+        self.half.allocated(request, self.manager.get_blocks(request.request_id), found)
+        request.num_computed_tokens = num_local + found
+        return found
+
+    def step(
+        self,
+        *requests: Request,
+        reports: Sequence[tuple[int, int, bool]] = (),
+        released: Sequence[int] = (),
+    ) -> set[str]:
+        """Compute all that these requests have left; returns whose loads have landed."""
+        scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
+        self.jobs = self.half.build(Step(scheduled))
+        for request in requests:
+            request.num_computed_tokens = request.num_tokens
+        told = StepReports(list(reports), list(released))
+        output = KVConnectorOutput(kv_connector_worker_meta=told)
+        self.half.processed(output)
+        return output.finished_recving or set()
+
+    def finish(self, request: Request) -> None:
+        self.half.finished(request)
+        self.manager.free(request)
+
+    def store_one(self, name: str = "a", num_tokens: int = 100, **settings: Any) -> None:
+        """A request that was computed, stored and forgotten by the device."""
+        request = self.request(name, num_tokens, **settings)
+        assert self.admit(request) == 0
+        self.step(request)
+        self.finish(request)
+        self.step()
+        self.step(reports=[(copies.job_id, 0, True) for copies in self.jobs.stores])
+        assert self.manager.reset_prefix_cache()
+
+
+def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """A pipeline stage with these layers of a hybrid, projected by vLLM's own function."""
+    specs = {"f0": FULL, "f1": FULL, "w0": WINDOW, "w1": WINDOW}
+    groups = [KVCacheGroupSpec(["f0", "f1"], FULL), KVCacheGroupSpec(["w0", "w1"], WINDOW)]
+    own = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in layers})
+    assert len(own) == 2, "vLLM keeps groups without layers"
+    size = PAGE_BYTES * NUM_BLOCKS
+    tensors = [KVCacheTensor(size, [name], size, PAGE_BYTES) for name in layers]
+    caches = {name: torch.zeros(size, dtype=torch.uint8) for name in layers}
+    return KVCacheConfig(NUM_BLOCKS, tensors, own, prefix_cache_retention_interval=0), caches
+
+
+def copies(job_id: int, blocks: list[int], slots: list[int], offsets: list[int]) -> Copies:
+    return Copies(job_id, *(np.array(ids, dtype=np.int32) for ids in (blocks, slots, offsets)))

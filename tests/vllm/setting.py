@@ -1,0 +1,19 @@
+"""What every engine of the tests is started with: the connector's flag, and the environment."""
+
+from __future__ import annotations
+
+CONNECTOR = {
+    "kv_connector": "KVStowConnector",
+    "kv_connector_module_path": "kvstow.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    # One thread: these models gain nothing from more. On a busy machine threads wait for each
+    # other at every operation, and a second becomes a minute.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}

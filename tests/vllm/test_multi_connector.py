@@ -1,0 +1,124 @@
+"""kvstow beside another connector in vLLM's `MultiConnector`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.vllm.engine import TOLERANCE, Engine, difference, prompts
+from tests.vllm.halves import FULL, Step, cache_config, engine_config
+from tests.vllm.setting import CONNECTOR
+from tests.vllm.shaking import Hand, ShakingConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
+    NixlBaseConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvstow.vllm import KVStowConnector
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+OWN = CONNECTOR | {"kv_connector_extra_config": {"num_cpu_blocks": 400}}
+OTHER = {
+    "kv_connector": "ShakingConnector",
+    "kv_connector_module_path": "tests.vllm.shaking",
+    "kv_role": "kv_both",
+}
+ORDERS = pytest.mark.parametrize("own_at", [0, 1], ids=["kvstow first", "kvstow second"])
+
+
+class Nixl(NixlBaseConnector):
+    """NIXL's connector, less what its two kinds differ in."""
+
+
+Nixl.__abstractmethods__ = frozenset()
+
+
+def multi(own_at: int) -> dict[str, Any]:
+    connectors = [OWN, OTHER] if own_at == 0 else [OTHER, OWN]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+
+
+@ORDERS
+def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -> None:
+    """vLLM passes one child's handshake on to all of them."""
+    config = engine_config(folder, {}, kv_transfer_config=multi(own_at))
+    worker, scheduler = (
+        MultiConnector(config, role, cache_config(FULL))
+        for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
+    )
+    meta = worker.get_handshake_metadata()
+    assert meta is not None
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): meta})
+    own, other = (scheduler.sub_connectors[at] for at in (own_at, 1 - own_at))
+    assert isinstance(other, ShakingConnector) and other.shaken == {0: Hand(0)}
+    assert isinstance(own, KVStowConnector) and own._scheduler is not None
+    assert scheduler.has_pending_push_work()
+    worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    reports = worker.build_connector_worker_meta()
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
+    assert own._scheduler.offload is not None
+    assert own._scheduler.offload.num_host_blocks == 400
+    assert not scheduler.has_pending_push_work()
+
+
+@ORDERS
+def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
+    """NIXL's own classes, without its library; of two pipeline stages."""
+    config = engine_config(folder, {"num_cpu_blocks": 9})
+
+    def multi_connector(role: KVConnectorRole, nixl: NixlBaseConnector) -> MultiConnector:
+        own = KVStowConnector(config, role, cache_config(FULL))
+        connector: MultiConnector = object.__new__(MultiConnector)
+        connector._connectors = [own, nixl] if own_at == 0 else [nixl, own]
+        return connector
+
+    payload = NixlHandshakePayload("hash", b"agent")
+    worker = object.__new__(Nixl)
+    worker.kv_transfer_config = config.kv_transfer_config
+    worker.connector_worker = SimpleNamespace(xfer_handshake_metadata=payload)
+    scheduler = object.__new__(Nixl)
+    scheduler.connector_scheduler = object.__new__(NixlBaseConnectorScheduler)
+    # Only that it does not listen on a socket; what it is given is checked before.
+    scheduler.connector_scheduler._nixl_handshake_listener_t = threading.current_thread()
+    meta = multi_connector(KVConnectorRole.WORKER, worker).get_handshake_metadata()
+    assert meta is payload
+    side = multi_connector(KVConnectorRole.SCHEDULER, scheduler)
+    side.set_xfer_handshake_metadata_pp_aware({(stage, 0): meta for stage in range(2)})
+    with pytest.raises(ValueError, match="NixlConnectorScheduler expects"):
+        side.set_xfer_handshake_metadata_pp_aware({(0, 0): Hand(0)})
+
+
+# Before the module's engine is made: this process has room for one at a time.
+@pytest.mark.skipif(
+    os.environ.get("KVSTOW_VLLM") != "full", reason="engines more: make test-vllm-full"
+)
+@ORDERS
+def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
+    """Prompts come back from the host, and the other connector has shaken hands."""
+    engine = Engine(folder, num_blocks=40, kv_transfer_config=multi(own_at))
+    try:
+        asked = prompts(6, 300)
+        expected = engine.generate(asked)
+        engine.settle()
+        answers = engine.generate(asked)
+        assert [answer.num_cached for answer in answers] == [288] * len(asked)
+        assert difference(answers, expected) < TOLERANCE
+        both = engine.core.scheduler.connector.sub_connectors
+        assert both[1 - own_at].shaken == {0: Hand(0)}
+        engine.settle()
+    finally:
+        engine.close()

@@ -1,0 +1,367 @@
+"""The scheduler half beside vLLM's own accounting: what it stores, loads, holds and lets go."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
+from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvstow.vllm.messages import Copies
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+def test_two_lora_names_share_no_block() -> None:
+    scheduler = Scheduler(FULL)
+    one, two = (LoRARequest(name, at, f"/{name}") for at, name in enumerate(("one", "two"), 1))
+    scheduler.store_one("a", lora_request=one)
+    assert scheduler.half.lookup(scheduler.request("b", 100, lora_request=two), 0) == 0
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
+    assert scheduler.half.lookup(scheduler.request("d", 100, lora_request=one), 0) == 96
+
+
+def test_a_window_is_stored_though_it_is_given_away_with_the_request() -> None:
+    """Of 100 tokens the last 32 are read by what follows: two blocks of the window's six."""
+    scheduler = Scheduler(FULL, WINDOW)
+    scheduler.store_one()
+    assert scheduler.half.offload is not None
+    assert scheduler.half.offload.num_resident == 6 + 2, "vLLM keeps the others for nobody"
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+@pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
+@pytest.mark.parametrize("extra", [0, 1, 2, 3, 20])
+def test_a_load_brings_what_vllm_retains_below_a_window(extra: int, retention: int | None) -> None:
+    """Drafts of several modules need it: vLLM allocates these blocks and may cache them."""
+    retaining = replace(WINDOW, extra_retained_tokens=extra)
+    scheduler = Scheduler(FULL, retaining, retention=retention)
+    scheduler.store_one("a", 200)
+    request = scheduler.request("b", 200)
+    assert scheduler.admit(request) == 192
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    tables = scheduler.manager.get_blocks("b").blocks
+    taken = [block.block_id for table in tables for block in table[:12] if not block.is_null]
+    assert load.block_ids.tolist() == taken
+    assert len(taken) == 12 + -(-(32 - 1 + extra) // BLOCK_SIZE)
+    scheduler.step(reports=[(load.job_id, 0, True)])
+    scheduler.finish(request)
+
+
+def test_a_retained_block_that_was_given_away_is_not_stored() -> None:
+    """It has no hash that would tell."""
+    scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
+    request = scheduler.request("a", 200)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 200}))
+    request.num_computed_tokens = 200
+    scheduler.manager.remove_skipped_blocks("a", 200, num_prompt_tokens=200)
+    other = scheduler.request("b", 100, cache_salt="b")
+    scheduler.manager.allocate_slots(other, 100)
+    scheduler.half.processed(KVConnectorOutput())
+    (store,) = scheduler.half.build(Step()).stores
+    table = scheduler.manager.get_blocks("a").blocks[1]
+    own = {block.block_id for block in table if not block.is_null}
+    stored = store.block_ids[store.offsets[1] :].tolist()
+    assert stored and set(stored) <= own
+
+
+def test_a_retained_block_that_another_connector_loads_is_not_stored() -> None:
+    """It may have loaded what a hit needs, and left the retained block as it was."""
+    scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
+    request = scheduler.request("a", 200)
+    assert scheduler.half.lookup(request, 0) == 0
+    scheduler.manager.allocate_slots(
+        request, 0, num_external_computed_tokens=96, delay_cache_blocks=True
+    )
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
+    request.num_computed_tokens = 96
+    scheduler.manager.cache_blocks(request, 96)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
+    scheduler.manager.allocate_slots(request, 104)
+    scheduler.step(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    table = scheduler.manager.get_blocks("a").blocks[1]
+    blocks = scheduler.manager.block_pool.blocks
+    loaded = {block.block_id for block in table[:6] if not block.is_null}
+    stored = set(store.block_ids[store.offsets[1] :].tolist())
+    assert loaded and stored
+    assert all(blocks[block_id].block_hash is not None for block_id in loaded & stored)
+
+
+def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
+    """Its table says that the external tokens are computed, and they are not."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.admit(request) == 96
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    scheduler.half.reset()
+    scheduler.half.finished(request)
+    scheduler.step()
+    assert not scheduler.jobs.stores
+    scheduler.step(reports=[(load.job_id, 0, True)])
+    scheduler.step()
+    # vLLM frees its blocks once it is told of the end, as failed: the reset has voided the load.
+    assert scheduler.jobs.failed_request_ids == ["b"]
+    scheduler.manager.free(request)
+    assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_a_load_ends_when_the_last_rank_has_reported() -> None:
+    scheduler = Scheduler(FULL, world_size=2)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    scheduler.step(reports=[(store.job_id, 1, True)])
+    assert not scheduler.half.may_rest()
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    assert scheduler.half.may_rest()
+    scheduler.manager.reset_prefix_cache()
+
+    again = scheduler.request("b", 100)
+    assert scheduler.admit(again) == 96
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
+    assert scheduler.step(reports=[(load.job_id, 1, False)]) == set()
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == ["b"]
+
+
+def test_a_load_that_cannot_be_is_told_as_failed() -> None:
+    """vLLM waits for a load from the moment it has accepted one."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.half.lookup(request, 0) == 96
+    taken = scheduler.manager.allocate_slots(
+        request, 0, num_external_computed_tokens=112, delay_cache_blocks=True
+    )
+    assert taken is not None
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("b"), 112)
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == ["b"] and not scheduler.jobs.loads
+    scheduler.manager.free(request)
+    request.num_computed_tokens = 0
+    assert scheduler.admit(request) == 0
+    scheduler.step(request)
+    scheduler.finish(request)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_blocks_are_free_once_every_rank_has_read_them(lazy: bool) -> None:
+    scheduler = Scheduler(FULL, world_size=2, lazy_offload=lazy)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    stores: list[Copies] = []
+    for _ in range(3):
+        scheduler.step()
+        stores += scheduler.jobs.stores
+    (store,) = stores
+    pool = scheduler.manager.block_pool
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - len(store.block_ids)
+    scheduler.step(released=[store.job_id])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - len(store.block_ids)
+    scheduler.step(released=[store.job_id])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    assert not scheduler.half.may_rest(), "the host does not have them yet"
+    freed = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert not lazy or freed == [*order, *store.block_ids[::-1]], "as if nothing was stored"
+    for rank in range(2):
+        scheduler.step(reports=[(store.job_id, rank, True)])
+    assert scheduler.half.may_rest()
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
+    scheduler = Scheduler(FULL, load_timeout_s=5.0)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    scheduler.admit(request)
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    scheduler.now = 6.0
+    told = []
+    for _ in range(3):
+        scheduler.step()
+        told += scheduler.jobs.failed_request_ids
+    assert told == ["b"]
+    request.num_computed_tokens = 0
+    scheduler.manager.free(request)
+    pool = scheduler.manager.block_pool
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - 6
+    assert scheduler.admit(request) == 0, "it computes what it could not load"
+    assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == []
+    scheduler.finish(request)
+    for _ in range(2):
+        scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() -> None:
+    scheduler = Scheduler(FULL, lazy_offload=True)
+    scheduler.lazy.horizon_blocks = 0
+    for name in ("a", "b"):
+        request = scheduler.request(name, 100, cache_salt=name)
+        scheduler.admit(request)
+        scheduler.step(request)
+        scheduler.finish(request)
+    queue = scheduler.manager.block_pool.free_block_queue
+    order = [block.block_id for block in queue.get_all_free_blocks()]
+    scheduler.lazy.horizon_blocks = NUM_BLOCKS - 1 - 6  # all but the second one's
+    scheduler.step()
+    assert queue.num_free_blocks == NUM_BLOCKS - 1 - 6
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    is_cached = scheduler.manager.block_pool.blocks
+    cached = [block.block_id for block in queue.get_all_free_blocks() if block.block_hash]
+    assert cached == [block_id for block_id in order if is_cached[block_id].block_hash]
+    assert len(cached) == 12
+
+
+def test_a_request_that_ends_with_its_step_is_stored() -> None:
+    """vLLM ends requests before it tells of the step: then this is the last chance."""
+    scheduler = Scheduler(FULL, WINDOW)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 100}))
+    request.num_computed_tokens = 100
+    scheduler.manager.remove_skipped_blocks("a", 100, num_prompt_tokens=100)
+    scheduler.finish(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert store.offsets.tolist() == [0, 6, 6 + 2]
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+
+
+def test_a_rejected_draft_is_not_stored() -> None:
+    """Confirmed is what was computed less what is in flight, and a rejection takes tokens back."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 30)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 34}))  # four drafts make block 2 full
+    request.num_computed_tokens = 30
+    scheduler.half.processed(KVConnectorOutput())
+    jobs = scheduler.half.build(Step())
+    (store,) = jobs.stores
+    assert len(store.block_ids) == 1
+
+
+def test_steps_in_flight_are_not_confirmed() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 100}))
+    request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
+    scheduler.half.processed(KVConnectorOutput())
+    assert scheduler.half.transfers.jobs.stores == []
+    request.num_in_flight_tokens = 0
+    scheduler.half.processed(KVConnectorOutput())
+    assert len(scheduler.half.transfers.jobs.stores) == 1
+
+
+def test_a_draft_model_reads_one_block_less_of_a_hit() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    scheduler.half.loads.drops_last_block = True
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 80
+
+
+def test_what_is_no_multiple_of_the_block_size_is_not_looked_up() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 8) == 0
+    blind = scheduler.request("c", 100)
+    blind.skip_reading_prefix_cache = True
+    assert scheduler.half.lookup(blind, 0) == 0
+
+
+def test_every_block_that_is_copied_is_held() -> None:
+    """Of a chain that the host has lost all is stored again, not only what was just computed."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 113)
+    scheduler.admit(request)
+    scheduler.half.build(Step({"a": 96}))
+    request.num_computed_tokens = 96
+    scheduler.half.processed(KVConnectorOutput())
+    scheduler.step(reports=[])
+    (first,) = scheduler.jobs.stores
+    scheduler.step(reports=[(first.job_id, 0, True)])
+    assert scheduler.half.offload is not None
+    scheduler.half.offload.reset()
+    scheduler.step(request)
+    scheduler.step()
+    (again,) = scheduler.jobs.stores
+    blocks = scheduler.manager.block_pool.blocks
+    assert [blocks[block_id].ref_cnt for block_id in again.block_ids] == [2] * 7
+
+
+def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.manager.free(request)
+    request.num_computed_tokens = 0
+    scheduler.jobs = scheduler.half.build(Step(preempted_req_ids={"a"}))
+    (store,) = scheduler.jobs.stores
+    assert not scheduler.half.requests.tracked
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    scheduler.manager.reset_prefix_cache()
+    assert scheduler.admit(request) == 96
+    # Preempted before, admitted again in the same step: that is no new preemption.
+    scheduler.half.build(Step(preempted_req_ids={"a"}))
+    assert "a" in scheduler.half.requests.tracked
+
+
+def test_blocks_that_a_transfer_alone_holds_are_worth_waiting_for() -> None:
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    assert not scheduler.half.holds_freed_blocks()
+    scheduler.finish(request)
+    assert scheduler.half.holds_freed_blocks()
+
+
+def test_nothing_is_left_of_a_request_that_never_ran() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_one()
+    request = scheduler.request("b", 100)
+    assert scheduler.half.lookup(request, 0) == 96
+    scheduler.half.finished(request)
+    offload = scheduler.half.offload
+    assert offload is not None
+    offload.check()
+    assert not scheduler.half.requests.tracked
+
+
+def test_jobs_name_plain_numbers_only() -> None:
+    """They are pickled, in every step, for each worker process."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    jobs = scheduler.half.build(Step())
+    again = pickle.loads(pickle.dumps(jobs))
+    assert again.stores[0].block_ids.tolist() == jobs.stores[0].block_ids.tolist()
+    assert SimpleNamespace(**vars(again)).loads == []
