@@ -192,7 +192,10 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device-blocks", "20"], "of 20 device blocks 19 are usable. Take --device-blocks"),
         (["--limit", "0"], "limit is 0"),
         (["--model", "gpt-2"], "'gpt-2' is not one of 'full', 'gemma-3', 'gpt-oss', 'jamba'"),
-        (["--model", "jamba", "--layers", "3"], "layers and bytes-per-token belong to the model"),
+        (
+            ["--model", "jamba", "--layers", "3"],
+            "layers and bytes-per-token are fixed for the model 'jamba'",
+        ),
         (["--policy", "arc"], "'arc' is not one of 'lru', 'hit-density'"),
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),

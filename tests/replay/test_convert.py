@@ -54,7 +54,7 @@ def test_equal_prefixes_share_ids_and_nothing_else_does(tmp_path: Path) -> None:
         ({"prompt_token_ids": [True]}, "prompt_token_ids[0] is True"),
         ({"prompt_token_ids": [2**32]}, "prompt_token_ids[0] is 4294967296"),
         ({"output_length": -1}, "output_length is -1"),
-        ({"salt": 7}, "salt is 7; expected a text"),
+        ({"salt": 7}, "salt is 7; expected a string"),
     ],
 )
 def test_bad_fields_are_named(tmp_path: Path, fields: dict[str, object], problem: str) -> None:

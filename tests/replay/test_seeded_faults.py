@@ -105,8 +105,8 @@ def test_a_seed_stands_for_one_run() -> None:
 def test_the_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", *SMALL, "--faults", "31"]) == 0
     table = capsys.readouterr().out
-    assert "31   the seed of copies made late, failing or lost" in table
-    assert "of these, past their deadline" in table
+    assert "31   seed of the late, failing and lost copies" in table
+    assert "of these missed their deadline" in table
 
     assert cli.main(["replay", *SMALL, "--faults", "31", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -123,9 +123,9 @@ def test_compressed_traces_are_read_damaged_ones_refused(
 def test_zstd_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfd\x00\x00")
-    with pytest.raises(ConfigError, match=r"no module compression\.zstd") as caught:
+    with pytest.raises(ConfigError, match=r"lacks the module compression\.zstd") as caught:
         read_trace(path)
-    assert str(caught.value).endswith(f": zstd -dc {path} | kvstow replay -")
+    assert str(caught.value).endswith(f"run zstd -dc {path} | kvstow replay -")
 
 
 @pytest.mark.parametrize("prepare", [bytes, gzip.compress])
@@ -265,7 +265,7 @@ def test_ids_that_are_not_chained_are_refused(
     message = refused(row(), row(hash_ids=ids))
 
     assert message.startswith(f"2: the ids are not chained: {problem}")
-    assert "pass --chain" in message
+    assert "Pass --chain" in message
 
 
 def test_unchained_ids_are_told_before_a_count_that_does_not_fit(

@@ -1,4 +1,4 @@
-"""The requests in the engine: what changes every step in arrays by seat, the rest in objects."""
+"""The requests that run or load: per-step numbers in arrays by seat, the rest in objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ class Request:
     """A request of the trace on its way through the engine.
 
     Attributes:
-        name: its line in the trace: what the ledger, the scheduler and the reports call it.
-        known_tokens: prompt and what was generated: what it computes first when it (re)starts.
-        digests: of all blocks it will ever have.
-        admitted: whether it was ever admitted; hits count once, at the first admission.
-        pending_since: how many loads had landed when its lookup came out pending; -1 otherwise.
+        trace: the request in the trace.
+        name: its line in the trace, which is its request id.
+        known_tokens: tokens of the prompt and generated so far, which an admission computes first.
+        digests: the digests of all blocks that it will ever have.
+        admitted: whether it was ever admitted, because hits count at the first admission only.
+        pending_since: number of landed loads when its lookup came out pending; -1 otherwise.
     """
 
     trace: TraceRequest
@@ -39,31 +40,33 @@ class Request:
 
     @classmethod
     def arrived(cls, trace: TraceRequest, block_size: int) -> "Request":
-        """A request that has computed nothing yet."""
+        """Return a request that has computed nothing yet."""
         digests = block_digests(trace, block_size)
         return cls(trace, str(trace.line), trace.prompt_tokens, digests)
 
     def known_digests(self, block_size: int) -> list[bytes]:
-        """Of the blocks whose tokens are all known."""
+        """Return the digests of the blocks whose tokens are all known."""
         return self.digests[: self.known_tokens // block_size]
 
 
 class Batch:
-    """The seats: requests that run or load, and their block tables.
+    """The seats of the requests that run or load, and their block tables.
+
+    All arrays but `running` are indexed by seat.
 
     Attributes:
-        running: seats in first-come order; a seat that waits for its load is not among them.
-        requests: by seat; None where nobody sits.
-        computed: tokens whose KV exists, by seat.
-        known: tokens of the prompt, and generated: computed + 1 while it decodes.
-        prompt: tokens of the prompt.
-        total: tokens at which the request is finished.
-        num_hit: of a request that loads, the tokens it found on the device.
-        num_hashed: blocks whose digests ledger and scheduler have.
-        num_blocks: blocks in the tables; all groups have as many.
-        tables: device block ids, `[groups, seats, blocks]`. Those that have left a window, in which
-            nothing is written any more, are the ledger's to know: here they stay.
-        keys: the words that the blocks' contents derive from, `[seats, blocks]`.
+        running: seats of the running requests, oldest first; requests that load are not among them.
+        requests: the request in each seat; None for a free seat.
+        computed: number of tokens whose KV exists.
+        known: number of prompt and generated tokens; `computed + 1` during decode.
+        prompt: number of prompt tokens.
+        total: number of tokens at which the request is finished.
+        num_hit: number of tokens that a loading request found on the device.
+        num_hashed: number of blocks whose digests the engine under test has.
+        num_blocks: number of blocks in the table of each group.
+        tables: device block ids, `[groups, seats, blocks]`. Blocks that have left a window keep
+            their ids here, though the ledger has the null block, because nothing writes to them.
+        keys: the words from which the bytes of the blocks derive, `[seats, blocks]`.
     """
 
     def __init__(self, num_groups: int, num_seats: int, max_blocks: int) -> None:
@@ -83,13 +86,13 @@ class Batch:
 
     @property
     def has_seat(self) -> bool:
-        """Whether another request can be admitted."""
+        """Whether a seat is free."""
         return bool(self._free)
 
     def sit(
         self, request: Request, block_size: int, block_tables: Sequence[Ids], num_computed: int
     ) -> int:
-        """Give an admitted request a seat, with its first blocks and what they hold or will."""
+        """Put an admitted request on a free seat with its first blocks, and return the seat."""
         seat, tables = self._free.pop(), np.stack(block_tables)
         self.requests[seat] = request
         self._names[seat] = request.name
@@ -104,7 +107,7 @@ class Batch:
         return seat
 
     def leave(self, seat: int) -> Request:
-        """Empty a seat; the request remembers how far its tokens are known."""
+        """Free a seat, and return its request with its number of known tokens."""
         request = self.request(seat)
         request.known_tokens = int(self.known[seat])
         self.requests[seat] = None
@@ -112,28 +115,28 @@ class Batch:
         return request
 
     def request(self, seat: int) -> Request:
-        """Who sits here."""
+        """Return the request on a seat."""
         request = self.requests[seat]
-        assert request is not None, f"nobody has seat {seat}"
+        assert request is not None, f"seat {seat} is free"
         return request
 
     def names(self, seats: list[int]) -> list[str]:
-        """The names of those who sit here."""
+        """Return the names of the requests on these seats."""
         return [self._names[seat] for seat in seats]
 
     def append_blocks(self, seats: Seats, step: StepAllocation) -> None:
-        """Add the blocks that these seats were granted to the ends of their tables."""
+        """Append the blocks that a step granted to the tables of these seats."""
         num_groups = len(self.tables)
         ids, offsets = step.ids, step.offsets[::num_groups]  # where each request begins
         for index in np.flatnonzero(offsets[1:] > offsets[:-1]).tolist():
-            taken = ids[offsets[index] : offsets[index + 1]].reshape(num_groups, -1)
+            granted = ids[offsets[index] : offsets[index + 1]].reshape(num_groups, -1)
             seat, begin = seats[index], self.num_blocks[seats[index]]
-            end = begin + taken.shape[1]
-            self.tables[:, seat, begin:end] = taken
+            end = begin + granted.shape[1]
+            self.tables[:, seat, begin:end] = granted
             self.num_blocks[seat] = end
 
     def replace_blocks(self, seat: int, block_tables: Sequence[Ids]) -> None:
-        """Follow a table whose blocks have got other ids."""
+        """Replace a table after its blocks have got other ids."""
         tables = np.stack(block_tables)
         self.num_blocks[seat] = tables.shape[1]
         self.tables[:, seat] = 0
@@ -141,7 +144,11 @@ class Batch:
 
 
 def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int:
-    """Blocks of the longest block table; `ConfigError` for tables that the pool can never hold."""
+    """Return the number of blocks in the longest block table.
+
+    Raises:
+        ConfigError: the device pool can never hold the tables of a request.
+    """
     num_usable = config.device_blocks - 1
     for request in trace.requests:
         num_slots = request.total_tokens + config.lookahead_tokens
@@ -151,8 +158,8 @@ def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int
         if num_needed > num_usable:
             raise ConfigError(
                 f"{trace.path}:{request.line}: the request needs {num_needed} blocks for its "
-                f"{request.total_tokens} tokens; of {config.device_blocks} device blocks "
-                f"{num_usable} are usable. Take --device-blocks {num_needed + 1} or more"
+                f"{request.total_tokens} tokens, and {num_usable} of {config.device_blocks} device "
+                f"blocks are usable: pass --device-blocks {num_needed + 1} or more"
             )
     longest = max(request.total_tokens for request in trace.requests)
     return -(-(longest + config.lookahead_tokens) // trace.block_size)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstow._core import ConfigError
+from kvstow.closing import Closing
 from kvstow.output import Output, with_output
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig
@@ -100,8 +101,7 @@ def replay(
     title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else requests.path
     with ExitStack() as stack:
         progress = stack.enter_context(_ProgressBar(len(requests.requests)))
-        engine = ReplayEngine(requests, config, observer=progress)
-        stack.callback(engine.close)
+        engine = stack.enter_context(ReplayEngine(requests, config, observer=progress))
         interrupted = False
         try:
             engine.run()
@@ -119,15 +119,15 @@ def replay(
 
 
 def _refuse_ignored_input() -> None:
-    """Raise `ConfigError` if somebody pipes a trace in without asking for it with `-`.
+    """Raise `ConfigError` if standard input has data, which needs the argument `-`.
 
-    Where nobody does, standard input is a terminal, closed, /dev/null, at its end, or (under ssh
-    and some CI systems) a pipe that stays open and empty.
+    Otherwise standard input is a terminal, closed, /dev/null, at its end, or (under ssh and some CI
+    systems) a pipe that stays open and empty.
     """
     try:
         descriptor = sys.stdin.fileno()
         mode = os.fstat(descriptor).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without one
+    except (AttributeError, OSError, ValueError):  # closed, or an object without descriptor
         return
     if stat.S_ISREG(mode):
         num_bytes = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
@@ -136,7 +136,7 @@ def _refuse_ignored_input() -> None:
         poll.register(descriptor, select.POLLIN)
         if not poll.poll(_PIPE_PATIENCE_MS):
             click.echo(
-                "kvstow: standard input is open and empty, so this replays the bundled trace; "
+                "kvstow: standard input is open and empty, so this replays the bundled trace: "
                 "pass - to wait for a trace",
                 err=True,
             )
@@ -147,7 +147,7 @@ def _refuse_ignored_input() -> None:
         return
     if num_bytes > 0:
         raise ConfigError(
-            "standard input has data, and without TRACE it would be ignored: pass - to replay it, "
+            "standard input has data, but there is no argument TRACE: pass - to replay the data, "
             "or </dev/null to replay the bundled trace"
         )
 
@@ -160,7 +160,7 @@ def _report_corruption(engine: ReplayEngine) -> None:
         click.echo(f"corrupt: and {num_more} more", err=True)
 
 
-class _ProgressBar(Observer):
+class _ProgressBar(Observer, Closing):
     """Shows the number of finished requests on standard error, if that is a terminal."""
 
     def __init__(self, num_requests: int) -> None:
@@ -173,17 +173,11 @@ class _ProgressBar(Observer):
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
-            auto_refresh=False,  # its thread would slow the engine's down
+            auto_refresh=False,  # a thread would slow the engine down
             transient=True,
         )
         self._task = self._bar.add_task("requests", total=num_requests)
-
-    def __enter__(self) -> "_ProgressBar":
         self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the bar from the screen."""

@@ -1,11 +1,11 @@
-"""What every byte of a block must be, and the device memory that is filled with it.
+"""The bytes that each block must hold, and the device memory that the replay computes into.
 
     word(key, group, region, w) = mix((key ^ place[group, region, w]) * odd)        64 bits each
 
-`place` is a pseudo-random constant of its own for each word of each group's block, `key` the head
-of the block's digest. For a fixed place the function is one to one in the key, and for a fixed key
-in the place: so a block that is stale, swapped, torn between two copies, half loaded, shifted by a
-layer, or another group's differs from what is expected.
+`key` is the first word of the block's digest. `place` is a pseudo-random constant that differs for
+each word of each group's block. The function is one to one in the key for a fixed place, and in the
+place for a fixed key. So the check finds a block that is stale, swapped, torn between two copies,
+half loaded, shifted by a layer, or of another group.
 """
 
 import math
@@ -25,19 +25,19 @@ Ids = npt.NDArray[np.integer]
 Keys = npt.NDArray[np.uint64]
 
 WORD_BYTES = 8
-GARBAGE = 0xDB  # what fresh device memory holds: nothing that a key could ask for
+GARBAGE = 0xDB  # fills fresh device memory; it matches no key
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-_GROUP_SHIFT = 32  # no block has as many words
+_GROUP_SHIFT = 32  # a block has fewer than 2^32 words
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How many bytes the KV of a token takes in a group, and in how many places they lie.
+    """The bytes of a token's KV in a group, and the regions that they lie in.
 
-    A block has two regions a layer, K and V, or the two states of a recurrent layer; each region of
-    all blocks is one array, as in an engine whose cache is layer-major, so a block lies in that
-    many fragments.
+    Each layer has two regions: K and V, or the two states of a recurrent layer. As in an engine
+    with a layer-major cache, a region is one array over all blocks. So a block has as many
+    fragments as there are regions.
     """
 
     block_size: int
@@ -60,27 +60,27 @@ class Geometry:
 
     @property
     def num_regions(self) -> int:
-        """Fragments of a block: K and V of each layer."""
+        """Number of fragments of a block: K and V of each layer."""
         return 2 * self.num_layers
 
     @property
     def region_token_bytes(self) -> int:
-        """Bytes of one token in one region."""
+        """Bytes of a token in one region."""
         return self.bytes_per_token // self.num_regions
 
     @property
     def region_bytes(self) -> int:
-        """Bytes of one block in one region."""
+        """Bytes of a block in one region."""
         return self.block_size * self.region_token_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all regions."""
+        """Bytes of a block in all regions."""
         return self.block_size * self.bytes_per_token
 
 
 class Content:
-    """The expected bytes of blocks and of single tokens, for one group."""
+    """The expected bytes of blocks and of single tokens in one group."""
 
     def __init__(self, geometry: Geometry, group: int = 0) -> None:
         self.geometry = geometry
@@ -88,25 +88,25 @@ class Content:
         places = np.arange(geometry.num_regions * num_words, dtype=np.uint64)
         places += np.uint64(group << _GROUP_SHIFT)
         self._places = _splitmix64(places).reshape(geometry.num_regions, num_words)
-        # The largest unit that a token's bytes in a region are made of: a word or part of one.
+        # The largest unit that divides a token's bytes in a region and a word.
         self.unit_bytes = math.gcd(geometry.region_token_bytes, WORD_BYTES)
         self.token_units = geometry.region_token_bytes // self.unit_bytes
 
     def blocks(self, keys: Keys) -> npt.NDArray[np.uint64]:
-        """Whole blocks: `[n, num_regions, words]`."""
+        """Return whole blocks: `[n, num_regions, words]`."""
         return _mix(keys[:, None, None] ^ self._places)
 
     def block_bytes(self, key: np.uint64) -> npt.NDArray[np.uint8]:
-        """One whole block: `[num_regions, region_bytes]`."""
+        """Return one whole block: `[num_regions, region_bytes]`."""
         words = _mix(key ^ self._places)
         return words.view(np.uint8)
 
     def token_units_at(self, offsets: Ids) -> npt.NDArray[np.int64]:
-        """The units of tokens at these offsets within a block: `[n, token_units]`."""
+        """Return the units of the tokens at these offsets in a block: `[n, token_units]`."""
         return offsets[:, None] * self.token_units + np.arange(self.token_units)
 
     def tokens(self, keys: Keys, offsets: Ids) -> npt.NDArray[np.unsignedinteger]:
-        """One token each, at an offset within its block: `[num_regions, n, token_units]`."""
+        """Return a token of each block, at this offset in it: `[num_regions, n, token_units]`."""
         units_per_word = WORD_BYTES // self.unit_bytes
         units = self.token_units_at(offsets)
         words = _mix(keys[:, None] ^ self._places[:, units // units_per_word])
@@ -115,7 +115,7 @@ class Content:
 
 
 def page_shape(geometries: Sequence[Geometry]) -> tuple[int, int]:
-    """Regions, and bytes of each, in which a block of any of these groups finds room."""
+    """Return the number of regions, and the bytes of each, that a block of any group fits into."""
     num_regions = max(geometry.num_regions for geometry in geometries)
     return num_regions, max(geometry.region_bytes for geometry in geometries)
 
@@ -123,14 +123,14 @@ def page_shape(geometries: Sequence[Geometry]) -> tuple[int, int]:
 def device_memory(
     num_blocks: int, geometries: Sequence[Geometry], rank: int = 0, device: HostDevice | None = None
 ) -> "list[GroupMemory]":
-    """One rank's memory of a device: a layer-major KV cache, as each group sees it.
+    """Return one rank's layer-major KV cache, as a view per group.
 
-    What a block holds differs from rank to rank, as the shards of a model do.
+    The bytes of a block differ from rank to rank, as the shards of a model do.
 
-    Block i of one group and block i of another overlay each other, wherever that fits:
+    Block i of one group overlays block i of every other group:
 
         region 0   |block 0     |block 1     | ...      the group with the largest regions
-        region 0   |block 0|    |block 1|    | ...      another one
+        region 0   |block 0|    |block 1|    | ...      another group
         region 1   ...
     """
     num_regions, region_bytes = page_shape(geometries)
@@ -143,11 +143,13 @@ def device_memory(
 
 
 class GroupMemory:
-    """One group's view of the device memory, and what computes into it.
+    """One group's view of the device memory, with the writes that stand for compute.
 
     Attributes:
-        regions: one `[num_blocks, region_bytes]` uint8 array per region: K and V of layer 0,
-            then of layer 1, and so on.
+        content: the expected bytes.
+        geometry: the bytes and regions of a block.
+        regions: one `[num_blocks, region_bytes]` uint8 array per region: K and V of layer 0, then
+            of layer 1, and so on.
     """
 
     def __init__(self, pages: Array, content: Content, device: HostDevice) -> None:
@@ -163,20 +165,20 @@ class GroupMemory:
         self.regions = list(self._bytes)
 
     def layout(self) -> BlockLayout:
-        """Where the blocks lie."""
+        """Return the layout of the blocks."""
         return self._device.layout(self.regions)
 
     def write_tokens(self, blocks: Ids, keys: Keys, offsets: Ids) -> None:
-        """Compute one token in each block, at its offset within the block."""
+        """Write one token in each block, at its offset in the block."""
         units = self.content.token_units_at(offsets)
         put = self._device.put
         self._units[:, put(blocks[:, None]), put(units)] = put(self.content.tokens(keys, offsets))
 
     def write_range(self, table: Ids, keys: Keys, start: int, stop: int) -> None:
-        """Compute tokens `start` to `stop` of a request, whose block table and keys these are."""
+        """Write tokens `start` to `stop` of the request with this block table and these keys."""
         size = self.geometry.block_size
         first, last = -(-start // size), stop // size
-        if first > last:  # begins and ends within one block
+        if first > last:  # begins and ends in one block
             self._write_part(table[last], keys[last], start - last * size, stop - last * size)
             return
         if start < first * size:
@@ -195,28 +197,28 @@ class GroupMemory:
         self._bytes[:, int(block), part] = content
 
     def wrong_blocks(self, blocks: Ids, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Which of these whole blocks do not hold what their keys ask for."""
+        """Return for each whole block whether its bytes differ from those of its key."""
         expected = self.content.blocks(keys).swapaxes(0, 1)
         held = self._device.get(self._words[:, self._device.put(blocks)])
         wrong: npt.NDArray[np.bool_] = (held != expected).any(axis=(0, 2))
         return wrong
 
     def wrong_part(self, block: int, key: np.uint64, num_tokens: int) -> bool:
-        """Whether the first tokens of a block do not hold what its key asks for."""
+        """Return whether the first tokens of a block differ from those of its key."""
         part = slice(0, num_tokens * self.geometry.region_token_bytes)
         held = self._device.get(self._bytes[:, int(block), part])
         return not np.array_equal(held, self.content.block_bytes(key)[:, part])
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread each word's bits over all of it, in place; one to one."""
+    """Mix the bits of each word, in place and one to one."""
     words *= _ODD
     words ^= words >> _HALF
     return words
 
 
 def _splitmix64(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Well-mixed constants, all different, from the numbers 0, 1, 2, ..."""
+    """Return a distinct, well-mixed constant for each of the numbers 0, 1, 2, ..."""
     x = (counters + np.uint64(1)) * _ODD
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,8 @@
-"""Readers that make a trace from token ids: blocks get an id each, in the order they first appear.
+"""Readers that make a trace from token ids.
 
-Ids are chained, as in the Mooncake form: two requests share an id where all tokens up to the end of
-that block are equal. The trace holds no token, and no hash of one.
+Blocks are numbered in the order in which they first appear. The ids are chained, as in the Mooncake
+form: two requests share an id if all their tokens up to the end of that block are equal. The trace
+holds no token, and no hash of one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _row(request: TraceRequest) -> dict[str, object]:
 
 
 class TokenReader(TraceReader):
-    """JSON lines with `timestamp`, `prompt_token_ids`, `output_length`, and perhaps a `salt`."""
+    """Reads JSON lines with `timestamp`, `prompt_token_ids`, `output_length` and maybe `salt`."""
 
     _FIELDS = "timestamp, prompt_token_ids and output_length"
 
@@ -62,7 +63,7 @@ class TokenReader(TraceReader):
         output = self._count(row, line, "output_length", at_least=0)
         salt = row.get("salt")
         if salt is not None and not isinstance(salt, str):
-            self._fail(line, f"salt is {salt!r}; expected a text")
+            self._fail(line, f"salt is {salt!r}; expected a string")
         ids = self._block_ids(tokens, salt)
         return TraceRequest(line, arrival_s, len(tokens), output, ids)
 
@@ -79,7 +80,7 @@ class TokenReader(TraceReader):
         return array("I", tokens)
 
     def _block_ids(self, tokens: array[int], salt: str | None) -> tuple[int, ...]:
-        """One id per block, the partial last one included."""
+        """Return one id per block, a partial last block included."""
         size = self.block_size
         num_full = len(tokens) // size
         first = [] if salt is None else [("salt", salt)]
@@ -108,10 +109,10 @@ _HALF_A_YEAR = timedelta(days=183)
 
 
 class VllmLogReader(TokenReader):
-    """vLLM's log with request details: `--enable-log-requests` and `VLLM_LOGGING_LEVEL=DEBUG`.
+    """Reads the log of a vLLM server with `--enable-log-requests` and `VLLM_LOGGING_LEVEL=DEBUG`.
 
-    `--enable-log-outputs` adds the outputs of chat requests. Where the log has no output,
-    `output_tokens` stands for it.
+    `--enable-log-outputs` adds the outputs of chat requests. A request whose output is not in the
+    log gets `output_tokens`.
     """
 
     def __init__(self, path: str | Path, block_size: int, output_tokens: int = 0) -> None:
@@ -144,14 +145,14 @@ class VllmLogReader(TokenReader):
         if not rows:
             self._fail(
                 1,
-                "no line `Request ID details: ... prompt_token_ids: [...]`; start vLLM with "
-                "--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
+                "the log has no line `Request ID details: ... prompt_token_ids: [...]`: start vLLM "
+                "with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
             )
         for request_id, (line, row) in rows.items():
             yield line, row | {"output_length": outputs.get(request_id, self._output_tokens)}
 
     def _moment(self, text: str, latest: datetime | None, line: int) -> datetime:
-        """The log has no year: a leap year stands for it, and after December comes the next."""
+        """Return the time of a line in a made-up leap year; January follows December."""
         try:
             moment = datetime.strptime(f"2000-{text}", "%Y-%m-%d %H:%M:%S")
         except ValueError:

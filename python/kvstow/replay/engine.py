@@ -1,21 +1,21 @@
-r"""A continuous-batching engine in virtual time, over the real `kvstow.Engine`.
+r"""The loop of a continuous-batching engine in virtual time, over the real `kvstow.Engine`.
 
-One iteration:
+An iteration:
 
-    land      copies whose virtual time has come: stores become visible, loaded requests run
-    arrive    requests of the trace join the waiting queue
-    schedule  running requests, first come first, in one ledger call; out of blocks, the last goes
-    admit     waiting requests, if all the running ones fitted: device hit, host hit, then the rest
-    compute   write the bytes of the granted tokens; virtual time goes on
-    store     blocks that became full; requests that are done leave
+    land      end the transfers that have landed: stores become visible, loaded requests run
+    arrive    put arrived requests into the waiting queue
+    schedule  grant tokens to running requests, oldest first; out of blocks, preempt the newest
+    admit     admit waiting requests, if all running requests got their tokens
+    compute   write the bytes of the granted tokens, and advance virtual time
+    store     store the blocks that became full, and finish the requests that are done
 
-A request, and what makes it move:
+The life of a request:
 
-    coming -> waiting ---- admitted, nothing to load --------> running -> finished
-                 ^   \---- admitted, the host has some -> loading -^ |
-                 \-------- preempted, or its load failed ----/-------/
+    coming -> waiting ---- admitted, nothing to load ---------> running -> finished
+                 ^   \---- admitted, blocks on the host -> loading -^ |
+                 \-------- preempted, or its load failed ----/--------/
 
-The clock of the machine is read only to say what the accounting cost.
+The replay reads the machine's clock only to measure the time that the accounting takes.
 """
 
 import time
@@ -40,13 +40,16 @@ Tokens = npt.NDArray[np.int64]
 
 
 class ReplayEngine(ReplayState):
-    """Replays one trace. `run` it once, then `close` it.
+    """Replays one trace. Call `run` once, then `close`.
 
     Args:
-        model: instead of the one that `config` names; its block size is the trace's.
+        trace: the requests.
+        config: the options.
+        observer: its methods are called for what happens.
+        model: replaces the model that `config` names. Its block size must be the trace's.
 
     Raises:
-        ConfigError: sizes that cannot be right, or a request that the device pool can never hold.
+        ConfigError: a size is invalid, or a request can never fit into the device pool.
     """
 
     def __init__(
@@ -63,12 +66,11 @@ class ReplayEngine(ReplayState):
         self._num_landed_loads = 0
         self._sleep_at = sorted(config.sleep_at)
 
-    def close(self) -> None:
-        """Stop the movers and give the host memory back."""
-        self.kv.close()
-
     def run(self) -> None:
-        """Replay to the end, all jobs landed. Interrupted, it leaves what it has in `figures`."""
+        """Replay until all requests are finished and all jobs have landed.
+
+        An interrupt leaves the figures so far in `figures`.
+        """
         begin_s = time.perf_counter()
         try:
             while self._unfinished:
@@ -118,7 +120,7 @@ class ReplayEngine(ReplayState):
         self.observer.stepped(self)
 
     def _skip_ahead(self) -> None:
-        """Nothing can run now: go on to the next landing, deadline or arrival."""
+        """Advance virtual time to the next landing, deadline or arrival, as nothing can run."""
         moment_s = self.links.next_moment_s(self.now_s)
         if self.coming:
             moment_s = min(moment_s, self.coming[0].arrival_s)
@@ -138,7 +140,7 @@ class ReplayEngine(ReplayState):
         self._landed(transfer, ok=end.ok, late=end.late)
 
     def _landed(self, transfer: Transfer, *, ok: bool, late: bool) -> None:
-        """A transfer has ended, and ledger and scheduler know."""
+        """Count a transfer that ended, and let its request run or wait again."""
         if transfer.direction == "store":
             self.figures.stored += len(transfer.job) if ok else 0
             self.figures.stored_bytes += transfer.num_bytes if ok else 0
@@ -152,7 +154,7 @@ class ReplayEngine(ReplayState):
         self.observer.landed(self, transfer)
 
     def _loaded(self, transfer: Transfer) -> None:
-        """The blocks are there: let the request run."""
+        """Let a request run whose load succeeded."""
         assert transfer.request_id is not None, "a load is for a request"
         batch, seat = self.batch, self.loading.pop(transfer.request_id)
         request, num_tokens = batch.request(seat), transfer.num_tokens
@@ -166,14 +168,14 @@ class ReplayEngine(ReplayState):
         batch.running.append(seat)
 
     def _load_failed(self, name: str) -> None:
-        """The request starts again, and the next time it does not ask the host."""
+        """Put a request whose load failed at the head of the queue, to recompute its prompt."""
         self.figures.failed_loads += 1
         self.waiting.appendleft(self.batch.leave(self.loading.pop(name)))
 
     def _expire(self) -> None:
-        """Loads past their deadline have failed; what becomes of their copies is nobody's matter.
+        """Fail the requests whose loads missed their deadline.
 
-        Others that waited for their blocks may look again.
+        Each counts as a landed load, so that requests which waited for its blocks look up again.
         """
         with self.watch:
             late = self.kv.expire()
@@ -196,13 +198,13 @@ class ReplayEngine(ReplayState):
     def _schedule(self) -> tuple[Seats, Tokens, bool]:
         """Grant slots to running requests.
 
-        Out of blocks, the last running request is preempted until the refused one fits: it may be
-        that one itself, but never one that was served in this step, as those come before it. The
-        first one is never preempted: with nobody behind it, it keeps its blocks and waits for the
-        jobs that hold the others. So some request always gets further.
+        If blocks run out, preempt the newest running request until the refused one fits. This may
+        be the refused request itself, but never a request served in this step, because those are
+        older. The oldest request is never preempted: it keeps its blocks and waits for the jobs
+        that hold the others. So the replay always advances.
 
         Returns:
-            The seats served, how many tokens each, and whether nobody was refused.
+            The seats served, the number of tokens for each, and whether no request was refused.
         """
         batch = self.batch
         seats = np.array(batch.running, dtype=np.int64)
@@ -233,7 +235,7 @@ class ReplayEngine(ReplayState):
         return seats, tokens, all_fitted
 
     def _extend(self, seats: Seats) -> None:
-        """Tell the digests of generated blocks whose last token is known, before it is computed."""
+        """Extend requests by the digests of generated blocks whose tokens are all known."""
         batch = self.batch
         num_known = batch.known[seats] // self._block_size
         for seat in seats[num_known > batch.num_hashed[seats]].tolist():
@@ -253,12 +255,12 @@ class ReplayEngine(ReplayState):
     # -- admit ---------------------------------------------------------------------------------
 
     def _admit(self, budget: int) -> list[tuple[int, int]]:
-        """Admit waiting requests, head first, until one does not fit.
+        """Admit waiting requests in their order, until one does not fit.
 
-        A request whose blocks are just being loaded for another keeps its place and is passed over.
+        A request whose blocks another request is loading keeps its place and is passed over.
 
         Returns:
-            (seat, tokens) of those that compute in this step; others are loading.
+            (seat, number of tokens) of the requests that compute in this step; others load.
         """
         admitted: list[tuple[int, int]] = []
         passed_over: list[Request] = []
@@ -279,7 +281,7 @@ class ReplayEngine(ReplayState):
         return admitted
 
     def _ask(self, request: Request, budget: int) -> Admission | None:
-        """Ask for an admission; None: ask again later, its blocks are being loaded for another."""
+        """Return the admission, or None while another request is loading the same blocks."""
         if request.pending_since == self._num_landed_loads:
             return None
         with self.watch:
@@ -294,8 +296,7 @@ class ReplayEngine(ReplayState):
         return admission
 
     def _sit(self, request: Request, admission: Admission) -> int:
-        """Let an admitted request run with what the device holds, or when its load has landed."""
-        # The ledger's tables: of the hit, they have only what the request will read.
+        """Give an admitted request a seat. It runs at once, or when its load has landed."""
         num_hit, num_found = admission.num_hit_tokens, admission.num_external_tokens
         seat = self.batch.sit(
             request, self._block_size, admission.block_tables, num_hit + num_found
@@ -311,9 +312,9 @@ class ReplayEngine(ReplayState):
         return seat
 
     def _check_reads(self, seat: int, num_tokens: int) -> None:
-        """Check what a request reads of the tokens it found, where it soon reads it no more.
+        """Check the blocks that the next token reads in groups which free blocks as they go.
 
-        The other groups' blocks are all there when the request ends, and are checked then.
+        The blocks of the other groups stay until the request ends, and are checked then.
         """
         request, keys = self.batch.request(seat), self.batch.keys[seat]
         for group, table in enumerate(self.batch.tables[:, seat]):
@@ -330,7 +331,7 @@ class ReplayEngine(ReplayState):
         self.figures.recomputed += len(request.trace.trace_ids) - num_device - num_host
 
     def _published(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
-        """The ledger published the full blocks among these."""
+        """Count the full blocks among the tokens computed in this step."""
         num_full = int((stop // self._block_size - start // self._block_size).sum())
         self.figures.published += num_full * len(self.model.groups)
         self.observer.published(self, seats, stop)
@@ -338,7 +339,11 @@ class ReplayEngine(ReplayState):
     # -- compute -------------------------------------------------------------------------------
 
     def _compute(self, seats: Seats, tokens: Tokens) -> Seats:
-        """Write what was granted and let time go on; who has a block to store, or is done."""
+        """Write the bytes of the granted tokens, and advance virtual time.
+
+        Returns:
+            The seats that have a new full block to store, or that are done.
+        """
         batch, config, size = self.batch, self.config, self._block_size
         start, known = batch.computed[seats], batch.known[seats]
         stop = start + tokens
@@ -360,20 +365,20 @@ class ReplayEngine(ReplayState):
         return due
 
     def _write(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
-        """The bytes of these tokens: single ones of all requests at once, chunks one by one."""
+        """Write these tokens: single tokens of all requests at once, longer chunks one by one."""
         batch, size = self.batch, self._block_size
         single = stop - start == 1
-        one, (block, offset) = seats[single], np.divmod(start[single], size)
+        writers, (block, offset) = seats[single], np.divmod(start[single], size)
         chunks = list(zip(*(part[~single].tolist() for part in (seats, start, stop)), strict=True))
         for memory, tables in zip(self.memory, cycle(batch.tables), strict=False):
-            memory.write_tokens(tables[one, block], batch.keys[one, block], offset)
+            memory.write_tokens(tables[writers, block], batch.keys[writers, block], offset)
             for seat, begin, end in chunks:
                 memory.write_range(tables[seat], batch.keys[seat], begin, end)
 
     # -- store ---------------------------------------------------------------------------------
 
     def _store(self, seats: Seats) -> None:
-        """Store what these seats have newly computed, all in one job."""
+        """Store the new full blocks of these seats in one job."""
         if not len(seats):
             return
         names, computed = self.batch.names(seats.tolist()), self.batch.computed[seats].tolist()
@@ -383,7 +388,7 @@ class ReplayEngine(ReplayState):
             self.links.submit(transfer, self.now_s)
 
     def _finish(self, seats: Seats) -> None:
-        """Requests that have computed everything are checked, and leave."""
+        """Check and finish the requests that have computed all their tokens."""
         batch = self.batch
         for seat in seats[batch.computed[seats] == batch.total[seats]].tolist():
             self.check_blocks(seat, int(batch.total[seat]))

@@ -1,12 +1,12 @@
-"""Copies that go wrong, chosen by a seed: late ones, failing ones, and loads given up for lost.
+"""Copies that go wrong: a seed chooses late copies, failing copies and lost loads.
 
     good     |----copies----|
     late     |--------------|......lands
-    failed   |--------------| wrong bytes, and it says so
-    lost     |--------------|...deadline: the request recomputes...lands, and it says so
+    failed   |--------------| copies wrong bytes and reports an error
+    lost     |--------------|...deadline: the request recomputes......lands
 
-No real copy of theirs is made before it lands: a lost one writes its bytes when its request has
-long gone on without them.
+The real copy is made when it lands. So a lost load writes its bytes long after its request has
+gone on without them.
 """
 
 import random
@@ -21,19 +21,19 @@ from kvstow.transfer.mover import Ints
 __all__ = ["LOAD_TIMEOUT_S", "FaultyMover", "FaultyTicket"]
 
 LOAD_TIMEOUT_S = 5.0
-"""Of virtual time: what a load may take, its wait for the link included, when there are faults."""
+"""Deadline of loads in a replay with faults: virtual seconds, the wait for the link included."""
 
-# Of each copy. Few stores fail: what comes after a block that is not on the host is useless there.
+# Chances of each copy. Few stores fail, because lookup finds no block behind a missing one.
 _STORE_CHANCES = {"late": 0.1, "failed": 0.01}
 _LOAD_CHANCES = {"late": 0.1, "failed": 0.1, "lost": 0.1}
 _MOST_DELAY_S = 2.0
 
 
 class FaultyTicket(Ticket):
-    """A copy that is made when it is waited for.
+    """A copy that is made when the replay waits for it.
 
     Attributes:
-        delay_s: of virtual time, after it should have landed.
+        delay_s: virtual seconds from the regular landing to the delayed one.
     """
 
     def __init__(self, copy: Callable[[], Ticket], delay_s: float, *, fails: bool) -> None:
@@ -43,12 +43,12 @@ class FaultyTicket(Ticket):
         self._inner: Ticket | None = None
 
     def poll(self) -> bool:
-        """Whether it was waited for."""
+        """Return whether the copy has been made."""
         return self._inner is not None and self._inner.poll()
 
     @property
     def error(self) -> TransferError | None:
-        """Why it failed."""
+        """The error of a copy that was chosen to fail, once it is made."""
         if not self.poll():
             return None
         return TransferError("this copy was chosen to fail") if self._fails else None
@@ -62,10 +62,10 @@ class FaultyTicket(Ticket):
 
 
 class FaultyMover(HostMover):
-    """A mover some of whose copies go wrong.
+    """A mover of which some copies go wrong.
 
     Args:
-        chances: shared by the movers of one replay, so that a seed stands for one run.
+        chances: shared by the movers of a replay, so that a seed determines the run.
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena, chances: random.Random) -> None:
@@ -73,16 +73,16 @@ class FaultyMover(HostMover):
         self._chances = chances
 
     def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
-        """As any mover, or late, or wrong."""
+        """Store as any mover, or late, or with wrong bytes."""
         fault = self._draw(_STORE_CHANCES)
         ids = np.asarray(block_ids)
         if fault == "failed":
-            ids = ids % (self.layout.num_blocks - 1) + 1  # each one's neighbour
+            ids = ids % (self.layout.num_blocks - 1) + 1  # the next block
         submit = super().store
         return self._ticket(fault, lambda: submit(ids, host_slots, after=after))
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
-        """As any mover, or late, wrong, or lost."""
+        """Load as any mover, or late, with wrong bytes, or after the deadline."""
         fault = self._draw(_LOAD_CHANCES)
         slots = np.asarray(host_slots)
         if fault == "failed":
@@ -103,6 +103,6 @@ class FaultyMover(HostMover):
             return copy()
         delay_s = self._chances.uniform(0, _MOST_DELAY_S)
         if fault == "lost":
-            # After the deadline by more than a step takes, or it would only be late.
+            # It must exceed the deadline by more than a step, or the load would only be late.
             delay_s += LOAD_TIMEOUT_S + _MOST_DELAY_S
         return FaultyTicket(copy, 0.0 if fault == "failed" else delay_s, fails=fault == "failed")

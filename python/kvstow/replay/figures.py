@@ -1,4 +1,4 @@
-"""What a replay counts."""
+"""The counters of a replay."""
 
 from dataclasses import dataclass, field
 
@@ -7,34 +7,34 @@ __all__ = ["Figures"]
 
 @dataclass(slots=True)
 class Figures:
-    """Counters of one replay; blocks unless the name says otherwise.
+    """Counters of one replay.
 
-    What is hit or recomputed is counted in blocks of the trace, however many groups hold such a
-    block or need none of it; what is published, stored or loaded, in blocks of all groups.
+    A hit or recomputed block is a block of the trace, however many groups hold it. Each group's
+    block that is published, stored or loaded counts on its own.
 
     Attributes:
-        device_hits: found in the device pool at first admissions.
-        host_hits: loaded from the host tier at first admissions.
-        resumed_hits: found in either when requests were admitted again after a preemption.
-        recomputed: blocks of prompts that first admissions did not find, partial tails included.
-        published: made findable on the device.
-        stored: landed in the host tier.
-        loaded: landed on the device.
-        stored_bytes: of the blocks stored.
-        loaded_bytes: of the blocks loaded.
-        finished: requests.
-        preemptions: of running requests, when the device pool ran out.
-        failed_stores: jobs whose copy failed.
-        failed_loads: jobs whose copy failed or was late; their requests recompute.
-        late_loads: those past their deadline, of these.
-        steps: scheduler iterations that computed something.
-        prefill_tokens: computed in chunks of prompts, after a preemption of outputs too.
-        decode_tokens: computed one a request and step.
-        sleeps: of the whole engine.
-        moved: blocks that had another id when it woke.
-        seconds: of wall time.
-        virtual_seconds: from the first arrival to the last landing.
-        accounting_us: wall time in calls of `kvstow.Engine`, copies left out, one entry a step.
+        device_hits: blocks found in the device pool at first admissions.
+        host_hits: blocks loaded from the host tier at first admissions.
+        resumed_hits: blocks found in either pool at admissions after a preemption.
+        recomputed: prompt blocks not found at first admissions, partial last blocks included.
+        published: blocks that lookup could find on the device.
+        stored: blocks that landed in the host tier.
+        loaded: blocks that landed on the device.
+        stored_bytes: bytes of the stored blocks.
+        loaded_bytes: bytes of the loaded blocks.
+        finished: finished requests.
+        preemptions: preemptions of running requests because the device pool ran out.
+        failed_stores: store jobs whose copy failed.
+        failed_loads: load jobs whose copy failed or was late, so that their requests recompute.
+        late_loads: failed loads that missed their deadline.
+        steps: scheduler iterations that computed tokens.
+        prefill_tokens: tokens computed in chunks, those of recomputed outputs included.
+        decode_tokens: tokens computed one per request and step.
+        sleeps: how often the engine slept.
+        moved: blocks that woke under another id.
+        seconds: wall time.
+        virtual_seconds: virtual time from the first arrival to the last landing.
+        accounting_us: wall time per step in calls of `kvstow.Engine`, copies excluded.
     """
 
     device_hits: int = 0

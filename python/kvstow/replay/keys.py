@@ -4,9 +4,9 @@
     holds      prompt                 the prompt's tail, and what is generated
     digest     chained over ids       chained after the prompt, with the request as an extra key
 
-Over chained ids the digests are one to one with the ids; over content ids the chaining is what
-makes one passage under two prefixes two keys. A block that is generated, even in part, can be no
-other request's, but its own request finds it again after a preemption.
+Chained ids and digests correspond one to one. For content ids, the chaining gives a passage under
+two prefixes two keys. No other request can hit a block with generated tokens, but its own request
+can, after a preemption.
 """
 
 from typing import Final
@@ -23,7 +23,7 @@ ALGORITHM: Final = "xxhash_cbor"
 
 
 def block_digests(request: TraceRequest, block_size: int) -> list[bytes]:
-    """The digest of every block of the request, in order; the last may be a partial block."""
+    """Return the digest of every block of the request, a partial last block included."""
     num_prompt = request.prompt_tokens // block_size
     num_blocks = -(-request.total_tokens // block_size)
     digests = hash_tokens(request.trace_ids[:num_prompt], 1, algorithm=ALGORITHM)
@@ -38,6 +38,6 @@ def block_digests(request: TraceRequest, block_size: int) -> list[bytes]:
 
 
 def digest_words(digests: list[bytes]) -> npt.NDArray[np.uint64]:
-    """The first eight bytes of each digest: what the contents of the blocks are derived from."""
+    """Return the first eight bytes of each digest, from which the bytes of the block derive."""
     heads = b"".join([digest[:8] for digest in digests])
     return np.frombuffer(heads, dtype="<u8").astype(np.uint64)

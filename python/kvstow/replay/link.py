@@ -1,12 +1,12 @@
-"""Transfers in flight, in virtual time: one serial link per direction.
+"""Transfers in flight in virtual time: one serial link per direction.
 
     submitted      started                      lands
-        |  link busy  |  bytes / bandwidth        |   `due` hands it out
+        |  link busy  |  bytes / bandwidth        |   `due` returns it
         v             v                           v
     ----+-------------+---------------------------+----> virtual time
 
-The real copies run meanwhile in the movers; they are waited for at the landing only, so what a
-replay finds does not depend on how fast the machine is.
+The movers make the real copies meanwhile, and the replay waits for them only at the landing. So its
+figures do not depend on the speed of the machine.
 """
 
 import heapq
@@ -22,17 +22,17 @@ __all__ = ["Links"]
 
 
 class Links:
-    """The two directions of the link between device and host, and what is under way on them.
+    """The two directions of the link between device and host, and the transfers on them.
 
     Attributes:
-        bytes_per_s: of each direction.
+        bytes_per_s: bandwidth of each direction.
     """
 
     def __init__(self, block_bytes: Sequence[int], bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._block_s = np.array(block_bytes) / bytes_per_s
         self._free_s = {"store": 0.0, "load": 0.0}
-        # By when they land, then by when they were planned.
+        # A heap ordered by landing time, then by job.
         self._flights: list[tuple[float, int, Transfer]] = []
         self._deadlines_s: list[float] = []
 
@@ -40,7 +40,7 @@ class Links:
         return len(self._flights)
 
     def submit(self, transfer: Transfer, now_s: float, *, deadline_s: float | None = None) -> None:
-        """Send a transfer off at virtual time `now_s`; one with a fault may land later."""
+        """Start a transfer at virtual time `now_s`; the delays of its tickets are added."""
         direction, job = transfer.direction, transfer.job
         copies_s = float(np.diff(job.offsets) @ self._block_s)
         lands_s = max(now_s, self._free_s[direction]) + copies_s
@@ -54,21 +54,21 @@ class Links:
             heapq.heappush(self._deadlines_s, deadline_s)
 
     def due(self, now_s: float) -> Transfer | None:
-        """Take out the next transfer that has landed by `now_s`."""
+        """Remove and return the next transfer that has landed by `now_s`, or None."""
         if self._flights and self._flights[0][0] <= now_s:
             return heapq.heappop(self._flights)[2]
         return None
 
     def land_all(self) -> tuple[list[Transfer], float]:
-        """Take out all transfers, in the order in which they land, and when the last one does."""
+        """Remove all transfers, and return them in landing order with the last landing time."""
         flights = [heapq.heappop(self._flights) for _ in range(len(self._flights))]
         return [flight[2] for flight in flights], flights[-1][0] if flights else 0.0
 
     def next_moment_s(self, now_s: float) -> float:
-        """When the next transfer lands, or is late; infinity when nothing is under way."""
+        """Return when the next transfer lands or misses its deadline; infinity if none is left."""
         while self._deadlines_s and self._deadlines_s[0] < now_s:
             heapq.heappop(self._deadlines_s)
         moments_s = [flight[0] for flight in self._flights[:1]]
-        # A load is late after its deadline.
+        # A load is late only after its deadline.
         moments_s += [math.nextafter(late_s, math.inf) for late_s in self._deadlines_s[:1]]
         return min(moments_s, default=math.inf) if self._flights else math.inf

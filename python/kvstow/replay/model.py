@@ -1,4 +1,4 @@
-"""The models that a replay can take the place of: which layers attend how, and how many bytes.
+"""The models that a replay can imitate: their layers, and the bytes of a token.
 
     model     groups
     full      full attention; layers and bytes per token are options
@@ -6,10 +6,10 @@
     gpt-oss   every other layer attends to a sliding window of 128 tokens
     jamba     7 of 8 layers are recurrent: a group of state, larger than that of full attention
 
-All groups take their blocks from one pool, and their blocks overlay the same bytes of the device.
-As in vLLM a group has layers of one kind only, and where that makes the pages of all groups equal,
-the layers of one kind are several groups. What is left out is the size: bytes per token are
-thousands of times smaller than in life.
+All groups allocate from one pool, and their blocks overlay the same bytes of the device. As in
+vLLM, a group has layers of one kind, and layers of one kind may form several groups so that all
+groups have pages of equal size. Bytes per token are thousands of times smaller than in the real
+models.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Attention: TypeAlias = FullAttention | SlidingWindow | StateSpace
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """Layers that share a block table."""
+    """A group: layers that share a block table."""
 
     attention: Attention
     geometry: Geometry
@@ -43,9 +43,9 @@ class ModelGroup:
 
     @property
     def reach_tokens(self) -> int | None:
-        """How many tokens a token reads, itself included; None where it reads all.
+        """Number of tokens that a token reads, itself included; None if it reads all.
 
-        The state before a token stands for everything: recurrent layers read as a window of 2 does.
+        A recurrent layer reads only the state before the token, like a window of 2.
         """
         match self.attention:
             case SlidingWindow():
@@ -56,13 +56,13 @@ class ModelGroup:
                 return None
 
     def first_read(self, num_tokens: int) -> int:
-        """The first block that is read by the token after so many."""
+        """Return the first block that the token after `num_tokens` reads."""
         if self.reach_tokens is None:
             return 0
         return max(0, num_tokens + 1 - self.reach_tokens) // self.geometry.block_size
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The most blocks that a request of so many tokens holds at once, or a few more."""
+        """Return an upper bound on the blocks that a request holds at once."""
         num_blocks = -(-num_tokens // self.geometry.block_size)
         if self.reach_tokens is None:
             return num_blocks
@@ -72,46 +72,46 @@ class ModelGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
-    """A model's cache: its groups, all of one block size."""
+    """The KV cache of a model: groups with one block size."""
 
     name: str
     groups: tuple[ModelGroup, ...]
 
     @property
     def geometries(self) -> list[Geometry]:
-        """Of the groups, in their order."""
+        """The geometries of the groups."""
         return [group.geometry for group in self.groups]
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block, in every group."""
+        """Tokens per block in every group."""
         return self.groups[0].geometry.block_size
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups."""
+        """Number of layers in all groups."""
         return sum(geometry.num_layers for geometry in self.geometries)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of KV and state, all groups."""
+        """Bytes of KV and state per token, in all groups."""
         return sum(geometry.bytes_per_token for geometry in self.geometries)
 
     @property
     def page_bytes(self) -> int:
-        """What a block id stands for on the device, whichever group it belongs to."""
+        """Bytes of device memory per block id, whichever group has the block."""
         num_rows, row_bytes = page_shape(self.geometries)
         return num_rows * row_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the largest group's block."""
+        """Bytes of the largest block of any group."""
         return max(geometry.block_bytes for geometry in self.geometries)
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupForm:
-    """A group before its block size is known."""
+    """A group whose block size is not yet known."""
 
     attention: Callable[[int], Attention]
     num_layers: int
@@ -141,7 +141,7 @@ def build_model(
     num_layers: int | None = None,
     bytes_per_token: int | None = None,
 ) -> ReplayModel:
-    """One of `MODELS`; layers and bytes per token can be chosen for the full one only."""
+    """Return one of `MODELS`. Only the full model takes layers and bytes per token."""
     if name == _FULL:
         layers = _FULL_LAYERS if num_layers is None else num_layers
         token_bytes = _FULL_BYTES_PER_TOKEN if bytes_per_token is None else bytes_per_token
@@ -150,7 +150,7 @@ def build_model(
         forms = _HYBRIDS[name]
     else:
         raise ConfigError(
-            f"layers and bytes-per-token belong to the model {name!r} already; leave them out, or "
-            f"take the model {_FULL!r}"
+            f"layers and bytes-per-token are fixed for the model {name!r}: leave them out, or pass "
+            f"--model {_FULL}"
         )
     return ReplayModel(name, tuple(form.build(block_size) for form in forms))

@@ -1,4 +1,4 @@
-"""The figures of a replay: as JSON for programs, as a table for people."""
+"""Report the figures of a replay: as JSON for programs, as a table for people."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ __all__ = ["figures_json", "figures_table"]
 
 
 def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str, object]:
-    """Everything a replay counted, or has counted so far; ready for `json.dumps`."""
+    """Return the figures so far, ready for `json.dumps`."""
     figures, verifier = replay.figures, replay.verifier
     p50_us, p99_us = _percentiles(figures.accounting_us)
     stats = replay.kv.stats()
@@ -73,8 +73,8 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
 
 
 def figures_table(replay: ReplayState, title: str, *, interrupted: bool = False) -> "Table":
-    """The same figures for a terminal; of an interrupted replay, the figures so far."""
-    # Not at the top: who replays from a program needs no rich.
+    """Return the figures so far as a table for a terminal."""
+    # Imported here because only the command needs rich.
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
@@ -93,7 +93,7 @@ _Rows: TypeAlias = Iterator[tuple[str, str, str]]
 
 
 def _rows(replay: ReplayState) -> Iterator[tuple[str, str, str] | None]:
-    """Name, number, and what it means; None between sections."""
+    """Yield the name, number and explanation of each row, and None between sections."""
     yield from _run_rows(replay)
     yield None
     yield from _hit_rows(replay)
@@ -156,19 +156,19 @@ def _movement_rows(replay: ReplayState) -> _Rows:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:
         failed = f"{figures.failed_stores:,} / {figures.failed_loads:,}"
-        yield "failed", failed, "jobs that store / load"
+        yield "failed", failed, "store / load jobs"
     if figures.late_loads:
-        yield "late loads", f"{figures.late_loads:,}", "of these, past their deadline"
+        yield "late loads", f"{figures.late_loads:,}", "of these missed their deadline"
     if config.world_size > 1:
         yield "ranks", f"{config.world_size}", "each with a shard of every block"
     if config.blocks_per_slot > 1:
-        yield "blocks per slot", f"{config.blocks_per_slot}", "consecutive ones of a prompt"
+        yield "blocks per slot", f"{config.blocks_per_slot}", "consecutive blocks of a prompt"
     if stats["lost_events"]:
-        yield "events lost", f"{stats['lost_events']:,}", f"{config.events_path} is not written"
+        yield "events lost", f"{stats['lost_events']:,}", f"{config.events_path} cannot be written"
     if config.sleep_at:
         yield "sleeps", f"{figures.sleeps}", f"{figures.moved:,} blocks woke under other ids"
     if config.faults is not None:
-        yield "faults", f"{config.faults}", "the seed of copies made late, failing or lost"
+        yield "faults", f"{config.faults}", "seed of the late, failing and lost copies"
 
 
 def _check_rows(replay: ReplayState) -> _Rows:
@@ -185,13 +185,13 @@ def _check_rows(replay: ReplayState) -> _Rows:
 
 
 def _num_asked(replay: ReplayState) -> int:
-    """Blocks of the prompts that were admitted so far: all of them, unless interrupted."""
+    """Return the prompt blocks of the requests admitted so far: all, unless interrupted."""
     figures = replay.figures
     return figures.device_hits + figures.host_hits + figures.recomputed
 
 
 def _reference_bytes(replay: ReplayState, blocks: int) -> int | None:
-    """What so many blocks take in `REFERENCE_MODEL`; None for a hybrid, unlike that model."""
+    """Return the bytes of these blocks in `REFERENCE_MODEL`; None for a hybrid model."""
     if len(replay.model.groups) > 1:
         return None
     return blocks * replay.trace.block_size * REFERENCE_BYTES_PER_TOKEN

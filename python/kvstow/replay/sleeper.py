@@ -1,11 +1,11 @@
-"""Sleep and wake in the middle of a replay: the device memory is somebody else's meanwhile.
+"""Sleep and wake in the middle of a replay.
 
-```
- step     the batch as it is, copies in flight
- asleep   virtual time goes on until they have landed; the device memory is overwritten
- awake    all blocks under other ids; every block that a request has computed is compared
- step     who has loaded meanwhile runs
-```
+A cycle:
+
+    step     requests run, and copies are in flight
+    asleep   virtual time advances until the copies have landed; the device memory is overwritten
+    awake    all blocks have other ids, and the replay checks every computed block
+    step     requests that loaded meanwhile run
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Ended(NamedTuple):
 
 
 def sleep_and_wake(replay: ReplayState) -> list[Ended]:
-    """Let a replay sleep, overwrite its device memory, and wake it with its blocks elsewhere.
+    """Put a replay to sleep, overwrite its device memory, and wake it under other block ids.
 
     Returns:
-        What was in flight, in the order in which it landed.
+        The transfers that were in flight, in the order in which they landed.
     """
     kv, after = replay.kv, replay.device.computed
     in_flight, last_s = replay.links.land_all()
@@ -59,8 +59,8 @@ def sleep_and_wake(replay: ReplayState) -> list[Ended]:
 
 
 def _ends(in_flight: Sequence[Transfer], landed: Landed) -> list[Ended]:
-    """Of each transfer whether it went well, and whether it was late."""
-    # A request waits for one load; those before it were late.
+    """Return how each transfer ended."""
+    # A request waits for its last load only; its earlier loads were late.
     loads = [transfer for transfer in in_flight if transfer.direction == "load"]
     last = {load.request_id: load for load in sorted(loads, key=lambda load: load.job.job_id)}
     ends: list[Ended] = []
@@ -75,7 +75,7 @@ def _ends(in_flight: Sequence[Transfer], landed: Landed) -> list[Ended]:
 
 
 def _tried(replay: ReplayState, call: Callable[[], _Result]) -> _Result:
-    """What `call` returns; where copies are made to fail, as soon as none of its own does."""
+    """Return the result of `call`. With faults, repeat it until none of its copies fails."""
     while True:
         try:
             return call()

@@ -1,4 +1,4 @@
-"""The lines of a file or of standard input, decompressed on the way."""
+"""Read the lines of a file or of standard input, and decompress them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LONGEST_MAGIC: Final = max(len(magic) for magic, *_ in _FORMS)
 
 
 class Source:
-    """A file, a pipe, or standard input; the first bytes say how it is compressed, if it is.
+    """A file, a pipe, or standard input. Its first bytes decide how it is decompressed.
 
     Attributes:
-        name: for messages: the path, or `<stdin>`.
+        name: the path, or `<stdin>`, for messages.
 
     Args:
         path: a path, or `-` for standard input.
@@ -51,8 +51,8 @@ class Source:
         """Yield each line with its number, from 1.
 
         Raises:
-            ConfigError: the file cannot be opened, or a compressed stream is cut off or damaged.
-            OSError: the file was opened, and reading it failed.
+            ConfigError: the file cannot be opened, or a compressed stream is truncated or damaged.
+            OSError: reading failed after the file was opened.
         """
         with ExitStack() as stack:
             raw = self._open(stack)
@@ -98,16 +98,16 @@ class Source:
             path = "" if self._is_stdin else f" {self.name}"
             self.fail(
                 1,
-                f"is compressed, and this Python has no module {name} to read it; decompress it on "
-                f"the way: {program}{path} | kvstow replay -",
+                f"is compressed, and this Python lacks the module {name} to read it: run "
+                f"{program}{path} | kvstow replay -",
             )
 
 
 class _Rejoined(io.RawIOBase):
-    """A stream whose first bytes can be looked at before they are read: pipes cannot seek.
+    """A stream that shows its first bytes before they are read, because pipes cannot seek.
 
     Attributes:
-        head: the first bytes, as far as they have not been read.
+        head: the first bytes that have not been read.
     """
 
     def __init__(self, file: io.BufferedReader, num_bytes: int) -> None:
@@ -115,11 +115,11 @@ class _Rejoined(io.RawIOBase):
         self.head = file.read(num_bytes)
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as bytes are there at once."""
+        """Fill `buffer` with the bytes that are available at once."""
         part = self.head[: len(buffer)] or self._file.read1(len(buffer))
         self.head = self.head[len(part) :]
         buffer[: len(part)] = part

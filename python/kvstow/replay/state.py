@@ -1,12 +1,13 @@
-"""What a replay has: the engine under test, its memory, the link, the requests and the clock.
+"""The state of a replay: the engine under test, its memory, the link, the requests and the clock.
 
-`ReplayEngine` adds the loop. Sleep, reports and observers read and change what is here.
+`ReplayEngine` adds the loop. Sleep, reports and observers take this state.
 """
 
 import random
 from collections import deque
 
 from kvstow._core import ConfigError
+from kvstow.closing import Closing
 from kvstow.engine import Engine
 from kvstow.engine.ranks import RankLayouts
 from kvstow.replay.batch import Batch, Request, longest_table
@@ -25,7 +26,7 @@ from kvstow.transfer import BlockLayout, HostArena, Mover
 __all__ = ["ReplayState"]
 
 
-class ReplayState:
+class ReplayState(Closing):
     """The state of one replay.
 
     Attributes:
@@ -107,7 +108,7 @@ class ReplayState:
 
     @property
     def layouts(self) -> RankLayouts:
-        """Where the blocks lie, as `kvstow.Engine` takes them."""
+        """The layouts of the device memory, as `kvstow.Engine` takes them."""
         layouts = [group.layout() for group in self.memory]
         num_groups = len(self.model.groups)
         if self.config.world_size == 1:
@@ -116,13 +117,20 @@ class ReplayState:
         return [layouts[first : first + num_groups] for first in firsts]
 
     def _horizon_blocks(self, max_blocks: int) -> int:
-        """What the next step may take: its tokens, a block per request, and the longest load."""
+        """Return the most blocks that the next step may allocate.
+
+        These are blocks for its tokens, one more per request, and those of the longest load.
+        """
         num_blocks = -(-self.config.max_step_tokens // self.trace.block_size)
         num_blocks += self.config.max_requests + max_blocks
         return min(self.config.device_blocks, num_blocks * len(self.model.groups))
 
+    def close(self) -> None:
+        """Stop the movers and release the host memory."""
+        self.kv.close()
+
     def check_blocks(self, seat: int, num_tokens: int) -> None:
-        """Compare all blocks of a request's first tokens, a partial last block included."""
+        """Check all blocks of a request's first tokens, a partial last block included."""
         request, keys = self.batch.request(seat), self.batch.keys[seat]
         for group, table in enumerate(self.kv.tables(request.name)):
             self.verifier.check_table(request, group, table, keys, num_tokens)

@@ -1,4 +1,4 @@
-"""What the accounting costs in wall time, without the copies."""
+"""Measure the wall time of the accounting, without the copies."""
 
 import time
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ __all__ = ["Stopwatch", "UntimedCudaMover", "UntimedHostMover"]
 
 
 class Stopwatch:
-    """Adds up the wall time of the blocks it guards."""
+    """A context manager that adds up the wall time spent in it."""
 
     def __init__(self) -> None:
-        # When the guarded block began or went on; None outside of one.
+        # When the measurement began or went on; None outside of the context.
         self._since_ns: int | None = None
         self._total_ns = 0
 
@@ -28,7 +28,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out a part of what is guarded; outside of a guarded block, do nothing."""
+        """Leave this part out of the measurement. Outside of the context, do nothing."""
         if self._since_ns is None:
             yield
             return
@@ -45,19 +45,19 @@ class Stopwatch:
 
 
 class _Untimed(Mover):
-    """A mover whose work on a submission the stopwatch leaves out."""
+    """A mover whose submissions the stopwatch leaves out."""
 
     def __init__(self, layout: BlockLayout, arena: HostArena, watch: Stopwatch) -> None:
         super().__init__(layout, arena)
         self._watch = watch
 
     def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
-        """As any mover."""
+        """Store as any mover, without the stopwatch."""
         with self._watch.paused():
             return super().store(block_ids, host_slots, after=after)
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
-        """As any mover."""
+        """Load as any mover, without the stopwatch."""
         with self._watch.paused():
             return super().load(host_slots, block_ids, after=after)
 

@@ -1,6 +1,6 @@
-"""Readers of request traces: one class per form, and every error names file and line.
+"""Readers of request traces: one class per form, with errors that name file and line.
 
-A form fixes how ids relate to tokens; no reader guesses it from the data:
+The form fixes how ids relate to tokens. No reader guesses it from the data:
 
     form      an id names                     last id           prompt tokens
     chained   a block and all before it       a partial block   `input_length`
@@ -39,10 +39,10 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
-        line: its line in the file, from 1.
-        arrival_s: virtual seconds; never less than that of the request before.
-        prompt_tokens: tokens the request comes with.
-        output_tokens: tokens it generates.
+        line: the line in the file, from 1.
+        arrival_s: arrival in virtual seconds, no earlier than that of the request before.
+        prompt_tokens: number of tokens in the prompt.
+        output_tokens: number of tokens that the request generates.
         trace_ids: one id per block of the prompt, a partial last block included.
     """
 
@@ -54,18 +54,18 @@ class TraceRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and output: the tokens whose KV exists when the request ends."""
+        """Number of prompt and output tokens, whose KV exists when the request ends."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in file order, and the block size in tokens.
+    """The requests of a trace.
 
     Attributes:
-        path: of the file; `<stdin>` for standard input.
-        block_size: tokens that an id stands for.
-        requests: in the order of the file.
+        path: the path of the file; `<stdin>` for standard input.
+        block_size: number of tokens per id.
+        requests: the requests in file order.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Trace:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks the prompts ask for, partial tails included."""
+        """Number of blocks in all prompts, partial last blocks included."""
         return sum(len(request.trace_ids) for request in self.requests)
 
 
@@ -88,14 +88,14 @@ def read_trace(
     """Read a trace of the chained form, or with `chain` of the content form.
 
     Args:
-        path: a file of JSON lines, or `-` for standard input. Its first bytes, not its name, say
-            whether it is compressed, with gzip, bzip2, xz or (from Python 3.14) zstd.
-        chain: ids are content ids, to be chained by path.
-        limit: read only this many requests; what follows is not read.
-        block_size: tokens per id.
+        path: a file of JSON lines, or `-` for standard input. It may be compressed with gzip,
+            bzip2, xz or (from Python 3.14) zstd; its first bytes decide, not its name.
+        chain: whether ids name passages, and are to be chained by path.
+        limit: number of requests to read; the rest of the file is not read.
+        block_size: number of tokens per id.
 
     Raises:
-        ConfigError: a missing, empty, truncated or malformed file, or ids that do not fit the
+        ConfigError: the file is missing, empty, truncated or malformed, or its ids do not fit the
             form. The message names file and line.
         OSError: reading failed after the file was opened.
     """
@@ -104,10 +104,10 @@ def read_trace(
 
 
 class TraceReader:
-    """What the forms share: lines out of a file, checked fields out of a line.
+    """The base of the readers: it splits a file into lines and checks the fields of a line.
 
-    Timestamps that go backwards are taken for late log lines: file order stays, and a request
-    arrives no earlier than the one before it.
+    A timestamp that goes backwards counts as a late log line: the requests keep their order, and a
+    request arrives no earlier than the one before it.
     """
 
     _FIELDS = "timestamp, input_length, output_length and hash_ids"
@@ -141,7 +141,7 @@ class TraceReader:
         raise NotImplementedError
 
     def _checked_all(self) -> None:
-        """Raise what a form found out and kept back until every line was read."""
+        """Raise the errors that a form can only find when it has read every line."""
 
     def _fail(self, line: int, problem: str) -> Never:
         self.source.fail(line, problem)
@@ -201,7 +201,7 @@ class TraceReader:
 
 
 class ChainedReader(TraceReader):
-    """The Mooncake form: ids are chained, and the last may name a partial block."""
+    """Reads the Mooncake form: ids are chained, and the last id may name a partial block."""
 
     def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__(path, block_size)
@@ -214,7 +214,7 @@ class ChainedReader(TraceReader):
         ids = self._ids(row, line)
         self._check_chained(ids, line)
         num_expected = -(-prompt // self.block_size)
-        # Kept back: where ids turn out not to be chained, the count was never meant to follow.
+        # Raised at the end, because ids that turn out not to be chained need another error.
         if len(ids) != num_expected and self._first_miscount is None:
             self._first_miscount = (
                 line,
@@ -232,7 +232,7 @@ class ChainedReader(TraceReader):
                 self._fail(
                     line,
                     f"the ids are not chained: id {trace_id} comes {_after(before)} here and "
-                    f"{_after(known)} before. If ids name content, pass --chain to chain them",
+                    f"{_after(known)} before. Pass --chain if the ids name passages",
                 )
             before = trace_id
 
@@ -242,10 +242,10 @@ class ChainedReader(TraceReader):
 
 
 class ContentReader(TraceReader):
-    """The RAGPulse form: ids name passages wherever they stand, and keys chain them by path.
+    """Reads the RAGPulse form: ids name passages, and the replay chains them by path.
 
-    How many tokens a passage has is not recorded (`input_length` does not follow from the ids), so
-    each id counts as one whole block: a prompt has `len(hash_ids) * block_size` tokens.
+    The trace does not record the length of a passage (`input_length` does not follow from the ids).
+    So each id counts as one whole block: a prompt has `len(hash_ids) * block_size` tokens.
     """
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:

@@ -1,4 +1,4 @@
-"""Whether blocks hold the bytes that their keys ask for, and where a wrong one went wrong."""
+"""Check that blocks hold the bytes of their keys, and report in which tier a byte went wrong."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +18,8 @@ from kvstow.transfer import HostArena
 __all__ = ["Corruption", "Verifier"]
 
 MAX_REPORTS = 10
-_SAMPLE_SHIFT = np.uint64(60)  # 4 bits of a digest: 1 in 16
-_CHUNK_BLOCKS = 256  # compared at a time, so that it stays in a cache
+_SAMPLE_SHIFT = np.uint64(60)  # leaves 4 bits of a digest: 1 in 16
+_CHUNK_BLOCKS = 256  # blocks compared at a time, few enough for the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Corruption:
     """A block with wrong bytes.
 
     Attributes:
-        request: the line of the trace.
-        group: which of the model's groups it is a block of.
-        attention: how the layers of that group attend.
-        position: of the block in the request.
-        trace_id: the id the trace gives the block; None for one that was generated.
-        device_block: the block id that holds the wrong bytes.
-        rank: the first whose shard is wrong.
-        host_slot: the slot it was loaded from; None if it was not just loaded.
-        tier: "host" if the slot's bytes are wrong too, else "device".
+        request: the line of the request in the trace.
+        group: the index of the group.
+        attention: the kind of attention of the group.
+        position: the index of the block in the request.
+        trace_id: the id of the block in the trace; None for a generated block.
+        device_block: the id of the device block with wrong bytes.
+        rank: the first rank whose shard is wrong.
+        host_slot: the slot from which the block was just loaded, or None.
+        tier: "host" if the slot's bytes are wrong too, otherwise "device".
     """
 
     request: str
@@ -58,12 +58,12 @@ class Corruption:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The same for JSON."""
+        """Return the attributes as a dict for JSON."""
         return asdict(self)
 
 
 class _Wrong(NamedTuple):
-    """A block that does not hold what its key asks for; the slot it was just loaded from."""
+    """A block whose bytes differ from those of its key, and the slot it was just loaded from."""
 
     group: int
     position: int
@@ -74,16 +74,16 @@ class _Wrong(NamedTuple):
 
 
 class Verifier:
-    """Compares what blocks hold with what they must, and keeps the first few findings.
+    """Compares the bytes of blocks with the expected ones, and keeps the first wrong blocks.
 
-    A block is verified with all ranks' shards of it, and is wrong if one of them is.
-    One corrupt copy counts once: a block found wrong when it was loaded is not counted again when
-    the requests that use it end.
+    A block counts once for all ranks, and is wrong if the shard of any rank is. A corrupt copy
+    counts once: a block that was wrong when it was loaded does not count again when a request that
+    uses it ends.
 
     Attributes:
-        num_verified: blocks compared.
-        num_corrupt: blocks found wrong.
-        reports: the first `MAX_REPORTS` of them.
+        num_verified: number of blocks compared.
+        num_corrupt: number of blocks with wrong bytes.
+        reports: the first `MAX_REPORTS` wrong blocks.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Verifier:
         self.num_corrupt = 0
         self.reports: list[Corruption] = []
         self._model = model
-        # By group, its memory on every rank.
+        # By group, the memories of all ranks.
         self._memory = [memory[group::num_groups] for group in range(num_groups)]
         self._arenas = arenas
         self._verify = verify
-        # device block -> the group and key it should serve
+        # By device block, the group and key that it was wrong for.
         self._known_wrong: dict[int, tuple[int, int]] = {}
 
     def check_loaded(self, request: Request, keys: Keys, job: Job) -> None:
-        """Check the blocks that a load just filled: in each group the last ones of these keys."""
+        """Check the blocks that a load filled: in each group, the blocks of the last keys."""
         for group, (begin, end) in enumerate(pairwise(job.offsets.tolist())):
             blocks, slots = job.block_ids[begin:end], job.host_slots[begin:end]
             first = len(keys) - len(blocks)
@@ -117,10 +117,9 @@ class Verifier:
     def check_table(
         self, request: Request, group: int, table: Ids, keys: Keys, num_tokens: int
     ) -> None:
-        """Check every block of a request's first tokens, of a partial tail what was computed.
+        """Check every block of a request's first tokens, and the computed part of a partial block.
 
-        The null block is passed over where nobody reads the block any more; in a place where the
-        next token reads, it is as wrong as any other.
+        A null block is skipped where no later token reads it, and wrong where the next token does.
         """
         num_full, num_tail = divmod(num_tokens, self._model.block_size)
         is_there = table[:num_full] != 0
@@ -145,7 +144,7 @@ class Verifier:
         return np.empty(0, dtype=np.intp)
 
     def _wrong(self, group: int, blocks: Ids, keys: Keys) -> dict[int, int]:
-        """Which of these blocks are wrong, and on which rank first."""
+        """Return the indices of the wrong blocks, with the first wrong rank of each."""
         chosen = self._chosen(keys)
         self.num_verified += len(chosen)
         wrong: dict[int, int] = {}
