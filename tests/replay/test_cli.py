@@ -189,7 +189,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device-blocks", "many"], "'many' is not a valid integer"),
         (["--host-blocks", "-1"], "host-blocks is -1"),
         (["--host-blocks", "2000000000"], "GiB"),
-        (["--device-blocks", "20"], "of 20 device blocks 19 are usable. Take --device-blocks"),
+        (["--device-blocks", "20"], "19 of 20 device blocks are usable: pass --device-blocks"),
         (["--limit", "0"], "limit is 0"),
         (["--model", "gpt-2"], "'gpt-2' is not one of 'full', 'gemma-3', 'gpt-oss', 'jamba'"),
         (

@@ -278,7 +278,7 @@ def test_the_first_request_waits_when_only_jobs_hold_the_other_blocks() -> None:
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     of = trace(request(1, [1]), request(2, [2, 3], output=BLOCK + 1))
     problem = (
-        r"scenario\.jsonl:2: the request needs 4 blocks for its 49 tokens; of 4 device blocks 3"
+        r"scenario\.jsonl:2: the request needs 4 blocks for its 49 tokens, and 3 of 4 device"
     )
 
     with pytest.raises(ConfigError, match=problem), prepared(of, device_blocks=4):
