@@ -19,7 +19,7 @@ from kvstow.vllm.options import _READERS, DEFAULT_BYTES, Options
 from kvstow.vllm.stats import EXPORTED
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "vllm.md"
+DOCS = ROOT / "docs" / "reference" / "connector.md"
 MANIFEST = ROOT / "examples" / "kubernetes.yaml"
 GIB = 1 << 30
 
@@ -52,7 +52,7 @@ def manifest_flag() -> dict[str, Any]:
 
 def all_flags() -> dict[str, dict[str, Any]]:
     texts = {
-        "docs/vllm.md": DOCS.read_text(),
+        "docs/reference/connector.md": DOCS.read_text(),
         "README.md": (ROOT / "README.md").read_text(),
         "examples/serve.sh": (ROOT / "examples" / "serve.sh").read_text(),
         "kvstow.vllm": kvstow.vllm.__doc__ or "",

@@ -6,7 +6,7 @@ The form fixes how ids relate to tokens. No reader guesses it from the data:
     chained   a block and all before it       a partial block   `input_length`
     content   a passage, under any prefix     a whole block     `len(hash_ids)` blocks, nominal
 
-`docs/traces.md` describes the fields.
+`docs/reference/traces.md` describes the fields.
 """
 
 import json
