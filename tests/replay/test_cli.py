@@ -15,7 +15,7 @@ from kvstow.engine import Transfer
 from kvstow.replay import BUNDLED_TRACE, Observer, ReplayEngine, ReplayState, command
 
 COMMAND = [sys.executable, "-m", "kvstow"]
-README = Path(__file__).parents[2] / "README.md"
+START_PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 SMALL = ["--limit", "150", "--device-blocks", "350", "--host-blocks", "1500"]
 
 API_KEYS = {
@@ -82,8 +82,8 @@ def test_the_default_figures_of_the_bundled_slice(
     found = json.loads(path.read_text())
     assert {key: found[key] for key in THE_FIGURES} == THE_FIGURES
 
-    # And the README shows this table.
-    (shown,) = re.findall(r"```text\n(conversation_1000.*?)```", README.read_text(), re.DOTALL)
+    # And the page "Start here" shows this table.
+    (shown,) = re.findall(r"```text\n(conversation_1000.*?)```", START_PAGE.read_text(), re.DOTALL)
     printed = capsys.readouterr().out
     assert untimed(shown) == untimed(printed)
     assert "1,419.5 GiB in Llama-3.1-8B" in printed

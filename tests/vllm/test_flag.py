@@ -1,4 +1,4 @@
-"""What operators copy: the flag wherever it stands, the manifest, and the tables of the docs."""
+"""What operators copy: the flag wherever it stands, the manifest, and the tables of the site."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import vllm
 import yaml  # type: ignore[import-untyped]
+from docs.generate import reference
 
 import kvstow.vllm
 from kvstow.vllm.options import _READERS, DEFAULT_BYTES, Options
 from kvstow.vllm.stats import EXPORTED
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "reference" / "connector.md"
 MANIFEST = ROOT / "examples" / "kubernetes.yaml"
 GIB = 1 << 30
 
@@ -52,11 +52,15 @@ def manifest_flag() -> dict[str, Any]:
 
 def all_flags() -> dict[str, dict[str, Any]]:
     texts = {
-        "docs/reference/connector.md": DOCS.read_text(),
-        "README.md": (ROOT / "README.md").read_text(),
-        "examples/serve.sh": (ROOT / "examples" / "serve.sh").read_text(),
-        "kvstow.vllm": kvstow.vllm.__doc__ or "",
+        name: (ROOT / name).read_text()
+        for name in (
+            "README.md",
+            "docs/start.md",
+            "docs/reference/connector.md",
+            "examples/serve.sh",
+        )
     }
+    texts["kvstow.vllm"] = kvstow.vllm.__doc__ or ""
     found = {"examples/kubernetes.yaml": manifest_flag()}
     for name, text in texts.items():
         (found[name],) = flags(text)
@@ -122,37 +126,38 @@ def test_the_manifest_runs_the_image_that_the_dockerfile_builds() -> None:
     assert extra in project["optional-dependencies"]
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the table under a heading, without its head."""
-    section = DOCS.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows[2:]]
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table that the site shows, without its head."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
 
 
-def test_the_docs_have_every_option_with_its_default() -> None:
-    documented = {name.strip("`"): default for name, default, _ in table("Options")}
+def test_the_site_has_every_option_with_its_default() -> None:
+    shown = {name.strip("`"): default for name, default, _ in rows(reference.options())}
     defaults = {option.name: option.default for option in fields(Options)}
     defaults["cpu_bytes_to_use"] = DEFAULT_BYTES
-    assert documented == {
+    assert shown == {
         name: "" if default is None else f"`{json.dumps(default)}`"
         for name, default in defaults.items()
     }
-    assert list(documented) == list(_READERS)
+    assert list(shown) == list(_READERS)
 
 
-def test_the_docs_have_every_metric_with_its_labels() -> None:
-    documented = {tuple(row) for row in table("Metrics")}
+def test_the_site_has_every_metric_that_vllm_exports_with_its_labels() -> None:
+    shown = {tuple(row) for row in rows(reference.metrics()) if row[3]}
     values = {
         metric.name: [
             value for shown, value in EXPORTED.values() if shown.name == metric.name and value
         ]
         for metric, _ in EXPORTED.values()
     }
-    assert documented == {
+    assert shown == {
         (
             f"`{metric.name}`",
             metric.kind,
-            f"`{metric.label}`: {', '.join(values[metric.name])}" if metric.label else "",
+            f"`{metric.label}`: {', '.join(metric.keys)}" if metric.label else "",
+            ", ".join(values[metric.name]) or "yes",
             metric.text,
         )
         for metric, _ in EXPORTED.values()

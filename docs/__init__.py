@@ -1,0 +1,1 @@
+"""The documentation; `generate` has the programs that write parts of it."""

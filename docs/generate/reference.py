@@ -1,0 +1,99 @@
+"""Tables of the command line, the connector's options and the metrics, read from the code."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import click
+
+from kvstow.cli import _commands
+from kvstow.observability.metrics import METRICS
+from kvstow.vllm.options import DEFAULT_BYTES, Options
+
+DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
+
+
+def command_line() -> str:
+    """Return a section for each command, with a table of its options."""
+    group = _commands()
+    sections = _sections(group, click.Context(group, info_name="kvstow"))
+    return "\n\n".join(sections)
+
+
+def options() -> str:
+    """Return the table of the connector's options."""
+    defaults = {option.name: option.default for option in dataclasses.fields(Options)}
+    defaults["cpu_bytes_to_use"] = DEFAULT_BYTES
+    texts = dict(_attributes(Options.__doc__ or ""))
+    assert texts.keys() == defaults.keys(), "each option of `Options` has an entry in its docstring"
+    rows = [
+        (f"`{name}`", "" if value is None else f"`{json.dumps(value)}`", texts[name])
+        for name, value in defaults.items()
+    ]
+    return table(("option", "default", "what it is"), rows)
+
+
+def metrics() -> str:
+    """Return the table of the metrics, with those that vLLM's server exports."""
+    rows = []
+    for metric in METRICS:
+        exported = [value for value, key in metric.keys.items() if is_behind_vllm(key)]
+        values = ", ".join(metric.keys)
+        behind = "" if not exported else ", ".join(exported) if metric.label else "yes"
+        label = f"`{metric.label}`: {values}" if metric.label else ""
+        rows.append((f"`{metric.name}`", metric.kind, label, behind, metric.text))
+    return table(("metric", "type", "labels", "behind vLLM", "what it counts"), rows)
+
+
+def is_behind_vllm(key: str) -> bool:
+    """Whether vLLM's server exports this statistic: vLLM itself counts the device tier."""
+    return not key.startswith("device_") and key != "lost_events"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "command-line": command_line,
+    "metrics": metrics,
+    "options": options,
+}
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None, f"{name} is listed"
+            yield from _sections(child, click.Context(child, parent=context, info_name=name))
+        return
+    # click's mark for a paragraph that is not rewrapped, and its end of the help text.
+    text = (command.help or "").split("\f")[0].replace("\b\n", "")
+    yield f"## {context.command_path}"
+    yield f"```text\n{command.get_usage(context)}\n```"
+    yield re.sub(r"(?m)^[ \t]+", "", text)
+    records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
+    rows = []
+    for option, meaning in filter(None, records):
+        if not meaning or option == "--help":
+            continue
+        default = DEFAULT.search(meaning)
+        value = f"`{default[1]}`" if default and len(default[1].split()) == 1 else ""
+        rows.append((f"`{option}`", value, DEFAULT.sub("", meaning) if value else meaning))
+    yield table(("option", "default", "what it does"), rows)
+
+
+def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of a docstring's section `Attributes:`."""
+    section = docstring.split("Attributes:\n")[1]
+    for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, re.MULTILINE):
+        words = " ".join(text.split())
+        yield name, words[:1].upper() + words[1:]

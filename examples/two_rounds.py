@@ -1,0 +1,45 @@
+"""Ask a vLLM server eight prompts twice, and show what came back from kvstow's host memory.
+
+    python two_rounds.py [ADDRESS]
+
+Start the server with a KV cache that holds fewer tokens than the eight prompts have.
+"""
+
+import json
+import random
+import re
+import sys
+import time
+import urllib.request
+
+ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+NUM_PROMPTS, NUM_TOKENS = 8, 400
+
+
+def fetch(path: str, body: object = None) -> str:
+    """Return the answer to a GET, or to a POST of JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(ADDRESS + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return str(answer.read().decode())
+
+
+def host_tokens() -> int:
+    """Return the prompt tokens that the server has loaded from host memory so far."""
+    pattern = r'^kvstow_prefix_hit_tokens_total\{.*tier="host".*\} (\S+)$'
+    return int(sum(map(float, re.findall(pattern, fetch("/metrics"), re.MULTILINE))))
+
+
+model = json.loads(fetch("/v1/models"))["data"][0]["id"]
+numbers = random.Random(time.time())  # new prompts in each run
+prompts = [[numbers.randrange(10, 200) for _ in range(NUM_TOKENS)] for _ in range(NUM_PROMPTS)]
+for name in "first", "second":
+    before, start_s = host_tokens(), time.perf_counter()
+    for prompt in prompts:
+        fetch("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 1})
+    spent_s = time.perf_counter() - start_s
+    time.sleep(1)  # the server reports its counters with a later step
+    print(
+        f"{name} round: {spent_s:.2f} s, {host_tokens() - before} of "
+        f"{NUM_PROMPTS * NUM_TOKENS} prompt tokens came from host memory"
+    )
