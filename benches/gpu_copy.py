@@ -1,13 +1,18 @@
-"""How near to its link's peak does a GPU's KV cache move, and what does that cost the rest?
+"""How near to its link's peak does a GPU's KV cache move, and how much does that slow compute?
 
     python3 -m benches.gpu_copy [--quick]        (numpy, torch and cupy; under five minutes)
 
-First the peak, by the longest copies there are. Then jobs of 512 blocks and at least 256 MiB out of
-a layer-major cache, by size of the fragments that a block lies in, beside what else could be done:
-a copy call per fragment, the driver's batched copies, a kernel that reads and writes pinned memory
-itself. GB/s are of 1e9 bytes and by the wall, from before a job is submitted until its ticket has
-ended; medians of several turns; every configuration's bytes are compared once. Then what submitting
-costs the host, and how much slower matrix products and decode-like steps are while copies run.
+The benchmark measures, in this order:
+
+- The peak of the link, with very long copies.
+- Jobs of 512 blocks and at least 256 MiB from a layer-major cache, by the size of a block's
+  fragments, and three rivals: a copy call per fragment, batched copies, and a kernel that
+  reads and writes pinned memory itself.
+- The host's time to submit a job.
+- The slow-down of matrix products and decode-like steps while copies run.
+
+A GB is 1e9 bytes. The time is wall time from before the submission of a job until its ticket has
+ended. Speeds are medians of several turns. The bytes of every configuration are compared once.
 """
 
 import sys
@@ -28,7 +33,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if every target is met, 1 if one is missed or bytes are wrong, 3 without a GPU."""
+    """Return 0 if all targets are met, 1 if one is missed or bytes are wrong, 3 without a GPU."""
     if unknown := set(arguments) - {"--quick"}:
         print(f"benches.gpu_copy: {unknown.pop()} is no option; there is --quick", file=sys.stderr)
         return 2
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def targets(peak: Row, moved: Sequence[Row], slowed: Sequence[Row]) -> list[Row]:
-    """What was aimed at, and what came of it."""
+    """Return each target with the measured value."""
     found: list[Row] = []
 
     def add(name: str, value: float, bound: float, *, at_least: bool) -> None:

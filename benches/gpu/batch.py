@@ -1,4 +1,4 @@
-"""The driver's batched copies, a process of its own: a line of JSON for each configuration.
+"""The driver's batched copies in a separate process, which prints a JSON line per configuration.
 
 `cuMemcpyBatchAsync` takes arrays of addresses, so it is called by ctypes with numpy's: lists would
 cost as much as the call. In parts of 4096 copies, for longer ones have hung.
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     num_turns, *sizes_kib = map(int, arguments)
     library = ctypes.CDLL("libcuda.so.1")
     call, takes_failed_index = getattr(library, "cuMemcpyBatchAsync_v2", None), False
-    if call is None:  # a driver of CUDA 12, whose call takes one argument more
+    if call is None:  # the call of a CUDA 12 driver takes one more argument
         call, takes_failed_index = getattr(library, "cuMemcpyBatchAsync", None), True
     if call is None:
         print(json.dumps({"rival": "batched", "failed": "this driver has no cuMemcpyBatchAsync"}))

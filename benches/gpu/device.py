@@ -1,4 +1,4 @@
-"""The device, and the most that its link carries."""
+"""The device, and the peak of its link."""
 
 import platform
 import re
@@ -21,7 +21,7 @@ PEAK_BYTES = 256 << 20
 
 
 def no_device() -> str | None:
-    """Why nothing can be measured; None if it can."""
+    """Return why this machine cannot measure; None if it can."""
     try:
         import_cupy()
         import torch  # noqa: PLC0415 - missing where there is nothing to measure
@@ -34,9 +34,9 @@ class Device:
     """GPU 0.
 
     Attributes:
-        runtime: as the movers see it.
-        name: of the model.
-        slug: the same for the name of a file.
+        runtime: the runtime that the movers use.
+        name: name of the model.
+        slug: the name for a file.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Device:
         self.slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     def described(self) -> dict[str, Any]:
-        """What a result must say of where it was measured."""
+        """Return the part of a result that describes the machine."""
         import torch  # noqa: PLC0415
 
         api = self.cupy.cuda.runtime
@@ -70,7 +70,7 @@ class Device:
         }
 
     def peak(self, num_turns: int) -> dict[str, float]:
-        """GB/s of one long copy of pinned memory, each way, and of one each way at once."""
+        """Return GB/s of a long copy of pinned memory: each way alone, and both ways at once."""
         runtime = self.runtime
         host = [runtime.allocate_mapped(PEAK_BYTES) for _ in range(2)]
         device = [runtime.allocate(PEAK_BYTES) for _ in range(2)]
@@ -102,7 +102,7 @@ class Device:
 
 
 def _driver() -> str | None:
-    """The version of the kernel's module, which CUDA does not tell."""
+    """Return the version of the driver's kernel module, which CUDA does not report."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -112,7 +112,7 @@ def _driver() -> str | None:
 
 
 def seconds(work: Callable[[], object], num_turns: int) -> float:
-    """The median of a few turns, after one that does not count."""
+    """Return the median time of some turns, after one that does not count."""
     work()
     found = []
     for _ in range(num_turns):

@@ -1,8 +1,8 @@
-"""How much slower the model's work is while copies run at full speed, both ways.
+"""How much do copies at full speed, both ways, slow the model's work?
 
-One thread keeps both going: steps are queued well ahead, with an event after each, and copies are
-begun again as they end, so that the device never waits for the host. A matrix product fills the
-device; a decode-like step, a captured graph of small kernels, waits for memory and for launches.
+One thread keeps both going. It queues steps well ahead, with an event after each, and begins a copy
+again when it ends. So the device never waits for the host. A matrix product fills the device. A
+decode-like step, a captured graph of small kernels, waits for memory and for launches.
 """
 
 import time
@@ -18,7 +18,7 @@ from kvstow.transfer.cuda.interface import Kernel
 
 MATRIX = 4096
 DECODE_LAYERS, DECODE_TOKENS = 24, 32
-NUM_WARM, NUM_AHEAD = 20, 64  # steps: some ms of work, far longer than submitting a job takes
+NUM_WARM, NUM_AHEAD = 20, 64  # steps: some ms of work, far longer than the submission of a job
 
 
 class Nothing:
@@ -27,14 +27,14 @@ class Nothing:
     num_jobs = 0
 
     def advance(self) -> None:
-        """Begin again what has ended; never blocks."""
+        """Begin ended copies again; never blocks."""
 
     def close(self) -> None:
-        """End it all."""
+        """Wait for all copies."""
 
 
 class Packed(Nothing):
-    """The mover, a job each way at a time."""
+    """Copies of the mover, one job each way at a time."""
 
     def __init__(self, cache: Cache) -> None:
         self._jobs = [Job(cache, way, shuffled=True, scattered=False) for way in ("store", "load")]
@@ -52,7 +52,7 @@ class Packed(Nothing):
 
 
 class ZeroCopy(Nothing):
-    """The kernels on pinned memory, one each way at a time."""
+    """Copies by kernels on pinned memory, one each way at a time."""
 
     def __init__(self, cache: Cache) -> None:
         runtime = self._runtime = cache.device.runtime
@@ -76,7 +76,7 @@ class ZeroCopy(Nothing):
 
 
 def measured(cache: Cache, num_steps: int) -> list[dict[str, Any]]:
-    """A row for each loop and kind of copies."""
+    """Return a row for each loop and kind of copies."""
     rows = []
     loops = {"matrix products": _products(cache), "decode-like steps": _decode(cache)}
     kinds: dict[str, Callable[[], Nothing]] = {
@@ -111,7 +111,7 @@ def measured(cache: Cache, num_steps: int) -> list[dict[str, Any]]:
 def _times(
     cache: Cache, step: Callable[[], None], copier: Nothing, num_steps: int
 ) -> tuple[float, float]:
-    """(p50, p99) of the steps, in ms."""
+    """Return (p50, p99) of the steps in ms."""
     torch = cache.torch
     stream = torch.cuda.Stream()
     ticks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
@@ -147,7 +147,7 @@ def _products(cache: Cache) -> Callable[[], None]:
 
 
 def _decode(cache: Cache) -> Callable[[], None]:
-    """A graph of layers: two products of few rows with large weights, and what lies between."""
+    """Return a graph of layers: two products of few rows with large weights, and small kernels."""
     torch = cache.torch
     weights = [
         torch.randn(MATRIX, MATRIX, device="cuda:0", dtype=torch.bfloat16) / MATRIX**0.5
@@ -162,14 +162,14 @@ def _decode(cache: Cache) -> Callable[[], None]:
             hidden = torch.nn.functional.silu(hidden @ weight) + hidden
 
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # as torch asks for before a capture
+    with torch.cuda.stream(side):  # as torch requires before a capture
         for _ in range(3):
             layers()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layers()
-    kept = (graph, weights, state)  # what the graph reads lives as long as it does
+    kept = (graph, weights, state)  # keeps alive what the graph reads
 
     def step() -> None:
         kept[0].replay()

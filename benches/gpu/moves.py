@@ -1,4 +1,4 @@
-"""What the mover reaches: jobs of 512 blocks through `CudaMover`, both ways, and both at once."""
+"""The speed of `CudaMover` with jobs of 512 blocks: each way alone, and both ways at once."""
 
 import itertools
 import random
@@ -20,8 +20,8 @@ NUM_BLOCKS = 2 * JOB_BLOCKS + 1
 class Cache:
     """A layer-major cache of random bytes, a pinned arena, and a mover that packs.
 
-    Of the blocks after the null block, the first half is stored and the other loaded into; of the
-    arena, stores fill the lower half of the slots and loads read the upper.
+    Stores read the first half of the blocks after the null block, and loads write the other half.
+    Stores fill the lower half of the slots, and loads read the upper half.
     """
 
     def __init__(self, device: Device, fragment_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Cache:
         )
         self.layout = BlockLayout.from_tensors(list(self.memory))
         self._built = ExitStack()
-        # Twice the slots of both jobs, so that they can be scattered.
+        # Twice the slots that both jobs need, so that the slots can be scattered.
         self.arena = self._built.enter_context(
             pinned_arena(4 * JOB_BLOCKS, self.layout.slot_bytes, device.runtime)
         )
@@ -59,7 +59,7 @@ class Cache:
         self._built.close()
 
     def ids(self, direction: str, *, shuffled: bool) -> list[int]:
-        """Blocks of a job, in its order."""
+        """Return the blocks of a job in its order."""
         first = 1 if direction == "store" else 1 + JOB_BLOCKS
         ids = list(range(first, first + JOB_BLOCKS))
         if shuffled:
@@ -67,18 +67,18 @@ class Cache:
         return ids
 
     def slots(self, direction: str, *, scattered: bool) -> list[int]:
-        """Slots of a job: one run, or none of them beside another."""
+        """Return the slots of a job: one run, or slots of which no two are neighbours."""
         first = 0 if direction == "store" else 2 * JOB_BLOCKS
         step = 2 if scattered else 1
         return list(range(first, first + step * JOB_BLOCKS, step))
 
     def after(self) -> CudaEvent:
-        """Nothing to wait for, as an engine would say it."""
+        """Return an event of an idle stream, as an engine would pass one."""
         return CudaEvent.record(self.idle)
 
 
 class Job:
-    """A store or a load to be repeated, with what submitting it cost."""
+    """A store or a load that is repeated, with the time of its submission."""
 
     def __init__(self, cache: Cache, direction: str, *, shuffled: bool, scattered: bool) -> None:
         self.cache, self.direction = cache, direction
@@ -87,7 +87,7 @@ class Job:
         self.cpu_s: list[float] = []
 
     def submit(self) -> Ticket:
-        """Begin it."""
+        """Submit the job."""
         begin_s = time.thread_time()
         after, mover = self.cache.after(), self.cache.mover
         if self.direction == "store":
@@ -98,14 +98,14 @@ class Job:
         return ticket
 
     def is_right(self) -> bool:
-        """Carry it out once over other bytes, and compare."""
+        """Carry out the job once with other bytes, and compare."""
         cache, torch = self.cache, self.cache.torch
         ids = torch.from_numpy(self.ids.astype(np.int64)).cuda()
         slots = cache.arena.slots
         if self.direction == "store":
             slots[self.slots] = 0xDB
         else:
-            # Others each time, or a load that does nothing would be right the second time.
+            # Other bytes each time, or a load that does nothing would be right the second time.
             words = next(cache.chances).integers(0, 2**63, (JOB_BLOCKS, cache.block_bytes // 8))
             slots[self.slots] = words.view(np.uint8)
         torch.cuda.synchronize()
@@ -115,7 +115,7 @@ class Job:
 
 
 def run(jobs: list[Job]) -> None:
-    """Submit and see them through. Asking without a pause: a wait would sleep past the end."""
+    """Submit jobs and poll until they end. A wait would sleep past the end."""
     tickets = [job.submit() for job in jobs]
     for ticket in tickets:
         while not ticket.poll():
@@ -125,7 +125,7 @@ def run(jobs: list[Job]) -> None:
 
 
 def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
-    """A row for each direction and kind of ids and slots."""
+    """Return a row for each direction and kind of ids and slots."""
     rows = []
     for shuffled, scattered in ((False, False), (True, False), (True, True)):
         job = {

@@ -1,4 +1,4 @@
-"""The table, the file of figures, and the plot: GB/s by size of a fragment, as SVG by hand."""
+"""The table, the file of figures, and an SVG plot of GB/s by the size of a fragment."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ def write(result: Mapping[str, Any], stem: Path) -> None:
 
 
 def print_report(result: Mapping[str, Any]) -> None:
-    """All that was measured, and the targets."""
+    """Print all measurements and the targets."""
     peak = result["peak"]
     print(
         f"\n{result['device']}, driver {result['driver']}, CUDA {result['driver_cuda']}; link peak "
@@ -64,7 +64,7 @@ def print_report(result: Mapping[str, Any]) -> None:
 
 
 def plot(result: Mapping[str, Any]) -> str:
-    """Stores on the left, loads on the right."""
+    """Return an SVG with stores on the left and loads on the right."""
     parts = list(_panels(result))
     width = 2 * WIDTH + LEGEND
     return (
@@ -118,7 +118,7 @@ def _panels(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lines(result: Mapping[str, Any], direction: str) -> dict[str, dict[int, float]]:
-    """GB/s by KiB of a fragment, of each line."""
+    """Return GB/s by KiB of a fragment, for each line."""
     rows: Sequence[Mapping[str, Any]] = result["moves"]
     lines = {
         f"kvstow, slots {slots}": {

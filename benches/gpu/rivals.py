@@ -1,7 +1,7 @@
-"""What else could be done with the same blocks: a call per fragment, batched calls, zero copies.
+"""The rivals of the mover: a copy call per fragment, batched calls, and kernels on pinned memory.
 
-The batched calls run in a process of their own (`benches.gpu.batch`), for on some drivers they
-crash.
+The batched calls run in a separate process (`benches.gpu.batch`), because they crash on some
+drivers.
 """
 
 import json
@@ -26,7 +26,7 @@ NAMES = {
 
 
 def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
-    """Rows of the calls per fragment and of the zero-copy kernel: shuffled ids, slots in runs."""
+    """Return rows of the calls per fragment and of the zero-copy kernel, with slots in runs."""
     rows = []
     for direction in ("store", "load"):
         rows.append(
@@ -37,7 +37,7 @@ def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
 
 
 def batched(sizes_kib: Iterable[int], num_turns: int) -> list[dict[str, Any]]:
-    """Rows of the driver's batched copies, as many as came before it crashed, if it does."""
+    """Return rows of the driver's batched copies, those before a crash if it crashes."""
     command = [sys.executable, "-m", "benches.gpu.batch", str(num_turns), *map(str, sizes_kib)]
     try:
         ended = subprocess.run(
@@ -46,7 +46,7 @@ def batched(sizes_kib: Iterable[int], num_turns: int) -> list[dict[str, Any]]:
         output, why = ended.stdout, f"ended with status {ended.returncode}: {ended.stderr[-300:]}"
         is_whole = ended.returncode == 0
     except subprocess.TimeoutExpired as late:
-        said: object = late.stdout  # bytes, in spite of `text`
+        said: object = late.stdout  # bytes, even with text=True
         output = said.decode() if isinstance(said, bytes) else str(said or "")
         why, is_whole = f"was still running after {BATCH_LIMIT_S} s", False
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -74,7 +74,7 @@ def _row(
 
 
 def fragments(cache: Cache, direction: str) -> tuple[list[int], list[int]]:
-    """The addresses (on the host, on the device) of every fragment of a job."""
+    """Return the addresses (on the host, on the device) of every fragment of a job."""
     ids = np.array(cache.ids(direction, shuffled=True), dtype=np.int64)
     slots = np.array(cache.slots(direction, scattered=False), dtype=np.int64)
     host = cache.arena.base_address + slots * cache.arena.slot_stride_bytes
@@ -118,7 +118,7 @@ def _zero_copy(cache: Cache, direction: str) -> tuple[Callable[[], None], Callab
 
 
 def zero_copy_pack(cache: Cache, direction: str) -> tuple[Pack, Callable[[], None]]:
-    """The kernels' arguments with the pinned arena in the place of staging; what frees them."""
+    """Return the kernels' arguments with the pinned arena as staging, and what frees them."""
     runtime, arena = cache.device.runtime, cache.arena
     api = cache.device.cupy.cuda.runtime
     table = chunk_table(cache.layout.regions, cache.layout.offsets)
@@ -150,5 +150,5 @@ def speeds(rows: Sequence[dict[str, Any]], rival: str, direction: str) -> dict[i
     return {
         row["fragment_kib"]: row["gb_per_s"]
         for row in rows
-        if row["rival"] == rival and row.get("direction") == direction  # not of a failure
+        if row["rival"] == rival and row.get("direction") == direction  # a failure has none
     }

@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, one step after the other: what `make gpu-check` runs.
+"""The steps of `make gpu-check`: all that only a GPU can show, one after the other.
 
     python3 -m tests.gpu.check
 
-It takes the Python that it runs under as it is, with numpy, torch, cupy and pytest, and needs no
-network. Status 0: every step that could run has passed, and those that could not are named; 1: one
-has failed; 3: there is no GPU, so nothing was checked.
+The steps run under this Python, which has numpy, torch, cupy and pytest. They need no network. The
+status is 0 if no step failed, and the output names the steps that could not run. It is 1 if a step
+failed, and 3 if there is no GPU and so nothing was checked.
 """
 
 import filecmp
@@ -24,15 +24,15 @@ ROOT = Path(__file__).parents[2]
 FAILED, NO_GPU = 1, 3
 STEP_LIMIT_S = 900
 
-# Of pytest, what needs neither the project's configuration, which makes errors of the warnings that
-# other versions of torch and cupy give, nor the plugins of its other tests.
+# Without the project's configuration, which turns warnings of other versions of torch and cupy into
+# errors, and without the plugins of the project's other tests.
 PYTEST = [
     *("pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", "tests/gpu"),
     *("--import-mode=importlib", "-p", "no:cacheprovider", "-W", "default", "-q", "-ra"),
     "tests/gpu",
 ]
-# Kernels are what is looked at. What CUDA refuses the mover sees for itself, and cupy asks for some
-# things only to find out whether they are there.
+# Only the kernels count. The mover handles calls that CUDA refuses, and cupy makes some calls
+# only to find out whether a feature exists.
 SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
 
 
@@ -41,10 +41,10 @@ def main() -> int:
     try:
         import_cupy()
     except ConfigError as error:
-        print(f"no GPU: nothing was checked ({error})")
+        print(f"nothing was checked, because there is no GPU ({error})")
         return NO_GPU
     if stale := stale_files():
-        print(f"the kvstow that is checked is of other sources than these: {stale[0]}; make wheel")
+        print(f"{stale[0]} of the wheel differs from these sources; run make wheel")
         return FAILED
     for finding in diagnose():
         print(f"{finding.name}: {finding.status}, {finding.says}")
@@ -66,11 +66,11 @@ def main() -> int:
 
 
 def run(name: str, command: list[str]) -> str:
-    """Run a step; what came of it."""
+    """Run a step, and return its result as text."""
     print(f"\n== {name}", flush=True)
     begin_s = time.monotonic()
     try:
-        # Tests that are skipped would show nothing.
+        # Without a GPU the tests fail instead of being skipped.
         environment = {**os.environ, "KVSTOW_GPU": "required"}
         status = subprocess.run(
             command, cwd=ROOT, env=environment, check=False, timeout=STEP_LIMIT_S
@@ -82,7 +82,7 @@ def run(name: str, command: list[str]) -> str:
 
 
 def stale_files() -> list[str]:
-    """Python and CUDA files of the package that differ from this checkout's."""
+    """Return the Python and CUDA files of the package that differ from this checkout."""
     sources, package = ROOT / "python" / "kvstow", Path(kvstow.__file__).parent
     names = [
         path.relative_to(sources) for kind in ("py", "cu") for path in sources.rglob(f"*.{kind}")

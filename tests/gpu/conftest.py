@@ -1,4 +1,4 @@
-"""These tests need a GPU, cupy and torch; without them each is skipped, and says why."""
+"""These tests need a GPU, cupy and torch. Without them pytest skips each, with the reason."""
 
 import os
 from functools import cache
@@ -8,26 +8,26 @@ import pytest
 
 @cache
 def why_not() -> str | None:
-    """What is missing; None where the tests can run."""
-    from kvstow import ConfigError  # noqa: PLC0415 - here, for collecting must not cost anything
+    """Return what is missing; None if the tests can run."""
+    from kvstow import ConfigError  # noqa: PLC0415 - here, so that collection stays fast
     from kvstow.transfer.cuda.runtime import import_cupy  # noqa: PLC0415
 
     try:
         import_cupy()
     except ConfigError as error:
-        return f"there is no GPU here: {error}"
+        return f"this test needs a GPU: {error}"
     try:
         import torch  # noqa: PLC0415
     except ImportError as error:
-        return f"these tests need torch, built for CUDA: {error}"
+        return f"this test needs torch, built for CUDA: {error}"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} reaches no GPU: install one built for CUDA"
+        return f"torch {torch.__version__} reaches no GPU: install a build for CUDA"
     return None
 
 
 @pytest.fixture(autouse=True)
 def gpu() -> None:
-    """Skip, with the one reason there is; where a GPU was promised, that is a failure."""
+    """Skip the test without a GPU; fail it if KVSTOW_GPU says that there is one."""
     if (reason := why_not()) is not None:
         if os.environ.get("KVSTOW_GPU") == "required":
             pytest.fail(reason, pytrace=False)

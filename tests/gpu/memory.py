@@ -1,4 +1,4 @@
-"""Device memory in the shapes that engines give it, and what a transfer must make of it."""
+"""Device memory in the layouts of engines, and the bytes that a transfer must move."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 Path = Literal["packed", "direct"]
 
 NUM_LAYERS = 3
-# Before and after the cache: bytes that nobody may touch.
+# Bytes before and after the cache that no transfer may touch.
 GUARD_BYTES = 4096
 
 
@@ -42,19 +42,19 @@ def _padded(cache: Any, num_blocks: int, size: int) -> list[Any]:
 
 
 def _halves(cache: Any, num_blocks: int, size: int) -> list[Any]:
-    """K of all blocks, then V of all blocks."""
+    """Return tensors with K of all blocks, then V of all blocks."""
     layers = cache(NUM_LAYERS, 2, num_blocks, _up(size, 16))
     return [half[:, :size] for layer in layers for half in layer]
 
 
 def _interleaved(cache: Any, num_blocks: int, size: int) -> list[Any]:
-    """K and V of a block side by side."""
+    """Return tensors with K and V of a block side by side."""
     layers = cache(NUM_LAYERS, num_blocks, 2, _up(size, 16))
     return [layer[:, i, :size] for layer in layers for i in (0, 1)]
 
 
 def _block_contiguous(cache: Any, num_blocks: int, size: int) -> list[Any]:
-    """All layers of a block side by side."""
+    """Return tensors with all layers of a block side by side."""
     blocks = cache(num_blocks, NUM_LAYERS, _up(size, 16))
     return [blocks[:, layer, :size] for layer in range(NUM_LAYERS)]
 
@@ -72,8 +72,8 @@ class DeviceCache:
     """A cache of random bytes on device 0.
 
     Attributes:
-        memory: all of it, guards included, a torch tensor of bytes.
-        layout: of it.
+        memory: torch tensor of all bytes, guards included.
+        layout: layout of the cache.
     """
 
     def __init__(self, kind: str, num_blocks: int, fragment_bytes: int) -> None:
@@ -93,7 +93,7 @@ class DeviceCache:
         self.layout = BlockLayout.from_tensors(self.tensors)
 
     def bytes(self) -> Bytes:
-        """All of it, on the host, once all work is done."""
+        """Return all bytes on the host, after all work is done."""
         self._torch.cuda.synchronize()
         found: Bytes = self.memory.cpu().numpy()
         return found
@@ -105,14 +105,14 @@ class DeviceCache:
                 tensor[block].fill_(value)
 
     def rows(self, memory: Bytes, block: int) -> Iterator[tuple[int, Bytes]]:
-        """Of a copy of the memory: where each part of a block lies in a slot, and a view of it."""
+        """Yield each part of a block: its offset in a slot, and a view in a copy of the memory."""
         base = self.memory.data_ptr()
         for region, offset in zip(self.layout.regions, self.layout.offsets, strict=True):
             begin = region.base_address - base + block * region.block_stride_bytes
             yield offset, memory[begin : begin + region.block_bytes]
 
     def slot(self, memory: Bytes, block: int) -> Bytes:
-        """What a slot holds of a block."""
+        """Return the bytes that a slot of this block holds."""
         return np.concatenate([row for _, row in self.rows(memory, block)])
 
     def put(self, memory: Bytes, block: int, slot: Bytes) -> None:
@@ -122,7 +122,7 @@ class DeviceCache:
 
 
 def all_bytes(arena: HostArena) -> Bytes:
-    """Of every slot, padding included: shape [num_slots, stride], no copy."""
+    """Return a view of every slot with its padding, shape [num_slots, stride]."""
     memory = (ctypes.c_uint8 * arena.num_bytes).from_address(arena.base_address)
     return np.frombuffer(memoryview(memory), dtype=np.uint8).reshape(arena.num_slots, -1)
 
@@ -148,7 +148,7 @@ def world(
     slot_factor: int = 1,
     verify: bool = False,
 ) -> Iterator[World]:
-    """Build one whose jobs go through the staging memory in several batches; close it.
+    """Build a world whose jobs take several batches through the staging memory, and close it.
 
     Args:
         slot_factor: slots are this many times as large as a block.

@@ -1,4 +1,4 @@
-"""The bundled slice replayed over a GPU: every block that comes back must hold what it stood for.
+"""A replay of the bundled trace on a GPU, which compares every loaded block with its content.
 
 python3 -m tests.gpu.replay
 """
@@ -12,10 +12,10 @@ from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, figures_jso
 
 
 def main() -> int:
-    """Returns 0 if no block is corrupt."""
+    """Return 0 if no block is corrupt."""
     if importlib.util.find_spec("click") and importlib.util.find_spec("rich"):
         return cli.main(["replay", "--mover", "cuda"])
-    print("click or rich is missing, so this is the replay's Python API and not its command line")
+    print("click or rich is missing, so this replay uses the Python API")
     config = ReplayConfig(device_blocks=1024, host_blocks=8192, mover="cuda")
     engine = ReplayEngine(read_trace(BUNDLED_TRACE), config)
     try:
@@ -25,7 +25,7 @@ def main() -> int:
         engine.close()
     shown = ("requests", "stored_blocks", "loaded_blocks", "verified_blocks", "corrupt_blocks")
     print(json.dumps({name: figures[name] for name in shown}))
-    # No load would mean that nothing was shown.
+    # Without a load the replay would show nothing.
     return 0 if figures["corrupt_blocks"] == 0 and figures["loaded_blocks"] else 1
 
 

@@ -1,4 +1,4 @@
-"""A round trip small enough for compute-sanitizer, which makes kernels a hundred times as slow.
+"""A round trip that is small enough for compute-sanitizer, which slows kernels by a factor of 100.
 
 compute-sanitizer --tool memcheck python3 -m tests.gpu.small_round_trip
 """
@@ -20,11 +20,11 @@ IDS, SLOTS = [3, 9, 1, 7, 4], [2, 8, 3, 4, 0]
 
 
 def main() -> None:
-    """Both kernels over sizes with and without a tail, with checksums, memory exactly as large."""
+    """Run both kernels with checksums, on sizes with and without a tail."""
     runtime = cuda_runtime(0)
     for size in (64, 1000, 4104):
         stride = -(-size // 16) * 16
-        # An allocation per layer, which ends with its last block: one byte too far is an error.
+        # Each allocation ends with a layer's last block, so one byte too far is an error.
         layers = [runtime.allocate(NUM_BLOCKS * stride) for _ in range(NUM_LAYERS)]
         layout = BlockLayout(
             NUM_BLOCKS, tuple(Region(layer, stride, size) for layer in layers), device=0

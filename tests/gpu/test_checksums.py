@@ -1,4 +1,4 @@
-"""What the kernels sum up on the device is what numpy sums up on the host, and it finds damage."""
+"""The kernels compute the sums that numpy computes, and the sums find damage."""
 
 from typing import get_args
 
@@ -16,7 +16,7 @@ IDS = [7, 2, 5]
 
 
 @pytest.mark.parametrize("size", [64, 1000, 4104, 100_003])
-def test_the_kernels_sum_is_numpys(size: int) -> None:
+def test_kernels_and_numpy_compute_equal_sums(size: int) -> None:
     runtime, cache = cuda_runtime(0), DeviceCache("padded", 9, size)
     table = chunk_table(cache.layout.regions, cache.layout.offsets)
     stride = -(-cache.layout.slot_bytes // 16) * 16
@@ -27,7 +27,7 @@ def test_the_kernels_sum_is_numpys(size: int) -> None:
     chunks, staging = runtime.allocate(table.nbytes), runtime.allocate(stride * len(IDS))
     runtime.upload(chunks, table.tobytes())
     stream, event = runtime.stream(), runtime.event()
-    cache.bytes()  # what torch has queued is done
+    cache.bytes()  # waits until torch has done its queued work
     pack = Pack(
         chunks, len(table), ids.device_address, len(IDS), staging, stride, sums.device_address
     )
@@ -37,7 +37,7 @@ def test_the_kernels_sum_is_numpys(size: int) -> None:
             runtime.launch(kernel, pack, stream)
             runtime.record(event, stream)
             runtime.synchronize(event)
-            # The second adds the same again.
+            # The second kernel adds equal sums.
             assert np.array_equal(sums.host.view(np.uint64), expected * np.uint64(turn))
     finally:
         for address in (chunks, staging):
@@ -46,7 +46,7 @@ def test_the_kernels_sum_is_numpys(size: int) -> None:
             runtime.free_mapped(memory)
 
 
-def test_a_flipped_byte_on_the_host_fails_the_load() -> None:
+def test_flipped_byte_on_the_host_fails_the_load() -> None:
     with world(verify=True) as w:
         slots = [3, 30, 11, 12, 13, 14]
         w.mover.store([1, 2, 3, 4, 5, 6], slots, after=READY).wait(60)
@@ -61,12 +61,12 @@ def test_a_flipped_byte_on_the_host_fails_the_load() -> None:
         w.mover.load([3, 11], [11, 12], after=READY).wait(60)
 
 
-def test_a_slot_that_was_never_stored_fails_the_load() -> None:
+def test_load_of_a_slot_that_was_never_stored_fails() -> None:
     with world(verify=True) as w, pytest.raises(ChecksumMismatch, match="never stored"):
         w.mover.load([1], [2], after=READY).wait(60)
 
 
-def test_damage_between_stores_is_not_carried_on() -> None:
+def test_store_after_damage_makes_the_slot_good() -> None:
     with world(verify=True) as w:
         all_bytes(w.arena)[4] = 0
         w.mover.store([1], [4], after=READY).wait(60)

@@ -1,4 +1,4 @@
-"""A whole engine on tensors of the device: prefixes fall off it, and come back as they were."""
+"""An engine on tensors of the device: evicted prefixes return unchanged."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ BLOCK, NUM_BLOCKS, NUM_LAYERS, NUM_PROMPTS, PROMPT_BLOCKS = 16, 17, 4, 12, 6
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_prefixes_come_back_as_they_were(mode: str) -> None:
+def test_loaded_prefixes_are_unchanged(mode: str) -> None:
     import torch  # noqa: PLC0415 - missing where these tests are only collected
 
     kv = torch.zeros(NUM_LAYERS, NUM_BLOCKS, BLOCK, 64, dtype=torch.int32, device="cuda:0")
@@ -65,4 +65,4 @@ def test_prefixes_come_back_as_they_were(mode: str) -> None:
             for layer in range(NUM_LAYERS):
                 assert (seen[layer] == tokens[:, None] + layer).all(), f"{name}, layer {layer}"
         engine.check()
-    assert num_loaded > NUM_PROMPTS * BLOCK, "nothing fell off the device"
+    assert num_loaded > NUM_PROMPTS * BLOCK, "no prefix was evicted from the device"

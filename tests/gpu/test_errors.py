@@ -1,4 +1,4 @@
-"""What a real device refuses, and what works after it."""
+"""A real device refuses bad calls, and works afterwards."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def _works(w: World) -> None:
     assert np.array_equal(w.arena.slots[1], w.cache.slot(device, 2))
 
 
-def test_more_memory_than_there_is() -> None:
+def test_too_much_device_memory_is_refused() -> None:
     with world() as w:
         for ask in (
             lambda: w.mover._runtime.allocate(1 << 50),
@@ -35,7 +35,7 @@ def test_more_memory_than_there_is() -> None:
         _works(w)
 
 
-def test_pinned_twice() -> None:
+def test_memory_cannot_be_pinned_twice() -> None:
     with world() as w:
         with pytest.raises(CudaError, match="pinning") as raised:
             pin(w.arena, cuda_runtime(0))
@@ -43,9 +43,9 @@ def test_pinned_twice() -> None:
         _works(w)
 
 
-def test_a_copy_that_is_refused_fails_its_job_alone() -> None:
+def test_refused_copy_fails_only_its_job() -> None:
     with world(path="direct") as w:
-        pitch = 1 << 40  # more than a copy of rows can take
+        pitch = 1 << 40  # larger than a copy of rows allows
         region = Region(w.cache.memory.data_ptr(), pitch, 4096)
         w.mover._regions = [region]
         w.mover._offsets = [0]
@@ -57,12 +57,12 @@ def test_a_copy_that_is_refused_fails_its_job_alone() -> None:
         _works(w)
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_missing_device_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="device is 99"):
         CudaRuntime(99)
 
 
-def test_tensors_that_cannot_be_described() -> None:
+def test_unsuitable_tensors_are_refused() -> None:
     import torch  # noqa: PLC0415 - missing where these tests are only collected
 
     kv = torch.zeros(4, 8, 64, device="cuda:0")
@@ -75,15 +75,15 @@ def test_tensors_that_cannot_be_described() -> None:
     assert BlockLayout.from_tensors(list(kv)).device == 0
 
 
-def test_an_illegal_address_loses_the_process_its_device() -> None:
+def test_illegal_address_loses_the_device() -> None:
     program = Path(__file__).with_name("lose_device.py")
     command = [sys.executable, str(program)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "lost, and said so" in ended.stdout
+    assert "the loss was reported" in ended.stdout
 
 
-def test_the_link_is_measured_in_a_second() -> None:
+def test_measured_speeds_are_plausible() -> None:
     speed = measure(cuda_runtime(0))
     assert 1e9 < speed.store_bytes_per_s < 1e12
     assert 1e9 < speed.load_bytes_per_s < 1e12

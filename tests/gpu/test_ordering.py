@@ -1,4 +1,4 @@
-"""A device that computes all the while: what moves is what was computed before, and never less."""
+"""On a busy device, a transfer moves what was computed before it, and nothing older or newer."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tests.gpu.memory import Path, World, world
 from kvstow import StateError, TransferError
 from kvstow.transfer import CudaEvent, HostEvent, Ticket
 
-BUSY_CYCLES = 100_000_000  # some 50 ms: longer than any job here takes
+BUSY_CYCLES = 100_000_000  # some 50 ms, longer than any job of these tests
 NUM_TURNS = 30
 
 paths = pytest.mark.parametrize("path", ["packed", "direct"])
@@ -25,7 +25,7 @@ def torch() -> Any:
 
 
 def keep_busy(torch: Any, cycles: int = BUSY_CYCLES) -> None:
-    """Hold up the current stream."""
+    """Keep the current stream busy."""
     torch.cuda._sleep(cycles)
 
 
@@ -35,11 +35,11 @@ def until(is_over: Callable[[], bool]) -> None:
 
 
 def expect_slots(w: World, slots: list[int], value: int) -> None:
-    assert (w.arena.slots[slots] == value).all(), "torn, or from another step"
+    assert (w.arena.slots[slots] == value).all(), "a slot holds bytes of another step"
 
 
 @paths
-def test_blocks_rewritten_as_soon_as_they_are_released(torch: Any, path: Path) -> None:
+def test_store_is_right_if_blocks_are_rewritten_on_release(torch: Any, path: Path) -> None:
     compute = torch.cuda.Stream()
     ids, slots = list(range(1, 21)), list(range(20))
     left = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
@@ -58,13 +58,13 @@ def test_blocks_rewritten_as_soon_as_they_are_released(torch: Any, path: Path) -
 
 
 @paths
-def test_a_store_waits_for_compute(torch: Any, path: Path) -> None:
+def test_store_waits_for_compute(torch: Any, path: Path) -> None:
     assert not _store_is_early(torch, path, is_idle=False)
 
 
 @paths
-def test_a_store_that_waits_for_nothing_is_early(torch: Any, path: Path) -> None:
-    """The control: if this does not corrupt, the test above shows nothing."""
+def test_store_that_does_not_wait_reads_stale_bytes(torch: Any, path: Path) -> None:
+    """The control of the test above: without the wait, bytes must be wrong."""
     assert _store_is_early(torch, path, is_idle=True)
 
 
@@ -83,13 +83,13 @@ def _store_is_early(torch: Any, path: Path, *, is_idle: bool) -> bool:
 
 
 @paths
-def test_a_load_waits_for_who_still_reads(torch: Any, path: Path) -> None:
+def test_load_waits_for_compute_that_reads(torch: Any, path: Path) -> None:
     assert not _load_is_early(torch, path, is_idle=False)
 
 
 @paths
-def test_a_load_that_waits_for_nothing_is_early(torch: Any, path: Path) -> None:
-    """The control of the test above."""
+def test_load_that_does_not_wait_overwrites_blocks_in_use(torch: Any, path: Path) -> None:
+    """The control of the test above: without the wait, bytes must be wrong."""
     assert _load_is_early(torch, path, is_idle=True)
 
 
@@ -111,11 +111,11 @@ def _load_is_early(torch: Any, path: Path, *, is_idle: bool) -> bool:
 
 
 @paths
-def test_loads_and_stores_at_once(torch: Any, path: Path) -> None:
-    """Blocks go out under one value, and come back to other blocks, many jobs in flight."""
+def test_loads_and_stores_run_at_once(torch: Any, path: Path) -> None:
+    """Many jobs are in flight, which store blocks and load them into other blocks."""
     chances, compute = random.Random(7), torch.cuda.Stream()
     with world(path=path, num_blocks=64, num_slots=128, fragment_bytes=16 << 10) as w:
-        values: dict[int, int] = {}  # of the slots that hold something
+        values: dict[int, int] = {}  # of each slot that holds a stored block
         for turn in range(NUM_TURNS):
             ids = chances.sample(range(1, 64), 40)
             slots = chances.sample([s for s in range(128) if s not in values], 8)
@@ -137,7 +137,7 @@ def test_loads_and_stores_at_once(torch: Any, path: Path) -> None:
                 del values[slot]
 
 
-def test_a_load_follows_the_store_it_needs(torch: Any) -> None:
+def test_load_can_wait_for_the_store_of_its_slots(torch: Any) -> None:
     """As an engine does it: the load is submitted once the store's ticket has ended."""
     with world(num_blocks=24) as w:
         for turn in range(NUM_TURNS):
@@ -149,7 +149,7 @@ def test_a_load_follows_the_store_it_needs(torch: Any) -> None:
             assert (w.cache.slot(w.cache.bytes(), 2) == turn).all()
 
 
-def test_streams_of_torch_and_raw_ones(torch: Any) -> None:
+def test_event_records_streams_of_torch_and_addresses(torch: Any) -> None:
     side = torch.cuda.Stream()
     with world() as w:
         for value, stream in enumerate([torch.cuda.current_stream(), side], start=1):
@@ -165,8 +165,8 @@ def test_streams_of_torch_and_raw_ones(torch: Any) -> None:
         expect_slots(w, [9], 9)
 
 
-def test_streams_of_cupy(torch: Any) -> None:
-    import cupy  # noqa: PLC0415 - as torch
+def test_event_records_streams_of_cupy(torch: Any) -> None:
+    import cupy  # noqa: PLC0415 - missing where these tests are only collected
 
     stream = cupy.cuda.Stream(non_blocking=True)
     with world() as w:
@@ -175,7 +175,7 @@ def test_streams_of_cupy(torch: Any) -> None:
             keep_busy(torch)
             until_then = torch.cuda.Event()
             until_then.record(held)
-        # cupy's stream is held up by torch's, and then writes.
+        # cupy's stream waits for torch's, and then writes.
         cupy.cuda.runtime.streamWaitEvent(stream.ptr, until_then.cuda_event)
         region = w.cache.layout.regions[0]
         address = region.base_address + 3 * region.block_stride_bytes
@@ -184,18 +184,18 @@ def test_streams_of_cupy(torch: Any) -> None:
         assert (w.arena.slots[0, : region.block_bytes] == 77).all()
 
 
-def test_an_event_as_any_other_mover_sees_it(torch: Any) -> None:
+def test_cuda_event_serves_other_movers(torch: Any) -> None:
     keep_busy(torch)
-    event, told = CudaEvent.record(torch.cuda.current_stream()), HostEvent()
-    event.add_done_callback(told.set)
+    event, notified = CudaEvent.record(torch.cuda.current_stream()), HostEvent()
+    event.add_done_callback(notified.set)
     event.wait()
-    told.wait()
+    notified.wait()
 
 
-def test_a_stream_under_capture_is_refused(torch: Any) -> None:
+def test_stream_under_capture_is_refused(torch: Any) -> None:
     ones, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
     refused: list[StateError] = []
-    CudaEvent.record(torch.cuda.current_stream())  # so that nothing is compiled under capture
+    CudaEvent.record(torch.cuda.current_stream())  # compiles the kernels before the capture
     with torch.cuda.graph(graph):
         ones += 1
         try:
@@ -209,7 +209,7 @@ def test_a_stream_under_capture_is_refused(torch: Any) -> None:
 
 
 @paths
-def test_closing_carries_out_what_was_begun(torch: Any, path: Path) -> None:
+def test_close_carries_out_begun_jobs(torch: Any, path: Path) -> None:
     compute = torch.cuda.Stream()
     with world(path=path) as w:
         with torch.cuda.stream(compute):
@@ -227,7 +227,7 @@ def test_closing_carries_out_what_was_begun(torch: Any, path: Path) -> None:
             w.mover.store([1], [0], after=CudaEvent.record(compute))
 
 
-def test_tickets_end_though_nobody_waits(torch: Any) -> None:
+def test_tickets_end_when_only_polled(torch: Any) -> None:
     with world() as w:
         after = CudaEvent.record(torch.cuda.current_stream())
         tickets = [w.mover.store([1 + i], [i], after=after) for i in range(16)]

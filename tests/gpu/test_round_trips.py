@@ -1,4 +1,4 @@
-"""Bytes go out and come back equal, and nothing else is touched: all memory is compared."""
+"""Stored bytes return unchanged, and transfers touch no other byte of all memory."""
 
 import random
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from tests.gpu.memory import LAYOUTS, Path, World, all_bytes, world
 
 from kvstow.transfer import READY
 
-# Down to less than a warp's access, up to more than a chunk; lengths that 16 does not divide.
+# From less than a warp's access to more than a chunk; 16 does not divide all of them.
 SIZES = [64, 1000, 4096, 4104, 16 << 10, 18 << 10, 100_003, 128 << 10]
 
 
 def _pairs(seed: int, num_blocks: int, num_slots: int) -> tuple[list[int], list[int]]:
-    """Shuffled blocks, and slots of which some follow each other."""
+    """Return shuffled blocks, and slots of which some are consecutive."""
     chances = random.Random(seed)
     ids = chances.sample(range(1, num_blocks), num_blocks // 2)
     slots = sorted(chances.sample(range(num_slots), len(ids)))
@@ -36,7 +36,7 @@ def _round_trip(w: World, seed: int) -> None:
     for block, slot in zip(ids, slots, strict=True):
         assert np.array_equal(found[slot, :block_bytes], w.cache.slot(device, block))
     _expect_only(found, host, slots)
-    if w.arena.slot_stride_bytes > 2 * block_bytes:  # tight padding is copied along
+    if w.arena.slot_stride_bytes > 2 * block_bytes:  # copies include small padding
         rest = slice(block_bytes + 16, None)
         assert np.array_equal(found[slots, rest], host[slots, rest])
     assert np.array_equal(w.cache.bytes(), device), "a store wrote to the device"
@@ -52,31 +52,31 @@ def _round_trip(w: World, seed: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("path", ["packed", "direct"])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_every_layout_and_size(kind: str, path: Path, size: int) -> None:
+def test_round_trip_of_every_layout_and_size(kind: str, path: Path, size: int) -> None:
     with world(kind, fragment_bytes=size, path=path) as w:
         _round_trip(w, size)
 
 
 @pytest.mark.parametrize("path", ["packed", "direct"])
-def test_fragments_of_2_mib(path: Path) -> None:
+def test_round_trip_of_fragments_of_2_mib(path: Path) -> None:
     with world(fragment_bytes=2 << 20, num_blocks=8, num_slots=9, path=path) as w:
         _round_trip(w, 0)
 
 
 @pytest.mark.parametrize("path", ["packed", "direct"])
-def test_memory_that_is_not_pinned(path: Path) -> None:
+def test_round_trip_through_unpinned_memory(path: Path) -> None:
     with world(is_pinned=False, path=path) as w:
         _round_trip(w, 0)
 
 
 @pytest.mark.parametrize("path", ["packed", "direct"])
-def test_slots_of_an_arena_that_larger_blocks_share(path: Path) -> None:
+def test_round_trip_through_slots_of_larger_blocks(path: Path) -> None:
     with world(slot_factor=4, path=path) as w:
         assert w.arena.slot_stride_bytes > 2 * w.cache.layout.slot_bytes
         _round_trip(w, 0)
 
 
-def test_a_job_of_one_block_and_one_of_all() -> None:
+def test_round_trip_of_one_block_and_of_all_blocks() -> None:
     with world(num_blocks=24, num_slots=23) as w:
         device = w.cache.bytes()
         w.mover.store([5], [0], after=READY).wait(60)
@@ -86,7 +86,7 @@ def test_a_job_of_one_block_and_one_of_all() -> None:
             assert np.array_equal(w.arena.slots[block - 1], w.cache.slot(device, block))
 
 
-def test_no_blocks_are_no_work() -> None:
+def test_job_without_blocks_has_ended() -> None:
     with world() as w:
         w.mover.store([], [], after=READY).wait(60)
         w.mover.load([], [], after=READY).wait(60)

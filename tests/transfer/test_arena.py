@@ -56,7 +56,7 @@ def test_slots_are_aligned_rows(slot_bytes: int, stride: int) -> None:
         (70_000, 4, 70_656),
     ],
 )
-def test_runs_of_slots_lie_tight_and_begin_at_a_page(
+def test_runs_of_slots_begin_at_4_kib_with_little_padding(
     slot_bytes: int, slots_per_run: int, stride: int
 ) -> None:
     with HostArena(3 * slots_per_run, slot_bytes, slots_per_run=slots_per_run) as arena:
@@ -74,13 +74,13 @@ def test_runs_of_slots_lie_tight_and_begin_at_a_page(
         (4, "num_slots is 6, not a multiple of slots_per_run"),
     ],
 )
-def test_runs_that_cannot_be_are_named(slots_per_run: int, named: str) -> None:
+def test_impossible_runs_are_refused(slots_per_run: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         HostArena(6, 100, slots_per_run=slots_per_run)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statm")
-def test_untouched_memory_costs_nothing_and_prefault_touches_all() -> None:
+def test_prefault_touches_all_pages_that_otherwise_take_no_memory() -> None:
     num_slots, slot_bytes = 64, 1 << 20
     before = resident_bytes()
     with HostArena(num_slots, slot_bytes) as arena:
@@ -100,7 +100,7 @@ def test_prefault_reaches_past_one_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
         assert resident_bytes() - before > 4096 * 4096 * 7 // 8
 
 
-def test_closed_arena_is_refused() -> None:
+def test_closed_arena_refuses_every_use() -> None:
     arena = HostArena(2, 100)
     assert not arena.closed
     arena.close()
@@ -112,7 +112,7 @@ def test_closed_arena_is_refused() -> None:
         _ = arena.base_address
 
 
-def test_a_view_outlives_close() -> None:
+def test_view_outlives_close() -> None:
     with HostArena(2, 100) as arena:
         view = arena.slots
     view[1] = 7
@@ -134,7 +134,7 @@ def test_a_view_outlives_close() -> None:
         (2, 4096, 10**6, "num_prefault_threads is 1000000"),
     ],
 )
-def test_bad_numbers_are_named(
+def test_error_names_the_bad_number(
     num_slots: int, slot_bytes: int, num_threads: int, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -144,7 +144,7 @@ def test_bad_numbers_are_named(
 @pytest.mark.parametrize(
     ("num_slots", "slot_bytes"), [(2**31 - 1, 1 << 30), (4, sys.maxsize // 2), (1, sys.maxsize)]
 )
-def test_more_than_the_system_gives_says_what_was_asked(num_slots: int, slot_bytes: int) -> None:
+def test_error_of_too_much_memory_names_the_request(num_slots: int, slot_bytes: int) -> None:
     stride = -(-slot_bytes // 4096) * 4096
     with pytest.raises(
         ConfigError, match=rf"{num_slots * stride} bytes .* lower num_slots"

@@ -168,7 +168,7 @@ def each_fault(
 # -- host memory ---------------------------------------------------------------------------------
 
 
-def test_arena_is_there_whole_or_not_at_all() -> None:
+def test_arena_is_built_whole_or_not_at_all() -> None:
     def scenario(faults: Faults) -> None:
         closed: list[int] = []
         with injected(faults):
@@ -191,7 +191,7 @@ def test_arena_is_there_whole_or_not_at_all() -> None:
     assert {"mmap", "madvise", "thread", "on_close", "sched_setaffinity"} <= failed
 
 
-def test_pinned_memory_is_unpinned_as_far_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_unpinned_unless_unpinning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "MAX_CHUNK_BYTES", 1 << 20)
     errors: list[BaseException] = [
         CudaError("refused", is_fatal=False),
@@ -251,7 +251,7 @@ def wrapped(kind: str, layout: BlockLayout, arena: HostArena) -> Mover:
 
 @pytest.mark.parametrize("is_brief", [True, False])
 @pytest.mark.parametrize("kind", ["host", "verified", "proving"])
-def test_host_movers_go_on_or_are_closed(
+def test_host_movers_work_or_refuse_after_any_failed_call(
     monkeypatch: pytest.MonkeyPatch, kind: str, is_brief: bool
 ) -> None:
     if not is_brief:
@@ -376,7 +376,7 @@ class FaultyDevice(SimulatedGpu):
             self.allocated.pop(address)
 
 
-def test_cuda_mover_goes_on_or_is_closed() -> None:  # noqa: PLR0915 - one scenario
+def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:  # noqa: PLR0915 - one scenario
     errors: list[BaseException] = [
         CudaError("refused", is_fatal=False),
         CudaError("lost", is_fatal=True),

@@ -68,7 +68,7 @@ def made(request: pytest.FixtureRequest) -> Iterator[Made]:
 # -- a forked child ------------------------------------------------------------------------------
 
 
-def test_child_is_refused_and_changes_nothing_of_the_parent(made: Made) -> None:
+def test_child_is_refused_and_changes_nothing_in_the_parent(made: Made) -> None:
     made.mover.store(range(1, 33), range(32), after=READY).wait(LONG_S)
     before = made.arena.slots.copy()
     view = made.arena.slots
@@ -95,7 +95,7 @@ def test_child_is_refused_and_changes_nothing_of_the_parent(made: Made) -> None:
     assert (made.device[40] == 4).all()
 
 
-def test_transfers_under_way_end_in_the_child_and_go_on_in_the_parent(made: Made) -> None:
+def test_transfers_under_way_fail_in_the_child_and_go_on_in_the_parent(made: Made) -> None:
     event = HostEvent()
     made.mover.store([1], [1], after=READY).wait(LONG_S)
     tickets = [
@@ -119,7 +119,7 @@ def test_transfers_under_way_end_in_the_child_and_go_on_in_the_parent(made: Made
     assert (made.arena.slots[0] == 2).all()
 
 
-def test_child_builds_its_own(made: Made) -> None:
+def test_child_can_build_its_own_mover(made: Made) -> None:
     def check() -> None:
         with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena, made.build("verified", arena) as mover:
             mover.store([5], [0], after=READY).wait(LONG_S)
@@ -133,7 +133,7 @@ def test_child_builds_its_own(made: Made) -> None:
     in_child(check)
 
 
-def test_fork_while_threads_hold_the_locks_and_copy(made: Made) -> None:
+def test_child_works_after_a_fork_while_threads_hold_locks(made: Made) -> None:
     """The child closes everything, though no thread of it will ever give the locks back."""
     host = made.mover if isinstance(made.mover, HostMover) else made.mover._mover  # type: ignore[attr-defined]
     held = [host._stores._lock, host._loads._lock]
@@ -164,7 +164,7 @@ def test_fork_while_threads_hold_the_locks_and_copy(made: Made) -> None:
     assert (made.arena.slots[3] == 4).all()
 
 
-def test_child_of_a_cuda_mover_asks_nothing_of_the_device() -> None:
+def test_child_of_a_cuda_mover_makes_no_call_to_the_device() -> None:
     with bench(verify=True) as it:
         flying = it.mover.store([1], [0], after=it.after())
         waiting = it.mover.load([0], [2], after=HostEvent())
@@ -185,7 +185,7 @@ def test_child_of_a_cuda_mover_asks_nothing_of_the_device() -> None:
         assert np.array_equal(it.arena.slots[0], it.block(1))
 
 
-def test_child_does_not_unpin_what_the_parent_has_pinned() -> None:
+def test_child_does_not_unpin_the_parents_memory() -> None:
     unpinned: list[int] = []
     arena = HostArena(2, 4096)
     arena.on_close(lambda: unpinned.append(os.getpid()))
@@ -199,7 +199,7 @@ def test_child_does_not_unpin_what_the_parent_has_pinned() -> None:
     assert unpinned == [os.getpid()]
 
 
-def test_arena_of_a_file_is_closed_in_the_child_and_is_never_unmapped_there() -> None:
+def test_child_closes_an_arena_of_a_file_and_never_unmaps_it() -> None:
     with open(os.memfd_create("slots"), "r+b") as file:
         file.truncate(2 * 4096)
         made = [HostArena(2, 4096, file=(file.fileno(), 0))]
@@ -272,13 +272,13 @@ for _ in range(10):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_process_ends_with_a_mover_open_whose_event_never_happens(kind: str) -> None:
+def test_process_ends_while_a_job_waits_for_an_event(kind: str) -> None:
     ended = _run(OPEN, kind)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_child_ends_as_processes_do(kind: str) -> None:
+def test_child_exits_normally(kind: str) -> None:
     """With all handlers of the interpreter's exit, and not with `os._exit`."""
     script = """
 if os.fork() == 0:

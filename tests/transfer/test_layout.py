@@ -61,7 +61,7 @@ def test_layout_refuses_num_blocks(num_blocks: int) -> None:
         BlockLayout(num_blocks, (Region(ADDRESS, 16, 16),))
 
 
-def test_layout_refuses_what_is_no_region() -> None:
+def test_layout_refuses_what_is_not_a_region() -> None:
     with pytest.raises(ConfigError, match="regions has 0 entries, expected at least 1"):
         BlockLayout(4, ())
     with pytest.raises(ConfigError, match=r"regions\[1\] is a tuple"):
@@ -103,14 +103,14 @@ def test_regions_are_refused_exactly_when_they_share_a_byte(
         assert BlockLayout(num_blocks, (a, b)).slot_bytes == a.block_bytes + b.block_bytes
 
 
-def test_the_pair_that_shares_bytes_is_named_among_many() -> None:
+def test_error_names_the_pair_of_regions_that_share_bytes() -> None:
     regions = [Region(ADDRESS + 1024 * i, 16, 16) for i in range(9)]
     regions[7] = Region(regions[2].base_address + 24, 16, 8)
     with pytest.raises(ConfigError, match=r"regions\[2\] and regions\[7\] share bytes"):
         BlockLayout(4, tuple(regions))
 
 
-def test_interleaved_layers_of_one_allocation_are_fine() -> None:
+def test_interleaved_layers_of_one_allocation_are_accepted() -> None:
     regions = tuple(Region(ADDRESS + 64 * i, 64 * 80, 64) for i in range(80))
     assert BlockLayout(1_000_000, regions).slot_bytes == 64 * 80
 
@@ -127,7 +127,7 @@ def test_from_arrays_finds_each_block_row() -> None:
     )
 
 
-def test_from_arrays_takes_scalars_per_block_and_a_single_block() -> None:
+def test_from_arrays_accepts_scalars_per_block_and_a_single_block() -> None:
     assert BlockLayout.from_arrays([np.zeros(6, dtype=np.int32)[::3]]).regions[0].block_bytes == 4
     single = np.zeros((4, 8), dtype=np.uint8)[::-1][:1]
     assert BlockLayout.from_arrays([single]).regions == (Region(single.ctypes.data, 8, 8),)
@@ -177,7 +177,7 @@ def test_from_arrays_refuses(
         BlockLayout.from_arrays([np.zeros((4, 8), dtype=np.uint8), array])
 
 
-def test_from_arrays_refuses_arrays_that_do_not_belong_together() -> None:
+def test_from_arrays_refuses_arrays_of_different_pools() -> None:
     four, five = np.zeros((4, 8), dtype=np.uint8), np.zeros((5, 8), dtype=np.uint8)
     with pytest.raises(ConfigError, match=r"differ in num_blocks.*\[4, 5\]"):
         BlockLayout.from_arrays([four, five])

@@ -42,7 +42,7 @@ STEPS = st.lists(st.tuples(TARGETS, st.booleans()) | st.integers(0, 30), max_siz
 
 
 @given(STEPS)
-def test_job_runs_when_no_earlier_one_that_waits_shares_a_target(
+def test_job_runs_when_no_earlier_waiting_job_shares_a_target(
     steps: list[tuple[list[int], bool] | int],
 ) -> None:
     order: JobOrder[OrderedJob] = JobOrder(6)
@@ -82,7 +82,7 @@ def test_order_without_waiting_jobs_touches_no_memory() -> None:
     assert not order._last.any()
 
 
-def test_first_jobs_that_wait_import_no_module() -> None:
+def test_first_waiting_job_imports_no_module() -> None:
     """An import takes milliseconds, of a step that computes."""
     script = """
 import sys
@@ -154,7 +154,7 @@ def test_event_that_never_happens_holds_up_no_other_job(made: Made) -> None:
             ticket.wait(0)
 
 
-def test_later_store_of_a_slot_is_the_last(made: Made) -> None:
+def test_later_store_to_a_slot_writes_last(made: Made) -> None:
     event = HostEvent()
     first = made.mover.store([1], [0], after=event)
     second = made.mover.store([2, 3], [0, 1], after=READY)
@@ -168,7 +168,7 @@ def test_later_store_of_a_slot_is_the_last(made: Made) -> None:
     assert np.array_equal(made.device[7], made.device[2])
 
 
-def test_later_load_into_a_block_is_the_last(made: Made) -> None:
+def test_later_load_into_a_block_writes_last(made: Made) -> None:
     event = HostEvent()
     first = made.mover.load([1], [2], after=event)
     second = made.mover.load([3, 4], [2, 5], after=READY)

@@ -20,7 +20,7 @@ class Interrupted(BaseException):
     """As Ctrl-C is: at any line."""
 
 
-def test_waiter_that_is_interrupted_anywhere_takes_nothing_from_others() -> None:
+def test_interrupted_waiter_does_not_affect_other_waiters() -> None:
     num_lines = 0
     for at_line in range(1, 100):
         ticket = HostTicket()
@@ -61,7 +61,7 @@ def test_waiter_that_is_interrupted_anywhere_takes_nothing_from_others() -> None
 
 
 @pytest.mark.parametrize("bad", ["1", [1], True, float("nan"), 1j, b"1"])
-def test_timeout_that_is_no_number_is_a_config_error(bad: float) -> None:
+def test_timeout_that_is_not_a_number_is_a_config_error(bad: float) -> None:
     ticket = HostTicket()
     with pytest.raises(ConfigError, match="timeout_s is"):
         ticket.wait(bad)
@@ -71,7 +71,7 @@ def test_timeout_that_is_no_number_is_a_config_error(bad: float) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, -float("inf"), np.float32(0.001), np.int64(0)])
-def test_timeouts_of_any_number_type_are_taken(timeout_s: float) -> None:
+def test_timeouts_of_any_number_type_are_accepted(timeout_s: float) -> None:
     ticket = HostTicket()
     with pytest.raises(TransferTimeout):
         ticket.wait(timeout_s)
@@ -79,7 +79,7 @@ def test_timeouts_of_any_number_type_are_taken(timeout_s: float) -> None:
     ticket.wait(timeout_s)
 
 
-def test_event_calls_every_callback_though_one_raises() -> None:
+def test_event_calls_every_callback_even_if_one_raises() -> None:
     event, called = HostEvent(), list[int]()
 
     def raises() -> None:

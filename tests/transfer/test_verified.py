@@ -43,7 +43,7 @@ def mover(device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Iterator[V
         yield mover
 
 
-def test_what_was_stored_comes_back(
+def test_load_returns_the_stored_bytes(
     mover: VerifiedMover, device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 ) -> None:
     before = device.copy()
@@ -55,7 +55,7 @@ def test_what_was_stored_comes_back(
 
 
 @pytest.mark.parametrize("damaged", [0, 2, 5])
-def test_a_changed_byte_fails_the_load_and_nothing_is_loaded(
+def test_changed_byte_fails_the_load_before_any_copy(
     mover: VerifiedMover,
     device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
     damaged: int,
@@ -130,7 +130,7 @@ def test_outcome_waits_for_the_transfers(mover: VerifiedMover) -> None:
     timer.join()
 
 
-def test_a_slot_that_was_never_stored_or_is_being_overwritten_does_not_load(
+def test_slot_without_a_recorded_checksum_fails_to_load(
     mover: VerifiedMover,
 ) -> None:
     with pytest.raises(TransferError, match="host slot 3"):
@@ -149,7 +149,7 @@ def test_a_slot_that_was_never_stored_or_is_being_overwritten_does_not_load(
     mover.load([3], [2], after=READY).wait(10)
 
 
-def test_closing_ends_every_ticket(mover: VerifiedMover) -> None:
+def test_close_ends_every_ticket(mover: VerifiedMover) -> None:
     never = HostEvent()
     tickets = [mover.store([at], [at], after=never) for at in (1, 2, 3)]
     mover.close()
@@ -168,7 +168,7 @@ def filled(arena: HostArena) -> None:
     arena.unproven = arena.checksums >= 0
 
 
-def test_no_load_overtakes_one_that_is_still_being_proven(
+def test_load_does_not_overtake_a_load_that_is_being_proven(
     device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
 ) -> None:
     layout, event = BlockLayout.from_arrays([device]), HostEvent()
@@ -204,7 +204,7 @@ def test_failed_proof_names_every_damaged_slot(
             mover.load([0, 3], [1, 2], after=READY).wait(10)
 
 
-def test_what_is_proven_has_the_sum_that_its_device_would_have_kept(
+def test_proven_slot_gets_the_sum_that_the_kernels_would_record(
     device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
 ) -> None:
     layout = BlockLayout.from_arrays([device])

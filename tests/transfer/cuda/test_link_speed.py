@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_large_fragments_are_copied_as_they_lie_and_small_ones_packed() -> None:
+def test_large_fragments_are_copied_directly_and_small_ones_packed() -> None:
     assert SPEED.direct_from_bytes("store") == 100_000
     assert SPEED.direct_from_bytes("load") == 80_000
     assert [SPEED.path("store", size) for size in (99_999, 100_000)] == ["packed", "direct"]
@@ -55,7 +55,7 @@ def test_each_device_and_driver_is_measured_once(
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", "3", '{"store_bytes_per_s": 1}', "full of zeros", "negative"]
 )
-def test_a_file_that_tells_nothing_is_written_anew(
+def test_unusable_cache_file_is_written_again(
     runtime: SimulatedGpu, folder: Path, measured: list[str], content: str
 ) -> None:
     link_speed(runtime)
@@ -68,7 +68,7 @@ def test_a_file_that_tells_nothing_is_written_anew(
     assert file.read_text() == whole
 
 
-def test_where_nothing_can_be_kept_it_is_measured_each_time(
+def test_without_a_cache_folder_each_call_measures(
     runtime: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
 ) -> None:
     file = tmp_path / "file"
@@ -78,7 +78,7 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
     assert len(measured) == 2
 
 
-def test_measuring_leaves_nothing_behind(runtime: SimulatedGpu) -> None:
+def test_measurement_frees_its_memory(runtime: SimulatedGpu) -> None:
     ticks = iter(range(10**6))
     speed = measure(runtime, lambda: next(ticks) / 1000)
     # By this clock every turn takes a millisecond.

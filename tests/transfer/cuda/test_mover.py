@@ -1,4 +1,4 @@
-"""The CUDA mover on a device that is played: bytes, tickets, errors, and memory given back."""
+"""The CUDA mover on a simulated GPU: bytes, tickets, errors, and freed memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,7 +85,7 @@ def bench(**options: object) -> Iterator[Bench]:
 
 
 @given(st.data())
-def test_it_moves_what_the_host_mover_moves(data: st.DataObject) -> None:
+def test_cuda_mover_moves_the_bytes_that_the_host_mover_moves(data: st.DataObject) -> None:
     draw = data.draw
     sizes = draw(st.lists(st.sampled_from([16, 48, 100, 1024, 4096, 5000]), min_size=1, max_size=4))
     num_blocks, num_slots = draw(st.integers(2, 9)), draw(st.integers(1, 9))
@@ -131,7 +131,7 @@ def test_it_moves_what_the_host_mover_moves(data: st.DataObject) -> None:
         assert np.array_equal(ours, theirs)
 
 
-def test_consecutive_slots_are_one_copy_and_what_was_pinned_apart_is_not(
+def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pinning_module, "MAX_CHUNK_BYTES", 4 * 4096)
@@ -158,7 +158,7 @@ def test_consecutive_slots_are_one_copy_and_what_was_pinned_apart_is_not(
 # -- tickets and events ----------------------------------------------------------------------------
 
 
-def test_a_store_is_released_before_it_has_landed() -> None:
+def test_store_releases_its_source_before_it_ends() -> None:
     with bench(num_places=3) as it:
         ticket = it.mover.store([1, 2], [0, 1], after=it.after())
         assert not ticket.source_released()
@@ -172,7 +172,7 @@ def test_a_store_is_released_before_it_has_landed() -> None:
         assert ticket.error is None
 
 
-def test_with_an_event_of_the_host_a_job_begins_when_that_has_happened() -> None:
+def test_job_begins_when_its_host_event_has_happened() -> None:
     with bench() as it:
         filled = HostEvent()
         first = it.mover.store([1], [0], after=filled)
@@ -188,7 +188,7 @@ def test_with_an_event_of_the_host_a_job_begins_when_that_has_happened() -> None
         assert np.array_equal(it.arena.slots[0], it.block(2))
 
 
-def test_event_of_the_host_that_never_happens_holds_up_no_other_job() -> None:
+def test_host_event_that_never_happens_holds_up_no_other_job() -> None:
     with bench() as it:
         never = HostEvent()
         held = [it.mover.store([1], [0], after=never), it.mover.load([1], [2], after=never)]
@@ -198,7 +198,7 @@ def test_event_of_the_host_that_never_happens_holds_up_no_other_job() -> None:
         assert not any(ticket.poll() for ticket in held)
 
 
-def test_an_event_that_fails_fails_its_job_and_no_other() -> None:
+def test_failed_event_fails_only_its_job() -> None:
     with bench() as it:
         filled = HostEvent()
         first = it.mover.store([1], [0], after=filled)
@@ -210,7 +210,7 @@ def test_an_event_that_fails_fails_its_job_and_no_other() -> None:
         assert not it.arena.slots[0].any()
 
 
-def test_wait_gives_up_in_time() -> None:
+def test_wait_raises_after_its_timeout() -> None:
     with bench() as it:
         filled = HostEvent()
         ticket = it.mover.store([1], [0], after=filled)
@@ -222,12 +222,12 @@ def test_wait_gives_up_in_time() -> None:
         it.land(ticket)
 
 
-def test_a_job_that_moves_nothing_has_ended() -> None:
+def test_job_without_blocks_has_ended() -> None:
     with bench() as it:
         assert it.mover.store([], [], after=HostEvent()).poll()
 
 
-def test_jobs_wait_for_room_for_their_ids_and_keep_their_order() -> None:
+def test_jobs_wait_for_room_in_the_ring_and_keep_their_order() -> None:
     with bench() as it:
         ids = list(range(1, 9))
         tickets = [it.mover.load(range(8), ids, after=it.after()) for _ in range(4)]
@@ -246,7 +246,7 @@ def test_jobs_wait_for_room_for_their_ids_and_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("call", ["wait", "gather", "record", "copy"])
-def test_a_refused_call_fails_its_job_once_what_was_queued_of_it_has_run(call: str) -> None:
+def test_refused_call_fails_its_job_after_its_queued_work(call: str) -> None:
     with bench() as it:
         good = it.mover.store([1], [0], after=it.after())
         it.runtime.fail[call] = REFUSED
@@ -261,7 +261,7 @@ def test_a_refused_call_fails_its_job_once_what_was_queued_of_it_has_run(call: s
 
 
 @pytest.mark.parametrize("call", ["gather", "copy", "record", "is_done"])
-def test_a_lost_device_fails_all_jobs_and_takes_no_more(call: str) -> None:
+def test_lost_device_fails_all_jobs_and_accepts_no_more(call: str) -> None:
     with bench() as it:
         flying = it.mover.store([1], [0], after=it.after())
         waiting = it.mover.load([4], [7], after=HostEvent())
@@ -275,7 +275,7 @@ def test_a_lost_device_fails_all_jobs_and_takes_no_more(call: str) -> None:
             it.mover.store([3], [2], after=it.after())
 
 
-def test_closing_carries_out_what_may_begin_and_fails_the_rest() -> None:
+def test_close_carries_out_runnable_jobs_and_fails_the_others() -> None:
     with bench() as it:
         begun = it.mover.store([1], [0], after=it.after())
         never = it.mover.store([2], [1], after=HostEvent())
@@ -305,7 +305,7 @@ def test_movers_share_a_link_that_the_last_one_closes() -> None:
 
 
 @pytest.mark.parametrize("call", ["allocate", "upload"])
-def test_a_mover_that_cannot_be_built_leaves_nothing_behind(call: str) -> None:
+def test_failed_construction_frees_all_memory(call: str) -> None:
     with bench() as it:
         before = dict(it.runtime.allocated)
         it.runtime.fail[call] = REFUSED
@@ -318,7 +318,7 @@ def test_a_mover_that_cannot_be_built_leaves_nothing_behind(call: str) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 2047, 2048, 4095])
-def test_a_slot_that_has_changed_is_not_loaded(at: int) -> None:
+def test_changed_slot_fails_to_load(at: int) -> None:
     with bench(verify=True) as it:
         it.land(it.mover.store([1, 2, 3], [4, 0, 2], after=it.after()))
         it.land(it.mover.load([4, 0, 2], [5, 6, 7], after=it.after()))
@@ -357,7 +357,7 @@ def test_refused_copy_names_no_damaged_slot() -> None:
         assert outcome([ticket], [0]) is False
 
 
-def test_a_slot_that_was_not_stored_is_not_loaded() -> None:
+def test_slot_that_was_never_stored_fails_to_load() -> None:
     with bench(verify=True) as it:
         with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
             it.land(it.mover.load([3], [1], after=it.after()))
@@ -372,7 +372,7 @@ def test_a_slot_that_was_not_stored_is_not_loaded() -> None:
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def test_what_it_refuses() -> None:
+def test_mover_refuses_unsuitable_layouts_and_options() -> None:
     with bench() as it:
         regions = it.mover.layout.regions
 
@@ -411,7 +411,7 @@ def test_what_it_refuses() -> None:
             HostMover(it.mover.layout, it.arena)
 
 
-def test_the_path_follows_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     with bench() as it:
         for copy_seconds, expected in ((2047 / 50e9, "direct"), (2049 / 50e9, "packed")):
             speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9)

@@ -226,14 +226,16 @@ def corrupts(seed: int, path: Path, **options: object) -> bool:
 @pytest.mark.parametrize(
     ("path", "verify"), [("packed", False), ("packed", True), ("direct", False)]
 )
-def test_no_order_corrupts(path: Path, verify: bool) -> None:
+def test_no_order_of_the_work_corrupts_a_block(path: Path, verify: bool) -> None:
     for seed in range(NUM_SEEDS):
         assert not corrupts(seed, path, verify=verify), f"seed {seed}"
 
 
 @pytest.mark.parametrize("scenario", [one_store, one_load])
 @pytest.mark.parametrize("path", ["packed", "direct"])
-def test_every_order_of_a_small_job(path: Path, scenario: Callable[[World], None]) -> None:
+def test_no_order_of_a_small_job_corrupts_a_block(
+    path: Path, scenario: Callable[[World], None]
+) -> None:
     order, num_orders = EveryOrder(), 0
     while True:
         scenario(World(1, path, order=order, num_places=1))
@@ -254,18 +256,18 @@ def waits(path: Path) -> list[tuple[int, int]]:
     [(path, pair) for path in ("packed", "direct") for pair in waits(path)],
     ids=str,
 )
-def test_each_wait_keeps_some_order_from_corrupting(path: Path, dropped: tuple[int, int]) -> None:
+def test_without_any_one_wait_some_order_corrupts(path: Path, dropped: tuple[int, int]) -> None:
     assert any(corrupts(seed, path, dropped=dropped) for seed in range(10 * NUM_SEEDS))
 
 
-def test_there_are_as_many_waits_as_the_design_says() -> None:
+def test_lanes_queue_only_the_waits_that_the_design_names() -> None:
     # Streams: 0 computes; 1 and 2 are the store's kernels and copies, 3 and 4 the load's.
     assert waits("packed") == [(1, 0), (1, 2), (2, 1), (3, 0), (3, 4), (4, 3)]
     assert waits("direct") == [(2, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("path", ["packed", "direct"])
-def test_a_host_that_does_not_ask_whether_it_is_done_corrupts(path: Path) -> None:
+def test_without_event_queries_some_order_corrupts(path: Path) -> None:
     def is_blind(seed: int) -> bool:
         world = World(seed, path)
         world.runtime.blind = True

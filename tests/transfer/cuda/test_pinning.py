@@ -23,21 +23,21 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_all_is_pinned_in_chunks_that_end_where_slots_do(runtime: SimulatedGpu) -> None:
-    told: list[tuple[int, int]] = []
-    arena = pinned_arena(12, 7000, runtime, progress=lambda done, of: told.append((done, of)))
+def test_pinned_chunks_end_where_slots_end(runtime: SimulatedGpu) -> None:
+    reported: list[tuple[int, int]] = []
+    arena = pinned_arena(12, 7000, runtime, progress=lambda done, of: reported.append((done, of)))
     assert arena.slot_stride_bytes == 8192
     base = arena.base_address
     assert chunk_slots(8192, 1) == 2
     assert runtime.allocated == {base + at * 16384: 16384 for at in range(6)}
-    assert told == [(at * 16384, 6 * 16384) for at in range(1, 7)]
+    assert reported == [(at * 16384, 6 * 16384) for at in range(1, 7)]
     arena.close()
     arena.close()
     assert runtime.allocated == {}
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_chunks_are_of_whole_runs(runtime: SimulatedGpu) -> None:
+def test_chunks_hold_whole_runs(runtime: SimulatedGpu) -> None:
     with HostArena(9, 2000, slots_per_run=3) as arena:
         assert arena.slot_stride_bytes % 2048 == 0
         unpin = pin(arena, runtime)
@@ -54,7 +54,7 @@ def test_chunks_are_of_whole_runs(runtime: SimulatedGpu) -> None:
     ("stride_bytes", "slots_per_run", "expected"),
     [(4096, 1, 64), (12288, 1, 16), (65536, 1, 4), (1280, 16, 256), (1 << 20, 1, 1)],
 )
-def test_chunks_are_of_whole_pages_whatever_their_size(
+def test_chunks_hold_whole_pages_of_any_size(
     monkeypatch: pytest.MonkeyPatch, stride_bytes: int, slots_per_run: int, expected: int
 ) -> None:
     monkeypatch.setattr(mmap, "PAGESIZE", 65536)
@@ -66,7 +66,7 @@ def test_chunks_are_of_whole_pages_whatever_their_size(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: SimulatedGpu) -> None:
+def test_refused_pinning_warns_and_returns_unpinned_memory(runtime: SimulatedGpu) -> None:
     register = runtime.register
     calls: list[int] = []
 
@@ -84,19 +84,19 @@ def test_what_cannot_be_pinned_is_used_unpinned_and_said(runtime: SimulatedGpu) 
     arena.close()
 
 
-def test_a_lost_device_is_no_reason_to_go_on(runtime: SimulatedGpu) -> None:
+def test_device_lost_while_pinning_raises(runtime: SimulatedGpu) -> None:
     runtime.fail["register"] = CudaError("an illegal address", is_fatal=True)
     with pytest.raises(CudaError, match="illegal"):
         pinned_arena(4, 4096, runtime)
 
 
-def test_layouts_of_several_devices_are_no_rank() -> None:
+def test_layouts_of_several_devices_are_refused() -> None:
     layouts = [BlockLayout(2, (Region(4096, 16, 16),), device=device) for device in (0, None)]
     with pytest.raises(ConfigError, match="are on several devices"):
         arena_for(layouts, 4)
 
 
-def test_the_nearest_processors_are_those_of_the_device_s_node(
+def test_nearest_cpus_are_on_the_node_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = {

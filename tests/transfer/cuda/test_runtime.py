@@ -17,7 +17,7 @@ from kvstow.transfer import BlockLayout, CudaError, CudaLink, CudaMover, HostAre
 from kvstow.transfer.cuda.runtime import CudaRuntime, import_cupy
 
 
-def test_cupy_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     remove_cupy(monkeypatch)
     with pytest.raises(ConfigError, match=r"pip install 'kvstow\[cuda13\]'"):
         import_cupy()
@@ -31,7 +31,7 @@ def test_cupy_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeCupy(num_devices=0), "cupy reaches no GPU .*nvidia-smi"),
     ],
 )
-def test_a_machine_that_cannot_says_why(
+def test_error_names_why_cupy_reaches_no_gpu(
     monkeypatch: pytest.MonkeyPatch, machine: FakeCupy, says: str
 ) -> None:
     machine.install(monkeypatch)
@@ -39,25 +39,25 @@ def test_a_machine_that_cannot_says_why(
         import_cupy()
 
 
-def test_a_newer_driver_runs_an_older_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_driver_runs_an_older_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = FakeCupy(driver=13000, built_for=12090).install(monkeypatch)
     assert import_cupy() is cupy
 
 
 @pytest.mark.parametrize("device", [1, -1])
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: int) -> None:
+def test_missing_device_is_a_config_error(monkeypatch: pytest.MonkeyPatch, device: int) -> None:
     FakeCupy().install(monkeypatch)
     with pytest.raises(ConfigError, match=f"device is {device}, but this process sees 1"):
         CudaRuntime(device)
 
 
-def test_no_compiler_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCupy(compile_error=RuntimeError("failed to load libnvrtc.so")).install(monkeypatch)
     with pytest.raises(ConfigError, match=r"libnvrtc.*pip install 'cupy-cuda13x\[ctk\]'"):
         CudaRuntime(0)
 
 
-def test_an_event_of_a_lost_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_of_an_event_raises_on_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = FakeCupy().install(monkeypatch)
     runtime = CudaRuntime(0)
     event = runtime.event()
@@ -111,7 +111,7 @@ def status_of(name: str) -> int:
     return int(getattr(cuda_api.cudaError_t, f"cudaError{name}").value)
 
 
-def test_reference_calls_no_other_error_poisoning() -> None:
+def test_poisoning_errors_are_those_of_the_cuda_reference() -> None:
     said = {
         error.name.removeprefix("cudaError")
         for error in cuda_api.cudaError_t
@@ -148,14 +148,14 @@ def test_error_that_poisons_the_context_loses_the_device(
         runtime.record_external(0)
 
 
-def test_devices_whose_uuids_begin_alike_have_identities_of_their_own(
+def test_devices_with_a_common_uuid_prefix_have_different_identities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     FakeCupy(num_devices=2).install(monkeypatch)
     assert CudaRuntime(0).identity != CudaRuntime(1).identity
 
 
-def test_an_upload_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = FakeCupy().install(monkeypatch)
     CudaRuntime(0).upload(4096, b"abc")
     assert cupy.calls == ["memcpy", "synchronize 0"]
@@ -186,13 +186,13 @@ def mover(runtime: SimulatedGpu) -> CudaMover:
     return CudaMover(layout, HostArena(4, 64), link=link, path="packed")
 
 
-def test_whatever_an_event_raises_fails_the_job(mover: CudaMover) -> None:
+def test_any_error_of_an_event_fails_its_job(mover: CudaMover) -> None:
     ticket = mover.store([1], [0], after=_Failing())
     with pytest.raises(TransferError, match="lost it"):
         ticket.wait(5)
 
 
-def test_a_job_that_gets_no_events_ends(mover: CudaMover, runtime: SimulatedGpu) -> None:
+def test_job_without_cuda_events_fails(mover: CudaMover, runtime: SimulatedGpu) -> None:
     error = CudaError("no more events", is_fatal=True)
 
     def refuse() -> object:

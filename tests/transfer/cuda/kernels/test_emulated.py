@@ -47,7 +47,7 @@ def test_sanitiser_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "misaligned address" in capfd.readouterr().err
 
 
-def test_nothing_to_copy_is_nothing_done(kernels: Kernels) -> None:
+def test_kernels_without_blocks_touch_nothing(kernels: Kernels) -> None:
     device, staging = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
     table = np.array([(device.ctypes.data, 64, 0, 64)], dtype=CHUNK_DTYPE)
     launch = Launch(table, [], staging.ctypes.data, 64)

@@ -37,7 +37,7 @@ def compiled(architecture: str) -> tuple[str, bytes]:
     return log.decode(), bytes(code)
 
 
-def test_compiler_is_one_whose_code_a_cuda_13_0_driver_runs() -> None:
+def test_compiler_makes_code_for_a_cuda_13_0_driver() -> None:
     assert nvrtc.nvrtcVersion()[1:] == (13, 0)
 
 

@@ -45,7 +45,7 @@ def test_chunks_cover_each_region_once_in_order(shapes: list[tuple[int, int]]) -
     assert rest == []
 
 
-def test_table_takes_a_slot_up_to_its_bound() -> None:
+def test_table_accepts_a_slot_up_to_its_bound() -> None:
     table = chunk_table([Region(2**62, 2**61, 4095)], [2**32 - 4096])
     assert table.dtype == CHUNK_DTYPE
     assert table[-1].item() == (2**62 + 2048, 2**61, 2**32 - 2048, 2047)
@@ -78,7 +78,7 @@ def by_definition(slot: bytes) -> int:
 
 
 @given(st.lists(st.binary(min_size=21, max_size=21), max_size=3))
-def test_checksum_is_the_one_defined(slots: list[bytes]) -> None:
+def test_checksum_equals_its_definition(slots: list[bytes]) -> None:
     array = np.frombuffer(b"".join(slots), dtype=np.uint8).reshape(len(slots), 21)
     assert checksum(array).tolist() == [by_definition(slot) for slot in slots]
 
