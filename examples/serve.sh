@@ -1,5 +1,5 @@
 #!/bin/sh
-# vLLM's server with 32 GiB of host memory for prefixes: examples/serve.sh MODEL [flags of vLLM]
+# Start vLLM's server with 32 GiB of host memory for prefixes: examples/serve.sh MODEL [vLLM's flags]
 set -eu
 exec vllm serve "$@" --kv-transfer-config '{
     "kv_connector": "KVStowConnector",
