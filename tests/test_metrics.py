@@ -243,7 +243,7 @@ class Tally(Observer):
     def looked_up(
         self, replay: ReplayState, request: Request, device_tokens: int, host_tokens: int
     ) -> None:
-        state = replay.kv._requests[request.name].state
+        state = replay.kv._state.requests[request.name].state
         if state != "added":
             self.hit_tokens[0] += device_tokens
             self.hit_tokens[1] += host_tokens

@@ -159,7 +159,7 @@ def test_a_store_reports_no_block_that_has_left_its_window() -> None:
     of = trace(request(1, FIRST), request(2, [*FIRST, 8, 9], at_s=1, output=30))
     with prepared(of, model=MIXED, device_blocks=100, max_step_tokens=6) as engine:
         spy = _Spy(engine)
-        engine.kv.scheduler = spy  # type: ignore[assignment]
+        engine.kv._state.scheduler = spy  # type: ignore[assignment]
         engine.run()
 
         assert_ended_well(engine)
