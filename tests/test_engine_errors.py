@@ -448,7 +448,7 @@ def test_a_timeout_of_a_wait_is_a_number() -> None:
         for ticket in transfer.tickets:
             wrongs: list[Any] = ["1", [], float("nan")]
             for wrong in wrongs:
-                with pytest.raises(ConfigError, match=r"timeout_s is .*; pass seconds, or None"):
+                with pytest.raises(ConfigError, match=r"timeout_s is .*: pass seconds, or None"):
                     ticket.wait(wrong)
 
 
