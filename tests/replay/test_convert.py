@@ -12,7 +12,7 @@ import pytest
 from kvstow import ConfigError, cli
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
 
-DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "traces.md"
 BLOCK = 4
 
 
@@ -88,7 +88,7 @@ def test_converted_tokens_give_the_expected_hits(
 def test_the_example_of_the_docs_has_the_documented_hits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (example,) = re.findall(r"```json[^\n]*\n(.*?)```", DOCS.read_text(), re.DOTALL)
     path = tmp_path / "three.jsonl"
     path.write_text(example)
     assert cli.main(["replay", str(path), "--block-size", "16", "--json"]) == 0
