@@ -1,7 +1,9 @@
-"""Every call to the outside fails once: what is left is usable or closed, and nothing is leaked.
+"""Each call to the outside fails once. Then every object works or is closed, and nothing leaks.
 
-A scenario is run once to count its calls of the system, of events and of the device. Then it is run
-again for each of them, and that call raises instead. Nothing is replaced: all others are real.
+A test runs its scenario once to count its calls to the system, to events and to the device. Then it
+runs the scenario again for each call, and that call raises. All other calls are real.
+
+The file is long because it has one scenario for each object that makes such calls.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C is: no `Exception`."""
+    """An interrupt like Ctrl-C, which is not an `Exception`."""
 
 
 ERRORS: list[BaseException] = [OSError(5, "Input/output error"), MemoryError(), Interrupted()]
@@ -61,8 +63,8 @@ class Faults:
     """Counts calls, and raises instead of one of them.
 
     Attributes:
-        num_calls: so far.
-        failed: name of the call that was made to fail.
+        num_calls: calls so far.
+        failed: name of the call that raised.
     """
 
     def __init__(self, at: int = 0, error: BaseException | None = None) -> None:
@@ -72,7 +74,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def call(self, name: str) -> None:
-        """Made before each of the calls."""
+        """Count a call, or raise instead of it."""
         with self._lock:
             self.num_calls += 1
             is_it = self.num_calls == self._at
@@ -82,12 +84,12 @@ class Faults:
             raise self._error
 
     def stop(self) -> None:
-        """Let all calls from now on succeed."""
+        """Let all later calls succeed."""
         self._at = 0
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if name == "close":  # gives the descriptor back whatever it returns
+            if name == "close":  # frees the descriptor even if it fails
                 real(*args)
                 return self.call(name)
             self.call(name)
@@ -104,7 +106,7 @@ _SYSTEM = [
 
 @contextlib.contextmanager
 def injected(faults: Faults) -> Iterator[None]:
-    """The calls of the system that kvstow makes go through `faults`."""
+    """Route kvstow's calls to the system through `faults`."""
 
     class Map(mmap.mmap):
         def __new__(cls, *args: Any, **kwargs: Any) -> Map:
@@ -124,7 +126,7 @@ def injected(faults: Faults) -> Iterator[None]:
 
 
 def resources() -> tuple[int, int, list[str]]:
-    """Descriptors, bytes of large mappings, and threads of kvstow."""
+    """Return the numbers of descriptors and of arena mappings, and the threads of kvstow."""
     gc.collect()
     threads = [t.name for t in threading.enumerate() if t.name.startswith("kvstow-")]
     with open("/proc/self/maps") as maps:
@@ -137,26 +139,26 @@ def resources() -> tuple[int, int, list[str]]:
     return len(os.listdir("/proc/self/fd")), sizes.count(ARENA_BYTES), threads
 
 
-# As no other mapping of the process is.
+# No other mapping of the process has this size.
 ARENA_BYTES = 8192 * 1237
 
 
 def each_fault(
     scenario: Callable[[Faults], None], errors: list[BaseException] = ERRORS
 ) -> set[str]:
-    """Run a scenario for each of its calls and each error; the names of the calls."""
+    """Run a scenario for each of its calls and each error, and return the names of the calls."""
     counting = Faults()
     scenario(counting)
     assert counting.num_calls > 2
     failed = set[str]()
-    gc.freeze()  # only what is made from now on needs to be collected
+    gc.freeze()  # so that each collection looks at new objects only
     try:
         before = resources()
         for error in errors:
             for at in range(1, counting.num_calls + 1):
                 faults = Faults(at, error)
                 scenario(faults)
-                # Kept alive by the error's own traceback otherwise.
+                # Otherwise the error's traceback keeps them alive.
                 error.__traceback__ = error.__context__ = error.__cause__ = None
                 assert resources() == before, f"{error!r} at call {at}, {faults.failed}"
                 failed.add(faults.failed)
@@ -220,7 +222,7 @@ def test_pinned_memory_is_unpinned_unless_unpinning_fails(monkeypatch: pytest.Mo
 
 
 class FaultyEvent(HostEvent):
-    """An event that may refuse, or fail when it is waited for."""
+    """An event that may refuse a callback, or fail in `wait`."""
 
     def __init__(self, faults: Faults, *, is_set: bool) -> None:
         super().__init__()
@@ -286,7 +288,7 @@ def test_host_movers_work_or_refuse_after_any_failed_call(
             submit("store", 2, 6, late)
             submit("load", 5, 4, FaultyEvent(faults, is_set=True))
             submit("load", 6, 3, late)
-            submit("load", 6, 2, FaultyEvent(faults, is_set=True))  # waits for the one before
+            submit("load", 6, 2, FaultyEvent(faults, is_set=True))  # waits for the earlier job
             submit("load", 7, 1, FaultyEvent(faults, is_set=True))
             late.set()
             for direction, block, slot, ticket in jobs:
@@ -335,7 +337,7 @@ def test_interrupted_close_can_be_called_again() -> None:
 
 
 class FaultyDevice(SimulatedGpu):
-    """The simulated device, each of whose calls may fail before it does anything."""
+    """The simulated GPU, each of whose calls may fail before it does anything."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__(in_order)
