@@ -15,6 +15,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,9 @@ def injected(faults: Faults) -> Iterator[None]:
 def resources() -> tuple[int, int, list[str]]:
     """Return the numbers of descriptors and of arena mappings, and the threads of kvstow."""
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "kvstow-prefault":
+            thread.join(LONG_S)  # has done its work, and may still be ending
     threads = [t.name for t in threading.enumerate() if t.name.startswith("kvstow-")]
     with open("/proc/self/maps") as maps:
         spans = [line.split() for line in maps if "[heap]" not in line]
@@ -378,7 +382,72 @@ class FaultyDevice(SimulatedGpu):
             self.allocated.pop(address)
 
 
-def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:  # noqa: PLR0915 - one scenario
+def cuda_scenario(content: Bytes, faults: Faults) -> None:  # noqa: PLR0915 - one scenario
+    """Store and load through a CUDA mover, and compare the bytes of each job that went well."""
+    device = content.copy()
+    runtime = FaultyDevice(faults)
+    with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
+        arena.slots[:] = content[:NUM_SLOTS]
+        try:
+            link = CudaLink(runtime, staging_bytes=4096, num_places=2)
+        except (CudaError, MemoryError, Interrupted):
+            assert not runtime.allocated or runtime.lost
+            return
+        try:
+            mover = CudaMover(on_device([device]), arena, link=link, verify=True)
+        except (CudaError, MemoryError, Interrupted):
+            assert link.closed
+            assert not runtime.allocated or runtime.lost or faults.failed == "free"
+            return
+        jobs: list[tuple[str, int, int, Ticket]] = []
+
+        def submit(direction: str, block: int, slot: int, after: Event) -> None:
+            with contextlib.suppress(MemoryError, Interrupted, CudaError):
+                if direction == "store":
+                    ticket = mover.store([block], [slot], after=after)
+                else:
+                    ticket = mover.load([slot], [block], after=after)
+                jobs.append((direction, block, slot, ticket))
+
+        def land(ticket: Ticket) -> None:
+            for _ in range(1000):
+                with contextlib.suppress(MemoryError, Interrupted):
+                    if ticket.poll():
+                        return
+                    runtime.step()
+            raise AssertionError("the ticket never ends")
+
+        late = FaultyEvent(faults, is_set=False)
+        submit("store", 1, 7, FaultyEvent(faults, is_set=True))
+        submit("store", 2, 6, late)
+        with contextlib.suppress(MemoryError, Interrupted, CudaError):
+            late.set()
+        for job in jobs:
+            land(job[-1])
+        submit("load", 5, 7, READY)
+        submit("load", 6, 6, READY)
+        submit("store", 3, 0, READY)
+        land(jobs[-1][-1])
+        submit("load", 8, 0, READY)
+        land(jobs[-1][-1])
+        if not faults.failed:
+            assert np.array_equal(device[8], device[3])
+        for direction, block, slot, ticket in jobs:
+            land(ticket)
+            if ticket.error is None:
+                want = content[block] if direction == "store" else arena.slots[slot]
+                got = arena.slots[slot] if direction == "store" else device[block]
+                assert np.array_equal(got, want), f"{direction} lies, {faults.failed}"
+        for _ in range(2):
+            with contextlib.suppress(MemoryError, Interrupted, CudaError):
+                mover.close()
+        with pytest.raises((StateError, CudaError)):
+            mover.store([1], [0], after=READY)
+        if runtime.lost is None:
+            assert len(runtime.allocated) == (faults.failed == "free"), faults.failed
+
+
+def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:
     errors: list[BaseException] = [
         CudaError("refused", is_fatal=False),
         CudaError("lost", is_fatal=True),
@@ -388,70 +457,7 @@ def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:  # noqa: P
     rng = np.random.default_rng(5)
     content = rng.integers(1, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
 
-    def scenario(faults: Faults) -> None:  # noqa: PLR0915
-        device = content.copy()
-        runtime = FaultyDevice(faults)
-        with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
-            arena.slots[:] = content[:NUM_SLOTS]
-            try:
-                link = CudaLink(runtime, staging_bytes=4096, num_places=2)
-            except (CudaError, MemoryError, Interrupted):
-                assert not runtime.allocated or runtime.lost
-                return
-            try:
-                mover = CudaMover(on_device([device]), arena, link=link, verify=True)
-            except (CudaError, MemoryError, Interrupted):
-                assert link.closed
-                assert not runtime.allocated or runtime.lost or faults.failed == "free"
-                return
-            jobs: list[tuple[str, int, int, Ticket]] = []
-
-            def submit(direction: str, block: int, slot: int, after: Event) -> None:
-                with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                    if direction == "store":
-                        ticket = mover.store([block], [slot], after=after)
-                    else:
-                        ticket = mover.load([slot], [block], after=after)
-                    jobs.append((direction, block, slot, ticket))
-
-            def land(ticket: Ticket) -> None:
-                for _ in range(1000):
-                    with contextlib.suppress(MemoryError, Interrupted):
-                        if ticket.poll():
-                            return
-                        runtime.step()
-                raise AssertionError("the ticket never ends")
-
-            late = FaultyEvent(faults, is_set=False)
-            submit("store", 1, 7, FaultyEvent(faults, is_set=True))
-            submit("store", 2, 6, late)
-            with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                late.set()
-            for job in jobs:
-                land(job[-1])
-            submit("load", 5, 7, READY)
-            submit("load", 6, 6, READY)
-            submit("store", 3, 0, READY)
-            land(jobs[-1][-1])
-            submit("load", 8, 0, READY)
-            land(jobs[-1][-1])
-            if not faults.failed:
-                assert np.array_equal(device[8], device[3])
-            for direction, block, slot, ticket in jobs:
-                land(ticket)
-                if ticket.error is None:
-                    want = content[block] if direction == "store" else arena.slots[slot]
-                    got = arena.slots[slot] if direction == "store" else device[block]
-                    assert np.array_equal(got, want), f"{direction} lies, {faults.failed}"
-            for _ in range(2):
-                with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                    mover.close()
-            with pytest.raises((StateError, CudaError)):
-                mover.store([1], [0], after=READY)
-            if runtime.lost is None:
-                assert len(runtime.allocated) == (faults.failed == "free"), faults.failed
-
-    failed = each_fault(scenario, errors)
+    failed = each_fault(partial(cuda_scenario, content), errors)
     expected = {"stream", "event", "allocate", "upload", "wait", "record", "copy", "gather"}
     assert expected | {"scatter", "zero", "is_done", "free"} <= failed
 
