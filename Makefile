@@ -37,10 +37,10 @@ test: lint $(VENV)/.docs ## everything that CI checks: lint, cargo test, pytest,
 	cargo test
 	$(BIN)/pytest
 
-test-traces: $(VENV)/.test ## the replay tests over whole traces (KVSTOW_TRACES=FOLDER that holds them)
+test-traces: $(VENV)/.test ## the tests over whole traces (KVSTOW_TRACES=FOLDER that holds them)
 	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \
 	    echo 'Name the folder with the traces (CONTRIBUTING.md says which): make test-traces KVSTOW_TRACES=FOLDER' >&2; exit 1; fi
-	KVSTOW_TRACES='$(abspath $(KVSTOW_TRACES))' $(BIN)/pytest tests/replay/test_trace_oracle.py
+	KVSTOW_TRACES='$(abspath $(KVSTOW_TRACES))' $(BIN)/pytest tests/replay/test_trace_oracle.py tests/accounting/test_curve.py
 	$(BIN)/kvstow replay '$(KVSTOW_TRACES)/mooncake_conversation_trace.jsonl.gz' \
 	    --device-blocks 4096 --host-blocks 200000
 

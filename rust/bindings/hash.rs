@@ -109,7 +109,9 @@ fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {
 
 /// The array's numbers as `T`, whatever its stride, alignment, width and byte order: numpy's own
 /// conversion always copies, and what it returns is as plain as an array can be.
-fn native_copy<T: Element + Copy>(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<T>> {
+pub(crate) fn native_copy<T: Element + Copy>(
+    array: &Bound<'_, PyUntypedArray>,
+) -> PyResult<Vec<T>> {
     let plain = array.call_method1("astype", (numpy::dtype::<T>(array.py()),))?;
     Ok(plain.cast_into::<PyArray1<T>>()?.to_vec()?)
 }

@@ -9,6 +9,7 @@
 
 mod checksum;
 mod convert;
+mod curve;
 mod error;
 mod event;
 mod group;
@@ -44,6 +45,8 @@ mod _core {
 
     #[pymodule_export]
     use super::checksum::row_checksums;
+    #[pymodule_export]
+    use super::curve::{HitCurve, clairvoyant_hits};
     #[pymodule_export]
     use super::error::{
         ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, SnapshotError,

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod computed;
+mod curve;
 mod groups;
 mod ledger;
 mod model;

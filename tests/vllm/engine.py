@@ -1,4 +1,4 @@
-"""vLLM's CPU engine in this process, so that tests can look into the connector."""
+"""vLLM's own engine on the CPU, in this process, so that tests can reach into the connector."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from kvstow.vllm.worker import WorkerHalf
 
 try:
     from vllm.triton_utils import dispatcher
-except ImportError:  # vLLM before 0.32 does not inspect imported objects
+except ImportError:  # vLLM before 0.32 does not look through what is imported
     dispatcher = None
 
-# Other tests may have loaded torch already, which reads OMP_NUM_THREADS once.
+# Other tests may have loaded torch already, and it reads OMP_NUM_THREADS once.
 torch.set_num_threads(1)
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
-# Correct runs differ by 1e-5 at most, because batch shapes differ. One damaged block makes 0.5.
+# Honest runs differ by 1e-5 at most, for other batch shapes; one damaged block by 0.5 or more.
 TOLERANCE = 1e-4
 DAMAGE = 0.01
 
@@ -63,10 +63,10 @@ def prompts(num_prompts: int, num_tokens: int, seed: int = 1) -> list[list[int]]
     ]
 
 
-def difference(found: Sequence[Answer], expected: Sequence[Answer]) -> float:
-    """Return the largest difference of log-probabilities; infinity if tokens differ."""
+def difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
+    """The largest difference of log-probabilities; infinite where tokens differ."""
     worst = 0.0
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(one, other, strict=True):
         if a.tokens != b.tokens:
             return float("inf")
         worst = max(worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)))
@@ -83,26 +83,14 @@ def answer(output: Any) -> Answer:
     )
 
 
-def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    """Return parameters for an answer of exactly `max_tokens` tokens with log-probabilities."""
-    return SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=1,
-        **more,
-    )
-
-
-def skip_unless_in_ci(model: str, scheduling: str) -> None:
-    """Skip a model that CI has no time for."""
+def skip_unless_gated(model: str, scheduling: str) -> None:
+    """Leave out what the gate has no time for."""
     if (model, scheduling) == ("gemma", "sync") and os.environ.get("KVSTOW_VLLM") != "full":
         pytest.skip("gemma with synchronous scheduling runs in make test-vllm-full")
 
 
 def poison(worker: WorkerHalf) -> None:
-    """Overwrite the device's whole cache with values that no model computes."""
+    """Overwrite the device's whole cache with what no model has computed."""
     for layout in worker._layouts:
         for tensor in layout.owners:
             assert isinstance(tensor, torch.Tensor)
@@ -115,7 +103,7 @@ def _vars(value: object) -> Mapping[str, Any]:
 
 
 class _Immediate:
-    """A CUDA stream or event on a machine without CUDA, where copies end before they return."""
+    """A CUDA stream or event of a machine without CUDA, where copies end before they return."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -125,10 +113,10 @@ class _Immediate:
 
 
 def _schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
-    """Let vLLM schedule a step while the step before it runs, as it does by default on GPUs.
+    """Let vLLM schedule a step while the one before it runs, as it does by default on GPUs.
 
-    vLLM's CPU platform switches this off. The scheduler and the queue of batches are vLLM's. This
-    function replaces only the streams, events and pinned memory of the model runner.
+    vLLM's CPU platform switches this off. The scheduler and the queue of batches are the real
+    ones. Only the streams, events and pinned memory that the model runner asks for are replaced.
     """
     check = CpuPlatform.check_and_update_config.__func__
     zeros = torch.zeros
@@ -161,8 +149,8 @@ class Engine:
         **settings: Any,
     ) -> None:
         self._patch = pytest.MonkeyPatch()
-        # vLLM inspects all imported objects, and fails at an object of llvmlite that claims to have
-        # a `__dict__`. With n-gram drafts no second engine could start.
+        # vLLM looks through everything that is imported, and breaks off at an object of llvmlite
+        # that claims to have a `__dict__`: with n-gram drafts no second engine could start.
         if dispatcher is not None:
             self._patch.setattr(dispatcher, "vars", _vars, raising=False)
         if scheduling == "async":
@@ -217,9 +205,12 @@ class Engine:
         lora_request: Any = None,
         **prompt: Any,
     ) -> list[Answer]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
+        )
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(tokens), **prompt} for tokens in asked],
-            greedy(max_tokens),
+            sampling,
             use_tqdm=False,
             lora_request=lora_request,
         )
@@ -228,13 +219,16 @@ class Engine:
     def begin(
         self, asked: Sequence[Sequence[int]], max_tokens: int = 16, lora_request: Any = None
     ) -> None:
-        """Add requests, which `step` and `finish` then run."""
+        """Add requests, which `step` and `finish` then carry on."""
+        sampling_params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
+        )
         self.answers: dict[str, Answer] = {}
         self.names = [f"{at}-{next(_numbers)}" for at in range(len(asked))]
         for name, tokens in zip(self.names, asked, strict=True):
             prompt = {"prompt_token_ids": list(tokens)}
             self.llm.llm_engine.add_request(
-                name, prompt, greedy(max_tokens), lora_request=lora_request
+                name, prompt, sampling_params, lora_request=lora_request
             )
 
     def step(self, num_steps: int) -> None:
@@ -244,7 +238,7 @@ class Engine:
                     self.answers[output.request_id] = answer(output)
 
     def finish(self) -> list[Answer]:
-        """Step until all requests of `begin` are answered, and return the answers."""
+        """What was answered to the requests that `begin` has added, once all are."""
         for _ in range(10_000):
             if len(self.answers) == len(self.names):
                 return [self.answers[name] for name in self.names]
@@ -252,7 +246,7 @@ class Engine:
         raise AssertionError("the engine does not come to an end")
 
     def sleep(self) -> None:
-        """Do what `sleep(level=1, mode="keep")` does: finish all work, then reset the caches."""
+        """As `sleep(level=1, mode="keep")`: once no step has work left, the caches are reset."""
         self.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self.settle()
         self.core.pause_scheduler("keep", clear_cache=True)
@@ -263,21 +257,20 @@ class Engine:
 
     def settle_loads(self) -> None:
         """Step until no load is under way."""
-        transfers = self.half.transfers.in_flight
-        while any(transfer.direction == "load" for transfer in transfers.values()):
+        while any(one.direction == "load" for one in self.half.transfers.in_flight.values()):
             self.step(1)
 
     @property
     def has_windows(self) -> bool:
-        """Whether the model has sliding windows."""
+        """Whether the model is a hybrid."""
         return any(self.half.requests.keys.is_window)
 
     def num_computed_tokens(self) -> int:
-        """Return the computed tokens of all requests."""
+        """Of all requests."""
         return sum(request.num_computed_tokens for request in self.core.scheduler.requests.values())
 
     def has_work(self) -> bool:
-        """Whether vLLM would go on stepping for requests, transfers or a step under way."""
+        """Whether vLLM would go on stepping, for requests, transfers or a step under way."""
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     def settle(self) -> None:
@@ -289,7 +282,7 @@ class Engine:
         raise AssertionError("the engine does not come to rest")
 
     def check_idle(self) -> None:
-        """Check that no transfer and no request is left, and that every block is free."""
+        """Nothing is leaked: no transfer, no request, and every block of vLLM's pool is free."""
         assert self.half.offload is not None
         self.half.offload.check()
         assert not self.half.transfers.in_flight
@@ -299,15 +292,15 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
 
     def start_over(self, num_host_blocks: int | None = None) -> None:
-        """Empty both tiers, and give the host tier `num_host_blocks` blocks."""
+        """Both tiers empty; the host's of another size if told."""
         self.settle()
         self.check_idle()
         assert self.llm.reset_prefix_cache()
         assert self.worker.arena is not None
-        # From here on, options that a test has changed have an effect.
+        # Options that a test has changed count from here on.
         self.half.bind(self.core.scheduler.kv_cache_manager)
         self.half.agree(num_host_blocks or self.worker.arena.num_slots)
-        self.connector._reporter = None  # it has the counts of the earlier tier
+        self.connector._reporter = None  # it has counted what the tier before did
 
     def change_options(self, patch: pytest.MonkeyPatch, **changes: Any) -> None:
         """Give the scheduler half other options until the end of the test."""
@@ -320,15 +313,15 @@ class Engine:
 
     @contextmanager
     def movers(self, change: Callable[[Mover], Mover]) -> Iterator[None]:
-        """Replace the movers for a while."""
+        """For a while, movers that do something else."""
         worker = self.worker
-        original = worker.movers
-        changed = {mover: change(mover) for mover in original}
-        worker.movers = [changed[mover] for mover in original]
+        honest = worker.movers
+        changed = {mover: change(mover) for mover in honest}
+        worker.movers = [changed[mover] for mover in honest]
         try:
             yield
         finally:
-            worker.movers = original
+            worker.movers = honest
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""No order of the device's work corrupts a byte, and without any one wait some order does."""
+"""No order of the device's work may corrupt a byte; and each wait is there because one would."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvstow.transfer.cuda.mover import CudaMover
 from kvstow.transfer.cuda.runtime import CudaEvent
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS = 12, 16, 2
-# Blocks with a little padding in their slot, and with much. A place holds two of them.
+# Blocks that fill a slot but for some padding, and blocks in slots of larger ones; two to a place.
 FRAGMENT_BYTES, STAGING_BYTES = (2032, 1008), (8192, 4096)
 NUM_SEEDS = 300
 
@@ -24,7 +24,7 @@ Path = Literal["packed", "direct"]
 
 
 class RandomOrder:
-    """Picks evenly, or by priorities that change now and then and so starve a stream for long."""
+    """Evenly, or by priorities that change now and then: those starve a stream for long."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -43,15 +43,15 @@ class RandomOrder:
 
 
 class EveryOrder:
-    """Tries all orders, one after the other."""
+    """One order after the other, until all that there are have been tried."""
 
     def __init__(self) -> None:
-        self._path: list[list[int]] = []  # [choice, number of choices]
+        self._path: list[list[int]] = []  # [taken, of how many]
         self._at = 0
 
     def __call__(self, able: list[int | None]) -> int | None:
         if None in able:
-            return None  # the host goes on, because queued work can still run later
+            return None  # the host goes on: what is queued can run later all the same
         if self._at == len(self._path):
             self._path.append([0, len(able)])
         self._at += 1
@@ -71,7 +71,7 @@ class Corrupt(Exception):
 
 
 class World:
-    """A device whose compute writes and reads blocks, and a mover of these blocks."""
+    """A device that computes into blocks and reads them, and a mover beside it."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class World:
         self.compute = self.runtime.stream()
         size = FRAGMENT_BYTES[seed % 2]
         memory = np.zeros((NUM_LAYERS, NUM_BLOCKS, size + 16), dtype=np.uint8)
-        # All words of a block hold the version that compute wrote last.
+        # All words of a block say what was computed into it last.
         self.words = memory[:, :, :size].view(np.uint64)
         cpu = BlockLayout.from_arrays(list(memory[:, :, :size]))
         layout = BlockLayout(NUM_BLOCKS, cpu.regions, cpu.owners, device=0)
@@ -97,7 +97,7 @@ class World:
         link = CudaLink(self.runtime, staging_bytes=STAGING_BYTES[seed % 2], num_places=num_places)
         self.mover = CudaMover(layout, self.arena, link=link, path=path, verify=verify)
         self.version = 0
-        self.device: dict[int, int] = {}  # the version of each block after all queued work
+        self.device: dict[int, int] = {}  # what blocks hold, once all is done
         self.host: dict[int, int] = {}
 
     # -- the device's own work --------------------------------------------------------------------
@@ -116,7 +116,7 @@ class World:
         return versions
 
     def read(self, ids: list[int]) -> None:
-        """Queue a step that reads blocks and expects their version at this point."""
+        """A step reads blocks: they must hold what they hold for whoever schedules it."""
         for block in ids:
 
             def look(block: int = block, version: int = self.device[block]) -> None:
@@ -138,10 +138,10 @@ class World:
         return self.mover.load(slots, ids, after=self.after())
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Poll repeatedly, as an engine does in each step."""
+        """Ask again and again, as an engine does each step."""
         while not is_over():
             if not self.runtime.step():
-                assert is_over(), "the device is idle, but the mover still waits"
+                assert is_over(), "the device is idle, and the mover still waits"
 
     def expect_slots(self, slots: list[int], versions: list[int]) -> None:
         for slot, version in zip(slots, versions, strict=True):
@@ -154,10 +154,8 @@ def _expect(words: npt.NDArray[np.uint64], version: int, where: str) -> None:
 
 
 def round_trips(world: World) -> None:
-    """Store blocks that compute rewrites on release, and load into blocks that a step just read.
-
-    Several jobs are in flight, and each takes several places of the staging memory.
-    """
+    """Stores whose blocks are computed into as soon as they are released, and loads over blocks
+    that were just read, several in flight, each through several places of the staging memory."""
     ids = list(range(1, NUM_BLOCKS))
     for turn in range(2):
         world.random.shuffle(ids)
@@ -173,7 +171,7 @@ def round_trips(world: World) -> None:
         world.wait(store.poll)
         assert store.error is None
         world.expect_slots(slots, versions)
-        # The loads write blocks that a step still reads, and read the slots of both stores.
+        # Into blocks that a step still reads, and out of both stores' slots.
         world.wait(second.poll)
         world.expect_slots(late_slots, late)
         world.read(mine)
@@ -186,14 +184,14 @@ def round_trips(world: World) -> None:
         world.wait(other.poll)
         assert load.error is None
         assert other.error is None
-        # The slots are free again, so their next owner may write.
+        # The slots are free again: whoever gets them writes.
         world.slots[slots + late_slots] = turn
         world.read([*mine[:5], *others[:3]])
     world.runtime.run_all()
 
 
 def one_store(world: World) -> None:
-    """Store in more batches than there are places, and rewrite two of the blocks on release."""
+    """Of more batches than there are places, and one of its blocks is computed into at once."""
     versions = [*world.compute_into([1]), 0, 0]
     store = world.store([1, 2, 3], [4, 9, 5])
     world.wait(store.source_released)
@@ -204,7 +202,7 @@ def one_store(world: World) -> None:
 
 
 def one_load(world: World) -> None:
-    """Load in more batches than there are places, into a block that a step reads."""
+    """Of more batches than there are places, over a block that a step reads."""
     world.slots[[4, 9, 5]] = [[100], [101], [102]]
     world.device[2] = 0
     world.read([2])
@@ -263,7 +261,7 @@ def test_without_any_one_wait_some_order_corrupts(path: Path, dropped: tuple[int
 
 
 def test_lanes_queue_only_the_waits_that_the_design_names() -> None:
-    # Stream 0 computes. Streams 1 and 2 have the kernels and copies of stores, 3 and 4 of loads.
+    # Streams: 0 computes; 1 and 2 are the store's kernels and copies, 3 and 4 the load's.
     assert waits("packed") == [(1, 0), (1, 2), (2, 1), (3, 0), (3, 4), (4, 3)]
     assert waits("direct") == [(2, 0), (4, 0)]
 

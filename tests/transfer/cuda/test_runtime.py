@@ -1,4 +1,4 @@
-"""`CudaRuntime` on a simulated cupy. tests/gpu/ tests it on a device."""
+"""What `CudaRuntime` makes of cupy's answers; the device itself is in tests/gpu/."""
 
 import cuda.bindings.runtime as cuda_api
 import numpy as np
@@ -74,7 +74,7 @@ def test_query_of_an_event_raises_on_a_lost_device(monkeypatch: pytest.MonkeyPat
     assert runtime.lost is raised.value
 
 
-# The poisoning errors of CUDA's reference by name, apart from the numbers in the code.
+# What CUDA's reference says of its errors, by name, and not the numbers of the code.
 POISONING = [
     "Contained",
     "IllegalAddress",
@@ -162,7 +162,7 @@ def test_upload_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Failing:
-    """An event that has happened, and whose `wait` raises an unusual error."""
+    """An event that has happened, and failed in a way of its own."""
 
     def wait(self) -> None:
         raise ValueError("lost it")

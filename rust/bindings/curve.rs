@@ -1,0 +1,288 @@
+//! `HitCurve` and `clairvoyant_hits`: hits of a cache against its capacity.
+
+use std::sync::Mutex;
+
+use kvstow_core::curve::{self, Clairvoyant, HitCurveConfig, Prompts, keys_of};
+use kvstow_core::error::{Error, Result};
+use kvstow_core::key::HashWidth;
+use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PySequence};
+
+use crate::convert::{Count, check_integer_array, counts, hashes};
+use crate::error::{ConfigError, to_py};
+use crate::hash::native_copy;
+use crate::{detached, lock};
+
+/// Hits of an LRU cache at every capacity, from the requests added so far.
+///
+/// The cache holds one full-attention group, and a request hits the longest prefix that the cache
+/// holds. The curve looks up each request as a whole and then ranks it, tail before root, as
+/// `OffloadScheduler` does. The curve is exact until it watches as many keys as its bounds allow.
+/// Then it halves its rate: it keeps a sample of the keys, and `hits` are estimates.
+///
+/// A request is a list of keys, root first. A key stands for a block and all blocks before it.
+/// Keys are block hashes (`bytes`, one width per curve) or integers from 0 to 2**64 - 1, for
+/// example the chained ids of a trace. A curve takes hashes or integers, not both.
+///
+///     >>> curve = HitCurve()
+///     >>> curve.add_all([1, 2, 3, 1, 2, 4, 1, 2, 3], [0, 3, 6, 9])
+///     >>> curve.hits([1, 2, 3, 4]).tolist()
+///     [2, 4, 4, 5]
+///
+/// Args:
+///     max_keys: the most keys that the curve watches at a time, at least 64. None: no bound.
+///     max_bytes: the most memory that the curve takes. None: no bound. With 32 MiB, a curve is
+///         exact for 450,000 distinct blocks.
+///     seed: chooses the sample. Equal seeds and requests give equal curves.
+///
+/// Raises:
+///     ConfigError: a bound below 64 keys, or the machine lacks the memory.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct HitCurve(Mutex<KeyedCurve>);
+
+#[pymethods]
+impl HitCurve {
+    #[new]
+    #[pyo3(signature = (*, max_keys = None, max_bytes = None, seed = Count(0)))]
+    #[pyo3(text_signature = "(*, max_keys=None, max_bytes=None, seed=0)")]
+    fn new(max_keys: Option<Count>, max_bytes: Option<Count>, seed: Count) -> PyResult<Self> {
+        let config = HitCurveConfig {
+            max_keys: max_keys.map(|count| count.0),
+            max_bytes: max_bytes.map(|count| count.0),
+            seed: seed.0 as u64,
+        };
+        let curve = curve::HitCurve::new(config).map_err(to_py)?;
+        Ok(Self(Mutex::new(KeyedCurve { curve, source: None })))
+    }
+
+    /// Serve a request: look up all its keys, then rank them, tail before root.
+    ///
+    /// Args:
+    ///     keys: keys of the request's blocks, root first.
+    ///
+    /// Raises:
+    ///     ConfigError: a key that is no hash and no integer within the bounds, a key of another
+    ///         kind than the curve's, or the machine lacks the memory.
+    fn add(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
+        let keys = Keys::from_py(keys)?;
+        let mut this = lock(&self.0);
+        this.agree(keys.source).and_then(|()| this.curve.add(&keys.words)).map_err(to_py)
+    }
+
+    /// Serve all requests of a trace in turn. Releases the interpreter lock.
+    ///
+    /// Args:
+    ///     keys: keys of all requests, one request after the other.
+    ///     offsets: where each request begins in `keys`, and the number of keys at the end.
+    ///
+    /// Raises:
+    ///     ConfigError: as `add`, or offsets that do not fit the keys. If the machine lacks the
+    ///         memory for a request, the requests before it have been added.
+    fn add_all(&self, keys: &Bound<'_, PyAny>, offsets: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = keys.py();
+        let (keys, offsets) = (Keys::from_py(keys)?, counts(offsets)?);
+        let prompts = Prompts::new(&keys.words, &offsets).map_err(to_py)?;
+        let added = detached(py, &self.0, |this| {
+            this.agree(keys.source)?;
+            this.curve.add_all(prompts)
+        });
+        added.map_err(to_py)
+    }
+
+    /// Return the hit blocks of an LRU cache at each of these capacities, over all requests.
+    ///
+    /// Args:
+    ///     capacities: numbers of blocks that a cache can hold.
+    ///
+    /// Returns:
+    ///     Hit blocks, one int64 per capacity. They are exact while `rate` is 1.
+    fn hits<'py>(&self, capacities: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let (py, capacities) = (capacities.py(), capacities_from_py(capacities)?);
+        let hits = detached(py, &self.0, |this| this.curve.hits(&capacities));
+        Ok(to_int64(py, hits))
+    }
+
+    /// Return the standard error of the hit ratio at each of these capacities.
+    ///
+    /// The estimate comes from the differences between 16 parts of the sample.
+    ///
+    /// Args:
+    ///     capacities: numbers of blocks that a cache can hold.
+    ///
+    /// Returns:
+    ///     Standard errors as fractions, one float64 per capacity: 0.01 is one point. They are 0
+    ///     while `rate` is 1.
+    fn errors<'py>(&self, capacities: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
+        let (py, capacities) = (capacities.py(), capacities_from_py(capacities)?);
+        let errors = detached(py, &self.0, |this| this.curve.errors(&capacities));
+        Ok(errors.into_pyarray(py))
+    }
+
+    /// The capacity, in blocks, from which on a larger cache has no more hits.
+    #[getter]
+    fn largest_capacity(&self) -> u64 {
+        lock(&self.0).curve.largest_capacity()
+    }
+
+    /// Requests added.
+    #[getter]
+    fn num_requests(&self) -> u64 {
+        lock(&self.0).curve.num_requests()
+    }
+
+    /// Blocks looked up: the keys of all requests.
+    #[getter]
+    fn num_lookups(&self) -> u64 {
+        lock(&self.0).curve.num_lookups()
+    }
+
+    /// Distinct blocks looked up. It is an estimate once `rate` is below 1.
+    #[getter]
+    fn num_unique(&self) -> u64 {
+        lock(&self.0).curve.num_unique()
+    }
+
+    /// Keys that the curve watches.
+    #[getter]
+    fn num_keys(&self) -> usize {
+        lock(&self.0).curve.num_keys()
+    }
+
+    /// The share of new keys that the curve watches: 1.0 while it is exact.
+    #[getter]
+    fn rate(&self) -> f64 {
+        lock(&self.0).curve.rate()
+    }
+
+    /// Bytes of memory that the curve takes.
+    #[getter]
+    fn memory_bytes(&self) -> usize {
+        lock(&self.0).curve.memory_bytes()
+    }
+}
+
+/// Return the most blocks that any cache can hit, at each of these capacities.
+///
+/// The bound knows the future: it keeps the blocks with the nearest next uses, and it may bypass
+/// the cache. It holds for every eviction policy of a cache with one full-attention group that
+/// looks up each request as a whole. Releases the interpreter lock.
+///
+///     >>> clairvoyant_hits([1, 2, 3, 1, 2, 4, 1, 2, 3], [0, 3, 6, 9], [1, 2, 3]).tolist()
+///     [2, 4, 5]
+///
+/// Args:
+///     keys: keys of all requests, one request after the other, as `HitCurve` takes them.
+///     offsets: where each request begins in `keys`, and the number of keys at the end.
+///     capacities: numbers of blocks that the cache can hold.
+///
+/// Returns:
+///     Hit blocks over all requests, one int64 per capacity.
+///
+/// Raises:
+///     ConfigError: a key that is no hash and no integer within the bounds, keys that are not
+///         chained, offsets that do not fit the keys, more than 2**32 - 1 keys, or the machine
+///         lacks the memory.
+#[pyfunction]
+pub(crate) fn clairvoyant_hits<'py>(
+    keys: &Bound<'py, PyAny>,
+    offsets: &Bound<'py, PyAny>,
+    capacities: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    let (py, capacities) = (keys.py(), capacities_from_py(capacities)?);
+    let (keys, offsets) = (Keys::from_py(keys)?, counts(offsets)?);
+    let prompts = Prompts::new(&keys.words, &offsets).map_err(to_py)?;
+    let hits = py.detach(|| {
+        let future = Clairvoyant::new(prompts)?;
+        capacities.iter().map(|&capacity| future.hits(capacity)).collect::<Result<Vec<_>>>()
+    });
+    Ok(to_int64(py, hits.map_err(to_py)?))
+}
+
+/// A curve, and what its keys are made from.
+struct KeyedCurve {
+    curve: curve::HitCurve,
+    source: Option<KeySource>,
+}
+
+impl KeyedCurve {
+    /// Takes on `source`, or refuses one that differs.
+    fn agree(&mut self, source: Option<KeySource>) -> Result<()> {
+        match (self.source, source) {
+            (Some(KeySource::Hashes(known)), Some(KeySource::Hashes(given))) => known.check(given),
+            (Some(known), Some(given)) if known != given => Err(Error::Config(
+                "hashes and integers in one curve: use one kind of key per curve".to_owned(),
+            )),
+            (known, given) => {
+                self.source = known.or(given);
+                Ok(())
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum KeySource {
+    Hashes(HashWidth),
+    Integers,
+}
+
+/// Keys as the core takes them; no source where there are none.
+struct Keys {
+    words: Vec<u64>,
+    source: Option<KeySource>,
+}
+
+impl Keys {
+    /// From a sequence of hashes, a sequence of ints, or an array of integers.
+    fn from_py(keys: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let is_array = keys.cast::<PyUntypedArray>().is_ok();
+        let first = (!is_array).then(|| keys.get_item(0).ok()).flatten();
+        if first.is_some_and(|first| first.is_instance_of::<PyBytes>()) {
+            let hashes = hashes(keys)?;
+            let source = Some(KeySource::Hashes(hashes.width()));
+            return Ok(Self { words: keys_of(&hashes), source });
+        }
+        let words = integers(keys)?;
+        Ok(Self { source: (!words.is_empty()).then_some(KeySource::Integers), words })
+    }
+}
+
+fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    if let Ok(array) = keys.cast::<PyUntypedArray>() {
+        check_integer_array(array)?;
+        if array.dtype().kind() == b'u' {
+            return native_copy(array);
+        }
+        let unsigned = native_copy::<i64>(array)?.into_iter().map(u64::try_from);
+        return unsigned.collect::<Result<_, _>>().map_err(|_| {
+            ConfigError::new_err("a negative key: keys are integers from 0 to 2**64 - 1")
+        });
+    }
+    if keys.is_instance_of::<PyBytes>() || keys.cast::<PySequence>().is_err() {
+        return Err(ConfigError::new_err(format!(
+            "keys is of type {}: give a sequence of hashes or of integers, or an integer array",
+            keys.get_type()
+        )));
+    }
+    let mut words = Vec::new(); // not as long as `__len__` says: a sequence may lie
+    for (position, key) in keys.try_iter()?.enumerate() {
+        let key = key?;
+        words.push(key.extract().map_err(|_: PyErr| {
+            ConfigError::new_err(format!(
+                "key {position} is of type {}: keys are all hashes, or all integers from 0 to \
+                 2**64 - 1",
+                key.get_type()
+            ))
+        })?);
+    }
+    Ok(words)
+}
+
+fn capacities_from_py(capacities: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    Ok(counts(capacities)?.into_iter().map(|capacity| capacity as u64).collect())
+}
+
+fn to_int64(py: Python<'_>, numbers: Vec<u64>) -> Bound<'_, PyArray1<i64>> {
+    numbers.into_iter().map(u64::cast_signed).collect::<Vec<_>>().into_pyarray(py)
+}

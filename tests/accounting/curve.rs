@@ -1,0 +1,308 @@
+//! Curves against the scheduler, a naive LRU list, and a search of all that a cache can do.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvstow_core::curve::{Clairvoyant, HitCurve, HitCurveConfig, MIN_KEYS, Prompts, keys_of};
+use kvstow_core::group::{Attention, Group};
+use kvstow_core::ids::BlockId;
+use kvstow_core::key::Hashes;
+use kvstow_core::offload::{OffloadConfig, OffloadScheduler, Progress};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::num_cases;
+
+type Requests = Vec<Vec<u64>>;
+
+/// Requests of up to `longest` blocks, as chained keys: one key for each path from the root.
+fn chains(longest: usize, num_requests: usize) -> impl Strategy<Value = Requests> {
+    vec(vec(0..3_u8, 1..=longest), 1..=num_requests).prop_map(|paths| {
+        let mut keys = BTreeMap::new();
+        let mut key = |path: &[u8]| {
+            let new = keys.len() as u64;
+            *keys.entry(path.to_vec()).or_insert(new)
+        };
+        paths.iter().map(|path| (1..=path.len()).map(|end| key(&path[..end])).collect()).collect()
+    })
+}
+
+/// Lengths of the requests as offsets, and all keys.
+fn flat(requests: &[Vec<u64>]) -> (Vec<u64>, Vec<usize>) {
+    let mut offsets = vec![0];
+    offsets.extend(requests.iter().scan(0, |end, request| {
+        *end += request.len();
+        Some(*end)
+    }));
+    (requests.concat(), offsets)
+}
+
+fn num_distinct(requests: &[Vec<u64>]) -> usize {
+    requests.iter().flatten().collect::<BTreeSet<_>>().len()
+}
+
+fn curve_of(requests: &[Vec<u64>], config: HitCurveConfig) -> HitCurve {
+    let mut curve = HitCurve::new(config).unwrap();
+    let (keys, offsets) = flat(requests);
+    curve.add_all(Prompts::new(&keys, &offsets).unwrap()).unwrap();
+    curve
+}
+
+fn exact(requests: &[Vec<u64>]) -> HitCurve {
+    curve_of(requests, HitCurveConfig::default())
+}
+
+fn bound(requests: &[Vec<u64>], capacity: u64) -> u64 {
+    let (keys, offsets) = flat(requests);
+    Clairvoyant::new(Prompts::new(&keys, &offsets).unwrap()).unwrap().hits(capacity).unwrap()
+}
+
+fn as_hashes(keys: &[u64]) -> Hashes {
+    let mut hashes = Hashes::default();
+    for key in keys {
+        hashes.push(&key.to_be_bytes()).unwrap();
+    }
+    hashes
+}
+
+/// Hits of the real scheduler: look up, load what is found, store the rest, finish.
+fn scheduler_hits(requests: &[Vec<u64>], capacity: usize) -> u64 {
+    let group = Group::new(Attention::Full, 1).unwrap();
+    let mut tier = OffloadScheduler::new(OffloadConfig::new(capacity, vec![group])).unwrap();
+    let mut num_hits = 0;
+    for keys in requests {
+        tier.add("request", &as_hashes(keys)).unwrap();
+        let table: Vec<_> = (1..).map(BlockId).take(keys.len()).collect();
+        let num_found = tier.lookup("request", 0, keys.len()).unwrap().unwrap();
+        if num_found > 0 {
+            num_hits += num_found as u64;
+            let loaded = [table[..num_found].to_vec()];
+            let job = tier.load("request", num_found, &loaded, None).unwrap();
+            tier.complete(job.job_id, 0, true).unwrap();
+        }
+        let new_blocks = [table.as_slice()];
+        let progress = Progress {
+            request_id: "request",
+            num_computed_tokens: keys.len(),
+            new_blocks: &new_blocks,
+        };
+        if let Some(job) = tier.store(std::iter::once(progress), None).unwrap() {
+            tier.complete(job.job_id, 0, true).unwrap();
+        }
+        tier.finish("request").unwrap();
+    }
+    tier.check().unwrap();
+    num_hits
+}
+
+/// Hits of a list in the order of use. Blocks behind a gap are no hits.
+fn list_hits(requests: &[Vec<u64>], capacity: usize) -> u64 {
+    let mut resident: Vec<u64> = Vec::new();
+    let mut num_hits = 0;
+    for keys in requests {
+        num_hits += keys.iter().take_while(|key| resident.contains(key)).count();
+        for key in keys.iter().rev() {
+            resident.retain(|other| other != key);
+            resident.insert(0, *key);
+        }
+        resident.truncate(capacity);
+    }
+    num_hits as u64
+}
+
+/// The most hits of any cache: all sets that it can hold are followed, each with its best past.
+fn most_hits(requests: &[Vec<u64>], capacity: u32) -> u64 {
+    let mut best = BTreeMap::from([(0_u32, 0_u64)]);
+    for keys in requests {
+        let asked = keys.iter().fold(0, |set, key| set | 1 << key);
+        let mut next = BTreeMap::new();
+        for (held, num_hits) in best {
+            let found = keys.iter().take_while(|&&key| held >> key & 1 == 1).count() as u64;
+            let all = held | asked;
+            let mut part = all;
+            loop {
+                if part.count_ones() <= capacity {
+                    let most: &mut u64 = next.entry(part).or_default();
+                    *most = (*most).max(num_hits + found);
+                }
+                if part == 0 {
+                    break;
+                }
+                part = (part - 1) & all;
+            }
+        }
+        best = next;
+    }
+    best.into_values().max().unwrap()
+}
+
+/// Hits of a cache that keeps the nearest next uses, at a tie the shallower block.
+fn farsighted_hits(requests: &[Vec<u64>], capacity: usize) -> u64 {
+    let mut held: Vec<u64> = Vec::new();
+    let mut num_hits = 0;
+    for (at, keys) in requests.iter().enumerate() {
+        num_hits += keys.iter().take_while(|key| held.contains(key)).count();
+        held.extend(keys);
+        held.sort_unstable();
+        held.dedup();
+        let next_use = |key: &u64| {
+            requests.iter().enumerate().skip(at + 1).find_map(|(later, keys)| {
+                keys.iter().position(|other| other == key).map(|depth| (later, depth))
+            })
+        };
+        held.retain(|key| next_use(key).is_some());
+        held.sort_by_key(|key| next_use(key));
+        held.truncate(capacity);
+    }
+    num_hits as u64
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(num_cases() / 20))]
+
+    #[test]
+    fn curve_equals_the_scheduler_at_every_capacity(requests in chains(8, 25)) {
+        let curve = exact(&requests);
+        let capacities: Vec<_> = (1..=num_distinct(&requests) + 1).collect();
+        let hits = curve.hits(&capacities.iter().map(|&capacity| capacity as u64).collect::<Vec<_>>());
+        for (&capacity, hits) in capacities.iter().zip(hits) {
+            prop_assert_eq!(hits, scheduler_hits(&requests, capacity), "{} slots", capacity);
+        }
+    }
+
+    /// Keys in any order too, some of them twice in one request.
+    #[test]
+    fn curve_equals_a_list_at_every_capacity(
+        requests in prop_oneof![chains(8, 25), vec(vec(0..9_u64, 0..8), 1..25)]
+    ) {
+        let curve = exact(&requests);
+        for capacity in 0..12 {
+            let expected = list_hits(&requests, capacity);
+            prop_assert_eq!(curve.hits(&[capacity as u64]), [expected], "{} blocks", capacity);
+        }
+        prop_assert_eq!(curve.num_unique(), num_distinct(&requests) as u64);
+        let largest = curve.largest_capacity();
+        prop_assert_eq!(curve.hits(&[largest]), curve.hits(&[u64::MAX]));
+        prop_assert!(largest == 0 || curve.hits(&[largest - 1]) < curve.hits(&[largest]));
+    }
+
+    #[test]
+    fn bound_is_attained_and_never_beaten(requests in chains(4, 7), capacity in 0..6_u32) {
+        if num_distinct(&requests) <= 10 {
+            let bound = bound(&requests, capacity.into());
+            prop_assert_eq!(bound, most_hits(&requests, capacity), "no cache hits more");
+            prop_assert_eq!(bound, farsighted_hits(&requests, capacity as usize), "a cache hits it");
+        }
+    }
+
+    #[test]
+    fn bound_is_at_least_lru_and_at_most_infinite(requests in chains(8, 25)) {
+        let curve = exact(&requests);
+        for capacity in 0..30 {
+            let bound = bound(&requests, capacity);
+            prop_assert!(curve.hits(&[capacity])[0] <= bound);
+            prop_assert!(bound <= curve.hits(&[u64::MAX])[0]);
+        }
+    }
+
+    #[test]
+    fn bounded_curve_is_exact_until_it_is_full(requests in chains(6, 12), seed in any::<u64>()) {
+        let config = HitCurveConfig { max_keys: Some(MIN_KEYS), seed, ..Default::default() };
+        let (bounded, unbounded) = (curve_of(&requests, config), exact(&requests));
+        if num_distinct(&requests) <= MIN_KEYS {
+            prop_assert!(bounded.rate() >= 1.0);
+            let capacities: Vec<_> = (0..80).collect();
+            prop_assert_eq!(bounded.hits(&capacities), unbounded.hits(&capacities));
+            prop_assert!(bounded.errors(&capacities).iter().all(|&error| error == 0.0));
+        } else {
+            prop_assert!(bounded.rate() < 1.0);
+        }
+    }
+
+    #[test]
+    fn sampled_curve_keeps_its_bounds(
+        requests in vec(vec(0..500_u64, 0..40), 1..60), seed in any::<u64>(),
+    ) {
+        let config = HitCurveConfig { max_keys: Some(MIN_KEYS), seed, ..Default::default() };
+        let curve = curve_of(&requests, config);
+        prop_assert!(curve.num_keys() <= MIN_KEYS);
+        let capacities: Vec<_> = (0..=curve.largest_capacity()).collect();
+        let hits = curve.hits(&capacities);
+        prop_assert!(hits.is_sorted() && hits[0] == 0);
+        prop_assert!(hits.last().unwrap() <= &curve.num_lookups());
+        prop_assert_eq!(hits, curve_of(&requests, config).hits(&capacities), "deterministic");
+    }
+}
+
+/// A third of the requests are popular, a third are new, and a third repeat one of the new ones.
+fn long_trace(num_requests: u64) -> Requests {
+    let chain = |root: u64| (0..20).map(|depth| root * 100 + depth).collect::<Vec<_>>();
+    let spread = |at: u64| at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    let prompt = |at: u64| match at % 3 {
+        0 => chain(at % 10),
+        1 => chain(1000 + at),
+        _ => chain(1000 + (at - 1).saturating_sub(3 * (spread(at) % 2000))),
+    };
+    (0..num_requests).map(prompt).collect()
+}
+
+#[test]
+fn curve_of_bounded_memory_stays_within_its_bytes() {
+    for max_bytes in [10_000, 100_000, 400_000] {
+        let config = HitCurveConfig { max_bytes: Some(max_bytes), ..Default::default() };
+        let curve = curve_of(&long_trace(20_000), config);
+        assert!(curve.rate() < 1.0, "it is full");
+        assert!(curve.memory_bytes() <= max_bytes, "{} of {max_bytes}", curve.memory_bytes());
+        assert!(curve.memory_bytes() >= max_bytes / 4, "the memory is used");
+    }
+}
+
+#[test]
+fn sampled_curve_is_near_the_exact_one() {
+    let requests = long_trace(20_000);
+    let capacities: Vec<_> = (1..40).map(|step| step * 2000).collect();
+    let unbounded = exact(&requests);
+    let expected = unbounded.hits(&capacities);
+    for seed in 0..20 {
+        let config = HitCurveConfig { max_keys: Some(8000), seed, ..Default::default() };
+        let curve = curve_of(&requests, config);
+        assert!(curve.rate() < 0.1);
+        for (hits, expected) in curve.hits(&capacities).into_iter().zip(&expected) {
+            let thousandths = hits.abs_diff(*expected) * 1000 / curve.num_lookups();
+            assert!(thousandths < 20, "seed {seed}: {hits} hits, {expected} expected");
+        }
+    }
+}
+
+#[test]
+fn offsets_that_do_not_fit_are_refused() {
+    for offsets in [&[][..], &[0], &[1, 3], &[0, 2], &[0, 2, 1, 3]] {
+        assert!(Prompts::new(&[7, 8, 9], offsets).is_err(), "{offsets:?}");
+    }
+    assert!(Prompts::new(&[], &[0]).is_ok());
+}
+
+#[test]
+fn bound_refuses_keys_that_are_not_chained() {
+    for requests in [&[vec![1, 2], vec![2]][..], &[vec![1, 2], vec![3, 2]], &[vec![1, 1]]] {
+        let (keys, offsets) = flat(requests);
+        assert!(Clairvoyant::new(Prompts::new(&keys, &offsets).unwrap()).is_err(), "{requests:?}");
+    }
+}
+
+#[test]
+fn curve_refuses_a_bound_that_is_too_small() {
+    let bounds = [(Some(MIN_KEYS - 1), None), (None, Some(100)), (Some(1_000_000), Some(0))];
+    for (max_keys, max_bytes) in bounds {
+        let config = HitCurveConfig { max_keys, max_bytes, seed: 0 };
+        assert!(HitCurve::new(config).is_err(), "{config:?}");
+    }
+    let config = HitCurveConfig { max_keys: Some(MIN_KEYS), ..Default::default() };
+    assert!(HitCurve::new(config).is_ok());
+}
+
+#[test]
+fn keys_of_equal_hashes_are_equal() {
+    let keys = keys_of(&as_hashes(&[1, 2, 1]));
+    assert!(keys[0] == keys[2] && keys[0] != keys[1]);
+    assert_eq!(keys, keys_of(&as_hashes(&[1, 2, 1])));
+}
