@@ -28,7 +28,7 @@ import numpy.typing as npt
 from benches.compare.report import machine
 
 from kvstow import Engine, FullAttention, hash_tokens
-from kvstow.engine.sleep import HOST, restart, sleep, wake
+from kvstow.engine import HOST
 from kvstow.transfer import READY, BlockLayout
 
 BLOCK_TOKENS, NUM_REGIONS, BLOCK_BYTES = 16, 16, 2 << 20
@@ -85,11 +85,11 @@ def build(device: Device, num_blocks: int, mode: Literal["eager", "lazy"]) -> En
 
 
 def there_and_back(engine: Engine, device: Device, num_blocks: int, to: Any) -> tuple[float, float]:
-    sleeping_s = timed(lambda: sleep(engine, after=READY, to=to, **WHO))
+    sleeping_s = timed(lambda: engine.sleep(after=READY, to=to, **WHO))
     device.go()
     device.come()
     layouts = device.layouts
-    waking_s = timed(lambda: wake(engine, layouts, after=READY, **WHO))
+    waking_s = timed(lambda: engine.wake(layouts, after=READY, **WHO))
     device.check(num_blocks)
     return sleeping_s, waking_s
 
@@ -153,10 +153,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "image"
         with build(device, num_blocks, "eager") as engine:
-            sleep(engine, after=READY, to=path, **WHO)
+            engine.sleep(after=READY, to=path, **WHO)
         groups = [FullAttention(BLOCK_TOKENS)]
         with Engine(num_blocks, num_blocks, groups, device.layouts) as engine:
-            restart_s = timed(lambda: restart(engine, path, after=READY, **WHO))
+            restart_s = timed(lambda: engine.restart(path, after=READY, **WHO))
             print(f"  {'a new engine over the file is warm':44} {restart_s:8.3f} s")
             engine.add("again", hash_tokens(range(16 * BLOCK_TOKENS + 1), BLOCK_TOKENS))
             begin_s = time.perf_counter()

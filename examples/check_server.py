@@ -1,20 +1,22 @@
-"""Check a vLLM server that offloads its KV cache: five cases over HTTP, against any address.
+"""Check a vLLM server that offloads its KV cache, with five cases over HTTP.
 
     python examples/check_server.py http://localhost:8000 --events /var/log/kvstow.jsonl
 
-    TC1  one prompt that is computed in chunks
-    TC2  ten of them at once
-    TC3  a hundred requests that exceed the device's KV cache: asked again, they come from the host
-    TC4  the events file: stores were committed, every transfer that began has ended exactly once
-    TC5  three hundred requests at once, with preemptions: every answer is complete and is the
-         one that the server gives when it has nothing else to do
+    TC1  one prompt that the server computes in chunks
+    TC2  ten such prompts at once
+    TC3  a hundred requests that exceed the device's KV cache; asked again, they come from the host
+    TC4  the events file: stores were committed, and every transfer has ended exactly once
+    TC5  three hundred requests at once, with preemptions: every answer is complete and equals the
+         answer of the idle server
 
-Prompts are random token ids, new ones in each run, so nothing of them is cached before. Answers
-are taken at temperature 0 and compared up to the first position whose two best log-probabilities
-are nearly equal: from there on two right answers may differ. Nobody else should use the server
-meanwhile. It needs aiohttp, which is installed wherever vLLM is.
+Prompts are random token ids, new in each run, so the server has no cached blocks of them. The
+script asks at temperature 0. It compares answers up to the first position whose two best
+log-probabilities are nearly equal, because two right answers may differ from there on. Use the
+server for nothing else meanwhile. The script needs aiohttp, which vLLM installs.
 
-The exit status is 0 if every case passed, 1 if one failed, 2 if the server cannot be asked.
+This is one file, so that you can copy it to any machine.
+
+The exit status is 0 if every case passed, 1 if a case failed, 2 if the server does not answer.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ import aiohttp
 
 Prompt = list[int]
 
-# Ids that every vocabulary has and that are seldom special.
+# Ids that every vocabulary has, and that are seldom special tokens.
 TOKENS = range(10, 1000)
-# What a server at rest shows as 0; gauges that it does not have count as 0.
+# Gauges that are 0 on an idle server. A gauge that is missing counts as 0.
 AT_REST = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -49,17 +51,17 @@ AT_REST = (
 
 
 class Failure(Exception):
-    """Why a case failed."""
+    """A case failed, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said.
+    """An answer of the server.
 
     Attributes:
-        tokens: as `token_id:N`.
-        logprobs: of these tokens.
-        leads: by how much the best log-probability of each position exceeds the second best.
+        tokens: the tokens, as `token_id:N`.
+        logprobs: the log-probabilities of these tokens.
+        leads: per position, the best log-probability minus the second best.
     """
 
     tokens: tuple[str, ...]
@@ -79,7 +81,7 @@ class Server:
         self.pool_tokens = 0
         self.prompt_tokens = 0
 
-    async def greet(self) -> None:
+    async def read_sizes(self) -> None:
         """Ask for the model's name and for sizes."""
         asked = self._asked
         (model,) = json.loads(await self._get("/v1/models"))["data"][:1]
@@ -89,25 +91,25 @@ class Server:
         self.prompt_tokens = min(asked.prompt_tokens or 5 * asked.max_num_batched_tokens // 2, room)
 
     def prompts(self, num_prompts: int) -> list[Prompt]:
-        """New prompts, each computed in several chunks."""
+        """Return new prompts, each long enough for several chunks."""
         if self.prompt_tokens <= self._asked.max_num_batched_tokens:
             raise Failure(
-                f"a prompt of {self.prompt_tokens} tokens is computed in one chunk of "
+                f"a prompt has {self.prompt_tokens} tokens, and must have more than one chunk of "
                 f"{self._asked.max_num_batched_tokens}: start the server with a smaller "
-                "--max-num-batched-tokens, and say so here"
+                "--max-num-batched-tokens, and pass the same number here"
             )
         return [self._choose.choices(TOKENS, k=self.prompt_tokens) for _ in range(num_prompts)]
 
     async def answers(self, prompts: Sequence[Prompt], at_once: int) -> list[Answer]:
-        """Ask for all of them, so many at a time.
+        """Return the answers to all prompts, with `at_once` requests at a time.
 
         Raises:
-            Failure: some got no answer, or one that is not whole.
+            Failure: an answer is missing or incomplete.
         """
-        gate = asyncio.Semaphore(at_once)
+        slots = asyncio.Semaphore(at_once)
 
         async def answer(prompt: Prompt) -> Answer | str:
-            async with gate:
+            async with slots:
                 try:
                     return await self._ask(prompt)
                 except Failure as why:
@@ -124,7 +126,7 @@ class Server:
         return [answer for answer in got if isinstance(answer, Answer)]
 
     async def counters(self) -> Counters:
-        """The numbers at /metrics, summed up over engines, as `NAME` or `NAME DIRECTION`."""
+        """Return the numbers at /metrics, summed over engines, as `NAME` or `NAME DIRECTION`."""
         values = Counters()
         for line in (await self._get("/metrics")).splitlines():
             if not line.startswith("#"):
@@ -135,10 +137,10 @@ class Server:
         return values
 
     async def rest(self) -> None:
-        """Wait until nothing runs, nothing is copied and no block is held.
+        """Wait until no request runs, no copy runs and no block is held.
 
         Raises:
-            Failure: that does not come to pass: something hangs, or was leaked.
+            Failure: the server is not idle in time, because it hangs or has leaked a block.
         """
         end = time.monotonic() + self._asked.rest
         while True:
@@ -147,7 +149,9 @@ class Server:
             if not busy:
                 break
             if time.monotonic() > end:
-                raise Failure(f"the server does not come to rest: {', '.join(busy)}")
+                raise Failure(
+                    f"the server is not idle after {self._asked.rest:g} s: {', '.join(busy)}"
+                )
             await asyncio.sleep(0.2)
         await self._get("/health")
 
@@ -187,23 +191,23 @@ class Server:
 
 
 class Counters(dict[str, float]):
-    """Metrics by name; what the server does not have is 0."""
+    """Metrics by name. A metric that the server does not have is 0."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
 
     def since(self, before: Counters, name: str) -> int:
-        """By how much one has grown."""
+        """Return the growth of a counter."""
         return round(self[name] - before[name])
 
 
 def _pool_tokens(metrics: str) -> int:
-    """Tokens that the device's KV cache has room for, of all engines."""
+    """Return the tokens that fit into the KV caches of all engines."""
     total = 0
     for labels in re.findall(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE):
         config = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         size = config.get("kv_cache_size_tokens", "")
-        # Without it, as if one group had all the blocks: at most too large.
+        # Without this size, count as if one group had all blocks, which is too large at worst.
         blocks = int(config["num_gpu_blocks"]) * int(config["block_size"])
         total += int(size) if size.isdigit() else blocks
     return total
@@ -211,16 +215,16 @@ def _pool_tokens(metrics: str) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How answers are compared."""
+    """The tolerances of a comparison of answers."""
 
     tie: float
     tolerance: float
 
     def __call__(self, references: Sequence[Answer], answers: Sequence[Answer]) -> str:
-        """Compare answers with those that were expected, and say how much of them.
+        """Compare answers with references, and return a text about the compared tokens.
 
         Raises:
-            Failure: some differ, or there was nothing that could be compared.
+            Failure: answers differ, or no token could be compared.
         """
         num_compared, wrong = 0, []
         for number, (reference, answer) in enumerate(zip(references, answers, strict=True)):
@@ -231,7 +235,7 @@ class Comparison:
                     break  # from here on two right answers may differ
                 num_compared += 1
                 off = abs(reference.logprobs[at] - answer.logprobs[at])
-                # Not the negation: a log-probability that is no number is wrong, too.
+                # Written so that NaN is wrong, too.
                 if expected == got and off <= self.tolerance:
                     continue
                 wrong.append(
@@ -286,11 +290,11 @@ async def more_than_the_pool(server: Server, asked: argparse.Namespace) -> str:
     loaded = after.since(between, "kvstow_transfer_blocks_total load")
     if not hits:
         raise Failure(
-            "asked again, no token came from the host: is there a connector, and is the host tier "
-            f"larger than {num_tokens:,} tokens?"
+            "asked again, no token came from the host: check that the server has the connector, "
+            f"and a host tier larger than {num_tokens:,} tokens"
         )
     if after["kvstow_capacity_blocks"] and not (stored and loaded):
-        raise Failure(f"{stored} blocks stored, {loaded} loaded, yet {hits:,} tokens hit")
+        raise Failure(f"{hits:,} tokens hit, with {stored} blocks stored and {loaded} loaded")
     return (
         f"{len(prompts)} of {server.prompt_tokens:,} tokens, {stored:,} blocks stored; again: "
         f"{hits / num_tokens:.0%} from the host, {loaded:,} blocks loaded; {compared}"
@@ -305,33 +309,33 @@ async def events_file(server: Server, asked: argparse.Namespace) -> str:
 
 
 def check_events(path: Path) -> str:
-    """Check a file that the server has begun, with the server at rest.
+    """Check an events file of an idle server.
 
     Raises:
-        Failure: it lacks something, or has it twice.
+        Failure: an event is missing or repeated.
     """
-    under_way: dict[int, str] = {}
+    in_flight: dict[int, str] = {}
     ended: set[int] = set()
     num_committed = num_failed = 0
     for number, line in enumerate(path.read_text().splitlines(), 1):
         event = json.loads(line)
         kind, job = event["event"], event.get("job_id")
         if kind == "TransferInitiated":
-            if job in under_way or job in ended:
+            if job in in_flight or job in ended:
                 raise Failure(f"{path}:{number}: transfer {job} is initiated twice")
-            under_way[job] = event["direction"]
+            in_flight[job] = event["direction"]
         elif kind == "CacheStoreCommitted":
-            if under_way.get(job) != "store":
-                raise Failure(f"{path}:{number}: {job} is committed, which is no store under way")
+            if in_flight.get(job) != "store":
+                raise Failure(f"{path}:{number}: {job} is committed, which is no store in flight")
             num_committed += event["num_blocks"]
         elif kind == "TransferCompleted":
-            if under_way.pop(job, None) != event["direction"]:
+            if in_flight.pop(job, None) != event["direction"]:
                 again = "again" if job in ended else "and was not initiated"
                 raise Failure(f"{path}:{number}: transfer {job} is completed {again}")
             ended.add(job)
             num_failed += not event["ok"]
-    if under_way:
-        raise Failure(f"{path}: {len(under_way)} transfers have no end: {sorted(under_way)[:10]}")
+    if in_flight:
+        raise Failure(f"{path}: {len(in_flight)} transfers have no end: {sorted(in_flight)[:10]}")
     if not num_committed:
         raise Failure(f"{path}: no store was committed")
     return (
@@ -343,8 +347,8 @@ def check_events(path: Path) -> str:
 async def load_with_preemptions(server: Server, asked: argparse.Namespace) -> str:
     """TC5."""
     prompts = server.prompts(asked.tc5)
-    # Half of the prompts are known to the server when the load begins: those are loaded under
-    # load, and the others computed.
+    # The server knows half of the prompts before the load begins. Under load it loads these from
+    # the host, and computes the others.
     references = await server.answers(prompts[::2], 1)
     before = await server.counters()
     begun = time.monotonic()
@@ -355,8 +359,8 @@ async def load_with_preemptions(server: Server, asked: argparse.Namespace) -> st
     preempted = after.since(before, "vllm:num_preemptions_total")
     if not preempted:
         raise Failure(
-            "no request was preempted, so this shows nothing: raise --tc5 or --answer-tokens, or "
-            "start the server with a smaller --num-gpu-blocks-override"
+            "no request was preempted, and this case needs preemptions: raise --tc5 or "
+            "--answer-tokens, or start the server with a smaller --num-gpu-blocks-override"
         )
     references += await server.answers(prompts[1::2], 1)
     compared = asked.compare(references, answers[::2] + answers[1::2])
@@ -377,19 +381,19 @@ CASES: dict[str, Callable[[Server, argparse.Namespace], Awaitable[str]]] = {
 
 
 async def check(asked: argparse.Namespace) -> int:
-    """Run the cases, and print what they find."""
+    """Run the cases, and print their results."""
     headers = {"Authorization": f"Bearer {asked.api_key}"} if asked.api_key else {}
     async with aiohttp.ClientSession(
         headers=headers,
-        # A connection each: the server closes idle ones, maybe just when they are used again.
+        # One connection per request, because the server may close an idle one just before its use.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=asked.timeout),
     ) as session:
         server = Server(session, asked)
         try:
-            await server.greet()
+            await server.read_sizes()
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            print(f"{asked.address} cannot be asked: {error!r}", file=sys.stderr)
+            print(f"{asked.address} does not answer: {error!r}", file=sys.stderr)
             return 2
         print(
             f"{server.model} at {asked.address}: {server.max_model_len:,} tokens at most, "
@@ -409,72 +413,68 @@ async def check(asked: argparse.Namespace) -> int:
     return 1 if num_failed else 0
 
 
+# Flag, type, default, placeholder and help.
+OPTIONS = (
+    (
+        "--max-num-batched-tokens",
+        int,
+        2048,
+        "N",
+        "the server's own setting: it computes longer prompts in chunks (%(default)s)",
+    ),
+    (
+        "--prompt-tokens",
+        int,
+        None,
+        "N",
+        "tokens per prompt (two and a half chunks, or the model's maximum)",
+    ),
+    ("--answer-tokens", int, 32, "N", "tokens per answer (%(default)s)"),
+    ("--tc2", int, 10, "N", "requests of TC2 (%(default)s)"),
+    ("--tc3", int, 100, "N", "requests of TC3 (%(default)s)"),
+    ("--tc5", int, 300, "N", "requests of TC5 (%(default)s)"),
+    ("--tie", float, 1e-3, "X", "log-probabilities closer than this are a tie (%(default)s)"),
+    (
+        "--tolerance",
+        float,
+        math.inf,
+        "X",
+        "largest difference of log-probabilities of equal tokens (no limit)",
+    ),
+    ("--seed", int, time.time_ns() % 10**9, "N", "seed of the prompts (the time)"),
+    ("--timeout", float, 600, "S", "seconds per request (%(default)s)"),
+    ("--rest", float, 30, "S", "seconds until the server must be idle (%(default)s)"),
+    ("--events", Path, None, "FILE", "the file of the server's option events_path"),
+    ("--api-key", str, None, "KEY", "the server's API key"),
+)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option: Callable[..., Any] = parser.add_argument
-    option("address", help="of the server, as http://localhost:8000")
+    option("address", help="address of the server, such as http://localhost:8000")
     option(
         "--case",
         action="append",
         choices=CASES,
-        help="only this one; may be repeated (all, TC4 if there is an events file)",
+        help="run only this case; may be repeated (default: all, TC4 only with --events)",
     )
-    option("--events", type=Path, metavar="FILE", help="the server's events_path, begun by it")
-    option(
-        "--max-num-batched-tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="as the server was started with: longer prompts are chunked (%(default)s)",
-    )
-    option(
-        "--prompt-tokens",
-        type=int,
-        metavar="N",
-        help="of each prompt (two and a half chunks, or what the model takes)",
-    )
-    option("--answer-tokens", type=int, default=32, metavar="N", help="(%(default)s)")
-    option("--tc2", type=int, default=10, metavar="N", help="requests of TC2 (%(default)s)")
-    option("--tc3", type=int, default=100, metavar="N", help="requests of TC3 (%(default)s)")
-    option("--tc5", type=int, default=300, metavar="N", help="requests of TC5 (%(default)s)")
-    option(
-        "--tie",
-        type=float,
-        default=1e-3,
-        metavar="X",
-        help="two log-probabilities this close are a tie (%(default)s)",
-    )
-    option(
-        "--tolerance",
-        type=float,
-        default=math.inf,
-        metavar="X",
-        help="how far log-probabilities of equal tokens may be apart (no limit)",
-    )
-    option("--seed", type=int, default=time.time_ns() % 10**9, help="of the prompts (the time)")
-    option("--timeout", type=float, default=600, metavar="S", help="per request (%(default)s)")
-    option(
-        "--rest",
-        type=float,
-        default=30,
-        metavar="S",
-        help="how long transfers may go on after the last answer (%(default)s)",
-    )
-    option("--api-key", metavar="KEY", help="if the server asks for one")
+    for flag, kind, default, metavar, text in OPTIONS:
+        option(flag, type=kind, default=default, metavar=metavar, help=text)
     asked = parser.parse_args(arguments)
     asked.address = asked.address.rstrip("/")
     asked.case = asked.case or [case for case in CASES if case != "TC4" or asked.events]
     if "TC4" in asked.case and asked.events is None:
-        parser.error("TC4 reads the events file: name it with --events")
+        parser.error("TC4 reads the events file: pass --events FILE")
     asked.compare = Comparison(asked.tie, asked.tolerance)
     return asked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a server, as the command line says."""
+    """Check a server with the options of the command line."""
     return asyncio.run(check(parse(arguments)))
 
 

@@ -168,7 +168,7 @@ class Loop:
         request.num_hashed = len(request.tokens) // BLOCK * BLOCK
 
     def state(self, name: str) -> str:
-        return self.engine._requests[name].state
+        return self.engine._state.requests[name].state
 
     def names(self, state: str) -> list[str]:
         return [name for name in self.requests if self.state(name) == state]
@@ -319,13 +319,13 @@ class Loop:
                 continue
             hashes = self.engine.ledger.known(name)[0]
             self.requests[name].num_hashed = len(hashes) * BLOCK
-        for name in self.engine._requests.keys() - self.requests.keys():
+        for name in self.engine._state.requests.keys() - self.requests.keys():
             self.engine.finish(name)
 
     def close(self) -> None:
         self.engine.close()
         self.engine.check()
-        for name in list(self.engine._requests):
+        for name in list(self.engine._state.requests):
             self.engine.finish(name)
         pool = self.engine.ledger.pool
         assert pool.num_free == pool.num_blocks - 1, f"seed {self.seed}: a pin was left behind"

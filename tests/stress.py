@@ -91,7 +91,7 @@ class Stress:
     def go_on(self, loop: Loop) -> None:
         """Go on after an interrupt, wherever it came."""
         loop.engine.check()
-        if loop.engine._asleep is not None:
+        if loop.engine._state.asleep is not None:
             loop.wake({"identity": "a model", "weights_version": "1"})
             loop.engine.check()
         loop.adopt()

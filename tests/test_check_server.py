@@ -168,9 +168,9 @@ def test_all_is_well(wrong: str, events: Path, capsys: pytest.CaptureFixture[str
         ("error", "TC1", "1 of 1 requests failed, the first: HTTP 500: EngineDeadError"),
         ("hang", "TC2", "10 of 10 requests failed, the first: no answer within 1 s"),
         ("sick", "TC1", "503"),
-        ("leak", "TC3", "does not come to rest: vllm:kv_cache_usage_perc is 0.25"),
+        ("leak", "TC3", "not idle after 0.2 s: vllm:kv_cache_usage_perc is 0.25"),
         ("no hits", "TC3", "no token came from the host"),
-        ("no loads", "TC3", "900 blocks stored, 0 loaded"),
+        ("no loads", "TC3", "900 blocks stored and 0 loaded"),
         ("large pool", "TC3", "100 prompts are 32,000 tokens, and the KV cache holds 32,000,000"),
         ("no preemption", "TC5", "no request was preempted"),
     ],
@@ -190,7 +190,7 @@ def test_what_is_wrong_is_found(
         ([*GOOD_EVENTS, GOOD_EVENTS[3]], "transfer 0 is completed again"),
         ([*GOOD_EVENTS, GOOD_EVENTS[0]], "transfer 0 is initiated twice"),
         ([GOOD_EVENTS[0], GOOD_EVENTS[0]], "transfer 0 is initiated twice"),
-        (GOOD_EVENTS[1:], "0 is committed, which is no store under way"),
+        (GOOD_EVENTS[1:], "0 is committed, which is no store in flight"),
         ([GOOD_EVENTS[1], GOOD_EVENTS[3]], "transfer 0 is completed and was not initiated"),
         ([GOOD_EVENTS[1], GOOD_EVENTS[4]], "no store was committed"),
         ([], "no store was committed"),
@@ -204,12 +204,12 @@ def test_wrong_events_are_found(events: list[dict[str, Any]], why: str, tmp_path
 
 def test_prompts_that_are_not_chunked_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(Pretender(), "--prompt-tokens", "128", "--case", "TC1") == 1
-    assert "is computed in one chunk of 128" in capsys.readouterr().out
+    assert "must have more than one chunk of 128" in capsys.readouterr().out
 
 
 def test_no_server_and_no_events_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_server.main(["http://127.0.0.1:9", "--case", "TC1"]) == 2
-    assert "http://127.0.0.1:9 cannot be asked" in capsys.readouterr().err
+    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         check_server.main(["http://127.0.0.1:9", "--case", "TC4"])
     missing = "/nowhere/events.jsonl"

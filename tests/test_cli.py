@@ -54,10 +54,8 @@ def image(tmp_path: Path) -> Path:
     path = tmp_path / "image[bold]:smile:"
     layouts = [BlockLayout.from_arrays([np.zeros((4, 8))])]
     with Engine(4, 4, [FullAttention(8)], layouts) as engine:
-        from kvstow.engine.sleep import sleep  # noqa: PLC0415
-
-        sleep(
-            engine, after=READY, to=path, identity="org/[/model][bf16]:smile:", weights_version="1"
+        engine.sleep(
+            after=READY, to=path, identity="org/[/model][bf16]:smile:", weights_version="1"
         )
     return path
 

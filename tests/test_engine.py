@@ -107,7 +107,7 @@ def world(
         it.engine.check()
     finally:
         it.engine.close()
-    for name in list(it.engine._requests):
+    for name in list(it.engine._state.requests):
         it.engine.finish(name)
     assert it.engine.ledger.pool.num_free == num_device_blocks - 1, "a pin was left behind"
 

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstow import AdmissionState, Engine, FullAttention, TransferError, hash_tokens
+from kvstow import (
+    AdmissionState,
+    BlockLedger,
+    Engine,
+    FullAttention,
+    OffloadScheduler,
+    TransferError,
+    hash_tokens,
+)
 from kvstow.observability.events import EventFile
 from kvstow.transfer import BlockLayout, HostArena, HostMover
 from kvstow.transfer.ticket import Ticket
@@ -113,19 +121,14 @@ class Life:
         for kind, names in {EventFile: ("write", "close"), HostArena: ("close",)}.items():
             for name in names:
                 self.watch(patch, kind, name)
+        for real in BlockLedger, OffloadScheduler:
+            build: Any = lambda *a, real=real, **o: Watched(real(*a, **o), faults)  # noqa: E731
+            patch.setattr(f"kvstow.engine.engine.{real.__name__}", build)
         self.engine = Engine(
             NUM_BLOCKS, 40, [FullAttention(BLOCK)], [BlockLayout.from_arrays([self.kv])],
             mover=WatchedMover, events_path=folder / "events", load_timeout_s=60.0,
             clock=lambda: float(faults.call(time.monotonic)),
         )  # fmt: skip
-        engine: Any = self.engine
-        engine.ledger, engine.scheduler = (
-            Watched(engine.ledger, faults), Watched(engine.scheduler, faults)
-        )  # fmt: skip
-        for name in "_new_ledger", "_new_scheduler":
-            new = getattr(engine, name)
-            setattr(engine, name, lambda *a, new=new, **o: Watched(new(*a, **o), faults))
-        engine._evicted_before = engine.ledger, 0
 
     def watch(self, patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
         real = getattr(kind, name)
@@ -206,14 +209,16 @@ class Life:
         self.faults.is_on = False
         engine = self.engine
         engine.check()
-        if engine._asleep is not None:
+        if engine._state.asleep is not None:
             self.wake()
             engine.check()
-        for name in list(engine._requests):
-            if name == "second" and engine._requests[name].state == "running":
-                self.compare(name, [*DOCUMENT, 60], min(17, engine._requests[name].num_computed))
+        for name in list(engine._state.requests):
+            if name == "second" and engine._state.requests[name].state == "running":
+                self.compare(
+                    name, [*DOCUMENT, 60], min(17, engine._state.requests[name].num_computed)
+                )
             engine.finish(name)
-        if not engine._is_closed:
+        if not engine._state.is_closed:
             self.settle()
             for number in range(2):
                 self.serve(f"after {number}", [*DOCUMENT, 70 + number, 5])

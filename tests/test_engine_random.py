@@ -1,14 +1,13 @@
 """Random lives of an `Engine`: every token that a request reads is compared."""
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine_loop import SHAPES, Loop, turns
 
-from kvstow import Engine
+from kvstow import BlockLedger
 
 NUM_TURNS = 600
 
@@ -26,20 +25,16 @@ def test_no_request_reads_kv_that_is_not_its_own(shape: str, tmp_path: Path) -> 
         loop.close()
 
 
-class PublishesAtGrant(Engine):
-    """What the test above must find."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._new_ledger = partial(self._new_ledger, publish="granted")
-        self.ledger = self._new_ledger(self.ledger.pool.num_blocks)
+def ledger_that_publishes_at_the_grant(*args: Any, **options: Any) -> BlockLedger:
+    """Build what the test above must find."""
+    return BlockLedger(*args, **(options | {"publish": "granted"}))
 
 
 @pytest.mark.parametrize("shape", ["eager", "lazy", "window"])
 def test_publishing_at_the_grant_is_found(
     shape: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tests.engine_loop.Engine", PublishesAtGrant)
+    monkeypatch.setattr("kvstow.engine.engine.BlockLedger", ledger_that_publishes_at_the_grant)
     with pytest.raises(AssertionError, match="that is not its own"):
         for seed in range(20):
             loop = Loop(seed, folder=tmp_path, **SHAPES[shape])

@@ -46,7 +46,7 @@ class Shards:
         return [mover for mover in self.engine.movers if isinstance(mover, ManualMover)]
 
     def admit(self, name: str, tokens: list[int]) -> AdmissionState:
-        if name not in self.engine._requests:
+        if name not in self.engine._state.requests:
             self.engine.add(name, hashed(tokens, BLOCK))
         return self.engine.admit(name, len(tokens), 1000, after=READY).state
 
@@ -96,7 +96,7 @@ def shards(world_size: int, **options: object) -> Iterator[Shards]:
         it.engine.check()
     finally:
         it.engine.close()
-    for name in list(it.engine._requests):
+    for name in list(it.engine._state.requests):
         it.engine.finish(name)
     assert it.engine.ledger.pool.num_free == len(it.kv[0][0]) - 1, "a pin was left behind"
 

@@ -1,5 +1,4 @@
 import gc
-import inspect
 import re
 import time
 import weakref
@@ -26,7 +25,8 @@ from kvstow import (
     TransferError,
     hash_tokens,
 )
-from kvstow.engine.sleep import HOST, Awake, restart, sleep, wake
+from kvstow.engine import HOST, Awake
+from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.transfer import (
     READY,
@@ -125,7 +125,7 @@ class World:
                     assert kept[max(0, len(text) - 5) :].all()
 
     def sleep(self, **options: Any) -> None:
-        sleep(self.engine, **({"after": READY} | options))
+        self.engine.sleep(**({"after": READY} | options))
         for group in (group for own in self.memory for group in own):
             group[:] = GARBAGE  # whoever has it now
 
@@ -133,7 +133,7 @@ class World:
         size = num_blocks or len(self.memory[0][0])
         self.memory = self.new_memory(size)
         given: dict[str, Any] = {"after": READY, "num_device_blocks": size} | options
-        return wake(self.engine, self.layouts, **given)
+        return self.engine.wake(self.layouts, **given)
 
     def settle(self) -> None:
         while self.engine.transfers:
@@ -152,10 +152,10 @@ def world(*sizes: int, **options: Any) -> Iterator[World]:
 
 def state(engine: Engine) -> object:
     """What a refused call must not change."""
-    tables = {name: [t.tolist() for t in engine.tables(name)] for name in engine._requests}
+    tables = {name: [t.tolist() for t in engine.tables(name)] for name in engine._state.requests}
     pool = engine.ledger.pool
     order = pool.free_order().tolist()
-    return tables, order, pool.num_cached, engine.scheduler.snapshot(), engine._running.copy()
+    return tables, order, pool.num_cached, engine.scheduler.snapshot(), engine._state.running.copy()
 
 
 # -- the way there and back --------------------------------------------------------------------
@@ -205,17 +205,14 @@ def test_requests_wake_where_they_were(
         it.engine.check()
 
 
-def test_without_the_image_a_tail_is_lost() -> None:
+def test_without_the_image_a_tail_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: nothing but the image's loads brings back what is compared above."""
     with world() as it:
         it.run("a", prompt(1, 18))
         it.sleep()
-        copy = it.engine._new_ranks.func.copy  # type: ignore[attr-defined]
-        try:
-            it.engine._new_ranks.func.copy = lambda *_: []  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "copy", lambda *_: [])
             it.wake()
-        finally:
-            it.engine._new_ranks.func.copy = copy  # type: ignore[attr-defined]
         with pytest.raises(AssertionError):
             it.check()
 
@@ -238,7 +235,7 @@ def test_another_pool_size_if_it_fits() -> None:
         it.run("a", prompt(1, 18))
         it.engine.finish("gone")
         it.sleep()
-        image = it.engine._asleep
+        image = it.engine._state.asleep
         with pytest.raises(OutOfBlocks, match="5 blocks are needed and 4 are free"):
             it.wake(5)
         with pytest.raises(ConfigError, match="packed"):
@@ -247,8 +244,8 @@ def test_another_pool_size_if_it_fits() -> None:
             it.wake(8, block_ids=range(5))
         with pytest.raises(ConfigError, match="memory for 6 blocks"):
             it.memory = it.new_memory(6)
-            wake(it.engine, it.layouts, after=READY)
-        assert it.engine._asleep is image
+            it.engine.wake(it.layouts, after=READY)
+        assert it.engine._state.asleep is image
         it.wake(6, block_ids="packed")
         it.check("a")
         assert it.engine.stats()["device_capacity_tokens"] == 5 * BLOCK
@@ -280,7 +277,7 @@ def test_asleep_it_holds_no_device_memory_and_does_nothing() -> None:
             lambda: it.engine.finish("a"),
             it.engine.poll,
             it.engine.reset,
-            lambda: sleep(it.engine, after=READY),
+            lambda: it.engine.sleep(after=READY),
         ):
             with pytest.raises(StateError, match="sleeps: wake it first"):
                 use()
@@ -288,7 +285,7 @@ def test_asleep_it_holds_no_device_memory_and_does_nothing() -> None:
         assert it.engine.stats()["requests"] == 1
         it.engine.take_events()
         it.memory = it.new_memory(24)
-        wake(it.engine, it.layouts, after=READY)
+        it.engine.wake(it.layouts, after=READY)
         it.check()
 
 
@@ -352,7 +349,7 @@ def test_copies_land_first_and_the_next_poll_tells() -> None:
         assert len(it.engine.transfers) == 2
         it.sleep()
         it.wake(block_ids="packed")
-        assert not it.engine._transfers
+        assert not it.engine.transfers
         landed = it.engine.poll()
         assert (landed.loaded, landed.failed, landed.num_stored_blocks) == (["a"], [], 3)
         assert it.engine.poll().loaded == []
@@ -422,7 +419,7 @@ def test_a_failed_sleep_leaves_what_landed_to_the_next_poll() -> None:
     with world(num_host=3) as it:
         it.run("a", prompt(1, 13))
         with pytest.raises(OutOfBlocks, match="the sleep image needs 1 host slots and at most 0"):
-            sleep(it.engine, after=READY)
+            it.engine.sleep(after=READY)
         assert it.engine.poll().num_stored_blocks == 3
         it.check()
 
@@ -471,7 +468,7 @@ def test_a_host_that_is_too_small_refuses_and_nothing_changes() -> None:
         it.settle()
         before = state(it.engine)
         with pytest.raises(OutOfBlocks, match="preempt requests first"):
-            sleep(it.engine, after=READY)
+            it.engine.sleep(after=READY)
         assert state(it.engine) == before
         it.go_on("a", 5)
         it.check()
@@ -480,7 +477,7 @@ def test_a_host_that_is_too_small_refuses_and_nothing_changes() -> None:
         it.settle()
         it.engine.reset()
         with pytest.raises(OutOfBlocks):
-            sleep(it.engine, after=READY)
+            it.engine.sleep(after=READY)
 
 
 class FailingMover(HostMover):
@@ -507,7 +504,7 @@ def test_copies_that_fail_leave_it_as_it_was(ranks: int, monkeypatch: pytest.Mon
         before = state(it.engine)
         monkeypatch.setattr(FailingMover, "fails", "store")
         with pytest.raises(TransferError, match=r"could not be stored.*no store today"):
-            sleep(it.engine, after=READY)
+            it.engine.sleep(after=READY)
         assert state(it.engine) == before
         monkeypatch.setattr(FailingMover, "fails", "")
         it.sleep()
@@ -540,7 +537,7 @@ def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
 
         patch.setattr("kvstow.engine.sleep._finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            sleep(it.engine, after=event)
+            it.engine.sleep(after=event)
         it.engine.check()
         assert it.engine.tables("a")[0].tolist() == tables
         assert it.engine.scheduler.num_resident == len(it.engine.scheduler.used_slots())
@@ -573,9 +570,9 @@ def test_waking_with_what_does_not_belong_to_it() -> None:
         it.sleep(**WHO)
         it.memory = it.new_memory(24, per_block=8)
         with pytest.raises(SnapshotError, match="give layouts of the model that slept"):
-            wake(it.engine, it.layouts, after=READY, **WHO)
+            it.engine.wake(it.layouts, after=READY, **WHO)
         with pytest.raises(ConfigError, match="1 groups but 2 layouts"):
-            wake(it.engine, it.layouts * 2, after=READY, **WHO)
+            it.engine.wake(it.layouts * 2, after=READY, **WHO)
         with pytest.raises(SnapshotError, match="is of 'a model', not of 'b'"):
             it.wake(identity="b", weights_version="7")
         with pytest.raises(SnapshotError, match=r"weights version '7', not of '8'.*reset it"):
@@ -591,14 +588,14 @@ def test_a_file_needs_to_say_whose_it_is(tmp_path: Path) -> None:
         halves: list[dict[str, Any]] = [{}, {"identity": "a"}, {"weights_version": "1"}]
         for options in halves:
             with pytest.raises(ConfigError, match="a file needs both"):
-                sleep(it.engine, after=READY, to=tmp_path / "image", **options)
+                it.engine.sleep(after=READY, to=tmp_path / "image", **options)
         for place in 5, None, b"image", "im\0age":
             with pytest.raises(ConfigError, match="pass HOST, or the name of a file"):
-                sleep(it.engine, after=READY, to=place, **WHO)  # type: ignore[arg-type]
+                it.engine.sleep(after=READY, to=place, **WHO)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="pass strings"):
-            sleep(it.engine, after=READY, identity=b"a", weights_version="1")  # type: ignore[arg-type]
+            it.engine.sleep(after=READY, identity=b"a", weights_version="1")  # type: ignore[arg-type]
         with pytest.raises(SnapshotError, match="cannot be written: No such file"):
-            sleep(it.engine, after=READY, to=tmp_path / "no" / "image", **WHO)
+            it.engine.sleep(after=READY, to=tmp_path / "no" / "image", **WHO)
         it.run("a", prompt(1, 9))
         it.check()
 
@@ -628,7 +625,7 @@ def test_another_process_goes_on(shape: dict[str, Any], tmp_path: Path) -> None:
     before = path.read_bytes()
     for _ in range(2):
         with world(**shape) as it:
-            restart(it.engine, path, after=READY, requests=True, **WHO)
+            it.engine.restart(path, after=READY, requests=True, **WHO)
             it.texts = {"a": prompt(1, 18), "b": prompt(3, 13)}
             it.check()
             it.go_on("a", 9)
@@ -645,7 +642,7 @@ def test_without_its_requests_only_the_host_is_warm(tmp_path: Path) -> None:
     path = tmp_path / "image"
     put_to_sleep(path)
     with world() as it:
-        awake = restart(it.engine, path, after=READY, **WHO)
+        awake = it.engine.restart(path, after=READY, **WHO)
         assert (len(awake.old_ids), it.engine.ledger.num_requests) == (0, 0)
         it.engine.check()
         assert it.engine.ledger.pool.num_free == 23
@@ -665,7 +662,7 @@ def test_a_restart_reads_no_slot_before_it_is_loaded(tmp_path: Path) -> None:
     put_to_sleep(path)
     found = hash_tokens(prompt(2, 17), BLOCK)
     with world() as it:
-        restart(it.engine, path, after=READY, **WHO)
+        it.engine.restart(path, after=READY, **WHO)
         it.engine.add("new", found)
         it.engine.admit("new", 17, 100, after=READY)
         [transfer] = it.engine.transfers
@@ -677,7 +674,7 @@ def test_a_restart_reads_no_slot_before_it_is_loaded(tmp_path: Path) -> None:
         file.seek(at)
         file.write(b"\xff")
     with world() as it:
-        restart(it.engine, path, after=READY, **WHO)
+        it.engine.restart(path, after=READY, **WHO)
         again = tmp_path / "again"
         it.sleep(to=again, **WHO)
         with SnapshotFile(again) as file:
@@ -686,7 +683,7 @@ def test_a_restart_reads_no_slot_before_it_is_loaded(tmp_path: Path) -> None:
         it.engine.add("other", found[:3])
         assert it.engine.admit("other", 13, 100, after=READY).state is LOADS
         it.settle()
-        assert "other" in it.engine._running
+        assert "other" in it.engine._state.running
         it.engine.add("new", found)
         assert it.engine.admit("new", 17, 100, after=READY).state is LOADS
         [transfer] = it.engine.transfers
@@ -706,9 +703,9 @@ def test_a_damaged_image_wakes_nobody_by_half(tmp_path: Path) -> None:
     with world() as it:
         arenas = it.engine.arenas
         with pytest.raises(TransferError, match="the file is damaged"):
-            restart(it.engine, path, after=READY, requests=True, **WHO)
+            it.engine.restart(path, after=READY, requests=True, **WHO)
         assert (it.engine.arenas, it.engine.ledger.num_requests) == (arenas, 0)
-        restart(it.engine, path, after=READY, **WHO)
+        it.engine.restart(path, after=READY, **WHO)
         assert it.engine.scheduler.num_resident > 0
 
 
@@ -718,13 +715,13 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
     with world() as it:
         it.run("a", prompt(1, 9))
         with pytest.raises(StateError, match="restart one that was just built"):
-            restart(it.engine, path, after=READY, **WHO)
+            it.engine.restart(path, after=READY, **WHO)
     with world(mode="lazy", horizon_blocks=1) as it:
         it.run("a", prompt(1, 9))
         it.engine.finish("a")  # its blocks are cached on the device alone
         assert not len(it.engine.scheduler.used_slots())
         with pytest.raises(StateError, match="restart one that was just built"):
-            restart(it.engine, path, after=READY, **WHO)
+            it.engine.restart(path, after=READY, **WHO)
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"num_host": 63}, "number of host blocks is 64, not 63"),
         ({"policy": "hit-density"}, "policy is Lru, not HitDensity"),
@@ -735,11 +732,11 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
     for shape, why in refusals:
         with world(**shape) as it:
             with pytest.raises(SnapshotError, match=re.escape(why)):
-                restart(it.engine, path, after=READY, requests=True, **WHO)
+                it.engine.restart(path, after=READY, requests=True, **WHO)
             it.run("a", prompt(1, 9))
             it.check()
     with world() as it, pytest.raises(SnapshotError, match="weights version '7', not of '8'"):
-        restart(it.engine, path, after=READY, identity="a model", weights_version="8")
+        it.engine.restart(path, after=READY, identity="a model", weights_version="8")
 
 
 def test_an_engine_does_not_wake_from_the_file_of_another(tmp_path: Path) -> None:
@@ -751,7 +748,7 @@ def test_an_engine_does_not_wake_from_the_file_of_another(tmp_path: Path) -> Non
         mine.write_bytes(path.read_bytes())
         second.sleep(to=path, **WHO)
         written = path.read_bytes()
-        with pytest.raises(SnapshotError, match=r"another engine slept with.*Put back the file"):
+        with pytest.raises(SnapshotError, match=r"was written by another sleep.*Put back the file"):
             first.wake(**WHO)
         assert str(path) not in Path("/proc/self/maps").read_text()
         assert path.read_bytes() == written
@@ -773,12 +770,12 @@ def test_an_engine_does_not_wake_from_the_file_of_an_earlier_sleep(tmp_path: Pat
         it.go_on("a", 5)
         it.sleep(to=path, **WHO)
         early.rename(path)
-        with pytest.raises(SnapshotError, match="or this one another time"):
+        with pytest.raises(SnapshotError, match="of this engine or of another"):
             it.wake(**WHO)
 
 
-def test_methods_and_functions_do_the_same(tmp_path: Path) -> None:
-    assert {"Engine", "sleep", "snapshot"} <= set(dir(kvstow))
+def test_wakes_in_a_pool_of_another_size_from_host_and_from_file(tmp_path: Path) -> None:
+    assert {"Awake", "Engine", "HOST"} <= set(dir(kvstow))
     with world() as it:
         it.run("a", prompt(1, 18))
         for place in HOST, tmp_path / "image":
@@ -792,12 +789,6 @@ def test_methods_and_functions_do_the_same(tmp_path: Path) -> None:
             )
             assert awake.new_ids.tolist() == [1, 2, 3, 4, 5]
             it.check()
-    for name in "sleep", "wake":
-        method = inspect.signature(getattr(Engine, name)).parameters
-        function = inspect.signature(getattr(kvstow.sleep, name)).parameters
-        assert list(method)[1:] == list(function)[1:]
-        defaults = [one.default for one in method.values()]
-        assert defaults == [one.default for one in function.values()]
 
 
 # -- movers that check what they load ----------------------------------------------------------
@@ -822,7 +813,7 @@ def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: 
         it.engine.add("again", hash_tokens(prompt(2, 17), BLOCK))
         assert it.engine.admit("again", 17, 100, after=READY).state is LOADS
         it.settle()
-        assert "again" in it.engine._running
+        assert "again" in it.engine._state.running
         # What is damaged in memory is not found sound because a file was made of it.
         it.engine.arenas[0].slots[slot, 3] ^= 1
         it.sleep(to=tmp_path / "image", **WHO)

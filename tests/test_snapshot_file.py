@@ -23,7 +23,6 @@ from tests.test_sleep import BLOCK, WHO, World, prompt, put_to_sleep
 
 from kvstow import SnapshotError, hash_tokens
 from kvstow.cli import main
-from kvstow.engine.sleep import restart, sleep
 from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.transfer import READY
 
@@ -35,9 +34,9 @@ def refusal(path: Path) -> str | None:
     """Why a new engine does not start from a file; None: it did, and everything in it is whole."""
     it = World()
     try:
-        restart(it.engine, path, after=READY, requests=True, **WHO)
+        it.engine.restart(path, after=READY, requests=True, **WHO)
     except SnapshotError as error:
-        assert it.engine._is_new()
+        assert it.engine._state.is_new
         assert it.engine.ledger.num_requests == 0
         it.run("a", prompt(1, 9))
         it.check()
@@ -223,7 +222,7 @@ def test_other_weights_are_refused(image: Path) -> None:
     for who in {"identity": "b", "weights_version": "7"}, WHO | {"weights_version": "8"}:
         it = World()
         with pytest.raises(SnapshotError, match="the snapshot is of"):
-            restart(it.engine, image, after=READY, requests=True, **who)
+            it.engine.restart(image, after=READY, requests=True, **who)
         it.engine.close()
 
 
@@ -289,7 +288,6 @@ FORKING_WRITER = """
 import os, sys
 import numpy
 from tests.test_snapshot_file import one_of_two
-from kvstow.engine.sleep import sleep
 from tests.test_sleep import WHO
 
 def write_until_killed():
@@ -313,8 +311,8 @@ def which_of_two(path: Path) -> int:
     """Which engine's file this is; it is whole, to the last slot."""
     it = World(num_blocks=200, num_host=400)
     try:
-        restart(it.engine, path, after=READY, requests=True, **WHO)
-        [name] = it.engine._requests
+        it.engine.restart(path, after=READY, requests=True, **WHO)
+        [name] = it.engine._state.requests
         which = int(name[-1])
         it.texts[name] = list(range(1000 * which, 1000 * which + 700 + which))
         it.check()
@@ -366,7 +364,7 @@ def test_a_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.Monkey
     it.run("a", prompt(1, 9))
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(SnapshotError, match="cannot be written: No space left"):
-        sleep(it.engine, after=READY, to=image, **WHO)
+        it.engine.sleep(after=READY, to=image, **WHO)
     it.check()
     it.engine.close()
     assert image.read_bytes() == before
@@ -390,9 +388,9 @@ def test_folder_that_cannot_be_synced_has_the_new_file(
         if status == errno.EIO:
             # The old file is gone: the message must not say otherwise.
             with pytest.raises(SnapshotError, match="is written, but its folder cannot be synced"):
-                sleep(it.engine, after=READY, to=image, **WHO)
+                it.engine.sleep(after=READY, to=image, **WHO)
         else:
-            sleep(it.engine, after=READY, to=image, **WHO)
+            it.engine.sleep(after=READY, to=image, **WHO)
     it.engine.close()
     assert b'"new"' in image.read_bytes()
     assert refusal(image) is None

@@ -5,19 +5,19 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from benches.gpu.device import Device, seconds
 
+from kvstow.closing import Closing
 from kvstow.transfer import BlockLayout, CudaEvent, CudaMover, Ticket, pinned_arena
 
 JOB_BLOCKS, JOB_BYTES = 512, 256 << 20
 NUM_BLOCKS = 2 * JOB_BLOCKS + 1
 
 
-class Cache:
+class Cache(Closing):
     """A layer-major cache of random bytes, a pinned arena, and a mover that packs.
 
     Stores read the first half of the blocks after the null block, and loads write the other half.
@@ -47,15 +47,7 @@ class Cache:
         self.idle = torch.cuda.Stream()
         self.chances = map(np.random.default_rng, itertools.count())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._built.close()
 
     def ids(self, direction: str, *, shuffled: bool) -> list[int]:

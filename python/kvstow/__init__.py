@@ -6,7 +6,6 @@ it in one object for the author of an engine (`Engine`), which can `sleep`.
 """
 
 import warnings
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvstow import _core
@@ -45,19 +44,15 @@ from kvstow._core import (
 )
 
 if TYPE_CHECKING:
-    from kvstow.engine import Admission, AdmissionState, Engine, Landed, Transfer, sleep
-    from kvstow.engine import snapshot_file as snapshot
+    from kvstow.engine import HOST, Admission, AdmissionState, Awake, Engine, Landed, Transfer
 else:
 
     def __getattr__(name: str) -> object:
         """Import the engine when it is first asked for: the accounting alone needs no transfer."""
-        if name in {"Admission", "AdmissionState", "Engine", "Landed", "Transfer"}:
+        if name in {"HOST", "Admission", "AdmissionState", "Awake", "Engine", "Landed", "Transfer"}:
             from kvstow import engine  # noqa: PLC0415
 
             return getattr(engine, name)
-        if name in {"sleep", "snapshot"}:
-            module = {"sleep": "sleep", "snapshot": "snapshot_file"}[name]
-            return import_module(f"kvstow.engine.{module}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
@@ -66,9 +61,11 @@ else:
 
 
 __all__ = [
+    "HOST",
     "Admission",
     "AdmissionState",
     "AllBlocksCleared",
+    "Awake",
     "BlockLedger",
     "BlockPool",
     "BlockRemoved",
@@ -102,8 +99,6 @@ __all__ = [
     "__version__",
     "clairvoyant_hits",
     "hash_tokens",
-    "sleep",
-    "snapshot",
 ]
 
 if _core.debug_build:

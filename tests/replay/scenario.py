@@ -1,4 +1,4 @@
-"""Small traces in memory, and replays of them with every invariant checked after every step."""
+"""Small traces, and replays of them that check every invariant after every step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from kvstow.replay.batch import Request
 from kvstow.replay.content import Geometry
 from kvstow.replay.model import ModelGroup, ReplayModel
 
-BLOCK = 16  # tokens: an engine takes any size, and small blocks make short replays
+BLOCK = 16  # tokens; small blocks make short replays
 
 FULL_GROUP = ModelGroup(FullAttention(BLOCK), Geometry(BLOCK, 2, 8))
 WINDOW_GROUP = ModelGroup(SlidingWindow(BLOCK, 40), Geometry(BLOCK, 1, 8))  # 2 and a half blocks
 NARROW_GROUP = ModelGroup(SlidingWindow(BLOCK, 5), Geometry(BLOCK, 2, 8))
 STATE_GROUP = ModelGroup(StateSpace(BLOCK), Geometry(BLOCK, 3, 12))
 
-# Small ones, of every kind of attention and with blocks of unequal size.
+# Small models with every kind of attention, and with blocks of unequal size.
 FULL = ReplayModel("full", (FULL_GROUP,))
 SLIDING = ReplayModel("sliding", (FULL_GROUP, WINDOW_GROUP))
 STATEFUL = ReplayModel("stateful", (STATE_GROUP, FULL_GROUP))
@@ -29,7 +29,7 @@ SMALL_MODELS = (FULL, SLIDING, STATEFUL, MIXED, WINDOWS)
 
 
 class Checked(Observer):
-    """Verifies ledger and scheduler after each step, and that the replay gets anywhere."""
+    """Checks ledger and scheduler after each step, and that the replay ends."""
 
     max_steps = 100_000
 
@@ -41,7 +41,7 @@ class Checked(Observer):
 def request(
     line: int, ids: Sequence[int], *, output: int = 1, tail: int = 0, at_s: float = 0.0
 ) -> TraceRequest:
-    """A request with a whole block of prompt per id, but for `tail` tokens in the last one."""
+    """Return a request with a whole block per id; `tail` tokens in the last block if given."""
     prompt = len(ids) * BLOCK - (BLOCK - tail if tail else 0)
     return TraceRequest(line, at_s, prompt, output, tuple(ids))
 
@@ -68,7 +68,7 @@ def prepared(
     mode: Literal["eager", "lazy"] = "eager",
     sleep_at: Sequence[int] = (),
 ) -> Iterator[ReplayEngine]:
-    """An engine for the trace, not yet run; instant copies unless a bandwidth is given."""
+    """Yield an engine for the trace. Its copies are instant unless a bandwidth is given."""
     config = ReplayConfig(
         device_blocks=device_blocks,
         host_blocks=host_blocks,
@@ -90,15 +90,15 @@ def prepared(
 
 
 def least_device_blocks(of: Trace, model: ReplayModel, *, max_step_tokens: int = 8192) -> int:
-    """The smallest pool in which the engine takes on such a trace."""
+    """Return the size of the smallest device pool that holds each request of the trace."""
     return 1 + max(
-        sum(group.most_blocks(one.total_tokens, max_step_tokens) for group in model.groups)
-        for one in of.requests
+        sum(group.most_blocks(request.total_tokens, max_step_tokens) for group in model.groups)
+        for request in of.requests
     )
 
 
 def assert_ended_well(engine: ReplayEngine) -> None:
-    """Everything ran, nothing is corrupt, and nothing is still held."""
+    """Assert that every request finished, no block is corrupt, and nothing is still held."""
     figures, stats = engine.figures, engine.kv.scheduler.stats()
     assert figures.finished == len(engine.trace.requests)
     assert engine.verifier.num_corrupt == 0
@@ -106,7 +106,7 @@ def assert_ended_well(engine: ReplayEngine) -> None:
     assert engine.kv.ledger.num_requests == 0
     assert engine.kv.ledger.pool.num_free == engine.config.device_blocks - 1
     assert stats["jobs_in_flight"] == 0
-    # A store that went well is given back where the one of a block before it has failed.
+    # The scheduler drops a stored block if the store of a block before it has failed.
     assert stats["stored_blocks"] == figures.stored or figures.failed_stores
     assert stats["stored_blocks"] <= figures.stored
     assert stats["loaded_blocks"] == figures.loaded
@@ -114,7 +114,7 @@ def assert_ended_well(engine: ReplayEngine) -> None:
 
 
 class Watched(Checked):
-    """Records, by request, the (device, host) tokens of the last lookup of each admission."""
+    """Records the (device, host) tokens of the lookups of each request."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[tuple[int, int]]] = {}
@@ -141,18 +141,18 @@ FIRST = [1, 2, 3, 4]
 
 
 def comes_back(line: int, at_s: float) -> TraceRequest:
-    """Asks for the prefix of the first request again, and one block more."""
+    """Return a request for the prefix of the first one and one block more."""
     return request(line, [*FIRST, 90 + line], at_s=at_s)
 
 
 def pushed_out(num_usable: int, *more: TraceRequest) -> Trace:
-    """A request, a second one 100 s later that takes all usable blocks, and what comes then."""
+    """Return a trace whose second request, 100 s later, needs all usable device blocks."""
     return trace(request(1, FIRST), request(2, range(11, 10 + num_usable), at_s=100), *more)
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Prompts that share prefixes, burst in, and generate more or less."""
+    """Draw a trace with shared prefixes, bursts and outputs of any length."""
     paths: list[Sequence[int]] = [()]
     requests, at_s = [], 0.0
     for line in range(1, draw(st.integers(1, 15)) + 1):

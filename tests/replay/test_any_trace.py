@@ -1,4 +1,4 @@
-"""Whatever the trace and however tight the pools, a replay ends with nothing wrong or held."""
+"""Any trace, with pools of any size, replays to its end without a corrupt or leaked block."""
 
 from collections.abc import Callable
 
@@ -59,11 +59,11 @@ def test_any_trace_replays_to_its_end(
         assert lost["stored_blocks"] - lost["evicted_blocks"] == num_resident
 
 
-# -- the machine does not matter ---------------------------------------------------------------
+# -- the speed of the machine ------------------------------------------------------------------
 
 
 class LateMover(HostMover):
-    """Holds every transfer back until somebody waits for it, or for a later one."""
+    """Delays each transfer until the replay waits for it or for a later one."""
 
     def __init__(self, mover: Mover) -> None:
         super().__init__(mover.layout, mover.arena)
@@ -105,10 +105,10 @@ class _LateTicket(Ticket):
 @pytest.mark.parametrize("model", [FULL, MIXED], ids=lambda model: model.name)
 @given(of=traces(), bandwidth=st.sampled_from([1e3, 1e5]))
 @settings(max_examples=20)
-def test_copies_that_come_late_change_nothing(
+def test_late_copies_do_not_change_the_figures(
     model: ReplayModel, of: Trace, bandwidth: float
 ) -> None:
-    """Nothing is used before its landing in virtual time, however fast or slow the copy was."""
+    """A block is used only after its landing in virtual time, whatever the speed of the copy."""
     needed = least_device_blocks(of, model)
     outcomes = []
     for late in (False, True):

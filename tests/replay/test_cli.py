@@ -76,13 +76,13 @@ def test_json_to_stdout_is_json_and_nothing_else() -> None:
 def test_the_default_figures_of_the_bundled_slice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """They depend on nothing but the trace and the options: what changes them must mean to."""
+    """The figures depend on the trace and the options only."""
     path = tmp_path / "figures.json"
     assert replay("--json-file", str(path)) == 0
     found = json.loads(path.read_text())
     assert {key: found[key] for key in THE_FIGURES} == THE_FIGURES
 
-    # And the page "Start here" shows this table.
+    # The page "Start here" shows this table.
     (shown,) = re.findall(r"```text\n(conversation_1000.*?)```", START_PAGE.read_text(), re.DOTALL)
     printed = capsys.readouterr().out
     assert untimed(shown) == untimed(printed)
@@ -90,13 +90,13 @@ def test_the_default_figures_of_the_bundled_slice(
 
 
 def untimed(table: str) -> list[str]:
-    """The lines that no machine changes, without the padding between columns."""
+    """Return the lines that are equal on every machine, without padding."""
     lines = [" ".join(line.split()) for line in table.splitlines()]
     return [line for line in lines if line and not line.startswith(("accounting", "wall time"))]
 
 
 @pytest.mark.parametrize("model", ["gemma-3", "gpt-oss", "jamba"])
-def test_a_model_of_several_groups_shows_it_all_too(
+def test_a_hybrid_model_hits_evicts_and_preempts(
     capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
     found = figures(
@@ -123,7 +123,7 @@ def test_a_model_of_several_groups_shows_it_all_too(
 
 
 def test_the_bundled_slice_under_the_other_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    """It evicts other blocks, and serves nothing wrong."""
+    """The policy evicts other blocks, and no block is corrupt."""
     lru = figures(capsys, "--host-blocks", "2000")
     found = figures(capsys, "--host-blocks", "2000", "--policy", "hit-density")
 
@@ -132,7 +132,7 @@ def test_the_bundled_slice_under_the_other_policy(capsys: pytest.CaptureFixture[
     assert found["stored_blocks"] != lru["stored_blocks"]
 
 
-def test_two_runs_agree_in_all_but_wall_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_differ_only_in_wall_time(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = figures(capsys, *SMALL), figures(capsys, *SMALL)
     for found in (first, second):
         assert found.pop("seconds") is not None
@@ -143,7 +143,7 @@ def test_two_runs_agree_in_all_but_wall_time(capsys: pytest.CaptureFixture[str])
     assert first["loaded_blocks"]
 
 
-def test_the_table_goes_to_stdout_and_json_to_its_file(tmp_path: Path) -> None:
+def test_the_table_goes_to_stdout_and_json_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     done = run("replay", *SMALL, "--json-file", str(path))
 
@@ -298,11 +298,11 @@ def test_a_corrupt_block_is_status_1(
     )
 
 
-# -- Ctrl-C: status 130, after what there is ---------------------------------------------------
+# -- Ctrl-C: status 130, with the figures so far -----------------------------------------------
 
 
 def test_ctrl_c_reports_the_figures_so_far_and_is_status_130(tmp_path: Path) -> None:
-    """The bar on the terminal shows when the replay is under way."""
+    """The test interrupts the replay when the bar shows one finished request."""
     path, figures_path = tmp_path / "long.jsonl", tmp_path / "figures.json"
     rows = [
         {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]},
@@ -312,7 +312,7 @@ def test_ctrl_c_reports_the_figures_so_far_and_is_status_130(tmp_path: Path) -> 
     ]  # fmt: skip
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     terminal, other_end = pty.openpty()
-    # A shell starts background jobs with SIGINT ignored, and children inherit that: heed it here.
+    # A shell may start this process with SIGINT ignored, so the child restores the handler.
     heeding = (
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "runpy.run_module('kvstow', run_name='__main__')"

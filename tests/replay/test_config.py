@@ -34,7 +34,9 @@ NAN = math.nan
         ("verify", "some", "verify is 'some'; it must be one of all, sample, off"),
     ],
 )
-def test_an_option_out_of_bounds_is_named(option: str, value: object, problem: str) -> None:
+def test_the_error_for_a_bad_option_names_value_and_bounds(
+    option: str, value: object, problem: str
+) -> None:
     options: dict[str, object] = {"device_blocks": 8, "host_blocks": 8, option: value}
 
     with pytest.raises(ConfigError) as caught:
@@ -42,7 +44,7 @@ def test_an_option_out_of_bounds_is_named(option: str, value: object, problem: s
     assert str(caught.value).startswith(problem)
 
 
-def test_pools_that_no_memory_can_hold_are_refused_before_they_are_built() -> None:
+def test_pools_larger_than_the_free_memory_are_refused() -> None:
     config = ReplayConfig(device_blocks=8, host_blocks=2**31 - 1)
 
     with pytest.raises(

@@ -26,13 +26,13 @@ def keys(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 
 def memory_of(num_blocks: int, geometry: Geometry) -> GroupMemory:
-    """A device whose only group this is."""
+    """Return the memory of a device with one group."""
     [memory] = device_memory(num_blocks, [geometry])
     return memory
 
 
 def word_of(key: int, place: int) -> int:
-    """One word as the module's header defines it, in Python's own integers."""
+    """Return a word as the head of the module defines it, computed with Python integers."""
     mask, odd = 2**64 - 1, 0x9E3779B97F4A7C15
     x = (place + 1) * odd & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -42,7 +42,7 @@ def word_of(key: int, place: int) -> int:
 
 
 @geometries
-def test_every_word_of_a_block_is_its_own(geometry: Geometry) -> None:
+def test_all_words_of_a_block_differ(geometry: Geometry) -> None:
     words = Content(geometry).blocks(keys(SOME_KEY, SOME_KEY ^ 1))
 
     assert words.shape == (2, geometry.num_regions, geometry.region_bytes // 8)
@@ -53,14 +53,14 @@ def test_every_word_of_a_block_is_its_own(geometry: Geometry) -> None:
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20, unique=True))
-def test_no_two_keys_agree_in_any_word(values: list[int]) -> None:
+def test_blocks_of_two_keys_differ_in_every_word(values: list[int]) -> None:
     words = Content(GEOMETRIES[0]).blocks(keys(*values)).reshape(len(values), -1)
 
     assert all(len(np.unique(column)) == len(values) for column in words.T)
 
 
 @geometries
-def test_tokens_written_one_by_one_make_the_whole_block(geometry: Geometry) -> None:
+def test_tokens_written_one_by_one_make_a_whole_block(geometry: Geometry) -> None:
     memory = memory_of(4, geometry)
     blocks, asked = np.array([3, 1]), keys(SOME_KEY, 7)
     for offset in range(geometry.block_size):
@@ -108,7 +108,7 @@ def test_a_part_is_checked_to_its_last_token_only(geometry: Geometry) -> None:
 
 
 @geometries
-def test_one_flipped_bit_anywhere_is_seen(geometry: Geometry) -> None:
+def test_any_flipped_bit_is_found(geometry: Geometry) -> None:
     memory = memory_of(2, geometry)
     table, asked = np.array([1]), keys(SOME_KEY)
     memory.write_range(table, asked, 0, geometry.block_size)
@@ -125,14 +125,14 @@ def test_one_flipped_bit_anywhere_is_seen(geometry: Geometry) -> None:
 UNEQUAL = [Geometry(16, 1, 16), Geometry(16, 3, 24), Geometry(16, 2, 16)]
 
 
-def test_no_two_groups_agree_in_any_word() -> None:
+def test_blocks_of_two_groups_differ_in_every_word() -> None:
     words = [Content(UNEQUAL[0], group).blocks(keys(SOME_KEY)) for group in range(4)]
 
     assert len(np.unique(words)) == np.size(words)
 
 
 @pytest.mark.parametrize("writer", range(3))
-def test_a_block_overlays_the_other_groups_blocks_of_that_id_and_no_more(writer: int) -> None:
+def test_a_block_overlays_only_blocks_with_its_id(writer: int) -> None:
     ids, asked = np.array([1, 2, 3]), keys(1, 2, 3)
     memory = device_memory(4, UNEQUAL)
     assert memory[writer].regions[0].shape == (4, UNEQUAL[writer].region_bytes)
@@ -152,7 +152,7 @@ def test_a_block_overlays_the_other_groups_blocks_of_that_id_and_no_more(writer:
         (2, 6, "bytes-per-token is 6; it must be a multiple of 4"),
     ],
 )
-def test_a_geometry_that_cannot_be(layers: int, bytes_per_token: int, problem: str) -> None:
+def test_an_invalid_geometry_is_refused(layers: int, bytes_per_token: int, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Geometry(512, layers, bytes_per_token)
     with pytest.raises(ConfigError, match="takes 1 bytes per K or V"):
@@ -164,16 +164,16 @@ def request(line: int, prompt: int, output: int, *ids: int) -> TraceRequest:
 
 
 def test_digests_follow_the_path_of_ids() -> None:
-    one = block_digests(request(1, 48, 0, 5, 6, 7), 16)
-    same = block_digests(request(2, 50, 0, 5, 6, 7, 8), 16)
+    first = block_digests(request(1, 48, 0, 5, 6, 7), 16)
+    longer = block_digests(request(2, 50, 0, 5, 6, 7, 8), 16)
     moved = block_digests(request(3, 48, 0, 6, 5, 7), 16)
 
-    assert one == same[:3]
-    assert len(set(one) | set(moved)) == 6
+    assert first == longer[:3]
+    assert len(set(first) | set(moved)) == 6
 
 
-def test_what_is_generated_is_nobody_elses() -> None:
-    """The block with the prompt's tail is generated too: its tokens end only there."""
+def test_generated_blocks_have_digests_of_their_request_only() -> None:
+    """The block with the end of the prompt counts as generated, because it has generated tokens."""
     one = block_digests(request(1, 20, 30, 5, 6), 16)
     other = block_digests(request(2, 20, 30, 5, 6), 16)
     short = block_digests(request(3, 10, 30, 5), 16)
@@ -185,7 +185,7 @@ def test_what_is_generated_is_nobody_elses() -> None:
     assert not set(one) & set(block_digests(request(1, 20, 30, 7, 6), 16)), "not chained"
 
 
-def test_the_words_of_digests_are_their_heads() -> None:
+def test_digest_words_are_the_first_eight_bytes() -> None:
     digests = block_digests(request(1, 48, 0, 5, 6, 7), 16)
 
     assert digest_words(digests).tolist() == [

@@ -1,4 +1,4 @@
-"""Tokens become a trace, whose replay has the hits that one counts by hand."""
+"""Token ids become a trace, and its replay has the hits that a hand count gives."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 from kvstow import ConfigError, cli
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
 
-DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "traces.md"
 BLOCK = 4
 
 
@@ -25,7 +25,7 @@ def row(tokens: list[int], **fields: object) -> dict[str, object]:
     return {"timestamp": 0, "prompt_token_ids": tokens, "output_length": 3, **fields}
 
 
-def test_equal_prefixes_share_ids_and_nothing_else_does(tmp_path: Path) -> None:
+def test_only_equal_prefixes_share_ids(tmp_path: Path) -> None:
     rows = [
         row([*range(10)], timestamp=2.5),
         row([*range(8), 9, 9]),  # two blocks, and another tail
@@ -57,21 +57,25 @@ def test_equal_prefixes_share_ids_and_nothing_else_does(tmp_path: Path) -> None:
         ({"salt": 7}, "salt is 7; expected a string"),
     ],
 )
-def test_bad_fields_are_named(tmp_path: Path, fields: dict[str, object], problem: str) -> None:
+def test_the_error_for_a_bad_field_names_it(
+    tmp_path: Path, fields: dict[str, object], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"t:2: {problem}")):
         converted(tmp_path / "t", [row([1]), row([1]) | fields])
 
 
-def test_tokens_to_hits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts of 10, 8 and 10 tokens, far apart: each finds what those before it computed."""
+def test_converted_tokens_give_the_expected_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompts arrive far apart, so each finds the blocks of those before it."""
     rows = [
         row([*range(10)]),
-        row([*range(8)], timestamp=60_000),  # one token is left to compute: a hit of one block
+        row([*range(8)], timestamp=60_000),  # the last token is computed, so one block is hit
         row([*range(8), 7, 7], timestamp=120_000),  # two blocks
         row([*range(8), 7, 7], timestamp=180_000, salt="other"),  # none
     ]
     tokens, trace = tmp_path / "tokens.jsonl", tmp_path / "trace.jsonl"
-    tokens.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    tokens.write_text("".join(f"{json.dumps(fields)}\n" for fields in rows))
     assert cli.main(["trace", "convert", str(tokens), "--block-size", "4"]) == 0
     trace.write_text(capsys.readouterr().out)
     assert cli.main(["replay", str(trace), "--block-size", "4", "--json"]) == 0
@@ -81,8 +85,10 @@ def test_tokens_to_hits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["corrupt_blocks"] == 0
 
 
-def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+def test_the_example_of_the_docs_has_the_documented_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(r"```json[^\n]*\n(.*?)```", DOCS.read_text(), re.DOTALL)
     path = tmp_path / "three.jsonl"
     path.write_text(example)
     assert cli.main(["replay", str(path), "--block-size", "16", "--json"]) == 0
@@ -104,7 +110,7 @@ INFO 01-01 00:00:03 [x.py:1] somebody wrote: DEBUG 01-01 00:00:03 [y.py:1] Reque
 """  # noqa: E501 - as vLLM writes them
 
 
-def test_a_log_of_vllm(tmp_path: Path) -> None:
+def test_a_vllm_log_becomes_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text(LOG)
     trace = VllmLogReader(path, BLOCK, output_tokens=50).read()
@@ -114,7 +120,7 @@ def test_a_log_of_vllm(tmp_path: Path) -> None:
     assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
 
 
-def test_the_converter_reads_a_pipe_and_reports_bad_input_with_its_line(
+def test_the_converter_reads_a_pipe_and_names_the_line_of_bad_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def standard_input(text: str) -> None:
@@ -152,7 +158,7 @@ def test_the_converter_prints_and_writes_one_json_object(
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
 
-def test_a_log_without_requests_says_what_to_switch_on(tmp_path: Path) -> None:
+def test_the_error_for_a_log_without_requests_names_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text(LOG.splitlines()[0])
     with pytest.raises(ConfigError, match="--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG"):

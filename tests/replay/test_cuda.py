@@ -1,4 +1,4 @@
-"""The replay with the CUDA mover, on a device that is played and runs its work in odd orders."""
+"""The replay with the CUDA mover, on a simulated GPU that runs its work in odd orders."""
 
 import random
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from kvstow.replay.trace import read_trace
 from kvstow.transfer import BlockLayout, CudaEvent, Event, HostArena, Mover
 from kvstow.transfer.cuda.link_speed import LinkSpeed
 
-NUM_REQUESTS = 200  # as many as it takes for prefixes to come back from the host
+NUM_REQUESTS = 200  # enough for prefixes to come back from the host
 
 
-class PlayedDevice(HostDevice):
-    """Memory of this machine, whose copies are a device's."""
+class SimulatedDevice(HostDevice):
+    """Memory of this machine that counts as a GPU's."""
 
     def __init__(self, runtime: SimulatedGpu) -> None:
         self.runtime = runtime
@@ -41,16 +41,16 @@ class PlayedDevice(HostDevice):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     order = random.Random(1)
 
     def play(able: list[int | None]) -> int | None:
-        # Often the host: copies pile up before the device comes to them.
+        # The host runs often, so that copies pile up before the device runs them.
         streams = [name for name in able if name is not None]
         return None if len(able) > len(streams) and order.random() < 0.3 else order.choice(streams)
 
     runtime = SimulatedGpu(play)
-    device = PlayedDevice(runtime)
+    device = SimulatedDevice(runtime)
     speed = LinkSpeed(50e9, 50e9, 2e-6, 400e9)  # fragments are packed below 100 KB
     monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _: speed)
     monkeypatch.setattr("kvstow.transfer.cuda.runtime._runtimes", {0: runtime})
@@ -59,7 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
 
 
 @pytest.mark.parametrize(("model", "device_blocks"), [("full", 300), ("gpt-oss", 600)])
-def test_no_block_is_corrupt(device: PlayedDevice, model: str, device_blocks: int) -> None:
+def test_no_block_is_corrupt(device: SimulatedDevice, model: str, device_blocks: int) -> None:
     trace = read_trace(BUNDLED_TRACE, limit=NUM_REQUESTS)
     config = ReplayConfig(device_blocks=device_blocks, host_blocks=6000, mover="cuda", model=model)
     engine = ReplayEngine(trace, config)
@@ -68,12 +68,12 @@ def test_no_block_is_corrupt(device: PlayedDevice, model: str, device_blocks: in
     assert engine.verifier.num_verified > 1000
     assert engine.verifier.num_corrupt == 0
     assert engine.kv.stats()["loaded_bytes"] > 0
-    assert any(isinstance(one, int) for one in device.runtime.allocated.values()), "pinned"
+    assert any(isinstance(memory, int) for memory in device.runtime.allocated.values()), "pinned"
     engine.close()
     assert not device.runtime.allocated
 
 
-def test_a_device_that_sleeps_has_its_blocks_back(device: PlayedDevice) -> None:
+def test_blocks_come_back_after_sleep(device: SimulatedDevice) -> None:
     config = ReplayConfig(
         device_blocks=300, host_blocks=6000, mover="cuda", sleep_at=(40, 200, 400)
     )
@@ -86,9 +86,9 @@ def test_a_device_that_sleeps_has_its_blocks_back(device: PlayedDevice) -> None:
     assert not device.runtime.allocated
 
 
-def test_without_the_device_s_waits_blocks_are_corrupt(device: PlayedDevice) -> None:
+def test_blocks_are_corrupt_without_the_waits_of_the_device(device: SimulatedDevice) -> None:
     def forget(stream: FakeStream, event: object) -> None:
-        """Let nothing wait."""
+        """Do not wait."""
 
     device.runtime.wait = forget  # type: ignore[method-assign]
     engine = ReplayEngine(
@@ -100,7 +100,7 @@ def test_without_the_device_s_waits_blocks_are_corrupt(device: PlayedDevice) -> 
     engine.close()
 
 
-def test_a_gpu_that_is_not_there_is_asked_for(
+def test_the_cuda_mover_without_a_gpu_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
@@ -109,13 +109,13 @@ def test_a_gpu_that_is_not_there_is_asked_for(
     assert main(["replay", "--mover", "auto", "--limit", "5"]) == 0
 
 
-def test_faults_are_for_host_memory() -> None:
+def test_faults_with_the_cuda_mover_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave out --mover cuda"):
         ReplayConfig(device_blocks=300, host_blocks=6000, mover="cuda", faults=1)
 
 
-def test_memory_of_the_device_is_read_and_written_through_it() -> None:
-    """Where arrays are another library's: indices and contents are handed over, reads fetched."""
+def test_the_memory_uses_the_device_for_each_read_and_write() -> None:
+    """Arrays of another library need indices and values converted, and results fetched."""
     calls = []
 
     class Counting(HostDevice):

@@ -19,7 +19,7 @@ from kvstow.replay import ReplayConfig, ReplayEngine, ReplayState
 # -- time and counting -------------------------------------------------------------------------
 
 
-def test_a_request_alone_takes_the_steps_and_the_time_it_must() -> None:
+def test_steps_and_virtual_time_of_a_single_request() -> None:
     """33 tokens of prompt in chunks of 16, 16 and 1, then one step for each of 10 output tokens."""
     config = ReplayConfig(
         device_blocks=8,
@@ -38,12 +38,12 @@ def test_a_request_alone_takes_the_steps_and_the_time_it_must() -> None:
     assert figures.steps == 3 + 10
     assert (figures.prefill_tokens, figures.decode_tokens) == (33, 10)
     assert (figures.published, figures.stored, figures.recomputed) == (2, 2, 3)
-    assert engine.verifier.num_verified == 3  # of 43 tokens, the last block partial
+    assert engine.verifier.num_verified == 3  # 43 tokens, the last block partial
     assert figures.virtual_seconds == pytest.approx((13 * 3 + 33 * 0.5 + 10 * 0.25) / 1000)
 
 
-def test_jobs_land_one_after_the_other() -> None:
-    """Blocks of 128 bytes take 0.128 s each, and the link is busy when the second is submitted."""
+def test_a_job_waits_for_the_link() -> None:
+    """A block of 128 bytes takes 0.128 s, so the link is busy when the second is submitted."""
     landings: list[float] = []
 
     class Landings(Checked):
@@ -61,20 +61,20 @@ def test_jobs_land_one_after_the_other() -> None:
         engine.run()
 
         assert_ended_well(engine)
-        # The first begins after the first chunk: 5 ms, and 0.1 ms for each of 16 tokens.
+        # The first job begins after a chunk of 5 ms, and 0.1 ms for each of 16 tokens.
         first_s = 7.0 + 0.0066 + 0.128
         assert landings == pytest.approx([first_s, first_s + 0.128, first_s + 0.256])
 
 
-def test_the_last_landing_is_waited_for_but_a_fast_link_adds_nothing() -> None:
+def test_instant_copies_add_no_virtual_time() -> None:
     with prepared(trace(request(1, [1, 2], output=3)), device_blocks=8) as engine:
         engine.run()
 
         assert engine.figures.virtual_seconds == pytest.approx((5 + 3.2 + 3 * 5.05) / 1000)
 
 
-def test_one_token_is_left_to_compute() -> None:
-    """An equal prompt of whole blocks hits all but its last block."""
+def test_the_last_token_of_a_prompt_is_computed() -> None:
+    """So a repeated prompt of whole blocks hits all but its last block."""
     of = trace(
         request(1, [1, 2, 3]), request(2, [1, 2, 3], at_s=1), request(3, [1, 2, 3, 4], at_s=2)
     )
@@ -87,7 +87,7 @@ def test_one_token_is_left_to_compute() -> None:
         assert engine.figures.prefill_tokens == (3 + 1 + 1) * BLOCK
 
 
-def test_a_partial_tail_is_never_hit() -> None:
+def test_a_partial_block_is_never_hit() -> None:
     of = trace(request(1, [1, 2], tail=5), request(2, [1, 2], tail=5, at_s=1))
     with prepared(of, device_blocks=16) as engine:
         engine.run()
@@ -109,7 +109,7 @@ def test_budget_and_seats_bound_a_step() -> None:
         assert watched.most_tokens == 24
 
 
-def test_requests_run_first_come_first_served() -> None:
+def test_requests_run_in_order_of_arrival() -> None:
     of = trace(*(request(line, [line], output=2) for line in (1, 2, 3)))
     watched = Watched()
     with prepared(of, device_blocks=16, max_requests=1, observer=watched) as engine:
@@ -133,11 +133,13 @@ def test_a_prefix_comes_back_from_the_host() -> None:
         assert (engine.figures.device_hits, engine.figures.host_hits) == (0, 4)
         assert (engine.figures.loaded, engine.figures.stored) == (4, 4 + 7 + 1)
         assert engine.figures.published == 4 + 7 + 5
-        assert engine.verifier.num_verified == 4 + (5 + 8 + 6)  # loaded, and the three tables
+        assert engine.verifier.num_verified == 4 + (
+            5 + 8 + 6
+        )  # loaded blocks, and three block tables
 
 
 def test_others_run_while_a_request_loads() -> None:
-    """A load of 4 blocks of 128 bytes takes 5 s here; a short request is done long before."""
+    """A load of 4 blocks of 128 bytes takes 5 s here. A short request ends long before."""
     finished: list[str] = []
 
     class Order(Checked):
@@ -154,8 +156,8 @@ def test_others_run_while_a_request_loads() -> None:
         assert finished == ["3 before the load has landed"]
 
 
-def test_a_request_waits_for_blocks_that_another_one_loads() -> None:
-    """They come once over the link; for the second request they are a hit on the device."""
+def test_a_request_waits_for_blocks_that_another_request_loads() -> None:
+    """The blocks are copied once, and the second request hits them on the device."""
     of = pushed_out(
         16,
         comes_back(3, at_s=200),
@@ -175,7 +177,7 @@ def test_a_request_waits_for_blocks_that_another_one_loads() -> None:
 
 
 def test_requests_that_wait_for_a_load_keep_their_places() -> None:
-    """4 and 5 are passed over; 6 takes the last seat meanwhile, and 7 must wait for them."""
+    """4 and 5 are passed over. 6 takes the last seat meanwhile, and 7 waits behind 4 and 5."""
     of = pushed_out(
         23,
         *(comes_back(line, at_s=200) for line in (3, 4, 5)),
@@ -196,7 +198,7 @@ def test_requests_that_wait_for_a_load_keep_their_places() -> None:
 
 
 def test_a_preempted_request_resumes_where_it_was() -> None:
-    """Two requests that need 8 blocks each grow in a pool of 11."""
+    """Two requests that need 8 blocks each share a pool of 11."""
     of = trace(request(1, [1, 2], output=6 * BLOCK), request(2, [11, 12], output=6 * BLOCK))
     watched = Watched()
     with prepared(of, device_blocks=12, observer=watched) as engine:
@@ -205,7 +207,7 @@ def test_a_preempted_request_resumes_where_it_was() -> None:
         assert_ended_well(engine)
         assert engine.figures.preemptions >= 1
         assert len(watched.found["1"]) == 1, "the first request is never the one to go"
-        # Everything but the block that was being filled was found again, generated blocks too.
+        # The request finds all its full blocks again, generated ones included.
         device_tokens, host_tokens = watched.found["2"][-1]
         assert device_tokens + host_tokens > 2 * BLOCK
         assert engine.figures.resumed_hits == (device_tokens + host_tokens) // BLOCK
@@ -219,7 +221,7 @@ def test_a_preempted_request_resumes_where_it_was() -> None:
         assert engine.figures.stored == stored_when_preempted == 2 * 8
 
 
-def test_a_preempted_request_comes_before_those_that_wait() -> None:
+def test_a_preempted_request_goes_to_the_head_of_the_queue() -> None:
     of = trace(
         *(request(line, [10 * line], output=6 * BLOCK) for line in (1, 2)),
         request(3, [30], output=1),
@@ -234,7 +236,7 @@ def test_a_preempted_request_comes_before_those_that_wait() -> None:
         assert watched.order[-1] == "3"
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_a_step_that_preempts_admits_no_request() -> None:
     class Watching(Checked):
         num_before = 0
 
@@ -253,7 +255,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
 
 
 def test_a_prefill_is_preempted_between_its_chunks() -> None:
-    """The first request decodes into the blocks that the second one's chunks have taken."""
+    """The first request needs blocks for its output that the second one holds."""
     of = trace(request(1, [1], output=5 * BLOCK), request(2, list(range(11, 18)), output=1))
     with prepared(of, device_blocks=10, max_step_tokens=3) as engine:
         engine.run()
@@ -263,8 +265,8 @@ def test_a_prefill_is_preempted_between_its_chunks() -> None:
         assert engine.figures.stored == 1 + 5 + 7
 
 
-def test_the_first_request_waits_when_only_jobs_hold_the_other_blocks() -> None:
-    """A slow store pins the blocks of a request that is gone; to preempt itself gains nothing."""
+def test_the_oldest_request_waits_while_jobs_hold_the_other_blocks() -> None:
+    """A slow store pins the blocks of a finished request, so preemption would free no block."""
     of = trace(request(1, [11, 12, 13]), request(2, [1], output=4 * BLOCK, at_s=0.1))
     with prepared(of, device_blocks=6, bandwidth_bytes_per_s=50.0) as engine:
         engine.run()
@@ -277,9 +279,7 @@ def test_the_first_request_waits_when_only_jobs_hold_the_other_blocks() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     of = trace(request(1, [1]), request(2, [2, 3], output=BLOCK + 1))
-    problem = (
-        r"scenario\.jsonl:2: the request needs 4 blocks for its 49 tokens, and 3 of 4 device"
-    )
+    problem = r"scenario\.jsonl:2: the request needs 4 blocks for its 49 tokens, and 3 of 4 device"
 
     with pytest.raises(ConfigError, match=problem), prepared(of, device_blocks=4):
         pass
@@ -288,8 +288,8 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
         assert_ended_well(engine)
 
 
-def test_block_ids_follow_the_ledger() -> None:
-    """The table that bytes are written through is the ledger's own."""
+def test_the_batch_has_the_block_tables_of_the_ledger() -> None:
+    """The replay writes bytes to the blocks that the ledger allocated."""
     compared = 0
 
     class Compared(Checked):

@@ -1,4 +1,4 @@
-"""Copies that fail: what was not loaded is recomputed, what was not stored is no hit."""
+"""A block whose load failed is recomputed, and a block whose store failed is never hit."""
 
 from tests.replay.scenario import (
     BLOCK,
@@ -17,7 +17,7 @@ from kvstow.transfer.mover import Ints
 
 
 class FailingMover(HostMover):
-    """The real mover, but chosen transfers wait for an event that fails."""
+    """The real mover, of which the first transfers wait for an event that fails."""
 
     def __init__(self, mover: Mover, *, loads: int = 0, stores: int = 0) -> None:
         super().__init__(mover.layout, mover.arena)
@@ -63,7 +63,7 @@ def test_a_failed_load_is_recomputed() -> None:
         assert engine.figures.recomputed == 4 + 7 + 5
 
 
-def test_a_load_that_fails_for_one_is_tried_by_the_next() -> None:
+def test_the_next_request_tries_a_failed_load_again() -> None:
     of = pushed_out(
         8, comes_back(3, at_s=200), request(4, range(51, 58), at_s=300), comes_back(5, at_s=400)
     )
@@ -78,7 +78,7 @@ def test_a_load_that_fails_for_one_is_tried_by_the_next() -> None:
         assert (engine.figures.failed_loads, engine.figures.host_hits) == (1, 4)
 
 
-def test_after_a_failed_load_the_host_is_asked_again_on_resumption() -> None:
+def test_a_resumed_request_asks_the_host_again_after_a_failed_load() -> None:
     of = pushed_out(
         12,
         request(3, [31], output=8 * BLOCK, at_s=200),

@@ -1,4 +1,4 @@
-"""A replay must notice bytes that are not what they must be, and say where."""
+"""A replay finds wrong bytes, and reports the block and the tier."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ Slots = npt.NDArray[np.int32]
 
 
 class AfterFirstStore(Checked):
-    """Does something to the engine once the first store has landed."""
+    """Runs a fault once, when the first store has landed."""
 
     def __init__(self, fault: Callable[[ReplayState, Slots], None]) -> None:
         self._fault = fault
@@ -32,7 +32,7 @@ class AfterFirstStore(Checked):
 
 
 def replayed_with(fault: Callable[[ReplayState, Slots], None]) -> Verifier:
-    """The first request's 4 blocks are stored, spoilt, pushed out, and loaded by the third."""
+    """Spoil the stored blocks of the first request, evict it, and let the third load them."""
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, device_blocks=9, observer=AfterFirstStore(fault)) as engine:
         engine.run()
@@ -84,7 +84,7 @@ def test_a_block_torn_between_two_is_reported() -> None:
     assert [found.position for found in replayed_with(tear).reports] == [1]
 
 
-def test_two_layers_of_one_block_exchanged_are_reported() -> None:
+def test_two_exchanged_layers_of_a_block_are_reported() -> None:
     def shift(replay: ReplayState, slots: Slots) -> None:
         slot = replay.arena.slots[slots[1]]
         slot[:] = np.roll(slot, replay.memory[0].geometry.region_bytes)
@@ -92,7 +92,7 @@ def test_two_layers_of_one_block_exchanged_are_reported() -> None:
     assert [found.position for found in replayed_with(shift).reports] == [1]
 
 
-def test_a_block_spoilt_on_the_device_is_found_at_the_end_of_its_request() -> None:
+def test_a_spoilt_device_block_is_found_when_its_request_ends() -> None:
     class Spoil(Checked):
         def stepped(self, replay: ReplayState) -> None:
             if replay.figures.steps == 1:
@@ -109,7 +109,7 @@ def test_a_block_spoilt_on_the_device_is_found_at_the_end_of_its_request() -> No
         assert first.host_slot is None
 
 
-def test_a_partial_tail_is_checked_too() -> None:
+def test_a_partial_block_is_checked() -> None:
     class Spoil(Checked):
         def stepped(self, replay: ReplayState) -> None:
             if replay.figures.steps == 1:
@@ -126,20 +126,20 @@ def test_a_partial_tail_is_checked_too() -> None:
 
 
 def use(engine: ReplayEngine, kind: type[HostMover]) -> None:
-    """Let movers of another kind do the copying."""
+    """Replace the movers by movers of this kind."""
     for mover in engine.kv.movers:
         mover.close()
-    engine.kv.movers[:] = [kind(one.layout, one.arena) for one in engine.kv.movers]
+    engine.kv.movers[:] = [kind(mover.layout, mover.arena) for mover in engine.kv.movers]
 
 
 class HalfLoads(HostMover):
-    """A mover that reports loads as done that it has not carried out."""
+    """A mover that reports loads as done without a copy."""
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
         return super().load(host_slots[:-1], block_ids[:-1], after=after)
 
 
-def test_a_block_that_was_not_loaded_is_the_devices_fault() -> None:
+def test_a_skipped_load_is_reported_in_the_device_tier() -> None:
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, device_blocks=9) as engine:
         use(engine, HalfLoads)
@@ -151,13 +151,13 @@ def test_a_block_that_was_not_loaded_is_the_devices_fault() -> None:
 
 
 class WrongOrder(HostMover):
-    """A mover that loads each block into its neighbour's place."""
+    """A mover that loads each block into the place of another one."""
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
         return super().load(host_slots, block_ids[::-1], after=after)
 
 
-def test_blocks_loaded_into_each_others_place_are_reported() -> None:
+def test_blocks_loaded_into_wrong_places_are_reported() -> None:
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, device_blocks=9) as engine:
         use(engine, WrongOrder)
@@ -168,18 +168,18 @@ def test_blocks_loaded_into_each_others_place_are_reported() -> None:
 
 
 @pytest.mark.parametrize(("verify", "num_checked"), [("all", 64), ("sample", 4), ("off", 0)])
-def test_what_is_looked_at(verify: Verify, num_checked: int) -> None:
-    """Of device memory that holds nothing but garbage; a sample goes by the digest's high bits."""
+def test_verify_chooses_the_blocks_to_check(verify: Verify, num_checked: int) -> None:
+    """The device memory holds only garbage. The sample goes by the high bits of the digest."""
     with prepared(trace(request(1, range(64))), device_blocks=66) as engine:
         verifier = Verifier(engine.model, engine.memory, engine.kv.arenas, verify)
         keys = np.array([high << 60 | low for high in range(16) for low in range(4)], np.uint64)
-        someone = Request.arrived(engine.trace.requests[0], BLOCK)
-        verifier.check_table(someone, 0, np.arange(1, 65), keys, 64 * BLOCK)
+        asker = Request.arrived(engine.trace.requests[0], BLOCK)
+        verifier.check_table(asker, 0, np.arange(1, 65), keys, 64 * BLOCK)
 
     assert (verifier.num_verified, verifier.num_corrupt) == (num_checked, num_checked)
 
 
-def test_reports_are_limited_and_the_count_is_not() -> None:
+def test_the_reports_are_limited_but_not_the_count() -> None:
     many = range(1, 31)
 
     def wipe(replay: ReplayState, slots: Slots) -> None:

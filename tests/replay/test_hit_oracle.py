@@ -1,8 +1,7 @@
-"""Hits against an oracle that only knows what was published, in plain sets.
+"""Compare the hits of a replay with an oracle that keeps the published keys in a set.
 
-With a host tier that never fills and copies that take no time, whatever was ever published can be
-found: on the device, or else on the host. So the first admission of a request must hit exactly the
-longest prefix of published keys.
+The host tier never fills and copies take no time, so every published block is on the device or on
+the host. So the first admission of a request hits exactly the longest prefix of published keys.
 """
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvstow.replay.model import ReplayModel, build_model
 
 
 class SetOracle(Checked):
-    """Keeps every published key, and walks a request's digests whenever it looks them up."""
+    """Keeps every published key, and checks each lookup against them."""
 
     max_steps = 10**9
 
@@ -41,7 +40,7 @@ class SetOracle(Checked):
         for seat, num_tokens in zip(seats.tolist(), tokens.tolist(), strict=True):
             digests = replay.batch.request(seat).digests[: num_tokens // replay.trace.block_size]
             for digest in reversed(digests):
-                if digest in self.known:  # published with all before it
+                if digest in self.known:  # all blocks before it are published too
                     break
                 self.known.add(digest)
 
@@ -60,7 +59,7 @@ class SetOracle(Checked):
             self.first_hits[request.name] = expected
 
     def stepped(self, replay: ReplayState) -> None:
-        if replay.trace.block_size == BLOCK:  # on long traces it would take all the time
+        if replay.trace.block_size == BLOCK:  # the checks take too long on long traces
             super().stepped(replay)
 
 
@@ -84,14 +83,14 @@ def replay_against_oracle(
 
 @settings(max_examples=100)
 @given(of=traces(), model=st.sampled_from(SMALL_MODELS))
-def test_any_trace_hits_all_that_was_published(of: Trace, model: ReplayModel) -> None:
-    """Blocks that left a window are on the host: a hit is no shorter where some layers forget."""
+def test_any_trace_hits_every_published_block(of: Trace, model: ReplayModel) -> None:
+    """Blocks that left a window are on the host, so windows do not shorten a hit."""
     needed = least_device_blocks(of, model)
     replay_against_oracle(of, model, device_blocks=needed, host_blocks=2000)
 
 
 @pytest.mark.parametrize("device_blocks", [400, 4096])
-def test_the_bundled_slice_hits_all_that_was_published(device_blocks: int) -> None:
+def test_the_bundled_slice_hits_every_published_block(device_blocks: int) -> None:
     of = read_trace(BUNDLED_TRACE)
     model = build_model("full", of.block_size)
     oracle = replay_against_oracle(of, model, device_blocks=device_blocks, host_blocks=50_000)

@@ -1,4 +1,4 @@
-"""Models of several groups: what is stored, loaded and checked of each, what must be noticed."""
+"""Models of several groups: what the replay stores, loads and checks of each."""
 
 from collections.abc import Callable
 
@@ -31,12 +31,12 @@ from kvstow.replay.verify import Verifier
 Slots = npt.NDArray[np.int32]
 
 NARROW, FULL, WINDOW, STATE = range(4)  # the groups of MIXED
-# What a prefix of 4 blocks, loaded, needs of them: windows of 5 and 40 tokens, and a state.
+# Blocks that a loaded prefix of 4 blocks needs in each: windows of 5 and 40 tokens, and a state.
 NUM_NEEDED = [1, 4, 3, 1]
 
 
 def came_back(model: ReplayModel, observer: Checked) -> ReplayEngine:
-    """A replay, run, in which all that the first request had is pushed out, and asked for again."""
+    """Replay a prefix that the device evicts and a later request loads."""
     of = pushed_out(8, comes_back(3, at_s=200))
     device_blocks = 8 * len(model.groups) + 1
     with prepared(of, model=model, device_blocks=device_blocks, observer=observer) as engine:
@@ -44,7 +44,7 @@ def came_back(model: ReplayModel, observer: Checked) -> ReplayEngine:
         return engine
 
 
-def test_no_more_is_loaded_than_a_group_reads() -> None:
+def test_a_load_copies_only_blocks_that_a_group_reads() -> None:
     counts: list[list[int]] = []
 
     class Loads(Checked):
@@ -66,7 +66,7 @@ def test_no_more_is_loaded_than_a_group_reads() -> None:
     assert figures.stored_bytes == all_bytes * (4 + 7 + 1)
 
 
-def test_what_is_published_and_evicted_counts_all_groups() -> None:
+def test_published_and_evicted_blocks_count_in_all_groups() -> None:
     with prepared(trace(request(1, FIRST)), model=MIXED, device_blocks=100) as engine:
         engine.run()
 
@@ -76,7 +76,7 @@ def test_what_is_published_and_evicted_counts_all_groups() -> None:
 
 
 @pytest.mark.parametrize("model", [SLIDING, STATEFUL, MIXED], ids=lambda model: model.name)
-def test_what_is_written_goes_where_the_ledgers_tables_say(model: ReplayModel) -> None:
+def test_the_batch_has_the_block_tables_of_the_ledger(model: ReplayModel) -> None:
     num_left = 0
 
     class Compared(Checked):
@@ -100,7 +100,7 @@ def test_what_is_written_goes_where_the_ledgers_tables_say(model: ReplayModel) -
     assert num_left, "no block ever left a window"
 
 
-def test_a_load_of_which_one_group_fails_is_recomputed() -> None:
+def test_a_load_that_fails_in_one_group_is_recomputed() -> None:
     of = pushed_out(8, comes_back(3, at_s=200))
     with prepared(of, model=MIXED, device_blocks=33) as engine:
         fail(engine, STATE, loads=1)
@@ -111,7 +111,7 @@ def test_a_load_of_which_one_group_fails_is_recomputed() -> None:
         assert engine.figures.recomputed == 4 + 7 + 5
 
 
-def test_a_failed_job_has_not_landed_before_all_of_its_copies_have_ended() -> None:
+def test_a_failed_job_lands_after_all_of_its_copies_have_ended() -> None:
     num_failed = 0
 
     class Landed(Checked):
@@ -129,7 +129,7 @@ def test_a_failed_job_has_not_landed_before_all_of_its_copies_have_ended() -> No
 
 
 class _Spy:
-    """The scheduler, with a look at what it is told of the tables."""
+    """The scheduler, with a check of the block ids that stores report to it."""
 
     def __init__(self, engine: ReplayEngine) -> None:
         self._kv = engine.kv
@@ -149,28 +149,28 @@ class _Spy:
         deadline: float | None,
     ) -> object:
         held = np.concatenate([table for name in names for table in self._kv.tables(name)])
-        assert np.isin(block_ids, held).all(), "told of a block that is somebody else's by now"
+        assert np.isin(block_ids, held).all(), "reported a block that the request no longer holds"
         self.num_null += int(np.count_nonzero(block_ids == 0))
         return self._scheduler.store(names, computed, block_ids, offsets, deadline=deadline)
 
 
-def test_the_scheduler_is_never_told_of_a_block_that_has_left_its_window() -> None:
-    """A hit may be out of the window before the first block after it is full, and due."""
+def test_a_store_reports_no_block_that_has_left_its_window() -> None:
+    """A hit may leave the window before the first block after it is full and stored."""
     of = trace(request(1, FIRST), request(2, [*FIRST, 8, 9], at_s=1, output=30))
     with prepared(of, model=MIXED, device_blocks=100, max_step_tokens=6) as engine:
         spy = _Spy(engine)
-        engine.kv.scheduler = spy  # type: ignore[assignment]
+        engine.kv._state.scheduler = spy  # type: ignore[assignment]
         engine.run()
 
         assert_ended_well(engine)
     assert spy.num_null
 
 
-def test_a_request_must_fit_with_all_its_groups() -> None:
+def test_a_request_must_fit_in_all_groups_together() -> None:
     of = trace(request(1, range(20), output=0))
-    model = SLIDING  # 20 blocks, and of a window of 40 tokens, with chunks of 16: 5
+    model = SLIDING  # 20 blocks, and 5 of a window of 40 tokens with chunks of 16
     with (
-        pytest.raises(ConfigError, match=r"needs 25 blocks for its 320 tokens; of 25 .* 24 are"),
+        pytest.raises(ConfigError, match=r"needs 25 blocks for its 320 tokens, and 24 of 25 "),
         prepared(of, model=model, device_blocks=25, max_step_tokens=16),
     ):
         pass
@@ -179,7 +179,7 @@ def test_a_request_must_fit_with_all_its_groups() -> None:
         assert_ended_well(engine)
 
 
-def test_a_model_with_other_blocks_than_the_trace_is_refused() -> None:
+def test_a_model_with_another_block_size_than_the_trace_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match="'jamba' has blocks of 512 tokens, the trace of 16"),
         prepared(trace(request(1, FIRST)), model=build_model("jamba", 512), device_blocks=99),
@@ -207,14 +207,14 @@ class SpoilFirstStore(Checked):
 
 
 def found_after(fault: Fault) -> list[tuple[int, int, str]]:
-    """Group, position and tier of what a replay of MIXED finds corrupt of what it loads."""
+    """Return group, position and tier of the loaded blocks that a replay finds corrupt."""
     engine = came_back(MIXED, SpoilFirstStore(fault))
     assert engine.figures.host_hits == 4
     assert engine.verifier.num_corrupt == len(engine.verifier.reports)
     return [(found.group, found.position, found.tier) for found in engine.verifier.reports]
 
 
-def test_nothing_is_found_without_a_fault() -> None:
+def test_no_block_is_corrupt_without_a_fault() -> None:
     assert found_after(lambda engine, slots: None) == []
 
 
@@ -227,7 +227,7 @@ def test_a_flipped_byte_names_its_group(group: int) -> None:
     assert found_after(flip) == [(group, 3, "host")]
 
 
-def test_a_report_says_which_layers() -> None:
+def test_a_report_names_the_attention_of_the_group() -> None:
     def flip(replay: ReplayState, slots: list[Slots]) -> None:
         replay.arena.slots[slots[WINDOW][2], 0] ^= 1
 
@@ -248,8 +248,8 @@ def test_two_swapped_slots_of_a_window_are_both_found() -> None:
     assert found_after(swap) == [(WINDOW, 1, "host"), (WINDOW, 3, "host")]
 
 
-def test_another_groups_block_is_found_though_it_is_for_the_same_tokens() -> None:
-    """The digest is the same; FULL and NARROW have blocks of one size, too."""
+def test_a_block_of_another_group_for_the_same_tokens_is_corrupt() -> None:
+    """The digests are equal, and FULL and NARROW have blocks of one size."""
 
     def exchange(replay: ReplayState, slots: list[Slots]) -> None:
         pair = np.array([slots[NARROW][3], slots[FULL][3]])
@@ -258,7 +258,7 @@ def test_another_groups_block_is_found_though_it_is_for_the_same_tokens() -> Non
     assert found_after(exchange) == [(NARROW, 3, "host"), (FULL, 3, "host")]
 
 
-def test_what_no_token_will_read_is_not_loaded() -> None:
+def test_blocks_that_no_token_reads_are_not_loaded() -> None:
     def spoil(replay: ReplayState, slots: list[Slots]) -> None:
         unread = [slots[group][: 4 - num] for group, num in enumerate(NUM_NEEDED)]
         replay.arena.slots[np.concatenate(unread)] = 0
@@ -283,10 +283,10 @@ def test_a_block_that_another_group_writes_is_found(writer: int) -> None:
 
 
 @pytest.mark.parametrize("num_on_the_device", [4, 2])
-def test_a_wrong_hit_is_found_although_its_request_drops_it_before_it_ends(
+def test_a_wrong_hit_is_found_even_if_it_leaves_the_window(
     num_on_the_device: int,
 ) -> None:
-    """Whether the request runs at once, or first loads the rest of the prefix."""
+    """The request runs at once, or loads the rest of the prefix first."""
 
     class Spoil(Checked):
         tables = np.zeros((4, 4), dtype=np.int32)
@@ -299,7 +299,7 @@ def test_a_wrong_hit_is_found_although_its_request_drops_it_before_it_ends(
                 replay.memory[WINDOW].regions[0][self.tables[WINDOW, 1], 0] ^= 1
 
     of = trace(
-        request(1, FIRST, output=60),  # its window has left the block, too, when it ends
+        request(1, FIRST, output=60),  # the block leaves its window before it ends
         request(2, [*FIRST, *range(40, 50)], at_s=1),
     )
     with prepared(of, model=MIXED, device_blocks=200, observer=Spoil()) as engine:
@@ -316,8 +316,8 @@ def test_a_wrong_hit_is_found_although_its_request_drops_it_before_it_ends(
 
 
 @pytest.mark.parametrize("group", [NARROW, FULL, WINDOW, STATE])
-def test_the_null_block_is_wrong_only_where_it_would_be_read(group: int) -> None:
-    """After 6 blocks and 7 tokens, a token reads 1, 7, 3 and 1 of them, a tail included."""
+def test_a_null_block_is_wrong_only_where_a_token_reads_it(group: int) -> None:
+    """After 6 blocks and 7 tokens, a token reads 1, 7, 3 and 1 blocks, the partial one included."""
     num_tokens, num_full = 6 * 16 + 7, 6
     num_unread = num_full + 1 - [1, 7, 3, 1][group]
     keys = np.arange(1, 8, dtype=np.uint64)
@@ -325,23 +325,23 @@ def test_the_null_block_is_wrong_only_where_it_would_be_read(group: int) -> None
     with prepared(of, model=MIXED, device_blocks=100) as engine:
         whole = np.arange(11, 18, dtype=np.int32)
         engine.memory[group].write_range(whole, keys, 0, num_tokens)
-        someone = Request.arrived(of.requests[0], 16)
+        asker = Request.arrived(of.requests[0], 16)
         found = []
         for position in range(num_full):
             table = whole.copy()
             table[position] = 0
             verifier = Verifier(engine.model, engine.memory, engine.kv.arenas, "all")
-            verifier.check_table(someone, group, table, keys, num_tokens)
+            verifier.check_table(asker, group, table, keys, num_tokens)
             found += [report.position for report in verifier.reports]
         assert found == list(range(num_unread, num_full))
 
 
-def test_a_wrong_block_counts_once_for_what_it_should_hold_and_again_for_something_else() -> None:
+def test_a_wrong_block_counts_once_for_each_group_that_expects_it() -> None:
     of = trace(request(1, FIRST))
     table, keys = np.array([5], dtype=np.int32), np.array([7], dtype=np.uint64)
     with prepared(of, model=MIXED, device_blocks=100) as engine:
-        someone = Request.arrived(of.requests[0], 16)
+        asker = Request.arrived(of.requests[0], 16)
         for group in (FULL, FULL, NARROW, NARROW):
-            engine.verifier.check_table(someone, group, table, keys, 16)
+            engine.verifier.check_table(asker, group, table, keys, 16)
 
         assert [found.group for found in engine.verifier.reports] == [FULL, NARROW]

@@ -1,4 +1,4 @@
-"""Lazy replays: what the device is about to evict is stored, and nothing wrong is served."""
+"""Lazy replays store what the device is about to evict, and serve no wrong block."""
 
 from contextlib import closing
 from typing import Literal
@@ -34,7 +34,7 @@ def test_a_lazy_replay_serves_from_the_host_and_stores_less(model: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "seed"), [("full", 6), ("jamba", 5)])
-def test_a_lazy_replay_with_faults_ends_with_nothing_wrong(model: str, seed: int) -> None:
+def test_a_lazy_replay_with_faults_has_no_corrupt_block(model: str, seed: int) -> None:
     engine = replayed(model, "lazy", seed=seed)
     assert engine.figures.finished == 150
     assert engine.verifier.num_corrupt == 0

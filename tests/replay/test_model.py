@@ -27,7 +27,7 @@ def test_the_groups_of_the_models(name: str, groups: dict[str, int]) -> None:
     assert {group.attention.block_size for group in model.groups} == {512}
 
 
-def test_layers_are_divided_as_in_life() -> None:
+def test_layers_are_divided_as_in_the_real_models() -> None:
     shares = {}
     for name in ("gemma-3", "gpt-oss", "jamba"):
         model = build_model(name, 512)
@@ -51,7 +51,7 @@ def test_only_the_full_model_takes_layers_and_bytes() -> None:
 
 
 def test_a_page_has_room_for_every_group() -> None:
-    """Of Jamba: 14 regions of state, 1 byte a token, and 2 of attention, 2 bytes a token."""
+    """Jamba has 14 regions of state, 1 byte a token, and 2 of attention, 2 bytes a token."""
     model = build_model("jamba", 512)
 
     assert model.slot_bytes == 14 * 512
@@ -60,8 +60,8 @@ def test_a_page_has_room_for_every_group() -> None:
 
 @pytest.mark.parametrize("group", [FULL_GROUP, WINDOW_GROUP, NARROW_GROUP, STATE_GROUP], ids=str)
 @given(chunks=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=12))
-def test_what_is_read_and_held_is_the_ledgers(group: ModelGroup, chunks: list[int]) -> None:
-    """Its table has a block in every place that is read, and none before; never more than said."""
+def test_read_and_held_blocks_are_those_of_the_ledger(group: ModelGroup, chunks: list[int]) -> None:
+    """The ledger's table has a block in each place that is read, and within the upper bound."""
     ledger = BlockLedger(1000, [group.attention])
     ledger.add("a", [])
     num_granted = 0
@@ -75,7 +75,7 @@ def test_what_is_read_and_held_is_the_ledgers(group: ModelGroup, chunks: list[in
         assert len(table[first:]) <= group.most_blocks(num_granted, max(chunks))
 
 
-def test_the_bound_of_held_blocks_is_no_more_than_a_block_or_two_too_high() -> None:
+def test_the_bound_of_held_blocks_is_at_most_two_blocks_too_high() -> None:
     assert FULL_GROUP.most_blocks(100 * BLOCK, 1) == 100
     assert STATE_GROUP.most_blocks(100 * BLOCK, 1) == 2
     assert WINDOW_GROUP.most_blocks(100 * BLOCK, 2 * BLOCK) == 5 + 1  # 39 + 32 tokens

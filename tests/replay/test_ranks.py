@@ -1,4 +1,4 @@
-"""Replays of several ranks, and with host slots of several blocks."""
+"""Replays with several ranks, and with host slots of several blocks."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, ob
     return loaded
 
 
-def test_of_several_ranks_only_the_bytes_are_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_ranks_change_only_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     one, three = figures(capsys, *SMALL), figures(capsys, *SMALL, "--world-size", "3")
     for key in "seconds", "accounting_us_per_step", "options":
         assert one.pop(key) != three.pop(key)
@@ -40,7 +40,7 @@ def test_of_several_ranks_only_the_bytes_are_more(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("blocks_per_slot", "num_slots"), [(4, 800), (7, 500)])
-def test_slots_of_several_blocks_hold_as_much_in_fewer(
+def test_slots_may_hold_several_blocks(
     capsys: pytest.CaptureFixture[str], blocks_per_slot: int, num_slots: int
 ) -> None:
     found = figures(
@@ -94,7 +94,7 @@ def test_any_trace_on_any_ranks_replays_to_its_end(
         assert_ended_well(engine)
 
 
-# -- and it would notice -----------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------
 
 
 def flip_a_byte(replay: ReplayState, transfer: Transfer) -> None:
@@ -116,7 +116,7 @@ def swap_within_a_slot(replay: ReplayState, transfer: Transfer) -> None:
 @pytest.mark.parametrize(
     ("fault", "rank"), [(flip_a_byte, 1), (swap_ranks, 0), (swap_within_a_slot, 1)]
 )
-def test_a_wrong_shard_is_corrupt_and_its_rank_is_named(
+def test_the_report_of_a_wrong_shard_names_the_rank(
     fault: Callable[[ReplayState, Transfer], None], rank: int
 ) -> None:
     class Spoil(Checked):
@@ -146,7 +146,7 @@ def test_a_wrong_shard_is_corrupt_and_its_rank_is_named(
         (["--blocks-per-slot", "2", "--model", "jamba"], "2 blocks per slot with a group that"),
     ],
 )
-def test_what_cannot_be_is_told(
+def test_invalid_ranks_and_slots_are_refused(
     capsys: pytest.CaptureFixture[str], options: list[str], problem: str
 ) -> None:
     assert cli.main(["replay", *options]) == 2

@@ -1,4 +1,4 @@
-"""Copies that a seed makes late, lets fail or loses: nothing wrong is read, and all ends."""
+"""Late, failing and lost copies, chosen by a seed: no block is corrupt, and the replay ends."""
 
 import json
 from itertools import product
@@ -37,7 +37,7 @@ def replayed(seed: int, model: str = "full", *, limit: int = 150) -> ReplayEngin
     ("model", "seed"),
     [("full", 3), ("full", 4), *product(["gemma-3", "gpt-oss", "jamba"], [0, 1])],
 )
-def test_a_replay_with_faults_ends_with_nothing_wrong(seed: int, model: str) -> None:
+def test_a_replay_with_faults_has_no_corrupt_block(seed: int, model: str) -> None:
     limit = 300 if model == "full" else 150
     engine = replayed(seed, model, limit=limit)
 
@@ -50,7 +50,7 @@ def test_a_replay_with_faults_ends_with_nothing_wrong(seed: int, model: str) -> 
         stats["failed_loads"],
     )
     assert figures.late_loads == stats["late_jobs"]
-    # Of each sort there was something, and something went well all the same.
+    # Each kind of fault happened, and some loads succeeded.
     assert figures.failed_stores > 4
     assert figures.failed_loads > figures.late_loads > 0
     assert figures.loaded > 5
@@ -93,7 +93,7 @@ def test_any_trace_with_any_faults_replays_to_its_end(
         assert_ended_well(engine)
 
 
-def test_a_seed_stands_for_one_run() -> None:
+def test_a_seed_determines_the_run() -> None:
     def outcome(seed: int) -> list[object]:
         figures = replayed(seed, "jamba").figures
         return [figures.steps, figures.failed_stores, figures.failed_loads, figures.virtual_seconds]
@@ -102,7 +102,7 @@ def test_a_seed_stands_for_one_run() -> None:
     assert outcome(7) == first != outcome(8)
 
 
-def test_the_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json_show_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", *SMALL, "--faults", "31"]) == 0
     table = capsys.readouterr().out
     assert "31   seed of the late, failing and lost copies" in table
@@ -114,10 +114,10 @@ def test_the_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["late_loads"] > 0
 
 
-# -- and it would notice -----------------------------------------------------------------------
+# -- without the mechanism ---------------------------------------------------------------------
 
 
-def test_a_failed_load_that_counts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_that_counts_as_good_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def outcomes(transfer: Transfer) -> list[bool | list[bool]]:
         return [True for _ in real_outcomes(transfer)]
 
@@ -127,11 +127,13 @@ def test_a_failed_load_that_counts_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert replayed(1, "jamba").verifier.num_corrupt > 0
 
 
-def test_blocks_given_away_before_a_late_copy_has_ended_are_noticed(
+def test_blocks_freed_before_a_late_copy_ends_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def expire(engine: Engine) -> list[str]:
-        before = {one.job.job_id for one in engine.transfers if one not in given_away}
+        before = {
+            transfer.job.job_id for transfer in engine.transfers if transfer not in given_away
+        }
         failed = really_expire(engine)
         for transfer in engine.transfers:
             if transfer.job.job_id in before and transfer.request_id in failed:

@@ -1,4 +1,4 @@
-"""Replays that sleep in the middle: the same completions, and every byte where it was."""
+"""Replays that sleep in the middle complete in the same order, and no block is corrupt."""
 
 import json
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ from kvstow.replay.sleeper import Ended, sleep_and_wake
 from kvstow.transfer import Ticket
 
 SLOW = 2000.0
-"""Bytes a second: a block of 128 bytes takes as long as a dozen steps."""
+"""Bytes per second. A block of 128 bytes takes as long as a dozen steps."""
 
 
 class Completions(Checked):
-    """Who is done, in order, and what was in flight and under way at each sleep."""
+    """Records the requests in the order in which they finish."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -47,7 +47,7 @@ class Completions(Checked):
 
 
 def replayed(of: Trace, sleep_at: Sequence[int], **options: Any) -> tuple[list[str], ReplayEngine]:
-    """The completions of a replay that ended well; it sleeps so often."""
+    """Replay a trace that sleeps at these steps, and return its completions."""
     seen = Completions()
     given: dict[str, Any] = {"device_blocks": 60, "observer": seen} | options
     with prepared(of, sleep_at=sleep_at, **given) as engine:
@@ -63,12 +63,12 @@ BUSY = trace(
     request(3, [8, 9], output=70, tail=3),
     request(4, [1, 2, 3, 10], output=25, tail=1),
 )
-"""They share a prefix, end one after the other, and their last blocks are partial."""
+"""Requests that share a prefix, end one after another, and have partial last blocks."""
 
 
 @pytest.mark.parametrize("model", [FULL, SLIDING, STATEFUL, MIXED], ids=lambda model: model.name)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_asleep_before_during_and_after_generation(model: ReplayModel, mode: str) -> None:
+def test_sleep_before_during_and_after_generation(model: ReplayModel, mode: str) -> None:
     options: dict[str, Any] = {"model": model, "mode": mode, "device_blocks": 200}
     awake, engine = replayed(BUSY, [], **options)
     last = engine.figures.steps
@@ -101,8 +101,8 @@ def test_a_real_trace_completes_in_the_same_order(model: Any) -> None:
     assert done[0] == done[1]
 
 
-def test_asleep_in_the_middle_of_a_chunked_prefill() -> None:
-    """24 tokens a step: a chunk ends in the middle of a block."""
+def test_sleep_in_the_middle_of_a_chunked_prefill() -> None:
+    """With 24 tokens a step, a chunk ends in the middle of a block."""
     awake, engine = replayed(BUSY, [], max_step_tokens=24)
     for step in range(1, 12):
         done, engine = replayed(BUSY, [step], max_step_tokens=24)
@@ -111,7 +111,7 @@ def test_asleep_in_the_middle_of_a_chunked_prefill() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"world_size": 3}, {"blocks_per_slot": 2}], ids=str)
-def test_asleep_with_stores_and_loads_in_flight(
+def test_sleep_with_stores_and_loads_in_flight(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     goes_on = request(3, [60, 61], output=120, at_s=199.9)
@@ -131,14 +131,14 @@ def test_asleep_with_stores_and_loads_in_flight(
     assert in_flight == {"store", "load"}
 
 
-def test_asleep_with_drafts_pending() -> None:
+def test_sleep_with_drafts_pending() -> None:
     awake, _ = replayed(BUSY, [], lookahead_tokens=20)
     done, engine = replayed(BUSY, [1, 7, 8, 20], lookahead_tokens=20)
     assert done == awake
     assert engine.figures.moved > 0
 
 
-def test_asleep_with_copies_that_are_late_or_fail() -> None:
+def test_sleep_with_late_and_failing_copies() -> None:
     of = trace(
         *[
             request(n, [1, 2, 3, *range(10 * n, 10 * n + 3)], output=40, at_s=n / 9)
@@ -181,11 +181,11 @@ def test_any_trace_sleeps_at_any_time(
     ) as engine:
         engine.run()
         assert_ended_well(engine)
-        assert sorted(seen.done, key=int) == [str(one.line) for one in of.requests]
+        assert sorted(seen.done, key=int) == [str(request.line) for request in of.requests]
 
 
-def test_without_the_bytes_corrupt_blocks_appear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same sleep, but the blocks are not loaded again."""
+def test_a_wake_without_loads_leaves_corrupt_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This control shows that the check finds blocks that are not loaded."""
     copy = Ranks.copy
 
     def forgetful(ranks: Ranks, direction: Any, *how: Any) -> list[list[Ticket]]:
@@ -197,8 +197,8 @@ def test_without_the_bytes_corrupt_blocks_appear(monkeypatch: pytest.MonkeyPatch
         assert engine.verifier.num_corrupt >= 8
 
 
-def test_under_the_old_ids_nothing_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the other kind: the bytes come back, and the batch does not follow them."""
+def test_the_old_block_ids_are_wrong_after_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This control shows that the check finds a batch that keeps its old block ids."""
     monkeypatch.setattr("kvstow.replay.batch.Batch.replace_blocks", lambda *_: None)
     with prepared(BUSY, device_blocks=60, sleep_at=[12]) as engine:
         engine.run()

@@ -21,7 +21,7 @@ def test_a_pause_is_left_out(clock_ns: list[int]) -> None:
     assert watch.take_us() == 0
 
 
-def test_a_pause_outside_of_a_guarded_block_counts_nothing(clock_ns: list[int]) -> None:
+def test_a_pause_outside_of_the_context_does_nothing(clock_ns: list[int]) -> None:
     watch = Stopwatch()
     with watch:
         clock_ns[0] += 1_000

@@ -27,7 +27,7 @@ def written(path: Path, *lines: str) -> Path:
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """Read lines, expect a refusal, and return what follows the file's name in the message."""
+    """Return a function that reads bad lines and returns the error after the name of the file."""
 
     def refuse(*lines: str, chain: bool = False) -> str:
         path = written(tmp_path / "trace.jsonl", *lines)
@@ -40,7 +40,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
     return refuse
 
 
-def test_reads_what_a_line_says(tmp_path: Path) -> None:
+def test_a_request_has_the_fields_of_its_line(tmp_path: Path) -> None:
     second = row(timestamp=2500.5, input_length=1537, output_length=0, hash_ids=[0, 1, 2, 3])
     trace = read_trace(written(tmp_path / "t.jsonl", row(), "", second))
 
@@ -57,7 +57,7 @@ def test_reads_what_a_line_says(tmp_path: Path) -> None:
     assert (last.line, last.arrival_s, last.total_tokens) == (3, 2.5005, 1537)
 
 
-def test_gzip_is_told_by_its_bytes(tmp_path: Path) -> None:
+def test_gzip_is_recognised_by_its_first_bytes(tmp_path: Path) -> None:
     plain = written(tmp_path / "plain.jsonl.gz", row())
     zipped = tmp_path / "zipped.jsonl"
     zipped.write_bytes(gzip.compress(plain.read_bytes()))
@@ -72,7 +72,7 @@ def test_a_late_timestamp_keeps_its_place(tmp_path: Path) -> None:
     assert [request.arrival_s for request in trace.requests] == [1.0, 1.0, 2.0]
 
 
-def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
+def test_lines_behind_the_limit_are_not_read(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", row(), row(), "not looked at")
 
     assert len(read_trace(path, limit=2).requests) == 2
@@ -101,7 +101,7 @@ def test_an_empty_file_is_refused(refused: Callable[..., str], lines: list[str])
 
 
 @pytest.mark.parametrize("compress", [bz2.compress, lzma.compress, gzip.compress])
-def test_compressed_traces_are_read_damaged_ones_refused(
+def test_compressed_traces_are_read_and_damaged_ones_refused(
     tmp_path: Path, compress: Callable[[bytes], bytes]
 ) -> None:
     plain = "".join(f"{row(timestamp=ms)}\n" for ms in range(5000)).encode()
@@ -114,13 +114,13 @@ def test_compressed_traces_are_read_damaged_ones_refused(
     path.write_bytes(whole[:-9])
     with pytest.raises(ConfigError, match=r"trace\.jsonl:\d+: the \w+ stream is cut off or"):
         read_trace(path)
-    path.write_bytes(torn)  # the text may be found wrong before the checksum is
+    path.write_bytes(torn)  # the text may be wrong before the checksum is read
     with pytest.raises(ConfigError, match=r"trace\.jsonl:\d+: "):
         read_trace(path)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 reads zstd")
-def test_zstd_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
+def test_the_error_for_zstd_names_the_command_to_decompress(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfd\x00\x00")
     with pytest.raises(ConfigError, match=r"lacks the module compression\.zstd") as caught:
@@ -130,7 +130,7 @@ def test_zstd_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prepare", [bytes, gzip.compress])
 def test_a_pipe_is_read_like_a_file(tmp_path: Path, prepare: Callable[[bytes], bytes]) -> None:
-    """It cannot seek, and its first read may give a single byte."""
+    """A pipe cannot seek, and its first read may return a single byte."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     content = prepare(f"{row()}\n{row()}\n".encode())
@@ -147,12 +147,12 @@ def test_a_pipe_is_read_like_a_file(tmp_path: Path, prepare: Callable[[bytes], b
     writer.join()
 
 
-def test_a_read_that_fails_is_an_os_error_with_the_name() -> None:
+def test_a_failing_read_is_an_os_error_with_the_file_name() -> None:
     with pytest.raises(OSError, match="Input/output error: '/proc/self/mem'"):
         read_trace("/proc/self/mem")
 
 
-def test_the_block_size_decides_how_many_ids_there_are(tmp_path: Path) -> None:
+def test_the_number_of_ids_must_fit_the_block_size(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", row(input_length=33, hash_ids=[0, 1, 2]))
     assert read_trace(path, block_size=16).block_size == 16
     chained = read_trace(path, block_size=16, chain=True)
@@ -165,7 +165,7 @@ def test_the_block_size_decides_how_many_ids_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 12, -1])
-def test_a_gzip_that_is_cut_off_names_the_line(tmp_path: Path, keep: int) -> None:
+def test_the_error_for_a_truncated_gzip_names_the_line(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "cut.jsonl.gz"
     whole = gzip.compress("".join(f"{row(timestamp=ms)}\n" for ms in range(5000)).encode())
     path.write_bytes(whole[: len(whole) * 3 // 4] if keep < 0 else whole[:keep])
@@ -173,7 +173,7 @@ def test_a_gzip_that_is_cut_off_names_the_line(tmp_path: Path, keep: int) -> Non
     with pytest.raises(ConfigError) as caught:
         read_trace(path)
     place, _, problem = str(caught.value).removeprefix(f"{path}:").partition(": ")
-    if keep == 1:  # too short to be told from a text file
+    if keep == 1:  # too short to be recognised as gzip
         assert (place, problem[:17]) == ("1", "not a JSON object")
     else:
         assert problem.startswith("the gzip stream is cut off or damaged")
@@ -190,7 +190,7 @@ def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "binary.jsonl"
     path.write_bytes(row().encode() + b"\n\x80\x81\n")
 
@@ -200,7 +200,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_a_last_line_cut_short_says_so(tmp_path: Path) -> None:
+def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_text(f"{row()}\n{row()[:40]}")
 
@@ -240,12 +240,14 @@ def test_a_last_line_cut_short_says_so(tmp_path: Path) -> None:
         (row(hash_ids=[0, 1, 2]), "found 3 hash_ids, expected 2 (ceil(1000 / 512))"),
     ],
 )
-def test_a_malformed_line_is_named(refused: Callable[..., str], line: str, problem: str) -> None:
+def test_the_error_for_a_malformed_line_names_it(
+    refused: Callable[..., str], line: str, problem: str
+) -> None:
     assert refused(row(), line, row()).startswith(f"2: {problem}")
 
 
 @pytest.mark.parametrize("key", sorted(GOOD))
-def test_a_missing_key_is_named(refused: Callable[..., str], key: str) -> None:
+def test_the_error_for_a_missing_key_names_it(refused: Callable[..., str], key: str) -> None:
     line = json.dumps({name: value for name, value in GOOD.items() if name != key})
 
     assert refused(row(), line).startswith(f"2: no {key!r}")
@@ -268,10 +270,10 @@ def test_ids_that_are_not_chained_are_refused(
     assert "Pass --chain" in message
 
 
-def test_unchained_ids_are_told_before_a_count_that_does_not_fit(
+def test_unchained_ids_are_reported_before_a_wrong_number_of_ids(
     refused: Callable[..., str],
 ) -> None:
-    """Where ids name passages, the count was never meant to follow from the length."""
+    """If ids name passages, their number does not follow from the length."""
     message = refused(row(input_length=99), row(), row(hash_ids=[1, 0]))
 
     assert message.startswith("3: the ids are not chained: id 1")
@@ -281,7 +283,7 @@ def test_unchained_ids_are_told_before_a_count_that_does_not_fit(
     )
 
 
-def test_content_ids_stand_anywhere_and_are_whole_blocks(tmp_path: Path) -> None:
+def test_content_ids_need_no_chain_and_are_whole_blocks(tmp_path: Path) -> None:
     lines = [row(), row(hash_ids=[1, 0, 7, 7]), row(input_length=3)]
     trace = read_trace(written(tmp_path / "t.jsonl", *lines), chain=True)
 
@@ -290,6 +292,6 @@ def test_content_ids_stand_anywhere_and_are_whole_blocks(tmp_path: Path) -> None
     assert trace.num_blocks == 8
 
 
-def test_content_ids_are_checked_too(refused: Callable[..., str]) -> None:
+def test_content_ids_are_checked(refused: Callable[..., str]) -> None:
     assert refused(row(), row(hash_ids=[]), chain=True).startswith("2: hash_ids is empty")
     assert refused(row(input_length=0), chain=True).startswith("1: input_length is 0")

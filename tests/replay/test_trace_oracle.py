@@ -1,7 +1,7 @@
 """Pure accounting: a bare `BlockPool` over every id of a trace, partial tails included.
 
-Each request takes its longest cached prefix, gets blocks for the rest, publishes all of them, and
-frees them last block first: which is plain LRU with each request's blocks touched in that order.
+Each request takes its longest cached prefix, allocates and publishes the rest, and frees its blocks
+last block first. This is plain LRU that touches the blocks of a request in that order.
 """
 
 import os
@@ -18,7 +18,7 @@ Prompts = Iterable[Sequence[int]]
 
 
 def pool_hits(prompts: Prompts, num_usable: int) -> int:
-    """Hit blocks of a pool with so many usable blocks."""
+    """Return the hit blocks of a pool with `num_usable` usable blocks."""
     pool = BlockPool(num_usable + 1)
     num_hits = 0
     for ids in prompts:
@@ -35,7 +35,7 @@ def pool_hits(prompts: Prompts, num_usable: int) -> int:
 
 
 def lru_hits(prompts: Prompts, capacity: int) -> int:
-    """The same of an ordered dict, which knows nothing of pools."""
+    """Return the hit blocks of an LRU cache made of an ordered dict."""
     resident: OrderedDict[int, None] = OrderedDict()
     num_hits = 0
     for ids in prompts:
@@ -79,8 +79,8 @@ def test_the_bundled_slice_hits_as_plain_lru(capacity: int) -> None:
         ("synthetic", 200_000, 0.6396),
     ],
 )
-def test_whole_traces_hit_what_is_known(name: str, num_usable: int, expected: float) -> None:
-    """Known numbers of the public Mooncake traces: hit blocks, or their share to four digits."""
+def test_whole_traces_have_the_published_hits(name: str, num_usable: int, expected: float) -> None:
+    """Compare with known hits of the Mooncake traces, in blocks or as a share of four digits."""
     path = Path(os.environ["KVSTOW_TRACES"]) / f"mooncake_{name}_trace.jsonl.gz"
     trace = read_trace(path)
 

@@ -1,4 +1,4 @@
-"""The host arena: shape, alignment, laziness, its end, and sizes that no machine has."""
+"""The host arena: shape, alignment, prefault, close, and sizes that no machine has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstow.transfer import HostArena
 
 
 def resident_bytes() -> int:
-    """Of this process, what earlier tests left lying about not included."""
+    """Collect the garbage of earlier tests, and return the resident bytes of this process."""
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -50,8 +50,8 @@ def test_slots_are_aligned_rows(slot_bytes: int, stride: int) -> None:
         (1000, 4, 1024),
         (1024, 16, 1024),
         (1025, 16, 1280),
-        (1, 1024, 64),  # as a cache line, no less
-        (1000, 6, 2048),  # two parts of a page are whole only twice
+        (1, 1024, 64),  # padded to a cache line, not less
+        (1000, 6, 2048),  # padded to 4096 / gcd(6, 4096)
         (1000, 3, 4096),
         (70_000, 4, 70_656),
     ],

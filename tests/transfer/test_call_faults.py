@@ -1,7 +1,9 @@
-"""Every call to the outside fails once: what is left is usable or closed, and nothing is leaked.
+"""Each call to the outside fails once. Then every object works or is closed, and nothing leaks.
 
-A scenario is run once to count its calls of the system, of events and of the device. Then it is run
-again for each of them, and that call raises instead. Nothing is replaced: all others are real.
+A test runs its scenario once to count its calls to the system, to events and to the device. Then it
+runs the scenario again for each call, and that call raises. All other calls are real.
+
+The file is long because it has one scenario for each object that makes such calls.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C is: no `Exception`."""
+    """An interrupt like Ctrl-C, which is not an `Exception`."""
 
 
 ERRORS: list[BaseException] = [OSError(5, "Input/output error"), MemoryError(), Interrupted()]
@@ -61,8 +64,8 @@ class Faults:
     """Counts calls, and raises instead of one of them.
 
     Attributes:
-        num_calls: so far.
-        failed: name of the call that was made to fail.
+        num_calls: calls so far.
+        failed: name of the call that raised.
     """
 
     def __init__(self, at: int = 0, error: BaseException | None = None) -> None:
@@ -72,7 +75,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def call(self, name: str) -> None:
-        """Made before each of the calls."""
+        """Count a call, or raise instead of it."""
         with self._lock:
             self.num_calls += 1
             is_it = self.num_calls == self._at
@@ -82,12 +85,12 @@ class Faults:
             raise self._error
 
     def stop(self) -> None:
-        """Let all calls from now on succeed."""
+        """Let all later calls succeed."""
         self._at = 0
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if name == "close":  # gives the descriptor back whatever it returns
+            if name == "close":  # frees the descriptor even if it fails
                 real(*args)
                 return self.call(name)
             self.call(name)
@@ -104,7 +107,7 @@ _SYSTEM = [
 
 @contextlib.contextmanager
 def injected(faults: Faults) -> Iterator[None]:
-    """The calls of the system that kvstow makes go through `faults`."""
+    """Route kvstow's calls to the system through `faults`."""
 
     class Map(mmap.mmap):
         def __new__(cls, *args: Any, **kwargs: Any) -> Map:
@@ -124,8 +127,11 @@ def injected(faults: Faults) -> Iterator[None]:
 
 
 def resources() -> tuple[int, int, list[str]]:
-    """Descriptors, bytes of large mappings, and threads of kvstow."""
+    """Return the numbers of descriptors and of arena mappings, and the threads of kvstow."""
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "kvstow-prefault":
+            thread.join(LONG_S)  # has done its work, and may still be ending
     threads = [t.name for t in threading.enumerate() if t.name.startswith("kvstow-")]
     with open("/proc/self/maps") as maps:
         spans = [line.split() for line in maps if "[heap]" not in line]
@@ -137,26 +143,26 @@ def resources() -> tuple[int, int, list[str]]:
     return len(os.listdir("/proc/self/fd")), sizes.count(ARENA_BYTES), threads
 
 
-# As no other mapping of the process is.
+# No other mapping of the process has this size.
 ARENA_BYTES = 8192 * 1237
 
 
 def each_fault(
     scenario: Callable[[Faults], None], errors: list[BaseException] = ERRORS
 ) -> set[str]:
-    """Run a scenario for each of its calls and each error; the names of the calls."""
+    """Run a scenario for each of its calls and each error, and return the names of the calls."""
     counting = Faults()
     scenario(counting)
     assert counting.num_calls > 2
     failed = set[str]()
-    gc.freeze()  # only what is made from now on needs to be collected
+    gc.freeze()  # so that each collection looks at new objects only
     try:
         before = resources()
         for error in errors:
             for at in range(1, counting.num_calls + 1):
                 faults = Faults(at, error)
                 scenario(faults)
-                # Kept alive by the error's own traceback otherwise.
+                # Otherwise the error's traceback keeps them alive.
                 error.__traceback__ = error.__context__ = error.__cause__ = None
                 assert resources() == before, f"{error!r} at call {at}, {faults.failed}"
                 failed.add(faults.failed)
@@ -220,7 +226,7 @@ def test_pinned_memory_is_unpinned_unless_unpinning_fails(monkeypatch: pytest.Mo
 
 
 class FaultyEvent(HostEvent):
-    """An event that may refuse, or fail when it is waited for."""
+    """An event that may refuse a callback, or fail in `wait`."""
 
     def __init__(self, faults: Faults, *, is_set: bool) -> None:
         super().__init__()
@@ -286,7 +292,7 @@ def test_host_movers_work_or_refuse_after_any_failed_call(
             submit("store", 2, 6, late)
             submit("load", 5, 4, FaultyEvent(faults, is_set=True))
             submit("load", 6, 3, late)
-            submit("load", 6, 2, FaultyEvent(faults, is_set=True))  # waits for the one before
+            submit("load", 6, 2, FaultyEvent(faults, is_set=True))  # waits for the earlier job
             submit("load", 7, 1, FaultyEvent(faults, is_set=True))
             late.set()
             for direction, block, slot, ticket in jobs:
@@ -335,7 +341,7 @@ def test_interrupted_close_can_be_called_again() -> None:
 
 
 class FaultyDevice(SimulatedGpu):
-    """The simulated device, each of whose calls may fail before it does anything."""
+    """The simulated GPU, each of whose calls may fail before it does anything."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__(in_order)
@@ -376,7 +382,72 @@ class FaultyDevice(SimulatedGpu):
             self.allocated.pop(address)
 
 
-def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:  # noqa: PLR0915 - one scenario
+def cuda_scenario(content: Bytes, faults: Faults) -> None:  # noqa: PLR0915 - one scenario
+    """Store and load through a CUDA mover, and compare the bytes of each job that went well."""
+    device = content.copy()
+    runtime = FaultyDevice(faults)
+    with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
+        arena.slots[:] = content[:NUM_SLOTS]
+        try:
+            link = CudaLink(runtime, staging_bytes=4096, num_places=2)
+        except (CudaError, MemoryError, Interrupted):
+            assert not runtime.allocated or runtime.lost
+            return
+        try:
+            mover = CudaMover(on_device([device]), arena, link=link, verify=True)
+        except (CudaError, MemoryError, Interrupted):
+            assert link.closed
+            assert not runtime.allocated or runtime.lost or faults.failed == "free"
+            return
+        jobs: list[tuple[str, int, int, Ticket]] = []
+
+        def submit(direction: str, block: int, slot: int, after: Event) -> None:
+            with contextlib.suppress(MemoryError, Interrupted, CudaError):
+                if direction == "store":
+                    ticket = mover.store([block], [slot], after=after)
+                else:
+                    ticket = mover.load([slot], [block], after=after)
+                jobs.append((direction, block, slot, ticket))
+
+        def land(ticket: Ticket) -> None:
+            for _ in range(1000):
+                with contextlib.suppress(MemoryError, Interrupted):
+                    if ticket.poll():
+                        return
+                    runtime.step()
+            raise AssertionError("the ticket never ends")
+
+        late = FaultyEvent(faults, is_set=False)
+        submit("store", 1, 7, FaultyEvent(faults, is_set=True))
+        submit("store", 2, 6, late)
+        with contextlib.suppress(MemoryError, Interrupted, CudaError):
+            late.set()
+        for job in jobs:
+            land(job[-1])
+        submit("load", 5, 7, READY)
+        submit("load", 6, 6, READY)
+        submit("store", 3, 0, READY)
+        land(jobs[-1][-1])
+        submit("load", 8, 0, READY)
+        land(jobs[-1][-1])
+        if not faults.failed:
+            assert np.array_equal(device[8], device[3])
+        for direction, block, slot, ticket in jobs:
+            land(ticket)
+            if ticket.error is None:
+                want = content[block] if direction == "store" else arena.slots[slot]
+                got = arena.slots[slot] if direction == "store" else device[block]
+                assert np.array_equal(got, want), f"{direction} lies, {faults.failed}"
+        for _ in range(2):
+            with contextlib.suppress(MemoryError, Interrupted, CudaError):
+                mover.close()
+        with pytest.raises((StateError, CudaError)):
+            mover.store([1], [0], after=READY)
+        if runtime.lost is None:
+            assert len(runtime.allocated) == (faults.failed == "free"), faults.failed
+
+
+def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:
     errors: list[BaseException] = [
         CudaError("refused", is_fatal=False),
         CudaError("lost", is_fatal=True),
@@ -386,70 +457,7 @@ def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:  # noqa: P
     rng = np.random.default_rng(5)
     content = rng.integers(1, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
 
-    def scenario(faults: Faults) -> None:  # noqa: PLR0915
-        device = content.copy()
-        runtime = FaultyDevice(faults)
-        with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
-            arena.slots[:] = content[:NUM_SLOTS]
-            try:
-                link = CudaLink(runtime, staging_bytes=4096, num_places=2)
-            except (CudaError, MemoryError, Interrupted):
-                assert not runtime.allocated or runtime.lost
-                return
-            try:
-                mover = CudaMover(on_device([device]), arena, link=link, verify=True)
-            except (CudaError, MemoryError, Interrupted):
-                assert link.closed
-                assert not runtime.allocated or runtime.lost or faults.failed == "free"
-                return
-            jobs: list[tuple[str, int, int, Ticket]] = []
-
-            def submit(direction: str, block: int, slot: int, after: Event) -> None:
-                with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                    if direction == "store":
-                        ticket = mover.store([block], [slot], after=after)
-                    else:
-                        ticket = mover.load([slot], [block], after=after)
-                    jobs.append((direction, block, slot, ticket))
-
-            def land(ticket: Ticket) -> None:
-                for _ in range(1000):
-                    with contextlib.suppress(MemoryError, Interrupted):
-                        if ticket.poll():
-                            return
-                        runtime.step()
-                raise AssertionError("the ticket never ends")
-
-            late = FaultyEvent(faults, is_set=False)
-            submit("store", 1, 7, FaultyEvent(faults, is_set=True))
-            submit("store", 2, 6, late)
-            with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                late.set()
-            for job in jobs:
-                land(job[-1])
-            submit("load", 5, 7, READY)
-            submit("load", 6, 6, READY)
-            submit("store", 3, 0, READY)
-            land(jobs[-1][-1])
-            submit("load", 8, 0, READY)
-            land(jobs[-1][-1])
-            if not faults.failed:
-                assert np.array_equal(device[8], device[3])
-            for direction, block, slot, ticket in jobs:
-                land(ticket)
-                if ticket.error is None:
-                    want = content[block] if direction == "store" else arena.slots[slot]
-                    got = arena.slots[slot] if direction == "store" else device[block]
-                    assert np.array_equal(got, want), f"{direction} lies, {faults.failed}"
-            for _ in range(2):
-                with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                    mover.close()
-            with pytest.raises((StateError, CudaError)):
-                mover.store([1], [0], after=READY)
-            if runtime.lost is None:
-                assert len(runtime.allocated) == (faults.failed == "free"), faults.failed
-
-    failed = each_fault(scenario, errors)
+    failed = each_fault(partial(cuda_scenario, content), errors)
     expected = {"stream", "event", "allocate", "upload", "wait", "record", "copy", "gather"}
     assert expected | {"scatter", "zero", "is_done", "free"} <= failed
 

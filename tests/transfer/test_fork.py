@@ -1,4 +1,4 @@
-"""A process may end with everything open, and a forked child has nothing of its parent's."""
+"""A process can end with everything open, and a forked child has nothing of its parent's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvstow.transfer import (
     VerifiedMover,
 )
 
-# A process with threads may fork: that is what is tested.
+# Python warns of a fork in a process with threads, which these tests need.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 NUM_BLOCKS, NUM_SLOTS, BLOCK_BYTES = 64, 64, 64 << 10
@@ -85,7 +85,7 @@ def test_child_is_refused_and_changes_nothing_in_the_parent(made: Made) -> None:
                 use()
         assert made.arena.closed
         assert not view.any(), "the memory is the parent's"
-        view[:] = 7  # a view taken before: memory of the child's own
+        view[:] = 7  # a view from before the fork is the child's own memory
         made.mover.close()
         made.arena.close()
 
@@ -100,7 +100,7 @@ def test_transfers_under_way_fail_in_the_child_and_go_on_in_the_parent(made: Mad
     made.mover.store([1], [1], after=READY).wait(LONG_S)
     tickets = [
         made.mover.store([1], [0], after=event),
-        made.mover.store([2], [0], after=READY),  # waits for the first
+        made.mover.store([2], [0], after=READY),  # waits for the first job
         made.mover.load([1], [3], after=event),
     ]
 
@@ -134,7 +134,7 @@ def test_child_can_build_its_own_mover(made: Made) -> None:
 
 
 def test_child_works_after_a_fork_while_threads_hold_locks(made: Made) -> None:
-    """The child closes everything, though no thread of it will ever give the locks back."""
+    """The child closes everything, although no thread of it ever releases the locks."""
     host = made.mover if isinstance(made.mover, HostMover) else made.mover._mover  # type: ignore[attr-defined]
     held = [host._stores._lock, host._loads._lock]
     taken, go = threading.Event(), threading.Event()
@@ -208,7 +208,7 @@ def test_child_closes_an_arena_of_a_file_and_never_unmaps_it() -> None:
         def check() -> None:
             with pytest.raises(StateError, match="forked"):
                 _ = made[0].slots
-            # What the child maps next may lie where the arena's memory lies in the parent.
+            # The child's next mapping may have the address of the parent's arena.
             others = [HostArena(2, 4096) for _ in range(20)]
             for other in others:
                 other.slots[:] = 5
@@ -233,7 +233,7 @@ def test_memory_stays_out_of_core_dumps_and_of_children() -> None:
 
 
 def _flags(address: int) -> set[str]:
-    """Of the mapping at an address."""
+    """Return the flags of the mapping at an address."""
     is_it = False
     with open("/proc/self/smaps") as maps:
         for line in maps:
@@ -279,7 +279,7 @@ def test_process_ends_while_a_job_waits_for_an_event(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_child_exits_normally(kind: str) -> None:
-    """With all handlers of the interpreter's exit, and not with `os._exit`."""
+    """The child runs all exit handlers, as with sys.exit and not with os._exit."""
     script = """
 if os.fork() == 0:
     sys.exit(0)

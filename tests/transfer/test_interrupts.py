@@ -1,4 +1,4 @@
-"""Movers whose caller is interrupted, as by Ctrl-C, while they start and while they close."""
+"""Movers survive an interrupt, for example Ctrl-C, while they start and while they close."""
 
 import signal
 import threading
@@ -11,12 +11,12 @@ from kvstow.threads import map_on_threads
 from kvstow.transfer import BlockLayout, HostArena, HostMover, Mover, ProvingMover
 from kvstow.transfer import VerifiedMover as Verified
 
-BLOCK_BYTES = 1 << 20  # too large for the submitting thread to copy
+BLOCK_BYTES = 1 << 20  # not brief, so a worker copies it
 LONG_S = 60.0
 
 
 class Held:
-    """An event that has happened, and whose `wait` takes until the gate opens."""
+    """An event that has happened, but whose `wait` blocks until the gate opens."""
 
     def __init__(self) -> None:
         self.gate, self.begun = threading.Event(), threading.Event()
@@ -71,7 +71,7 @@ def test_close_after_an_interrupted_close_waits_for_the_copy(
     threading.Timer(0.2, held.gate.set).start()
     mover.close()
     assert ticket.poll(), "close returned while the copy was still to be made"
-    # One that wraps another may have closed that already: then the copy has failed.
+    # A wrapping mover may have closed its wrapped mover already. Then the copy has failed.
     assert ticket.error is not None or (arena.slots[0] == 7).all()
 
 

@@ -1,4 +1,4 @@
-"""Block layouts: where regions lie, and which ones are refused."""
+"""Block layouts: the regions of a slot and of arrays, and refused regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs may overtake each other: those without a common destination, on every mover."""
+"""On every mover, only jobs without a common target overtake each other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 TARGETS = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 
 
-# A job with its targets and whether its event has happened; or the event of an earlier job.
+# A new job (targets, whether its event has happened), or the event of an earlier job.
 STEPS = st.lists(st.tuples(TARGETS, st.booleans()) | st.integers(0, 30), max_size=30)
 
 
@@ -61,7 +61,7 @@ def test_job_runs_when_no_earlier_waiting_job_shares_a_target(
             ran += [jobs.index(job)] if order.enter(job) else []
         elif step < len(jobs):
             ran += [jobs.index(job) for job in order.release(jobs[step])]
-        for at, job in enumerate(jobs):  # naive: every pair, in the order of submission
+        for at, job in enumerate(jobs):  # the naive model: every pair, in the order of submission
             if job.is_ready and not any(
                 shares(job, jobs[before]) for before in range(at) if before not in model_ran
             ):
@@ -83,7 +83,7 @@ def test_order_without_waiting_jobs_touches_no_memory() -> None:
 
 
 def test_first_waiting_job_imports_no_module() -> None:
-    """An import takes milliseconds, of a step that computes."""
+    """An import would take milliseconds of a step."""
     script = """
 import sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tickets and events: every waiter goes on, whatever happens to another."""
+"""Tickets and events: what happens to one waiter does not affect the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG_S = 60.0
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C is: at any line."""
+    """An interrupt like Ctrl-C, at any line."""
 
 
 def test_interrupted_waiter_does_not_affect_other_waiters() -> None:
@@ -27,7 +27,7 @@ def test_interrupted_waiter_does_not_affect_other_waiters() -> None:
         others = [threading.Thread(target=ticket.wait, daemon=True) for _ in range(6)]
         for other in others[:3]:
             other.start()
-        # Some wait before this thread does, some after it.
+        # Some threads begin to wait before this thread, some after it.
         timers = [threading.Timer(0.01, other.start) for other in others[3:]]
         timers.append(threading.Timer(0.03, ticket.end, [None]))
         seen = 0

@@ -35,7 +35,7 @@ def device() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
 @pytest.fixture
 def mover(device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Iterator[VerifiedMover]:
     layout = BlockLayout.from_arrays([device])
-    # Larger slots than blocks: another group's are.
+    # Slots are larger than blocks, as for another group's larger blocks.
     with (
         HostArena(NUM_SLOTS, BLOCK_BYTES + 50) as arena,
         VerifiedMover(HostMover(layout, arena)) as mover,
@@ -47,7 +47,7 @@ def test_load_returns_the_stored_bytes(
     mover: VerifiedMover, device: np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 ) -> None:
     before = device.copy()
-    mover.arena.slots[5, BLOCK_BYTES:] = 9  # beyond the block: whatever was there
+    mover.arena.slots[5, BLOCK_BYTES:] = 9  # beyond the block, where any bytes may be
     mover.store([1, 2, 3], [5, 0, 2], after=READY).wait(10)
     device[:] = 0
     mover.load([5, 0, 2], [4, 5, 6], after=READY).wait(10)
@@ -94,7 +94,7 @@ def test_error_with_damaged_slots_survives_pickling() -> None:
 
 
 def tickets_of(mover: VerifiedMover, *jobs: list[int]) -> list[Ticket]:
-    """One load for each list of slots."""
+    """Submit one load for each list of slots."""
     return [mover.load(slots, range(1, len(slots) + 1), after=READY) for slots in jobs]
 
 
@@ -158,11 +158,11 @@ def test_close_ends_every_ticket(mover: VerifiedMover) -> None:
         mover.store([1], [1], after=READY)
 
 
-# -- what a file has brought ---------------------------------------------------------------------
+# -- slots that a file has filled -----------------------------------------------------------------
 
 
 def filled(arena: HostArena) -> None:
-    """As if a file had filled all slots."""
+    """Set all slots as filled by a file."""
     arena.slots[:] = np.random.default_rng(8).integers(0, 256, arena.slots.shape, np.uint8)
     arena.checksums[:] = arena.compute_checksums(np.arange(NUM_SLOTS))
     arena.unproven = arena.checksums >= 0
@@ -177,7 +177,7 @@ def test_load_does_not_overtake_a_load_that_is_being_proven(
         with ProvingMover(HostMover(layout, arena)) as mover:
             mover.load([0], [1], after=READY).wait(10)
             first = mover.load([1], [2], after=event)
-            second = mover.load([0], [2], after=READY)  # proven: need not be compared again
+            second = mover.load([0], [2], after=READY)  # is proven, so it is not compared again
             with pytest.raises(TransferTimeout):
                 second.wait(0.05)
             event.set()
@@ -210,7 +210,7 @@ def test_proven_slot_gets_the_sum_that_the_kernels_would_record(
     layout = BlockLayout.from_arrays([device])
     with HostArena(NUM_SLOTS, BLOCK_BYTES + 50) as arena:
         filled(arena)
-        sums, is_known = arena.device_sums  # as a mover that sums up there asks for
+        sums, is_known = arena.device_sums  # as a mover whose kernels sum up reads them
         with ProvingMover(HostMover(layout, arena)) as mover:
             mover.load([4, 2], [1, 2], after=READY).wait(10)
         assert is_known.tolist() == [0, 0, 1, 0, 1, 0]

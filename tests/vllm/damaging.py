@@ -1,4 +1,4 @@
-"""A connector that damages what it loads, so that a check of answers can be seen to fail."""
+"""A connector that damages blocks before it loads them, so that a check of answers fails."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class DamagingConnector(KVStowConnector):
         super().register_kv_caches(kv_caches)
         assert self._worker is not None
         changed = [DamagingMover(mover) for mover in self._worker.movers]
-        self._worker.movers = changed  # type: ignore[assignment] # all that a worker asks of them
+        self._worker.movers = changed  # type: ignore[assignment] # it has all methods that a worker calls
 
 
 class DamagingMover:
-    """Zeroes one layer of each tenth block on the host before it is loaded."""
+    """Zeroes one region of each tenth block on the host before the load."""
 
     def __init__(self, mover: Any) -> None:
         self._mover = mover

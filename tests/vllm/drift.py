@@ -1,6 +1,6 @@
 """Compares vLLM's sources with what kvstow relies on (`relied_on`), and imports neither.
 
-So that it reads any version alike: an installed one, and one whose sources are merely unpacked.
+So it can read any version: an installed package, or unpacked sources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Definition = ast.ClassDef | Function
 
 
 class Found(NamedTuple):
-    """A definition, and the module that has it: names in it are that module's."""
+    """A definition, and the module in which its names are resolved."""
 
     module: str
     node: ast.AST
@@ -30,7 +30,7 @@ def parse(file: Path) -> ast.Module:
 
 
 class Sources:
-    """Modules below these folders; the first that has one counts."""
+    """Modules below these folders. The first folder that has a module counts."""
 
     def __init__(self, *roots: Path) -> None:
         self.roots = roots
@@ -43,7 +43,7 @@ class Sources:
         return next((file for file in candidates if file.exists()), None)
 
     def find(self, module: str, name: str) -> Found | None:
-        """What a module's name stands for, through imports."""
+        """Return the definition of a module's name, through imports."""
         file = self.file(module)
         if file is None:
             return None
@@ -59,7 +59,7 @@ class Sources:
         return None
 
     def lineage(self, module: str, cls: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-        """A class and its bases, as far as these sources have them."""
+        """Yield a class and its bases, as far as these sources have them."""
         yield module, cls
         for base in cls.bases:
             found = self.find(module, base.id) if isinstance(base, ast.Name) else None
@@ -75,7 +75,7 @@ class Sources:
 
 
 def statements(module: ast.Module) -> Iterator[ast.stmt]:
-    """A module's, with those under its `if` and `try`."""
+    """Yield the statements of a module, and those inside its `if` and `try`."""
     for node in module.body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -83,7 +83,7 @@ def statements(module: ast.Module) -> Iterator[ast.stmt]:
 
 
 def assigned(node: ast.AST) -> list[str]:
-    """The names and attributes of `self` that a statement sets."""
+    """Return the names and the attributes of `self` that a statement sets."""
     if isinstance(node, ast.Assign):
         targets = node.targets
     elif isinstance(node, ast.AnnAssign | ast.AugAssign):
@@ -104,7 +104,7 @@ def assigned(node: ast.AST) -> list[str]:
 
 
 def members(cls: ast.ClassDef) -> dict[str, ast.AST]:
-    """A class's methods, and its attributes, those set in its methods included."""
+    """Return the methods and attributes of a class, with those that its methods set."""
     found: dict[str, ast.AST] = {}
     for method in cls.body:
         if isinstance(method, Function):
@@ -119,13 +119,13 @@ def members(cls: ast.ClassDef) -> dict[str, ast.AST]:
 
 def has(node: ast.AST, decorator: str) -> bool:
     return isinstance(node, Definition) and any(
-        ast.unparse(one) == decorator for one in node.decorator_list
+        ast.unparse(found) == decorator for found in node.decorator_list
     )
 
 
 def is_optional(node: ast.AST) -> bool:
-    marked = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "optional"
-    return marked or has(node, "optional")
+    is_annotated = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "optional"
+    return is_annotated or has(node, "optional")
 
 
 def parameters(function: Function) -> list[str]:
@@ -140,7 +140,7 @@ def parameters(function: Function) -> list[str]:
 
 
 def demanded(function: Function) -> list[str]:
-    """The parameters that a caller must give."""
+    """Return the parameters that a caller must give."""
     args = function.args
     positional = [arg.arg for arg in [*args.posonlyargs, *args.args]]
     keywords = [
@@ -152,7 +152,7 @@ def demanded(function: Function) -> list[str]:
 
 
 def drift(sources: Sources) -> list[str]:
-    """What is not as kvstow relies on it, each with its name."""
+    """Return a line with a name for each thing that differs from what kvstow relies on."""
     found = [
         drifted
         for module, definition in listed()
@@ -164,7 +164,7 @@ def drift(sources: Sources) -> list[str]:
 
 
 def listed() -> list[tuple[str, Definition]]:
-    """The classes and functions that `RELIED_ON` has, by module."""
+    """Return the classes and functions of `RELIED_ON` with their modules."""
     return [
         (module, definition)
         for module, stub in RELIED_ON.items()
@@ -212,10 +212,10 @@ def _function(where: str, expected: Function, actual: ast.AST) -> Iterator[str]:
         return
     given = parameters(actual)
     if has(expected, "override"):
-        is_same = given == wanted
+        fits = given == wanted
     else:
-        is_same = given[: len(wanted)] == wanted and set(demanded(actual)) <= set(wanted)
-    if not is_same:
+        fits = given[: len(wanted)] == wanted and set(demanded(actual)) <= set(wanted)
+    if not fits:
         yield f"{where} takes ({', '.join(given)}), not ({', '.join(wanted)})"
 
 
@@ -242,7 +242,7 @@ def _order(
 
 
 def _group_key(sources: Sources) -> Iterator[str]:
-    """A block's hash in the pool ends in its group; vLLM's own function, without the rest of it."""
+    """Check that a key in vLLM's pool ends in the group, by running only that function of vLLM."""
     module, name = "vllm.v1.core.kv_cache_utils", "make_block_hash_with_group_id"
     found = sources.find(module, name)
     if found is None:
@@ -255,7 +255,7 @@ def _group_key(sources: Sources) -> Iterator[str]:
 
 
 def mentions(node: ast.AST, name: str) -> list[tuple[int, int]]:
-    """Where something of that name is, or is an attribute's last part; in the source's order."""
+    """Return the places of a name, also as the last part of an attribute, in source order."""
     texts = (
         (ast.unparse(part), (part.end_lineno or 0, part.end_col_offset or 0))
         for part in ast.walk(node)

@@ -1,4 +1,4 @@
-"""vLLM's own engine on the CPU, in this process, so that tests can reach into the connector."""
+"""vLLM's CPU engine in this process, so that tests can look into the connector."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from kvstow.vllm.worker import WorkerHalf
 
 try:
     from vllm.triton_utils import dispatcher
-except ImportError:  # vLLM before 0.32 does not look through what is imported
+except ImportError:  # vLLM before 0.32 does not inspect imported objects
     dispatcher = None
 
-# Other tests may have loaded torch already, and it reads OMP_NUM_THREADS once.
+# Other tests may have loaded torch already, which reads OMP_NUM_THREADS once.
 torch.set_num_threads(1)
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
-# Honest runs differ by 1e-5 at most, for other batch shapes; one damaged block by 0.5 or more.
+# Correct runs differ by 1e-5 at most, because batch shapes differ. One damaged block makes 0.5.
 TOLERANCE = 1e-4
 DAMAGE = 0.01
 
@@ -63,10 +63,10 @@ def prompts(num_prompts: int, num_tokens: int, seed: int = 1) -> list[list[int]]
     ]
 
 
-def difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
-    """The largest difference of log-probabilities; infinite where tokens differ."""
+def difference(found: Sequence[Answer], expected: Sequence[Answer]) -> float:
+    """Return the largest difference of log-probabilities; infinity if tokens differ."""
     worst = 0.0
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(found, expected, strict=True):
         if a.tokens != b.tokens:
             return float("inf")
         worst = max(worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)))
@@ -83,14 +83,26 @@ def answer(output: Any) -> Answer:
     )
 
 
-def skip_unless_gated(model: str, scheduling: str) -> None:
-    """Leave out what the gate has no time for."""
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """Return parameters for an answer of exactly `max_tokens` tokens with log-probabilities."""
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=1,
+        **more,
+    )
+
+
+def skip_unless_in_ci(model: str, scheduling: str) -> None:
+    """Skip a model that CI has no time for."""
     if (model, scheduling) == ("gemma", "sync") and os.environ.get("KVSTOW_VLLM") != "full":
         pytest.skip("gemma with synchronous scheduling runs in make test-vllm-full")
 
 
 def poison(worker: WorkerHalf) -> None:
-    """Overwrite the device's whole cache with what no model has computed."""
+    """Overwrite the device's whole cache with values that no model computes."""
     for layout in worker._layouts:
         for tensor in layout.owners:
             assert isinstance(tensor, torch.Tensor)
@@ -103,7 +115,7 @@ def _vars(value: object) -> Mapping[str, Any]:
 
 
 class _Immediate:
-    """A CUDA stream or event of a machine without CUDA, where copies end before they return."""
+    """A CUDA stream or event on a machine without CUDA, where copies end before they return."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -113,10 +125,10 @@ class _Immediate:
 
 
 def _schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
-    """Let vLLM schedule a step while the one before it runs, as it does by default on GPUs.
+    """Let vLLM schedule a step while the step before it runs, as it does by default on GPUs.
 
-    vLLM's CPU platform switches this off. The scheduler and the queue of batches are the real
-    ones. Only the streams, events and pinned memory that the model runner asks for are replaced.
+    vLLM's CPU platform switches this off. The scheduler and the queue of batches are vLLM's. This
+    function replaces only the streams, events and pinned memory of the model runner.
     """
     check = CpuPlatform.check_and_update_config.__func__
     zeros = torch.zeros
@@ -149,8 +161,8 @@ class Engine:
         **settings: Any,
     ) -> None:
         self._patch = pytest.MonkeyPatch()
-        # vLLM looks through everything that is imported, and breaks off at an object of llvmlite
-        # that claims to have a `__dict__`: with n-gram drafts no second engine could start.
+        # vLLM inspects all imported objects, and fails at an object of llvmlite that claims to have
+        # a `__dict__`. With n-gram drafts no second engine could start.
         if dispatcher is not None:
             self._patch.setattr(dispatcher, "vars", _vars, raising=False)
         if scheduling == "async":
@@ -205,12 +217,9 @@ class Engine:
         lora_request: Any = None,
         **prompt: Any,
     ) -> list[Answer]:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
-        )
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(tokens), **prompt} for tokens in asked],
-            sampling,
+            greedy(max_tokens),
             use_tqdm=False,
             lora_request=lora_request,
         )
@@ -219,16 +228,13 @@ class Engine:
     def begin(
         self, asked: Sequence[Sequence[int]], max_tokens: int = 16, lora_request: Any = None
     ) -> None:
-        """Add requests, which `step` and `finish` then carry on."""
-        sampling_params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1
-        )
+        """Add requests, which `step` and `finish` then run."""
         self.answers: dict[str, Answer] = {}
         self.names = [f"{at}-{next(_numbers)}" for at in range(len(asked))]
         for name, tokens in zip(self.names, asked, strict=True):
             prompt = {"prompt_token_ids": list(tokens)}
             self.llm.llm_engine.add_request(
-                name, prompt, sampling_params, lora_request=lora_request
+                name, prompt, greedy(max_tokens), lora_request=lora_request
             )
 
     def step(self, num_steps: int) -> None:
@@ -238,7 +244,7 @@ class Engine:
                     self.answers[output.request_id] = answer(output)
 
     def finish(self) -> list[Answer]:
-        """What was answered to the requests that `begin` has added, once all are."""
+        """Step until all requests of `begin` are answered, and return the answers."""
         for _ in range(10_000):
             if len(self.answers) == len(self.names):
                 return [self.answers[name] for name in self.names]
@@ -246,7 +252,7 @@ class Engine:
         raise AssertionError("the engine does not come to an end")
 
     def sleep(self) -> None:
-        """As `sleep(level=1, mode="keep")`: once no step has work left, the caches are reset."""
+        """Do what `sleep(level=1, mode="keep")` does: finish all work, then reset the caches."""
         self.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self.settle()
         self.core.pause_scheduler("keep", clear_cache=True)
@@ -257,20 +263,21 @@ class Engine:
 
     def settle_loads(self) -> None:
         """Step until no load is under way."""
-        while any(one.direction == "load" for one in self.half.transfers.in_flight.values()):
+        transfers = self.half.transfers.in_flight
+        while any(transfer.direction == "load" for transfer in transfers.values()):
             self.step(1)
 
     @property
     def has_windows(self) -> bool:
-        """Whether the model is a hybrid."""
+        """Whether the model has sliding windows."""
         return any(self.half.requests.keys.is_window)
 
     def num_computed_tokens(self) -> int:
-        """Of all requests."""
+        """Return the computed tokens of all requests."""
         return sum(request.num_computed_tokens for request in self.core.scheduler.requests.values())
 
     def has_work(self) -> bool:
-        """Whether vLLM would go on stepping, for requests, transfers or a step under way."""
+        """Whether vLLM would go on stepping for requests, transfers or a step under way."""
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     def settle(self) -> None:
@@ -282,7 +289,7 @@ class Engine:
         raise AssertionError("the engine does not come to rest")
 
     def check_idle(self) -> None:
-        """Nothing is leaked: no transfer, no request, and every block of vLLM's pool is free."""
+        """Check that no transfer and no request is left, and that every block is free."""
         assert self.half.offload is not None
         self.half.offload.check()
         assert not self.half.transfers.in_flight
@@ -292,15 +299,15 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
 
     def start_over(self, num_host_blocks: int | None = None) -> None:
-        """Both tiers empty; the host's of another size if told."""
+        """Empty both tiers, and give the host tier `num_host_blocks` blocks."""
         self.settle()
         self.check_idle()
         assert self.llm.reset_prefix_cache()
         assert self.worker.arena is not None
-        # Options that a test has changed count from here on.
+        # From here on, options that a test has changed have an effect.
         self.half.bind(self.core.scheduler.kv_cache_manager)
         self.half.agree(num_host_blocks or self.worker.arena.num_slots)
-        self.connector._reporter = None  # it has counted what the tier before did
+        self.connector._reporter = None  # it has the counts of the earlier tier
 
     def change_options(self, patch: pytest.MonkeyPatch, **changes: Any) -> None:
         """Give the scheduler half other options until the end of the test."""
@@ -313,15 +320,15 @@ class Engine:
 
     @contextmanager
     def movers(self, change: Callable[[Mover], Mover]) -> Iterator[None]:
-        """For a while, movers that do something else."""
+        """Replace the movers for a while."""
         worker = self.worker
-        honest = worker.movers
-        changed = {mover: change(mover) for mover in honest}
-        worker.movers = [changed[mover] for mover in honest]
+        original = worker.movers
+        changed = {mover: change(mover) for mover in original}
+        worker.movers = [changed[mover] for mover in original]
         try:
             yield
         finally:
-            worker.movers = honest
+            worker.movers = original
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

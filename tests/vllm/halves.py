@@ -1,4 +1,8 @@
-"""vLLM's accounting with kvstow's scheduler half, without an engine: what most tests begin with."""
+"""Both halves of the connector without an engine.
+
+`Scheduler` runs the scheduler half beside vLLM's real accounting. `stage` makes the memory of a
+worker.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ PAGE_BYTES = FULL.page_size_bytes
 
 
 def cache_config(*specs: Any, retention: int | None = 0) -> KVCacheConfig:
-    """Groups of one layer each, overlaid in one allocation, as vLLM lays hybrids out."""
+    """Return groups of one layer each in one allocation, as vLLM lays hybrids out."""
     size = PAGE_BYTES * NUM_BLOCKS
     return KVCacheConfig(
         num_blocks=NUM_BLOCKS,
@@ -71,14 +75,14 @@ def engine_config(folder: Path, options: dict[str, Any], **settings: Any) -> Any
 
 @dataclass
 class Step:
-    """What of vLLM's `SchedulerOutput` the connector reads."""
+    """The part of vLLM's `SchedulerOutput` that the connector reads."""
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] = field(default_factory=set)
 
 
 class Scheduler:
-    """As much of vLLM's scheduler as calls the connector, over its real `KVCacheManager`."""
+    """The calls of vLLM's scheduler, over its real `KVCacheManager`."""
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class Scheduler:
         retention: int | None = 0,
         **options: Any,
     ) -> None:
-        """`num_host_blocks` None leaves the ranks' capacities to be reported."""
+        """With `num_host_blocks` None the test reports the ranks' capacities."""
         init_none_hash(sha256_cbor)
         config = cache_config(*specs, retention=retention)
         self.manager = KVCacheManager(
@@ -128,7 +132,7 @@ class Scheduler:
         )
 
     def admit(self, request: Request) -> int:
-        """Let it in; returns the tokens that are to be loaded."""
+        """Admit a request, and return the tokens to load."""
         hit, num_local = self.manager.get_computed_blocks(request)[:2]
         found = self.half.lookup(request, num_local)
         assert found is not None
@@ -152,13 +156,13 @@ class Scheduler:
         reports: Sequence[tuple[int, int, bool]] = (),
         released: Sequence[int] = (),
     ) -> set[str]:
-        """Compute all that these requests have left; returns whose loads have landed."""
+        """Compute the rest of these requests, and return the requests whose loads have landed."""
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
         self.jobs = self.half.build(Step(scheduled))
         for request in requests:
             request.num_computed_tokens = request.num_tokens
-        told = StepReports(list(reports), list(released))
-        output = KVConnectorOutput(kv_connector_worker_meta=told)
+        meta = StepReports(list(reports), list(released))
+        output = KVConnectorOutput(kv_connector_worker_meta=meta)
         self.half.processed(output)
         return output.finished_recving or set()
 
@@ -166,8 +170,8 @@ class Scheduler:
         self.half.finished(request)
         self.manager.free(request)
 
-    def store_one(self, name: str = "a", num_tokens: int = 100, **settings: Any) -> None:
-        """A request that was computed, stored and forgotten by the device."""
+    def store_request(self, name: str = "a", num_tokens: int = 100, **settings: Any) -> None:
+        """Compute and store a request, and drop it from the device."""
         request = self.request(name, num_tokens, **settings)
         assert self.admit(request) == 0
         self.step(request)
@@ -178,7 +182,7 @@ class Scheduler:
 
 
 def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """A pipeline stage with these layers of a hybrid, projected by vLLM's own function."""
+    """Return a pipeline stage with these layers of a hybrid, projected by vLLM's own function."""
     specs = {"f0": FULL, "f1": FULL, "w0": WINDOW, "w1": WINDOW}
     groups = [KVCacheGroupSpec(["f0", "f1"], FULL), KVCacheGroupSpec(["w0", "w1"], WINDOW)]
     own = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in layers})

@@ -1,7 +1,7 @@
 """Tiny models for vLLM's CPU engine whose output depends on their KV cache.
 
-Weights are seeded and of a healthy size: with vLLM's own dummy weights (about 1e-3) no logit would
-change if whole blocks were lost, and a test of the cache could not fail.
+The weights are seeded, and large enough to matter. With vLLM's own dummy weights (about 1e-3) no
+logit would change if whole blocks were lost, so a test of the cache could not fail.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_model(config: dict[str, object], folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                # An embedding that is also the output must not drown the layers in between.
+                # Weights that embed and also give the output must be small next to the layers.
                 is_tied = "embed" in name and loaded.tie_word_embeddings
                 weight.normal_(0, 0.04 if is_tied else 0.15, generator=generator)
     model.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -87,3 +88,41 @@ class LateMover(ChangedMover):
         ticket = LateTicket(begin)
         self._waiting.append(ticket)
         return ticket
+
+
+class Slow(LateTicket):
+    """A copy that is made after a number of polls."""
+
+    def __init__(self, begin: Callable[[], Ticket], num_polls: int) -> None:
+        super().__init__(begin)
+        self._num_polls = num_polls
+
+    def poll(self) -> bool:
+        self._num_polls -= 1
+        if self._num_polls < 0 and not super().poll():
+            self.go()
+        return super().poll()
+
+    def source_released(self) -> bool:
+        return super().poll()
+
+
+class Unsteady(ChangedMover):
+    """Is slow, or fails, at random."""
+
+    dice = random.Random()
+    failing = 0.0
+    slow = 0.0
+
+    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
+        return self._begin(lambda: self.mover.store(block_ids, host_slots, after=READY))
+
+    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
+        return self._begin(lambda: self.mover.load(host_slots, block_ids, after=READY))
+
+    def _begin(self, begin: Any) -> Ticket:
+        if self.dice.random() < self.failing:
+            raise TransferError("injected")
+        if self.dice.random() >= self.slow:
+            return ended(begin())
+        return Slow(begin, self.dice.choice([1, 4, 12, 24]))

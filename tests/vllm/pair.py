@@ -1,7 +1,7 @@
-"""`BlockLedger` beside vLLM's own `KVCacheManager`: same operations, same accounting.
+"""`BlockLedger` beside vLLM's `KVCacheManager`: equal operations must give equal accounting.
 
-The operations are those of vLLM's scheduler, in its order and with its bounds. After each,
-everything that both can show must be the same. All choices come from one seed.
+The operations are those of vLLM's scheduler, in its order and with its bounds. After each operation
+everything that both sides can show must be equal. All choices come from one seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_REQUESTS = 6
 
 @dataclass(frozen=True)
 class Model:
-    """Groups, and what both sides call them."""
+    """Groups, and their names on both sides."""
 
     name: str
     groups: tuple[Group, ...]
@@ -59,8 +59,8 @@ class Model:
             hash_block_size=self.hash_block_size,
             max_in_flight_tokens=max_in_flight_tokens,
         )
-        # Hits that end inside a block are not ours. vLLM gives a prompt's last block a key for
-        # them wherever hashes are finer than blocks, also where, as here, no lookup asks for it.
+        # kvstow has no hits that end inside a block. If hashes are finer than blocks, vLLM keys the
+        # last block of a prompt for such hits, although no lookup here asks for them.
         assert not manager.coordinator.enable_partial_hash_hits
         for group in manager.coordinator.single_type_managers:
             if isinstance(group, FullAttentionManager):
@@ -100,13 +100,13 @@ def spec(group: Group) -> KVCacheSpec:
 
 
 class Pair:
-    """Both accountings, and the requests as vLLM's scheduler would hold them."""
+    """Both sides, and the requests as vLLM's scheduler holds them."""
 
     def __init__(self, model: Model, seed: int) -> None:
         self.random = random.Random(seed)
         self.model = model
         self.unit = model.hit_block_size
-        # From one that starves its requests to one that has room for all of them.
+        # From a pool that starves its requests to a pool with room for all of them.
         num_blocks = self.random.randint(8, 20 * (1 + len(model.groups)))
         max_in_flight = self.random.choice([None, self.unit, 3 * self.unit])
         self.vllm = model.manager(num_blocks, max_in_flight)
@@ -146,10 +146,10 @@ class Pair:
         elif what in ("evict", "reset"):
             getattr(self, what)()
 
-    # Operations.
+    # -- operations -----------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """A new request; its prompt begins as others do."""
+        """Add a request whose prompt begins like others."""
         self.num_made += 1
         num_shared, num_own = self.random.randint(0, 8), self.random.randint(1, 3 * self.unit)
         shared = [self.random.randint(0, 1)] * (num_shared * self.unit)
@@ -221,7 +221,7 @@ class Pair:
             self.running.append(id)
 
     def land(self, id: str) -> None:
-        """A load has ended; what is lost with a failed one begins anew."""
+        """End a load. The request of a failed load starts over."""
         num_tokens = self.loading.pop(id)
         if self.random.random() < 0.2:
             self.seen["failed loads"] += 1
@@ -233,7 +233,7 @@ class Pair:
         self.running.append(id)
 
     def step(self) -> None:
-        """Chunks and decodes of some running requests, in one call of the ledger."""
+        """Schedule chunks and decodes of some running requests, in one call of the ledger."""
         ids = self.random.sample(self.running, self.random.randint(1, len(self.running)))
         num_drafts, lookahead = self.random.choice([0, 0, 1, 4]), self.random.choice([0, 0, 2])
         in_flight = self.random.choice([0, 0, 1, self.unit])
@@ -269,7 +269,7 @@ class Pair:
             self.end_step(id, num_new[id])
 
     def end_step(self, id: str, num_new: int) -> None:
-        """Tokens are sampled once all known ones are computed; of drafts, some are rejected."""
+        """Sample tokens once all known tokens are computed, and reject some of the drafts."""
         request = self.requests[id]
         num_before, num_tokens = request.num_computed_tokens, request.num_tokens
         request.num_computed_tokens += num_new
@@ -310,7 +310,7 @@ class Pair:
         assert is_reset == self.ledger.pool.reset()
         self.seen["resets"] += is_reset
 
-    # Comparison.
+    # -- comparison -----------------------------------------------------------------------------
 
     def tables(self, id: str) -> tuple[list[int], ...]:
         tables: tuple[list[int], ...] = self.vllm.get_block_ids(id)

@@ -1,9 +1,9 @@
-"""Whatever can happen to vLLM's engine, at random moments: one seed makes one run.
+"""Random operations on vLLM's engine: one seed makes one run.
 
-Requests and streaming sessions that share prefixes, in a pool that is too small for them, are
-aborted, preempted, put to sleep and woken, reset, paused and resumed at once, while copies are
-made late, fail, or find damaged memory. Late copies are really made late, over whatever lies there
-by then.
+Requests and streaming sessions share prefixes, in a pool that is too small for them. The run aborts
+them, lets vLLM preempt them, puts the engine to sleep and wakes it, resets it, and pauses and
+resumes it at once. Copies are late, fail, or find damaged memory. A late copy really overwrites
+whatever is in its blocks by then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,29 +23,26 @@ from tests.vllm.engine import (
     Answer,
     Engine,
     answer,
+    greedy,
     poison,
     prompts,
 )
-from tests.vllm.movers import ChangedMover, LateTicket, ended
+from tests.vllm.movers import Unsteady
 from tests.vllm.reference import Reference
-from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from kvstow import TransferError
-from kvstow.transfer import READY, Event, Ticket
-
 NUM_TOKENS = 24
 MAX_REQUESTS = 6
 MAX_SESSIONS = 3
-# Sequences stop growing here, so that a run takes seconds.
+# The limit of a sequence, so that a run takes seconds.
 MAX_LENGTH = 400
 _numbers = itertools.count()
 
 
 def _prompts() -> list[list[int]]:
-    """Four trunks, each continued in two ways, and cut off in two more."""
+    """Return four trunks, each continued in two ways and cut off in two more."""
     trunks, tails = prompts(4, 260, seed=11), prompts(8, 90, seed=12)
     long = [trunks[at // 2][: 140 + 60 * (at % 3)] + tail for at, tail in enumerate(tails)]
     return long + [trunk[:length] for trunk in trunks for length in (96, 193)]
@@ -55,50 +52,12 @@ PROMPTS = _prompts()
 
 
 class Different(AssertionError):
-    """An answer that the reference does not give."""
-
-
-class Slow(LateTicket):
-    """A copy that is made after a number of polls."""
-
-    def __init__(self, begin: Callable[[], Ticket], num_polls: int) -> None:
-        super().__init__(begin)
-        self._num_polls = num_polls
-
-    def poll(self) -> bool:
-        self._num_polls -= 1
-        if self._num_polls < 0 and not super().poll():
-            self.go()
-        return super().poll()
-
-    def source_released(self) -> bool:
-        return super().poll()
-
-
-class Unsteady(ChangedMover):
-    """Is slow, or fails, as the dice fall."""
-
-    dice = random.Random()
-    failing = 0.0
-    slow = 0.0
-
-    def store(self, block_ids: Any, host_slots: Any, *, after: Event) -> Ticket:
-        return self._begin(lambda: self.mover.store(block_ids, host_slots, after=READY))
-
-    def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
-        return self._begin(lambda: self.mover.load(host_slots, block_ids, after=READY))
-
-    def _begin(self, begin: Any) -> Ticket:
-        if self.dice.random() < self.failing:
-            raise TransferError("injected")
-        if self.dice.random() >= self.slow:
-            return ended(begin())
-        return Slow(begin, self.dice.choice([1, 4, 12, 24]))
+    """An answer differs from the reference."""
 
 
 @dataclass
 class Asked:
-    """A request, or the chunk of a session that is being answered."""
+    """A request, or the chunk of a session that the engine is answering."""
 
     prompt: list[int]
     num_tokens: int
@@ -113,20 +72,20 @@ class Session:
 
     chunk: Asked | None
     waiting: deque[tuple[list[int], int]] = field(default_factory=deque)
-    # What vLLM keeps of the chunks that were answered.
+    # The tokens that vLLM keeps of answered chunks.
     kept: list[int] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
     is_closed: bool = False
 
     def length(self) -> int:
-        """Tokens that vLLM will have kept of it when the next chunk comes."""
+        """Return the tokens that vLLM keeps of the session when the next chunk comes."""
         chunk = self.chunk
         length = len(self.kept) if chunk is None else len(chunk.prompt) + chunk.num_tokens - 1
         return length + sum(len(tokens) + num - 1 for tokens, num in self.waiting)
 
 
 class Run:
-    """One engine's random life."""
+    """Random operations on one engine."""
 
     def __init__(self, engine: Engine, reference: Reference, seed: int) -> None:
         self.engine = engine
@@ -135,19 +94,19 @@ class Run:
         self.seed = seed
         self.dice = random.Random(f"{seed}")
         self.priorities = self.dice.choice([[0], [0, 0, 1, 5]])
-        # By vLLM's name of the request.
+        # By vLLM's id of the request.
         self.asked: dict[str, Asked] = {}
         self.sessions: dict[str, Session] = {}
-        # What was asked and answered, for prompts that go on from there.
+        # Prompts with their answers, which later prompts continue.
         self.heard: deque[list[int]] = deque(maxlen=12)
-        # Of sessions that went on: blocks whose last token vLLM dropped before it was computed.
+        # Sequences of sessions whose last token vLLM dropped before it was computed.
         self.dropped: deque[list[int]] = deque(maxlen=4)
         self.num_steps = 0
         self.counts: Counter[str] = Counter()
         self._num_outputs: dict[str, int] = {}
 
-    # Drafts and sessions do not go together in vLLM: it may keep as computed a draft that was
-    # accepted beyond a chunk's last token.
+    # Without sessions where vLLM drafts: it may count a draft as computed that it accepted beyond
+    # the last token of a chunk.
     @property
     def kinds(self) -> dict[str, float]:
         kinds: dict[str, float] = {
@@ -164,7 +123,7 @@ class Run:
         return kinds
 
     def operations(self, num_operations: int) -> list[tuple[str, int]]:
-        """What this seed does, each operation with the number that its own dice are made of."""
+        """Return the operations of this seed, each with the number that seeds its own dice."""
         kinds = self.kinds
         chosen = self.dice.choices(list(kinds), list(kinds.values()), k=num_operations)
         return [(kind, at) for at, kind in enumerate(chosen)]
@@ -175,14 +134,14 @@ class Run:
         getattr(self, kind)()
 
     def end(self) -> None:
-        """Every request comes to its end, and nothing is left of any."""
+        """Finish every request, and check that nothing is left."""
         self.dice = Unsteady.dice = random.Random(f"{self.seed}/end")
         Unsteady.slow = Unsteady.failing = 0.0
         half = self.engine.half
         for name in list(self.sessions):
             self._close(name)
         self._answer_all()
-        # Copies that are late end in the steps of other requests.
+        # Late copies end in the steps of other requests.
         for _ in range(200):
             if not half.transfers.in_flight:
                 break
@@ -205,9 +164,9 @@ class Run:
     def _describe_live(self) -> str:
         requests = self.engine.core.scheduler.requests
         return ", ".join(
-            f"{name} ({one.status.name}, {one.num_computed_tokens} of {one.num_tokens} computed)"
-            if (one := requests.get(name)) is not None
-            else f"{name}, which vLLM has ended: {self.sessions.get(name, self.asked.get(name))}"
+            f"{name}: {found.status.name}, {found.num_computed_tokens} of {found.num_tokens} tokens"
+            if (found := requests.get(name)) is not None
+            else f"{name}: vLLM has ended it, {self.sessions.get(name, self.asked.get(name))}"
             for name in [*self.asked, *self.sessions]
         )
 
@@ -217,23 +176,13 @@ class Run:
         return Asked(prompt, num_tokens, self.reference.ask(prompt))
 
     def _continued(self) -> list[int]:
-        """A prompt that may begin with what was computed before."""
+        """Return a prompt that may begin with an earlier sequence."""
         way = self.dice.random()
         tail = self.dice.choice(PROMPTS)[: self.dice.choice([1, 7, BLOCK_SIZE, 45])]
         if way < 0.4 and self.heard:
             prompt = self.dice.choice(self.heard)
             return (prompt[: self.dice.randrange(len(prompt))] + tail)[:MAX_LENGTH]
         return self.dice.choice(PROMPTS)
-
-    def _sampling(self, num_tokens: int, **more: Any) -> SamplingParams:
-        return SamplingParams(
-            temperature=0,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=1,
-            **more,
-        )
 
     def add(self) -> None:
         if len(self.asked) >= MAX_REQUESTS:
@@ -242,7 +191,7 @@ class Run:
         self._add(prompt, num_tokens)
 
     def ask(self) -> None:
-        """Ask for what a session has dropped: nothing computed after it may be served for it."""
+        """Ask for a sequence whose last token a session dropped: its block must not be served."""
         if self.dropped:
             prompt = self.dice.choice([*self.dropped, self.dropped[-1]])
             self._add(prompt + self.dice.choice(PROMPTS)[:20], 4)
@@ -255,13 +204,13 @@ class Run:
         name = self.llm.add_request(
             f"{self.seed}-{next(_numbers)}",
             {"prompt_token_ids": prompt, **salt},
-            self._sampling(num_tokens, **more),
+            greedy(num_tokens, **more),
             priority=self.dice.choice(self.priorities),
         )
         self.asked[name] = self._ask(prompt, num_tokens)
 
     def begin(self) -> None:
-        """A session's first chunk."""
+        """Begin a session with its first chunk."""
         if len(self.sessions) >= MAX_SESSIONS:
             return
         prompt, num_tokens = self._chunk(0)
@@ -270,11 +219,11 @@ class Run:
         self.sessions[name] = Session(self._ask(prompt, num_tokens))
 
     def chunk(self) -> None:
-        """A later one, often before the last was answered."""
-        open_ones = [name for name, one in self.sessions.items() if not one.is_closed]
-        if not open_ones:
+        """Send another chunk, often before the last chunk is answered."""
+        open_names = [name for name, each in self.sessions.items() if not each.is_closed]
+        if not open_names:
             return self.begin()
-        name = self.dice.choice(open_ones)
+        name = self.dice.choice(open_names)
         session = self.sessions[name]
         length = session.length()
         chunk, num_tokens = self._chunk(length)
@@ -287,7 +236,7 @@ class Run:
         return None
 
     def _chunk(self, length: int) -> tuple[list[int], int]:
-        """Tokens and how many are to be answered: often so that they end where a block does."""
+        """Return tokens and the length of their answer, which often ends where a block ends."""
         num_tokens = self.dice.choice([1, 1, 1, 1, 2, 9])
         tokens = self._continued()
         if length:
@@ -313,18 +262,18 @@ class Run:
     def _send(
         self, name: str, tokens: list[int], num_tokens: int, *, resumable: bool = True
     ) -> None:
-        """As `AsyncLLM.generate` does for an input that is streamed."""
+        """Do what `AsyncLLM.generate` does for a streamed input."""
         request = self.llm.input_processor.process_inputs(
             name,
             {"prompt_token_ids": list(tokens)},
-            self._sampling(num_tokens, output_kind=RequestOutputKind.DELTA),
+            greedy(num_tokens, output_kind=RequestOutputKind.DELTA),
             supported_tasks=("generate",),
             resumable=resumable,
             priority=self.dice.choice(self.priorities),
         )
         request.external_req_id = name
         self.llm.output_processor.add_request(request, None, None, 0)
-        # Its own lists, as where both are processes: either appends to the prompt.
+        # With its own lists, as in two processes, because both sides append to the prompt.
         self.llm.engine_core.add_request(deepcopy(request))
 
     def _next_chunk(self, session: Session) -> None:
@@ -340,8 +289,8 @@ class Run:
             self.step_once()
             has_landed = bool(self.engine.core.scheduler.finished_recving_kv_req_ids)
             if has_landed and self.dice.random() < 0.15:
-                # Loads that have landed wait for no more than a step: seldom hit by chance. Most
-                # must go on, because only the answer shows what was loaded.
+                # A load that has landed waits for at most one step, so random operations seldom
+                # meet it. Most requests must go on, because only the answer shows the loaded KV.
                 self.dice.choice([self.step_once, self.abort, self.again, self.sleep])()
 
     def step_once(self) -> None:
@@ -350,7 +299,8 @@ class Run:
             if output.request_id in self.sessions:
                 self._answered(output.request_id, output.outputs[0])
             elif output.finished:
-                [name] = [one for one in self.asked if one.startswith(f"{output.request_id}-")]
+                prefix = f"{output.request_id}-"
+                [name] = [name for name in self.asked if name.startswith(prefix)]
                 asked, found = self.asked.pop(name), answer(output)
                 asked.tokens, asked.logprobs = list(found.tokens), list(found.logprobs)
                 self.counts["cached"] += found.num_cached
@@ -358,10 +308,10 @@ class Run:
         self.check()
 
     def _answered(self, name: str, part: Any) -> None:
-        """More of the answer to a session's chunk."""
+        """Take a part of the answer to a session's chunk."""
         session = self.sessions[name]
         asked = session.chunk
-        assert asked is not None, f"{name} is answered what it was not asked"
+        assert asked is not None, f"{name} got an answer without a chunk"
         asked.tokens += part.token_ids
         asked.logprobs += [
             step[token].logprob for step, token in zip(part.logprobs, part.token_ids, strict=True)
@@ -369,7 +319,7 @@ class Run:
         if len(asked.tokens) >= asked.num_tokens:
             self._compare(name, asked)
             self.counts["chunks"] += 1
-            # vLLM drops the last token, of which nothing is computed.
+            # vLLM drops the last token, which it has not computed.
             session.kept = asked.prompt + asked.tokens[:-1]
             if session.answered and len(session.answered) % BLOCK_SIZE == 0:
                 self.dropped.append(session.answered)
@@ -394,7 +344,7 @@ class Run:
         half, scheduler = self.engine.half, self.engine.core.scheduler
         assert half.offload is not None and not half.tier.is_off
         half.offload.check()
-        # The blocks of a load that is under way are held: by its request, or, late, by kvstow.
+        # The blocks of a load are held by its request, or by kvstow if the load is late.
         for transfer in half.transfers.in_flight.values():
             if transfer.direction != "load":
                 continue
@@ -407,13 +357,15 @@ class Run:
             session = self.sessions.get(name)
             if session is not None and session.chunk is not None:
                 held = request._all_token_ids[: len(session.chunk.prompt)]
-                assert held == session.chunk.prompt, f"{name} is not the session that was asked"
+                assert held == session.chunk.prompt, (
+                    f"{name} does not have the tokens of its session"
+                )
             grown = request.num_output_tokens - self._num_outputs.get(name, 0)
             self.counts["accepted drafts"] += max(grown - 1, 0)
             self._num_outputs[name] = request.num_output_tokens
             self.counts["preempted"] = max(self.counts["preempted"], request.num_preemptions)
 
-    # -- what happens to them -------------------------------------------------------------------
+    # -- operations -----------------------------------------------------------------------------
 
     def abort(self) -> None:
         scheduler = self.engine.core.scheduler
@@ -432,7 +384,7 @@ class Run:
             self.sessions.pop(name, None)
 
     def again(self) -> None:
-        """Paused and resumed before the pause was over."""
+        """Pause, and resume before the pause is complete."""
         core = self.engine.core
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(self.dice.choice([0, 0, 1, 2, 5])):
@@ -453,9 +405,9 @@ class Run:
             if num_steps == 2 and self.dice.random() < 0.2:
                 self.abort()
         else:
-            raise AssertionError("it does not come to rest")
-        # A late copy holds blocks, and so does a session between chunks: vLLM refuses to sleep.
-        is_held = any(one.held for one in half.transfers.in_flight.values()) or any(
+            raise AssertionError("the engine does not come to rest")
+        # vLLM refuses to sleep while a late copy or a session between chunks holds blocks.
+        is_held = any(transfer.held for transfer in half.transfers.in_flight.values()) or any(
             request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
             for request in core.scheduler.requests.values()
         )
@@ -486,7 +438,7 @@ class Run:
         half.tier.options = replace(half.tier.options, load_timeout_s=self.dice.choice([2.5, 1e4]))
 
     def damage(self) -> None:
-        """Bits flip in some of the host's blocks."""
+        """Flip bits in some host blocks."""
         arena = self.engine.worker.arena
         assert arena is not None
         for slot in self.dice.sample(range(arena.num_slots), arena.num_slots // 10):

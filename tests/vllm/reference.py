@@ -1,7 +1,7 @@
-"""An engine without the connector in a process of its own, which says what is right.
+"""An engine without the connector in a process of its own, which gives the reference answers.
 
-It schedules synchronously, keeps no prefix and has room for every request: nothing that it answers
-was ever loaded, preempted or found in a cache.
+It schedules synchronously, caches no prefix and has room for every request. So it never loads,
+preempts or hits a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reference:
         runner = os.environ["KVSTOW_MODEL_RUNNER"]
         os.environ["KVSTOW_MODEL_RUNNER"] = "v1"
         try:
-            # Not forked: vLLM runs in this process already.
+            # Spawned, not forked, because vLLM already runs in this process.
             self._pool = ProcessPoolExecutor(
                 1, multiprocessing.get_context("spawn"), _start, (model,)
             )

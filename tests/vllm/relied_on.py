@@ -1,15 +1,15 @@
-"""Everything of vLLM that `kvstow.vllm` relies on, in Python's own words.
+"""Everything of vLLM that `kvstow.vllm` relies on, as Python stubs.
 
 `RELIED_ON` has a stub for each module. In it
 
-- a name must exist: as a class, a function, an attribute, a property, or as an import of one;
-- a plain function is called by kvstow: it must take these parameters first, and need no others;
-- `@override` is called by vLLM: its parameters must be these and no others, and a class with
-  overrides must have no abstract method besides;
+- a name must exist: as a class, function, attribute or property, or as an import of these;
+- kvstow calls a plain function: it must take these parameters first, and need no others;
+- vLLM calls an `@override`: its parameters must be exactly these, and a class with overrides must
+  have no other abstract method;
 - `optional` may be missing (other versions have it), but must look like this where it exists.
 
-`ORDERS` are orders of events that no signature shows: within the function, the last mention of
-each name comes before the first of the next.
+`ORDERS` has orders of events that no signature shows: within the function, the last mention of each
+name comes before the first mention of the next.
 """
 
 from __future__ import annotations
@@ -322,26 +322,26 @@ class KVTransferConfig:
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 
-# (module, function, names in order, what kvstow does there)
+# (module, function, names in order, the reason)
 ORDERS = [
     (
         _SCHEDULER,
         "Scheduler.schedule",
         ("connector.get_num_new_matched_tokens", "connector.update_state_after_alloc"),
-        "the load of what a lookup has found is planned once vLLM has given it blocks",
+        "kvstow plans the load of a hit once vLLM has given the request its blocks",
     ),
     (
         _SCHEDULER,
         "Scheduler.schedule",
         ("allocate_slots", "_build_kv_connector_meta", "_update_after_schedule"),
-        "blocks that the step fills are taken down once they are allocated and before "
+        "kvstow records the blocks that a step fills after their allocation and before "
         "`num_computed_tokens` counts them",
     ),
     (
         _SCHEDULER,
         "Scheduler.update_from_output",
         ("request.num_in_flight_tokens", "_update_from_kv_xfer_finished", "connector.take_events"),
-        "stores are planned of what the step has computed, and their events are taken after it",
+        "kvstow plans stores of what the step has computed, and vLLM takes the events after that",
     ),
     (
         _SCHEDULER,
@@ -353,31 +353,31 @@ ORDERS = [
         _SCHEDULER,
         "Scheduler._free_request",
         ("_connector_finished", "_free_blocks"),
-        "a request's last stores are planned, and hold its blocks, before they are freed",
+        "kvstow plans the last stores of a request, which hold its blocks, before vLLM frees them",
     ),
     (
         _SCHEDULER,
         "Scheduler._connector_finished",
         ("connector.request_finished_all_groups",),
-        "so the request's end is told",
+        "vLLM reports the end of each request",
     ),
     (
         "vllm.v1.core.kv_cache_coordinator",
         "KVCacheCoordinator.get_blocks",
         ("manager.req_to_blocks.get",),
-        "tables have what was allocated in this very step",
+        "tables have the blocks that the present step allocated",
     ),
     (
         "vllm.v1.core.block_pool",
         "BlockPool.free_blocks",
         ("free_block_queue.prepend_n", "free_block_queue.append_n"),
-        "blocks with a hash that a job lets go of are the last to be overwritten",
+        "vLLM overwrites blocks with a hash that a job lets go of last",
     ),
     (
         "vllm.config.vllm",
         "VllmConfig.__post_init__",
         ("connector_cls.requires_piecewise_for_cudagraph",),
-        "options are checked before weights load",
+        "kvstow checks its options before vLLM loads weights",
     ),
     (
         _SCHEDULER,
@@ -407,7 +407,7 @@ ORDERS = [
         "vllm.v1.outputs",
         "ModelRunnerOutput.with_kv_conn_output_only",
         ("kv_connector_output.is_empty", "output.kv_connector_output"),
-        "steps without tokens pass on what the workers report",
+        "steps without tokens pass on the workers' reports",
     ),
     (
         "vllm.distributed.kv_transfer.kv_connector.utils",
@@ -426,8 +426,8 @@ ORDERS = [
                 "kv_connector.build_connector_worker_meta",
                 "kv_connector.clear_connector_metadata",
             ),
-            "a worker has a step's jobs first, reports what has ended, and begins its stores at "
-            "the latest when they are cleared",
+            "a worker gets a step's jobs first, reports ended jobs, and begins its stores before "
+            "vLLM clears the jobs",
         )
         for module, function in (
             ("vllm.v1.worker.gpu.kv_connector", "ActiveKVConnector"),

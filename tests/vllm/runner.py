@@ -1,7 +1,7 @@
-"""Which of vLLM's model runners the engines of this process use; to be imported before vLLM.
+"""Chooses the model runner of vLLM's engines in this process. Import this module before vLLM.
 
 `KVSTOW_MODEL_RUNNER=v2` chooses Model Runner V2 instead of the CPU's own. Its kernels are written
-in Triton, whose releases have no compiler for CPUs, only an interpreter. On that a step takes ten
+in Triton, whose releases have no compiler for CPUs, only an interpreter. With it a step takes ten
 times as long.
 """
 
@@ -17,5 +17,5 @@ if RUNNER == "v2":
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import backends  # type: ignore[import-untyped] # as vLLM's
 
-    # vLLM refuses to use Triton on a CPU without a backend of this name.
+    # On a CPU vLLM uses Triton only if it has a backend of this name.
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))

@@ -1,4 +1,4 @@
-"""The real server in a process of its own, with a pool so small that blocks really fall out."""
+"""vLLM's server in a process of its own, with a pool so small that it evicts blocks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SETTINGS = {
     "--host": "127.0.0.1",
     "--dtype": "float32",
     "--block-size": "32",
-    # Six prompts of 300 tokens fit, but not with their answers: some are preempted.
+    # Six prompts of 300 tokens fit, but not with their answers, so vLLM preempts some.
     "--num-gpu-blocks-override": "64",
     "--max-model-len": "512",
     "--max-num-seqs": "16",
     "--max-num-batched-tokens": str(MAX_NUM_BATCHED_TOKENS),
-    # Without it vLLM kills its engine at once, and nothing is closed.
+    # Without it vLLM kills its engine at once, and the engine closes nothing.
     "--shutdown-timeout": "30",
 }
 START_S, END_S = 240, 60
@@ -36,7 +36,7 @@ START_S, END_S = 240, 60
 
 @contextmanager
 def served(model: Path, log: Path, **connector: Any) -> Iterator[str]:
-    """Serve, and give the address; at the end, the server must go when it is told to."""
+    """Run a server and yield its address. At the end the server must stop on SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,8 +63,8 @@ def served(model: Path, log: Path, **connector: Any) -> Iterator[str]:
         address = f"http://127.0.0.1:{port}"
         _wait_until_healthy(address, process, log)
         yield address
-        assert process.poll() is None, f"the server has died:\n{_tail(log)}"
-        # Before its end: vLLM's front always logs the loss of its engine.
+        assert process.poll() is None, f"the server has ended by itself:\n{_tail(log)}"
+        # Checked before the end, because vLLM's front end logs the end of its engine as an error.
         assert "Traceback" not in log.read_text(), _tail(log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0, _tail(log)
@@ -86,7 +86,7 @@ def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Pat
 
 
 def _wait_until_gone(group: int, log: Path) -> None:
-    """Its engine and workers must go with it."""
+    """Wait until the engine and the workers have ended, too."""
     end = time.monotonic() + END_S
     while time.monotonic() < end:
         try:

@@ -1,4 +1,4 @@
-"""A connector that needs vLLM's handshake, as NIXL does, and refuses anybody else's metadata."""
+"""A connector that needs vLLM's handshake, like NIXL, and refuses metadata of other connectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Nothing(KVConnectorMetadata):
 
 
 class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves nothing. `shaken` has the metadata that the scheduler's side was given."""
+    """Moves nothing. `shaken` has the metadata that the scheduler side got."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -36,7 +36,7 @@ class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        if not all(isinstance(one, Hand) for one in metadata.values()):
+        if not all(isinstance(hand, Hand) for hand in metadata.values()):
             raise ValueError(f"expected this connector's own metadata, got {metadata}")
         self.shaken = metadata
 

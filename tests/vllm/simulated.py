@@ -1,9 +1,9 @@
-"""vLLM's real scheduler and both halves of the connector, with a model whose KV can be checked.
+"""vLLM's real scheduler and both halves of the connector, with a simulated model and checked KV.
 
-What a step would compute on a device is simulated: the KV of a token is a number that depends on
-all tokens before it, on the cache salt and on the group. So a read of KV that belongs to other
-tokens, or that nobody wrote, is seen at once, at the block where it happens. Schedulers are vLLM's
-own, with steps that overlap or not; copies are made by kvstow's own movers, late if told so.
+The compute of a step is simulated: the KV of a token is a number that depends on all tokens before
+it, on the cache salt and on the group. So a read of KV of other tokens, or of KV that was never
+written, fails at once, at the block where it happens. The schedulers are vLLM's own, with steps
+that overlap or not. kvstow's own movers make the copies, when the test lets them.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ PAGE_BYTES = FULL.page_size_bytes
 
 
 class WrongKV(AssertionError):
-    """A request reads KV that is not that of its own tokens."""
+    """A request reads KV of other tokens than its own."""
 
 
 @dataclass
 class _Sampled:
-    """What a step has sampled for a request, and the scheduler does not know yet."""
+    """The tokens that a step has sampled for a request and the scheduler does not know yet."""
 
     num_scheduled: int
     tokens: list[int]
@@ -113,14 +113,14 @@ class Simulated:
         assert self.worker_connector._worker is not None
         self.worker: WorkerHalf = self.worker_connector._worker
         self.waiting: list[LateTicket] = []
-        # Two groups may share a mover.
+        # Groups may share a mover.
         late = {id(mover): LateMover(mover, self.waiting) for mover in self.worker.movers}
         self.worker.movers = [late[id(m)] for m in self.worker.movers]  # type: ignore[misc]
         # [block, position in it, copies of one number]
         self.kv = self.memory.view(torch.int64).view(self.num_blocks, BLOCK_SIZE, -1).numpy()
         self.kv[:] = -1
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256_cbor)
-        # What the last of a chain of block hashes stands for: the tokens, and the salt.
+        # By the last hash of a chain: its tokens and the salt.
         self.hashed: dict[Any, tuple[list[int], str | None]] = {}
         self.steps: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.sampled: dict[str, deque[_Sampled]] = {}
@@ -193,9 +193,9 @@ class Simulated:
         return new
 
     def ask_for_all(self) -> int:
-        """Ask for every chain of blocks that was ever hashed; returns the tokens of host hits.
+        """Ask for every chain of blocks that was ever hashed, and return the tokens of host hits.
 
-        The device is emptied before: all that is found comes from the host, and is checked.
+        The device is empty before each request, so all hits come from the host and are checked.
         """
         assert self.scheduler.reset_prefix_cache()
         num_loaded = 0
@@ -216,14 +216,14 @@ class Simulated:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The requests that are not over."""
+        """The requests that have not finished."""
         found = self.scheduler.requests.items()
         return {name: request for name, request in found if not request.is_finished()}
 
     # -- steps --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One turn of vLLM's engine loop; False if there was nothing to do."""
+        """Run one turn of vLLM's engine loop. Return False if there was nothing to do."""
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.steps.append((output, self._execute(output)))
@@ -242,15 +242,15 @@ class Simulated:
             self.sampled[name].popleft()
         answered = self.scheduler.update_from_output(output, result)
         for outputs in answered.values():
-            for one in outputs.outputs:
-                self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+            for output in outputs.outputs:
+                self.answers.setdefault(output.request_id, []).extend(output.new_token_ids)
         if self.drafts and self.num_in_flight == 1:
             names = list(self.drafted)
             drafts = [self.drafted.pop(name) for name in names]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def settle(self, num_steps: int = 300, *, copies: bool = True) -> None:
-        """Step until nothing is left to do; make all copies that are asked for."""
+        """Step until nothing is left to do, and make all requested copies."""
         for _ in range(num_steps):
             if copies:
                 self.copy()
@@ -260,7 +260,7 @@ class Simulated:
         raise AssertionError(f"vLLM does not come to rest: {left}")
 
     def copy(self, share: float = 1.0, failing: float = 0.0) -> None:
-        """Make the copies that were asked for: a share of them, some of which fail."""
+        """Make a share of the requested copies. Some of them fail."""
         waiting, self.waiting[:] = self.waiting[:], []
         for ticket in waiting:
             if self.dice.random() >= share:
@@ -278,7 +278,7 @@ class Simulated:
         connector.start_load_kv(None)
         connector.wait_for_save()
         ended = connector.get_transfer_results(output.finished_req_ids)
-        told = KVConnectorOutput(
+        reported = KVConnectorOutput(
             finished_sending=ended.finished_sending,
             finished_recving=ended.finished_recving,
             failed_recving=ended.failed_recving,
@@ -291,7 +291,7 @@ class Simulated:
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=sampled,
-            kv_connector_output=told,
+            kv_connector_output=reported,
         )
 
     @staticmethod
@@ -299,17 +299,17 @@ class Simulated:
         return list(output.num_scheduled_tokens.items())
 
     def _compute(self, name: str, num_tokens: int, output: SchedulerOutput) -> list[int]:
-        """Read and write KV as a model does; returns the tokens sampled."""
+        """Read and write KV as a model does, and return the sampled tokens."""
         request = self.scheduler.requests[name]
         in_flight = self.sampled.setdefault(name, deque())
         start = request.num_computed_tokens - num_tokens
-        # Of what was sampled and is not delivered, stale shares count no more.
+        # Stale shares of sampled tokens that are not delivered yet do not count.
         num_stale, pending = request.num_stale_output_tokens, []
-        for one in in_flight:
+        for sampled in in_flight:
             if num_stale > 0 and request.drop_stale_output:
-                num_stale -= one.num_scheduled
+                num_stale -= sampled.num_scheduled
             else:
-                pending += one.tokens
+                pending += sampled.tokens
         tokens = [*request.all_token_ids, *pending]
         num_true = len(tokens)
         drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
@@ -380,11 +380,11 @@ class Simulated:
     # -- afterwards ---------------------------------------------------------------------------
 
     def check_at_rest(self, *, is_off: bool = False) -> None:
-        """Nothing is held for requests and jobs that are over; the tier is off only if it may."""
+        """Check that ended requests and jobs hold nothing, and that the tier is off if `is_off`."""
         pool = self.scheduler.kv_cache_manager.block_pool
         assert not self.scheduler.requests
         held = {block.block_id: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
-        assert not held, f"blocks held for nobody, by id: {held}"
+        assert not held, f"blocks are still held, by id: {held}"
         assert pool.get_num_free_blocks() == self.num_blocks - 1
         queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         assert sorted(queue) == list(range(1, self.num_blocks))

@@ -2,7 +2,7 @@
 
     python -m tests.vllm.sleeper MODEL EVENTS eager|lazy
 
-Prints JSON: what is answered without and with a sleep, and how many loads followed it.
+Prints JSON: the answers without and with sleeps, and the number of loads after the sleeps.
 """
 
 from __future__ import annotations
@@ -71,18 +71,19 @@ def main(model: str, events: str, mode: str) -> None:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = output.outputs[0]
-            # At least so many tokens of one of them are there.
-            if num_asleep and max(len(one.token_ids) for one in outputs.values()) > 20 * num_asleep:
+            # Sleep when one answer has at least so many tokens.
+            longest = max((len(found.token_ids) for found in outputs.values()), default=0)
+            if num_asleep and longest > 20 * num_asleep:
                 num_asleep -= 1
                 core.call_utility("pause_scheduler", "keep", True)
                 llm.collective_rpc(poison)
                 core.call_utility("resume_scheduler")
         return [
             (
-                list(one.token_ids),
-                [step[t].logprob for step, t in zip(one.logprobs, one.token_ids, strict=True)],
+                list(found.token_ids),
+                [step[t].logprob for step, t in zip(found.logprobs, found.token_ids, strict=True)],
             )
-            for _, one in sorted(outputs.items())
+            for _, found in sorted(outputs.items())
         ]
 
     def num_loads() -> int:

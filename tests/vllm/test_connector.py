@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"cpu_bytes_touse": 1}, "did you mean 'cpu_bytes_to_use'"),
         ({"lazy": True}, "lazy_offload"),
@@ -52,13 +52,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"events_path": ""}, "events_path"),
     ],
 )
-def test_options_that_cannot_be_right(options: dict[str, Any], told: str) -> None:
+def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="kv_connector_extra_config") as refused:
         Options.parse(options)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_sizes_are_read_as_people_write_them() -> None:
+def test_sizes_may_have_units() -> None:
     for given in ("32GiB", "32 gib", 32 << 30, float(32 << 30), str(32 << 30)):
         assert Options.parse({"cpu_bytes_to_use": given}).cpu_bytes_to_use == 32 << 30
         options = Options.parse({"cpu_bytes_to_use_per_rank": given})
@@ -66,7 +66,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
     assert Options.parse({"num_cpu_blocks": 4.0}).num_cpu_blocks == 4
 
 
-def test_a_budget_below_one_block_names_the_least_that_will_do() -> None:
+def test_too_little_memory_for_one_block_names_the_minimum() -> None:
     with pytest.raises(ConfigError, match="raise cpu_bytes_to_use to at least 8192"):
         Options(cpu_bytes_to_use=4096).num_host_blocks(4096, world_size=2)
     assert Options(cpu_bytes_to_use=8192).num_host_blocks(4096, world_size=2) == 1
@@ -80,7 +80,7 @@ def test_vllm_without_prefix_caching_is_refused(folder: Path) -> None:
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
-def test_a_typo_ends_the_start_in_both_roles(folder: Path) -> None:
+def test_a_misspelt_option_is_refused_in_both_roles(folder: Path) -> None:
     config = engine_config(folder, {"num_cpu_block": 4})
     for role in KVConnectorRole:
         with pytest.raises(ConfigError, match="did you mean 'num_cpu_blocks'"):
@@ -88,7 +88,7 @@ def test_a_typo_ends_the_start_in_both_roles(folder: Path) -> None:
 
 
 def test_a_scheduler_beside_each_rank_is_refused(folder: Path) -> None:
-    """None of them would ever hear of the other ranks' copies."""
+    """None of these schedulers would get the reports of the other ranks."""
     config = engine_config(folder, {"num_cpu_blocks": 4})
     config.parallel_config.distributed_executor_backend = "external_launcher"
     KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
@@ -98,7 +98,7 @@ def test_a_scheduler_beside_each_rank_is_refused(folder: Path) -> None:
 
 
 def test_options_are_checked_before_weights_load() -> None:
-    """vLLM's configuration asks about CUDA graphs, long before it builds an engine."""
+    """vLLM asks the connector about CUDA graphs long before it builds an engine."""
     asks = KVStowConnector.requires_piecewise_for_cudagraph
     assert not asks({}) and not asks({"num_cpu_blocks": 4})
     with pytest.raises(ConfigError, match="did you mean 'num_cpu_blocks'"):
@@ -110,13 +110,13 @@ def test_options_are_checked_before_weights_load() -> None:
         MultiConnector.requires_piecewise_for_cudagraph({"connectors": children})
 
 
-def test_a_kind_of_attention_that_is_not_known_is_refused() -> None:
+def test_an_unknown_kind_of_attention_is_refused() -> None:
     mamba = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
     with pytest.raises(ConfigError, match="KV cache group 1 is of kind MambaSpec"):
         Model.of(cache_config(FULL, mamba))
 
 
-def test_a_layout_that_is_not_where_vllm_says_is_refused() -> None:
+def test_a_layout_that_differs_from_vllms_configuration_is_refused() -> None:
     model = Model.of(cache_config(FULL))
     tensor = torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)
     assert model.layouts({"0": tensor})[0].slot_bytes == PAGE_BYTES
@@ -152,7 +152,7 @@ def test_the_connector_is_known_by_name() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("KVStowConnector") is KVStowConnector
 
 
-def test_registering_anew_keeps_what_the_host_holds(folder: Path) -> None:
+def test_registering_again_keeps_the_host_memory(folder: Path) -> None:
     config = engine_config(folder, {"num_cpu_blocks": 4})
     connector = KVStowConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
     worker = connector._worker
@@ -168,8 +168,8 @@ def test_registering_anew_keeps_what_the_host_holds(folder: Path) -> None:
     assert worker.arena is None
 
 
-def test_what_is_known_of_the_slots_outlives_sleep(folder: Path) -> None:
-    """vLLM 0.33 has its connectors let go of the device's memory and take hold of it again."""
+def test_checksums_of_slots_outlive_sleep(folder: Path) -> None:
+    """vLLM 0.33 tells its connectors to release the device memory and to take it again."""
     config = engine_config(folder, {"num_cpu_blocks": 4, "verify": "checksum"})
     connector = KVStowConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
     worker = connector._worker

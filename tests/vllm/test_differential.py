@@ -1,7 +1,7 @@
-"""Random operations on `BlockLedger` and on vLLM's own `KVCacheManager`, compared after each.
+"""Random operations on `BlockLedger` and on vLLM's `KVCacheManager`, compared after each.
 
-`KVSTOW_SEQUENCES` says how many sequences of operations a run takes (`make test-differential`
-takes two thousand), spread evenly over the models.
+`KVSTOW_SEQUENCES` is the number of sequences of operations, spread evenly over the models
+(`make test-differential` runs two thousand).
 """
 
 import os

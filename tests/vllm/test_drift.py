@@ -1,4 +1,4 @@
-"""vLLM is as kvstow relies on it: the installed one, or the sources in KVSTOW_VLLM_SOURCES."""
+"""vLLM has what kvstow relies on: the installed vLLM, or the sources in KVSTOW_VLLM_SOURCES."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OURS = sorted((Path(kvstow.__file__).parent / "vllm").glob("*.py"))
 
 
 def root() -> Path:
-    """The folder that has vLLM's; nothing of it is imported."""
+    """Return the folder of vLLM's package without importing it."""
     unpacked = os.environ.get("KVSTOW_VLLM_SOURCES")
     if unpacked:
         return Path(unpacked)
@@ -46,12 +46,12 @@ def vllm() -> Sources:
     return Sources(root())
 
 
-def test_vllm_is_as_kvstow_relies_on_it(vllm: Sources) -> None:
+def test_vllm_has_all_that_kvstow_relies_on(vllm: Sources) -> None:
     drifted = drift(vllm)
     assert not drifted, f"{len(drifted)} changes of vLLM in {root()}:\n" + "\n".join(drifted)
 
 
-# -- the list is what kvstow uses ------------------------------------------------------------------
+# -- the list equals what kvstow uses --------------------------------------------------------------
 
 
 def imports() -> Iterator[tuple[str, str]]:
@@ -62,7 +62,7 @@ def imports() -> Iterator[tuple[str, str]]:
                     yield node.module, alias.name
 
 
-def test_all_that_kvstow_imports_of_vllm_is_listed() -> None:
+def test_every_import_from_vllm_is_listed() -> None:
     names = {(module, definition.name) for module, definition in listed()}
     missing = {
         f"{module}.{name}"
@@ -72,7 +72,7 @@ def test_all_that_kvstow_imports_of_vllm_is_listed() -> None:
     assert not missing
 
 
-def test_all_that_is_listed_is_used() -> None:
+def test_every_listed_name_is_used() -> None:
     used = set(re.findall(r"\w+", "\n".join(file.read_text() for file in OURS)))
     unused = {
         f"{module}.{definition.name}.{name}"
@@ -84,8 +84,8 @@ def test_all_that_is_listed_is_used() -> None:
     assert not unused
 
 
-def test_overrides_are_listed_and_take_what_vllm_gives(vllm: Sources) -> None:
-    """What a subclass has of its base's is an override, whether it was meant to be or not."""
+def test_overrides_are_listed_with_vllms_parameters(vllm: Sources) -> None:
+    """A method that the base class has is an override, intended or not."""
     bases = {
         definition.name: (module, definition)
         for module, definition in listed()
@@ -119,7 +119,7 @@ def test_overrides_are_listed_and_take_what_vllm_gives(vllm: Sources) -> None:
 
 
 def changed(vllm: Sources, folder: Path, module: str, change: Callable[[str], str]) -> Sources:
-    """The same sources, but for one file."""
+    """Return the sources with one file changed."""
     file = vllm.file(module)
     assert file is not None
     source = file.read_text()
@@ -133,7 +133,7 @@ def changed(vllm: Sources, folder: Path, module: str, change: Callable[[str], st
 @pytest.mark.parametrize(
     ("module", "definition"), [pytest.param(m, d, id=f"{m}.{d.name}") for m, d in listed()]
 )
-def test_whatever_is_renamed_is_named(
+def test_a_renamed_definition_is_reported(
     vllm: Sources, tmp_path: Path, module: str, definition: Definition
 ) -> None:
     own = vllm.find(module, definition.name)
@@ -212,14 +212,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("module", "old", "new", "message"), CHANGES.values(), ids=list(CHANGES))
-def test_other_changes_are_named(
+def test_other_changes_are_reported(
     vllm: Sources, tmp_path: Path, module: str, old: str, new: str, message: str
 ) -> None:
     drifted = drift(changed(vllm, tmp_path, module, lambda source: source.replace(old, new)))
     assert len(drifted) == 1 and message in drifted[0]
 
 
-def test_every_change_is_named_not_only_the_first(vllm: Sources, tmp_path: Path) -> None:
+def test_every_change_is_reported(vllm: Sources, tmp_path: Path) -> None:
     fields = ("num_scheduled_tokens", "preempted_req_ids")
     drifted = drift(
         changed(

@@ -1,4 +1,4 @@
-"""The connector on vLLM's real engine: what comes back from the host is what was computed."""
+"""The connector on vLLM's real engine: blocks from the host give the answers of computed blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.vllm.engine import (
     Engine,
     difference,
     prompts,
-    skip_unless_gated,
+    skip_unless_in_ci,
 )
 from tests.vllm.movers import ChangedMover, LateMover, LateTicket
 from vllm import SamplingParams
@@ -31,7 +31,7 @@ from kvstow.vllm.stats import ConnectorStats
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
 PROMPTS = prompts(8, 300)
-# Of 300 tokens the last must be computed, and only whole blocks are kept.
+# vLLM computes the last of 300 tokens, and caches whole blocks only.
 NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
 MODELS = {"llama": (models.LLAMA, 40, 400), "gemma": (models.GEMMA, 200, 900)}
 
@@ -40,7 +40,7 @@ MODELS = {"llama": (models.LLAMA, 40, 400), "gemma": (models.GEMMA, 200, 900)}
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, list[Answer]]:
-    """A model, and what it answers without a connector."""
+    """A model, and its answers without a connector."""
     config, num_blocks, _ = MODELS[request.param]
     folder = models.make_model(config, tmp_path_factory.mktemp(request.param))
     engine = Engine(folder, num_blocks=num_blocks)
@@ -49,7 +49,9 @@ def reference(
         again = engine.generate(PROMPTS)
     finally:
         engine.close()
-    assert [answer.num_cached for answer in again] == [0] * 8, "the pool is too large for this test"
+    assert [answer.num_cached for answer in again] == [0] * 8, (
+        "the pool must be too small for two rounds"
+    )
     return request.param, folder, answers
 
 
@@ -58,7 +60,7 @@ def shared(
     request: pytest.FixtureRequest, reference: tuple[str, Path, list[Answer]]
 ) -> Iterator[Engine]:
     name, folder, _ = reference
-    skip_unless_gated(name, request.param)
+    skip_unless_in_ci(name, request.param)
     _, num_blocks, num_host_blocks = MODELS[name]
     engine = Engine(
         folder,
@@ -94,7 +96,7 @@ def test_second_round_comes_from_the_host(engine: Engine, expected: list[Answer]
         assert hits(answers) == [NUM_HIT] * 8
         assert difference(answers, expected) < TOLERANCE
     engine.settle()
-    assert engine.stats()["stored_blocks"] == stored, "nothing is stored twice"
+    assert engine.stats()["stored_blocks"] == stored, "a block was stored twice"
     assert difference(first, expected) < TOLERANCE
 
 
@@ -113,7 +115,9 @@ class Damaging(ChangedMover):
         return self.mover.load(host_slots, block_ids, after=after)
 
 
-def test_damage_to_one_block_in_one_layer_shows(engine: Engine, expected: list[Answer]) -> None:
+def test_damage_to_one_block_in_one_layer_changes_answers(
+    engine: Engine, expected: list[Answer]
+) -> None:
     """The negative control of every comparison here."""
     engine.generate(PROMPTS)
     Damaging.is_done = False
@@ -123,7 +127,7 @@ def test_damage_to_one_block_in_one_layer_shows(engine: Engine, expected: list[A
     assert difference(answers, expected) > DAMAGE
 
 
-def test_lazy_loses_nothing_that_is_overwritten(
+def test_lazy_mode_stores_blocks_before_vllm_overwrites_them(
     engine: Engine, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.generate(PROMPTS)
@@ -137,7 +141,7 @@ def test_lazy_loses_nothing_that_is_overwritten(
         assert difference(answers, expected) < TOLERANCE
         totals.append(sum(hits(answers)))
     engine.settle()
-    # vLLM's own lazy scheduler has 1,440 and 2,080 of 2,304 here.
+    # vLLM's own lazy scheduler hits 1,440 and 2,080 of 2,304 tokens here.
     assert totals[0] == 0 and totals[1] >= 2000 and totals[2] >= 2240
     assert engine.stats()["stored_blocks"] <= eager
     engine.settle()
@@ -172,7 +176,7 @@ def test_a_failed_load_is_recomputed(engine: Engine, expected: list[Answer]) -> 
 
 
 class Losing(ChangedMover):
-    """Loads never end until the test lets them."""
+    """Loads end only when the test ends them."""
 
     lost: ClassVar[list[Lost]] = []
 
@@ -207,7 +211,7 @@ def test_a_lost_load_misses_its_deadline_and_is_recomputed(
     stats = engine.stats()
     assert stats["late_jobs"] == 3 and len(Losing.lost) >= 3
     assert stats["quarantined_blocks"] > 0 and not engine.connector.has_pending_push_work()
-    # Its blocks are nobody else's until the copies are known to have ended.
+    # The blocks stay held until the copies are known to have ended.
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - stats["quarantined_blocks"]
     for ticket in Losing.lost:
@@ -233,7 +237,7 @@ def test_a_failed_store_is_a_miss(engine: Engine, expected: list[Answer]) -> Non
     assert difference(answers, expected) < TOLERANCE
 
 
-def test_a_tier_too_small_for_one_request(engine: Engine, expected: list[Answer]) -> None:
+def test_a_tier_smaller_than_a_request_drops_blocks(engine: Engine, expected: list[Answer]) -> None:
     engine.start_over(num_host_blocks=4)
     for _ in range(2):
         assert difference(engine.generate(PROMPTS), expected) < TOLERANCE
@@ -257,7 +261,7 @@ def test_abort_storms_leak_nothing(engine: Engine, expected: list[Answer]) -> No
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_reset_with_transfers_in_flight(
+def test_a_reset_voids_transfers_in_flight(
     engine: Engine, expected: list[Answer], direction: str
 ) -> None:
     if direction == "load":
@@ -267,11 +271,11 @@ def test_reset_with_transfers_in_flight(
     core = engine.llm.llm_engine
     held: list[LateTicket] = []
     with engine.movers(lambda mover: LateMover(mover, held)):  # type: ignore[arg-type,return-value]
-        core.add_request("under way", {"prompt_token_ids": PROMPTS[0]}, sampling)
+        core.add_request("in flight", {"prompt_token_ids": PROMPTS[0]}, sampling)
         for _ in range(8):
             core.step()
         assert held
-        # vLLM resets its own pool first, and cannot while copies hold its blocks.
+        # vLLM resets its own pool first, and fails because copies hold blocks of it.
         assert not core.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
         assert engine.stats()["resident_blocks"] == 0
         for ticket in held:
@@ -280,7 +284,7 @@ def test_reset_with_transfers_in_flight(
     assert core.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
     assert engine.stats()["resident_blocks"] == 0
     answers = engine.generate(PROMPTS)
-    assert hits(answers) == [0] * 8, "nothing from before the reset is served"
+    assert hits(answers) == [0] * 8, "a block from before the reset was served"
     assert difference(answers, expected) < TOLERANCE
 
 
@@ -295,7 +299,7 @@ def test_two_cache_salts_share_no_block(engine: Engine, expected: list[Answer]) 
     assert difference(again, expected) < TOLERANCE
 
 
-def test_block_events_tell_what_the_host_holds(
+def test_block_events_name_the_blocks_on_the_host(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
@@ -325,7 +329,7 @@ def contains(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
     return any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
 
 
-def test_the_event_file_tells_of_every_transfer(
+def test_the_events_file_has_every_transfer(
     engine: Engine, reference: tuple[str, Path, list[Answer]]
 ) -> None:
     path = reference[1] / "events.jsonl"
@@ -341,7 +345,9 @@ def test_the_event_file_tells_of_every_transfer(
     assert committed == engine.stats()["stored_blocks"] > 0
 
 
-def test_metrics_count_what_was_moved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_count_copied_blocks_and_bytes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     total = ConnectorStats()
     for half in (engine.connector, get_kv_transfer_group()):
         ask = half.get_kv_connector_stats
@@ -356,19 +362,21 @@ def test_metrics_count_what_was_moved(engine: Engine, monkeypatch: pytest.Monkey
     for _ in range(2):
         engine.generate(PROMPTS)
         engine.settle()
-    told, counted = total.reduce(), engine.stats()
-    assert told["stored_blocks"] == counted["stored_blocks"] > 0
-    assert told["loaded_blocks"] == counted["loaded_blocks"] > 0
-    assert told["hit_tokens"] == counted["hit_tokens"] == 8 * NUM_HIT
-    assert told["resident_blocks"] == counted["resident_blocks"]
+    exported, counted = total.reduce(), engine.stats()
+    assert exported["stored_blocks"] == counted["stored_blocks"] > 0
+    assert exported["loaded_blocks"] == counted["loaded_blocks"] > 0
+    assert exported["hit_tokens"] == counted["hit_tokens"] == 8 * NUM_HIT
+    assert exported["resident_blocks"] == counted["resident_blocks"]
     layouts = engine.connector._model.layers
     block_bytes = sum(layer.block_bytes for layer in layouts[0])
-    assert told["loaded_bytes"] == told["loaded_blocks"] * block_bytes  # groups are alike
-    assert told["store_seconds"] > 0 and "failed_loads" not in told
+    assert (
+        exported["loaded_bytes"] == exported["loaded_blocks"] * block_bytes
+    )  # all groups have equal blocks
+    assert exported["store_seconds"] > 0 and "failed_loads" not in exported
 
 
-def test_a_damaged_slot_is_noticed_and_recomputed(engine: Engine, expected: list[Answer]) -> None:
-    """`verify: checksum`: what `Damaging` does here shows nowhere but in the figures."""
+def test_a_damaged_slot_is_detected_and_recomputed(engine: Engine, expected: list[Answer]) -> None:
+    """With `verify: checksum`, damage changes no answer, only the statistics."""
     verified: dict[Mover, Mover] = {}
 
     def verify(mover: Mover) -> Mover:

@@ -1,7 +1,7 @@
-"""vLLM's real engine under random operations: every answer is that of an engine without kvstow.
+"""vLLM's real engine under random operations: every answer equals that of an engine without kvstow.
 
 `KVSTOW_SEEDS=N` runs N seeds for each engine, from `KVSTOW_SEED` on. A failure prints its seed and
-the shortest sequence of operations that was found to fail.
+the shortest sequence of operations that still fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import Engine
-from tests.vllm.random_run import NUM_TOKENS, Different, Run, Unsteady, describe
+from tests.vllm.movers import Unsteady
+from tests.vllm.random_run import NUM_TOKENS, Different, Run, describe
 from tests.vllm.reference import Reference
 from tests.vllm.runner import RUNNER
 
@@ -26,8 +27,8 @@ from kvstow.transfer import Event, Mover, Ticket
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
 MODELS = {"llama": (models.LLAMA, 36), "gemma": (models.GEMMA, 150)}
-# What the gate has time for.
-GATED = [
+# The engines that CI has time for.
+IN_CI = [
     ("llama", "sync", "plain"),
     ("llama", "async", "drafts"),
     ("gemma", "async", "plain"),
@@ -36,12 +37,12 @@ IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 FIRST_SEED = int(os.environ.get("KVSTOW_SEED", "1"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("KVSTOW_SEEDS", "1")))
 NUM_OPERATIONS = int(os.environ.get("KVSTOW_OPERATIONS", "100"))
-# Each takes a new engine, because the one that has failed is of no more use.
+# Each attempt starts a new engine, because an engine that has failed cannot go on.
 MAX_ATTEMPTS = int(os.environ.get("KVSTOW_ATTEMPTS", "6"))
 
 
 class Bench:
-    """An engine that is made anew after a failure, and what its answers must be."""
+    """An engine that is started again after a failure, and the reference for its answers."""
 
     def __init__(self, folder: Path, kind: Sequence[str], reference: Reference) -> None:
         self.folder = folder
@@ -54,7 +55,7 @@ class Bench:
         model, scheduling, drafts = self.kind
         settings: dict[str, Any] = {}
         if drafts == "drafts":
-            # vLLM has a drafter of its own for asynchronous scheduling.
+            # vLLM has another drafter for asynchronous scheduling.
             is_gpu = scheduling == "async" and RUNNER == "v1"
             settings["speculative_config"] = {
                 "method": "ngram_gpu" if is_gpu else "ngram",
@@ -78,7 +79,7 @@ class Bench:
     def run(
         self, seed: int, operations: Sequence[tuple[str, int]] | None, *, lazy: bool, mover: Any
     ) -> Run:
-        """One run; what it raises has the operations that were begun."""
+        """Make one run. Its errors have the operations that were begun."""
         engine = self.engine
         run = Run(engine, self.reference, seed)
         if operations is None:
@@ -109,7 +110,7 @@ class Bench:
         return run
 
     def play(self, seed: int, *, lazy: bool) -> Run:
-        """One run, and if it fails, shorter ones that fail as well."""
+        """Make one run, and if it fails, look for shorter runs that fail as well."""
         try:
             return self.run(seed, None, lazy=lazy, mover=Unsteady)
         except Exception as error:
@@ -128,7 +129,7 @@ class Bench:
         self.renew()
         raise AssertionError(
             f"seed {seed} fails on {'-'.join(self.kind)}, {'lazy' if lazy else 'eager'}: {failed}\n"
-            f"the shortest sequence that was found, {len(shortest)} operations: "
+            f"the shortest failing sequence, {len(shortest)} operations: "
             f"{describe(shortest)}\nKVSTOW_SEED={seed} repeats it"
         ) from failed
 
@@ -149,7 +150,7 @@ def model(
 def bench(request: pytest.FixtureRequest, model: tuple[str, Path, Reference]) -> Iterator[Bench]:
     name, folder, reference = model
     kind = (name, *request.param)
-    if kind not in GATED and not IS_FULL:
+    if kind not in IN_CI and not IS_FULL:
         pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
     bench = Bench(folder, kind, reference)
     yield bench
@@ -158,7 +159,7 @@ def bench(request: pytest.FixtureRequest, model: tuple[str, Path, Reference]) ->
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-def test_every_answer_is_the_reference_s(bench: Bench, lazy: bool, seed: int) -> None:
+def test_every_answer_equals_the_reference(bench: Bench, lazy: bool, seed: int) -> None:
     run = bench.play(seed, lazy=lazy)
     print(f"seed {seed}: {run.num_steps} steps, {dict(run.counts)}, {bench.engine.stats()}")
     bench.counts += run.counts
@@ -167,12 +168,12 @@ def test_every_answer_is_the_reference_s(bench: Bench, lazy: bool, seed: int) ->
 
 
 def test_the_runs_slept_and_hit(bench: Bench) -> None:
-    """Check that the runs before this test did what they are for; one seed need not do all."""
+    """Check that the runs before this test slept and hit; a single seed need not do both."""
     assert bench.counts["asleep"] > 0 and bench.counts["cached"] > 0, dict(bench.counts)
 
 
 class Damaging(Unsteady):
-    """Zeroes one layer of one block of each load on the host, and then loads unchecked."""
+    """Zeroes one layer of one host block of each load, and loads without verification."""
 
     def load(self, host_slots: Any, block_ids: Any, *, after: Event) -> Ticket:
         layout = self.mover.layout
@@ -184,7 +185,7 @@ class Damaging(Unsteady):
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-def test_damaged_blocks_are_seen(bench: Bench, lazy: bool) -> None:
+def test_damaged_blocks_change_answers(bench: Bench, lazy: bool) -> None:
     """The negative control of the comparison."""
     steps = [("add", 1), ("step", 2), ("add", 3), ("step", 4)] * 30
     operations = [(kind, 10 * at + number) for at, (kind, number) in enumerate(steps)]

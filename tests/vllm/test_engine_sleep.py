@@ -1,7 +1,7 @@
 """vLLM's real engine sleeps in the middle of its work, and wakes without its KV cache.
 
-The CPU engine has no sleep mode. What `sleep` and `wake_up` do to requests and caches it has: they
-pause, keep the requests, reset the caches and resume; the memory is overwritten in between.
+The CPU engine has no sleep mode. The tests make the calls of `sleep` and `wake_up` themselves:
+pause, keep the requests, reset the caches, and resume. In between they overwrite the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.vllm.engine import (
     Engine,
     difference,
     prompts,
-    skip_unless_gated,
+    skip_unless_in_ci,
 )
 from tests.vllm.movers import Forgetful
 from vllm.v1.request import RequestStatus
@@ -39,7 +39,7 @@ def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     name, scheduling = request.param
-    skip_unless_gated(name, scheduling)
+    skip_unless_in_ci(name, scheduling)
     config, num_blocks, num_host_blocks = MODELS[name]
     engine = Engine(
         models.make_model(config, tmp_path_factory.mktemp(name)),
@@ -52,9 +52,9 @@ def shared(
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-# In the first prompt's chunks, in the second's, and three times while tokens are generated.
+# Sleep in the chunks of the first prompt, of the second, and three times during generation.
 @pytest.mark.parametrize("num_steps", [[1], [3], [6, 5, 1]], ids=str)
-def test_generation_goes_on_where_it_was(
+def test_generation_continues_after_a_sleep(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, num_steps: list[int], lazy: bool
 ) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
@@ -65,20 +65,22 @@ def test_generation_goes_on_where_it_was(
         engine.step(num)
         loaded, known = engine.stats()["loaded_blocks"], engine.num_computed_tokens()
         engine.sleep()
-        assert engine.num_computed_tokens() == 0, "the device has forgotten it"
+        assert engine.num_computed_tokens() == 0, "the device has lost all KV"
         engine.wake()
         engine.step(1)
-        # vLLM keeps of windows what a hit can end at: in the middle of a prompt, nothing.
+        # vLLM caches a window only where a hit can end: in the middle of a prompt, nowhere.
         if known > 300 or not engine.has_windows:
             engine.settle_loads()
-            assert engine.stats()["loaded_blocks"] > loaded, "it comes back from the host"
+            assert engine.stats()["loaded_blocks"] > loaded, "blocks must come back from the host"
     answers = engine.finish()
     assert difference(answers, expected) < TOLERANCE
     scheduler = engine.core.scheduler
     assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
 
 
-def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_preserve_on_sleep_requests_recompute(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
     engine.change_options(monkeypatch, preserve_on_sleep=False)
     engine.start_over()
@@ -92,8 +94,8 @@ def test_without_preserve_it_is_recomputed(engine: Engine, monkeypatch: pytest.M
     assert difference(answers, expected) < TOLERANCE
 
 
-def test_what_is_not_loaded_shows(engine: Engine) -> None:
-    """The negative control: the memory is really overwritten, and what comes back is needed."""
+def test_a_missing_load_changes_answers(engine: Engine) -> None:
+    """The negative control: the memory is overwritten, so the answers need the loads."""
     expected = engine.generate(PROMPTS, NUM_TOKENS)
     engine.start_over()
     engine.begin(PROMPTS, NUM_TOKENS)
@@ -105,13 +107,13 @@ def test_what_is_not_loaded_shows(engine: Engine) -> None:
     assert difference(answers, expected) > DAMAGE
 
 
-def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
+def test_loads_in_flight_at_a_sleep_are_repeated(engine: Engine) -> None:
     expected = engine.generate(PROMPTS, NUM_TOKENS)
     engine.settle()
     assert engine.llm.reset_prefix_cache()
     engine.begin(PROMPTS, NUM_TOKENS)
     engine.step(1)
-    waiting = [one.status for one in engine.core.scheduler.requests.values()]
+    waiting = [request.status for request in engine.core.scheduler.requests.values()]
     assert RequestStatus.WAITING_FOR_REMOTE_KVS in waiting
     engine.sleep()
     engine.wake()
@@ -123,8 +125,8 @@ def test_loads_in_flight_are_made_anew(engine: Engine) -> None:
     assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
 
 
-def test_a_load_of_half_the_pool_is_not_waited_for_in_vain(engine: Engine) -> None:
-    """vLLM reserves blocks for a load that was taken back, and so would never begin it anew."""
+def test_a_load_of_half_the_pool_does_not_block_its_request(engine: Engine) -> None:
+    """vLLM reserves blocks for a load that was taken back, so it would not admit it again."""
     asked = prompts(1, 990, seed=2)
     expected = engine.generate(asked, NUM_TOKENS)
     engine.settle()
@@ -137,12 +139,12 @@ def test_a_load_of_half_the_pool_is_not_waited_for_in_vain(engine: Engine) -> No
     assert difference(engine.finish(), expected) < TOLERANCE
 
 
-# Each takes a start of vLLM; both ways are taken in this process as well.
+# Each mode starts vLLM once more. The tests above have both modes in this process.
 @pytest.mark.parametrize(
     "mode", ["lazy", *(["eager"] if os.environ.get("KVSTOW_VLLM") == "full" else [])]
 )
 def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
-    """There vLLM waits itself until transfers have landed, twice, before it resets its caches."""
+    """There vLLM itself waits for transfers, twice, before it resets its caches."""
     model = models.make_model(models.LLAMA, tmp_path / "model")
     command = [sys.executable, "-m", "tests.vllm.sleeper"]
     ended = subprocess.run(
@@ -154,8 +156,10 @@ def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["loads"] >= 2 * len(told["expected"])
-    for (tokens, logprobs), (others, theirs) in zip(told["expected"], told["found"], strict=True):
+    printed = json.loads(ended.stdout.splitlines()[-1])
+    assert printed["loads"] >= 2 * len(printed["expected"])
+    for (tokens, logprobs), (others, theirs) in zip(
+        printed["expected"], printed["found"], strict=True
+    ):
         assert tokens == others
         assert max(abs(a - b) for a, b in zip(logprobs, theirs, strict=True)) < TOLERANCE

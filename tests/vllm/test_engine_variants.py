@@ -1,7 +1,7 @@
-"""The connector on engines that are set up in other ways, an engine for each.
+"""The connector on engines with other settings, one engine for each test.
 
-All but the last are for `make test-vllm-full`. It is last because what drafts load into the process
-keeps vLLM from making another engine in it.
+All tests but the last run only in `make test-vllm-full`. The test with drafts is the last, because
+modules that drafts load keep vLLM from starting another engine in the process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvstow.vllm import KVStowConnector
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
 IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-full = pytest.mark.skipif(not IS_FULL, reason="an engine more: make test-vllm-full")
+full = pytest.mark.skipif(not IS_FULL, reason="starts one more engine: make test-vllm-full")
 
 PROMPTS = prompts(6, 300)
-# The last 150 tokens again: something for a draft to be found in.
+# The tokens repeat, so that n-gram drafts find a match.
 REPEATING = [tokens[:150] + tokens[:150] for tokens in PROMPTS]
 NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
 
@@ -53,7 +53,7 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[Answer]]:
-    """Without a connector, and nothing else out of the ordinary."""
+    """The answers without a connector and with default settings."""
     with running(folder, options=None) as engine:
         return {"plain": engine.generate(PROMPTS), "repeating": engine.generate(REPEATING)}
 
@@ -61,7 +61,7 @@ def expected(folder: Path) -> dict[str, list[Answer]]:
 def rounds_agree(
     engine: Engine, asked: list[list[int]], expected: list[Answer], **settings: Any
 ) -> None:
-    """A first round, and a second one that comes from the host."""
+    """Check a first round, and a second round that comes from the host."""
     for hits in ([0] * len(asked), [NUM_HIT] * len(asked)):
         answers = engine.generate(asked, **settings)
         assert [answer.num_cached for answer in answers] == hits
@@ -72,7 +72,7 @@ def rounds_agree(
 def sleep_changes_nothing(
     engine: Engine, asked: list[list[int]], expected: list[Answer], **settings: Any
 ) -> None:
-    """While prompts come in, and while tokens are generated."""
+    """Check the answers across two sleeps: during the prompts, and during generation."""
     engine.half.tier.options = replace(engine.half.tier.options, preserve_on_sleep=True)
     engine.begin(asked, **settings)
     for num_steps in (2, 8):
@@ -84,10 +84,10 @@ def sleep_changes_nothing(
 
 
 @full
-def test_beside_another_connector(
+def test_another_connector_changes_nothing(
     folder: Path, expected: dict[str, list[Answer]], tmp_path: Path
 ) -> None:
-    """Both are registered by name, and the other one has nothing to load."""
+    """Both connectors are registered by name, and the other has nothing to load."""
     other = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_producer",
@@ -105,11 +105,11 @@ def test_beside_another_connector(
 
 
 @full
-def test_two_ranks(
+def test_two_ranks_serve_hits(
     folder: Path, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tensor parallelism: with two pipeline stages this engine fails without a connector too."""
-    # By itself vLLM wants a memory node for each rank.
+    """The ranks are tensor-parallel: two pipeline stages fail here without a connector, too."""
+    # By default vLLM wants a memory node for each rank.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with running(folder, tensor_parallel_size=2) as engine:
         assert isinstance(engine.connector, KVStowConnector)
@@ -118,7 +118,7 @@ def test_two_ranks(
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """A low-rank change of the queries of every layer, large enough to change answers."""
+    """Write an adapter that changes the queries of every layer enough to change answers."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
     size, rank = 256, 8
@@ -158,11 +158,11 @@ def test_two_lora_names_share_no_block(folder: Path, tmp_path: Path) -> None:
         engine.check_idle()
 
 
-def test_ngram_drafts(
+def test_rejected_drafts_are_not_stored(
     folder: Path, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is rejected is never stored: later rounds would show it."""
-    # One token that stood in the prompt is enough for a draft: most are rejected.
+    """The answers of later rounds would differ if rejected drafts were stored."""
+    # One matching token of the prompt is enough for a draft, so vLLM rejects most drafts.
     speculation = {
         "method": "ngram",
         "num_speculative_tokens": 3,

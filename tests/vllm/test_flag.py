@@ -1,4 +1,4 @@
-"""What operators copy: the flag wherever it stands, the manifest, and the tables of the site."""
+"""Texts that operators copy: the flag in all places, the manifest, and the tables of the site."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_script_hands_the_flag_to_vllm(tmp_path: Path) -> None:
     assert json.loads(given[-1])["kv_connector"] == "KVStowConnector"
 
 
-def test_the_manifest_holds_together() -> None:
+def test_the_manifest_is_consistent() -> None:
     parts, vllm = manifest(), container()
     pod = parts["Deployment"]["spec"]["template"]
     selector = parts["Deployment"]["spec"]["selector"]["matchLabels"]
@@ -106,7 +106,7 @@ def test_the_manifest_holds_together() -> None:
         assert vllm[probe]["httpGet"] == {"path": "/health", "port": "http"}
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in vllm["volumeMounts"]} == volumes
-    # The host tier is the container's memory, and weights go through it as well.
+    # The container's memory must hold the host tier and the weights while they load.
     tier = manifest_flag()["kv_connector_extra_config"]["cpu_bytes_to_use"]
     for kind in ("requests", "limits"):
         memory = vllm["resources"][kind]["memory"]
@@ -116,18 +116,18 @@ def test_the_manifest_holds_together() -> None:
 def test_the_manifest_runs_the_image_that_the_dockerfile_builds() -> None:
     dockerfile = (ROOT / "examples" / "Dockerfile").read_text()
     image = container()["image"]
-    assert f" -t {image} dist\n" in dockerfile, "the build context is where `make wheel` writes"
+    assert f" -t {image} dist\n" in dockerfile, "`make wheel` must write the build context"
     assert f"docker push {image}\n" in dockerfile
     assert image.endswith(f":{kvstow.__version__}")
     (version,) = re.findall(r"^FROM vllm/vllm-openai:v(.*)$", dockerfile, re.MULTILINE)
-    assert version == vllm.__version__.partition("+")[0], "what the tests run on"
+    assert version == vllm.__version__.partition("+")[0], "the image must have the tested version"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extra,) = re.findall(r"\.whl\)\[(\w+)\]", dockerfile)
     assert extra in project["optional-dependencies"]
 
 
 def rows(table: str) -> list[list[str]]:
-    """The cells of a table that the site shows, without its head."""
+    """Return the cells of a table of the site, without its head."""
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
     ]

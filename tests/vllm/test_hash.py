@@ -1,4 +1,4 @@
-"""`kvstow.hash_tokens` against vLLM's own functions, chained as vLLM chains them."""
+"""`kvstow.hash_tokens` compared with vLLM's own functions, chained as in vLLM."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ HashFunction: TypeAlias = Callable[[object], bytes]
 
 algorithms: st.SearchStrategy[Algorithm] = st.sampled_from(["sha256_cbor", "xxhash_cbor"])
 
-# Uniform ids would nearly all take nine bytes: the other lengths, and their edges, are asked for.
+# Nearly all uniform ids take nine bytes, so ask for the other lengths and their edges, too.
 edges = [bound + by for bound in (24, 2**8, 2**16, 2**32, 2**63 - 1) for by in (-1, 0, 1)]
 token_ids = st.sampled_from(edges) | st.integers(0, 200_000) | st.integers(0, 2**63)
 
@@ -50,13 +50,13 @@ as_vllm_derives_them = st.one_of(
 block_keys: st.SearchStrategy[tuple[Key, ...] | None] = st.none() | st.one_of(
     st.lists(as_vllm_derives_them, max_size=4).map(tuple), st.lists(keys, max_size=4).map(tuple)
 )
-# What an environment variable may hold.
+# Values that an environment variable may have.
 hash_seeds = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
 
 @contextmanager
 def vllm_seeded(algorithm: Algorithm, python_hash_seed: str | None) -> Iterator[HashFunction]:
-    """vLLM as a process started with this PYTHONHASHSEED would be; afterwards as it was."""
+    """Make vLLM hash as if this process had started with this PYTHONHASHSEED."""
     function: HashFunction = hashing.get_hash_fn_by_name(algorithm)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("NONE_HASH", "_NONE_HASH_SEED"):
@@ -70,7 +70,7 @@ def vllm_seeded(algorithm: Algorithm, python_hash_seed: str | None) -> Iterator[
 
 
 def seed_to_pass(algorithm: Algorithm, python_hash_seed: str | None) -> str | None:
-    """What a user passes to get vLLM's hashes: nothing, unless the seed is set or was drawn."""
+    """Return the seed that a user passes to get vLLM's hashes; None for vLLM's fixed seed."""
     if python_hash_seed is None and algorithm == "xxhash_cbor":
         drawn: str = kv_cache_utils.get_none_hash_seed()
         return drawn
@@ -108,7 +108,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[Key, ...] | Non
     st.none() | st.just(b"") | st.binary(min_size=32, max_size=32),
 )
 @example((list(range(600)), 300, [None, (("cache_salt", "s"),)]), "sha256_cbor", None, None)
-def test_hashes_are_vllms(
+def test_hashes_equal_vllms(
     prompt: tuple[list[int], int, list[tuple[Key, ...] | None]],
     algorithm: Algorithm,
     python_hash_seed: str | None,
@@ -135,8 +135,8 @@ def test_hashes_are_vllms(
 
 
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash_cbor"])
-def test_a_requests_own_hashes(algorithm: Algorithm) -> None:
-    """The whole way: vLLM derives a request's extra keys and hashes it, prompt and output."""
+def test_hashes_equal_those_of_a_vllm_request(algorithm: Algorithm) -> None:
+    """vLLM derives the extra keys of a request, and hashes its prompt and output."""
     with vllm_seeded(algorithm, "1234") as function:
         request = Request(
             "r",

@@ -1,4 +1,4 @@
-"""The lazy queue against a naive model, on vLLM's real block pool."""
+"""The lazy queue compared with a naive model, on vLLM's real block pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_BLOCKS = 60
 
 
 class Pool:
-    """vLLM's pool with a lazy queue, and beside them what the order of the queue must be."""
+    """vLLM's pool with a lazy queue, and the order that vLLM's queue must have."""
 
     def __init__(self, seed: int, horizon_blocks: int, num_blocks: int = NUM_BLOCKS) -> None:
         self.dice = random.Random(seed)
@@ -23,16 +23,16 @@ class Pool:
         self.used: list[list[KVCacheBlock]] = []
         self.stores: list[list[KVCacheBlock]] = []
         self.num_keys = 0
-        # Free blocks in vLLM's order as if nothing were stored, those that stores hold among them.
+        # Free blocks in the order without stores, with the blocks that stores hold.
         self.order = list(self.pool.free_block_queue.get_all_free_blocks())
         self.held: set[int] = set()
-        # Of the blocks that are computed, those that were not offered since.
+        # The computed blocks that were not offered since.
         self.due: set[int] = set()
         self.num_changed = horizon_blocks
         self.num_taken = 0
 
     def allocate(self) -> None:
-        """A request takes new blocks, computes some, and keys these."""
+        """A request takes new blocks, and computes and keys some of them."""
         num_blocks = self.dice.randrange(1, 6)
         self._take(num_blocks)
         blocks = self.pool.get_new_blocks(min(num_blocks, self.pool.get_num_free_blocks()))
@@ -49,7 +49,7 @@ class Pool:
         self.num_changed += len(blocks)
 
     def _take(self, num_blocks: int) -> None:
-        """A step takes fewer blocks than the horizon has."""
+        """Offer before the blocks that are taken exceed the horizon, as steps do."""
         self.num_taken += num_blocks
         if self.num_taken >= self.lazy.horizon_blocks:
             self.offer()
@@ -62,15 +62,15 @@ class Pool:
         if not self.used:
             return
         blocks = self.used.pop(self.dice.randrange(len(self.used)))[::-1]
-        gone = [b for b in blocks if b.ref_cnt == 1]
+        unused = [b for b in blocks if b.ref_cnt == 1]
         self.pool.free_blocks(blocks)
-        blank = [b for b in gone if b.block_hash is None]
-        self.order[:0] = blank
-        self.order += [b for b in gone if b.block_hash is not None]
+        unkeyed = [b for b in unused if b.block_hash is None]
+        self.order[:0] = unkeyed
+        self.order += [b for b in unused if b.block_hash is not None]
         self.num_changed += len(blocks)
 
     def hit(self) -> None:
-        """A request finds cached blocks, also ones that a store holds."""
+        """A request hits cached blocks, those that stores hold included."""
         cached = [b for b in self.pool.blocks[1:] if b.block_hash is not None]
         if not cached:
             return
@@ -86,18 +86,18 @@ class Pool:
         self.num_changed += len(blocks)
 
     def offer(self) -> None:
-        """A step ends: what is offered is stored, or some of it."""
+        """A step ends, and some of the offered blocks are stored."""
         before = self.lazy.num_visited
         found = self.lazy.evictable()
         num_visited = self.lazy.num_visited - before
-        assert num_visited <= 2 * (self.num_changed + len(self.held) + 1), "the horizon was walked"
+        assert num_visited <= 2 * (self.num_changed + len(self.held) + 1), "it walked the horizon"
         self.num_changed = self.num_taken = 0
         offered = {block.block_id for block in found}
         assert len(offered) == len(found) and offered <= self.due
         assert not any(block.ref_cnt for block in found)
         self.due -= offered
         within = {block.block_id for block in self.order[: self.lazy.horizon_blocks]}
-        assert not within & self.due - self.held, "due within the horizon, and not offered"
+        assert not within & self.due - self.held, "blocks due within the horizon were not offered"
         store = [block for block in found if self.dice.random() < 0.8]
         if store:
             for block in store:
@@ -116,7 +116,7 @@ class Pool:
         unused = [b for b in store if b.ref_cnt == 1 and b.block_id not in self.held]
         back = [b for b in store if b.block_id in self.held]
         self.pool.free_blocks(reversed(self.lazy.put_back(store)))
-        # A block that was hit while it was held, and freed since, is freed by the store's end.
+        # A block that was hit and freed while a store held it comes free with the store's end.
         self.order += unused[::-1]
         self.held -= {b.block_id for b in back}
         if fails:
@@ -125,7 +125,7 @@ class Pool:
         self.num_changed += len(store)
 
     def evict(self) -> None:
-        """vLLM takes the key of a block in use away: its load has failed."""
+        """vLLM drops the key of a block in use, because its load has failed."""
         block = self.dice.choice(self.pool.blocks[1:])
         if block.ref_cnt and block.block_id not in self.held:
             self.pool.evict_blocks({block.block_id})
@@ -139,7 +139,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_queue_is_as_if_nothing_had_been_stored(seed: int) -> None:
+def test_stores_do_not_change_the_order_of_the_queue(seed: int) -> None:
     pool = Pool(seed, horizon_blocks=(8, 25, NUM_BLOCKS)[seed % 3])
     kinds = [pool.allocate, pool.free, pool.hit, pool.offer, pool.offer, pool.end_store, pool.evict]
     for _ in range(400):
@@ -147,8 +147,8 @@ def test_the_queue_is_as_if_nothing_had_been_stored(seed: int) -> None:
         pool.check()
 
 
-def test_a_step_looks_at_what_has_changed_only() -> None:
-    """A pool of 40,000 blocks, all of them offered: each step takes 16 and frees 16."""
+def test_a_step_visits_only_blocks_that_changed() -> None:
+    """All 40,000 blocks of the pool were offered, and each step takes 16 and frees 16."""
     pool = BlockPool(40_000, enable_caching=True, hash_block_size=16)
     blocks = pool.get_new_blocks(39_999)
     for block in blocks:
@@ -169,13 +169,13 @@ def test_a_step_looks_at_what_has_changed_only() -> None:
 
 
 def test_a_block_that_was_only_granted_is_not_offered() -> None:
-    """Its key is that of the block's last life, and vLLM publishes keys when it grants blocks."""
+    """vLLM keys blocks when it grants them, so an equal key does not prove that KV is written."""
     pool = BlockPool(4, enable_caching=True, hash_block_size=16)
     lazy = LazyQueue(pool, horizon_blocks=4)
     for is_computed in (True, False):
         blocks = pool.get_new_blocks(3)
         for block in blocks:
-            # Equal keys, and yet other objects, as vLLM makes them.
+            # The keys are equal, but are other objects, as in vLLM.
             block.set_block_hash(bytes([block.block_id]) * 32 + bytes(4), num_tokens=16)
         if is_computed:
             lazy.computed(blocks)
@@ -197,4 +197,4 @@ def test_a_block_that_was_computed_is_offered_once() -> None:
     pool.touch(blocks[:1])
     lazy.computed(blocks[:1])
     pool.free_blocks(blocks[:1])
-    assert lazy.evictable() == blocks[:1], "used again: the host may have evicted it"
+    assert lazy.evictable() == blocks[:1], "offered again, because the host may have evicted it"

@@ -1,4 +1,4 @@
-"""One vocabulary: the connector exports what `kvstow.Engine` exports, under the same names."""
+"""The connector exports the metrics of `kvstow.Engine` under the same names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvstow.vllm.stats import (
 )
 
 BLOCK = 4
-Sample = tuple[str, str]  # its name, and the value of the label that is ours
+Sample = tuple[str, str]  # its name, and the value of kvstow's label
 
 
 class Exported:
-    """The connector's metrics in a registry of their own, of two engines."""
+    """The connector's metrics of two engines, in their own registry."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -52,7 +52,7 @@ class Exported:
 
 
 def samples(registry: CollectorRegistry, **labels: str) -> dict[Sample, tuple[str, str, float]]:
-    """Of one engine: what each sample is, and its value."""
+    """Return the kind, meaning and value of each sample of one engine."""
     found = {}
     for family in registry.collect():
         for sample in family.samples:
@@ -85,7 +85,7 @@ def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> N
             land(engine)  # the load of the second
             engine.computed([name], [16], after=READY)
             land(engine)
-            report = reporter.report(engine.scheduler.stats())  # in parts: they add up
+            report = reporter.report(engine.scheduler.stats())  # the parts must add up
             assert report is not None
             ours.metrics.observe(report.data, 1)
             engine.finish(name)
@@ -106,13 +106,13 @@ def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> N
     assert found["kvstow_transfer_bytes_total", "load"][2] == 4 * BLOCK * 8
     assert found["kvstow_prefix_hit_tokens_total", "host"][2] == 16
     assert found["kvstow_transfer_seconds_total", "store"][2] > 0
-    # The other engine has every sample from the start, at 0.
+    # Every sample of the other engine exists and is 0.
     idle = samples(ours.registry, model_name="a model", engine="0")
     assert idle.keys() == found.keys()
     assert not any(value for *_, value in idle.values())
 
 
-def test_of_several_ranks_counters_add_up_and_gauges_do_not() -> None:
+def test_counters_of_several_ranks_add_up_and_gauges_do_not() -> None:
     total = ConnectorStats()
     for _ in range(3):
         rank = ConnectorStats()

@@ -36,7 +36,7 @@ ORDERS = pytest.mark.parametrize("own_at", [0, 1], ids=["kvstow first", "kvstow 
 
 
 class Nixl(NixlBaseConnector):
-    """NIXL's connector, less what its two kinds differ in."""
+    """NIXL's connector without the parts in which its two kinds differ."""
 
 
 Nixl.__abstractmethods__ = frozenset()
@@ -54,7 +54,7 @@ def multi(own_at: int) -> dict[str, Any]:
 
 @ORDERS
 def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -> None:
-    """vLLM passes one child's handshake on to all of them."""
+    """vLLM passes the handshake of one child on to all children."""
     config = engine_config(folder, {}, kv_transfer_config=multi(own_at))
     worker, scheduler = (
         MultiConnector(config, role, cache_config(FULL))
@@ -77,7 +77,7 @@ def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -
 
 @ORDERS
 def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
-    """NIXL's own classes, without its library; of two pipeline stages."""
+    """The test uses NIXL's own classes without its library, and two pipeline stages."""
     config = engine_config(folder, {"num_cpu_blocks": 9})
 
     def multi_connector(role: KVConnectorRole, nixl: NixlBaseConnector) -> MultiConnector:
@@ -92,7 +92,7 @@ def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
     worker.connector_worker = SimpleNamespace(xfer_handshake_metadata=payload)
     scheduler = object.__new__(Nixl)
     scheduler.connector_scheduler = object.__new__(NixlBaseConnectorScheduler)
-    # Only that it does not listen on a socket; what it is given is checked before.
+    # It listens on no socket. It checks the handshake before.
     scheduler.connector_scheduler._nixl_handshake_listener_t = threading.current_thread()
     meta = multi_connector(KVConnectorRole.WORKER, worker).get_handshake_metadata()
     assert meta is payload
@@ -102,13 +102,12 @@ def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
         side.set_xfer_handshake_metadata_pp_aware({(0, 0): Hand(0)})
 
 
-# Before the module's engine is made: this process has room for one at a time.
 @pytest.mark.skipif(
-    os.environ.get("KVSTOW_VLLM") != "full", reason="engines more: make test-vllm-full"
+    os.environ.get("KVSTOW_VLLM") != "full", reason="starts two more engines: make test-vllm-full"
 )
 @ORDERS
 def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
-    """Prompts come back from the host, and the other connector has shaken hands."""
+    """Prompts come back from the host, and the other connector has its handshake."""
     engine = Engine(folder, num_blocks=40, kv_transfer_config=multi(own_at))
     try:
         asked = prompts(6, 300)

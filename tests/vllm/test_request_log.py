@@ -14,7 +14,7 @@ from kvstow.replay.convert import VllmLogReader
 
 
 def named(record: logging.LogRecord) -> bool:
-    """Add what vLLM's server adds to every record when it starts."""
+    """Add the attribute that vLLM's server adds to every record."""
     record.vllm_process_name = "APIServer"
     return True
 
@@ -47,9 +47,9 @@ def test_vllms_log_of_requests_becomes_a_trace(
     handler.close()
 
     requests = VllmLogReader(path, 16, output_tokens=9).read().requests
-    assert [(one.prompt_tokens, one.output_tokens) for one in requests] == [
+    assert [(request.prompt_tokens, request.output_tokens) for request in requests] == [
         (40, 3),
         (35, 9),
         (40, 3),
     ]
-    assert [one.trace_ids for one in requests] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
+    assert [request.trace_ids for request in requests] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]

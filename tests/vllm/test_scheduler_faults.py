@@ -1,8 +1,8 @@
-"""Every call that the scheduler half makes may raise: vLLM goes on, and no KV is wrong.
+"""Any call of the scheduler half may raise: vLLM goes on, and every answer is right.
 
 The calls are those of the tier's accounting, of the lazy queue, and of vLLM's manager and pool. A
-run is counted first. Then it is made once for each of its calls, and that call raises: before it
-does anything, or, for the tier's, after it has done all of it.
+first run counts them. Then one run for each call makes that call raise before it does anything. A
+call of the tier's accounting also raises in another run after it has done its work.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 PROMPTS = {name: tokens(num, seed) for name, num, seed in (("a", 90, 1), ("b", 50, 2))}
 OPTIONS = {"num_cpu_blocks": 60}
-# Every step makes these calls, and they change nothing: the first ones stand for all.
+# Every step makes these calls, and they change nothing, so the first calls stand for all.
 READS = {"offload.stats", "offload.take_events", "offload.expire", "lazy.evictable"}
 NUM_READS = 4
 
 
 class Injected(RuntimeError):
-    """What no part of kvstow raises by itself."""
+    """An error that no part of kvstow raises."""
 
 
 class Faults:
-    """Counts calls; the one of number `at` raises."""
+    """Counts calls, and makes call number `at` raise."""
 
     def __init__(self, at: int | None, error: type[BaseException], *, after: bool) -> None:
         self.at, self.error, self.after = at, error, after
@@ -44,7 +44,7 @@ class Faults:
             return function(*args, **kwargs)
         self.calls.append(name)
         fails = len(self.calls) - 1 == self.at
-        # vLLM's own calls are not undone from outside.
+        # A call of vLLM that has done its work cannot be undone.
         if fails and not (self.after and name.startswith("offload.")):
             raise self.error(name)
         result = function(*args, **kwargs)
@@ -54,7 +54,7 @@ class Faults:
 
 
 class Watched:
-    """An object whose calls are counted and may raise; `inner` are objects that it gives out."""
+    """An object whose calls are counted and may raise. It gives out the `inner` objects."""
 
     def __init__(self, name: str, real: Any, faults: Faults, **inner: Any) -> None:
         self.__dict__.update(inner, _name=name, _real=real, _faults=faults)
@@ -72,7 +72,7 @@ class Watched:
 
 
 def watch(engine: Simulated, faults: Faults) -> None:
-    """Put the faults between the half and all that it calls, but not between vLLM's own parts."""
+    """Put the faults between the half and all that it calls, not between the parts of vLLM."""
     tier = engine.half.tier
     manager: Any = tier.manager
     pool = manager.block_pool
@@ -113,7 +113,7 @@ class Run:
             self.settle()
             engine.connector.get_kv_connector_stats()
             engine.scheduler.reset_prefix_cache(reset_connector=resets_tier)
-        # One whose copies are late, and one that vLLM is paused with.
+        # A request whose copies are late, and then vLLM pauses.
         self.add("a")
         self.settle(4, copies=False)
         engine.connector.has_pending_push_work()
@@ -135,7 +135,7 @@ class Run:
         assert num_steps < 300, f"vLLM does not come to rest: {list(self.engine.requests)}"
 
     def check_ended(self) -> None:
-        """vLLM's engine ends with an interrupt, in the middle of a step: no block stays held."""
+        """After an interrupt in the middle of a step, no block stays held."""
         manager, half = self.engine.scheduler.kv_cache_manager, self.engine.half
         for request in self.engine.scheduler.requests.values():
             half.finished(request)
@@ -151,7 +151,7 @@ class Run:
         assert half.may_rest()
 
     def check(self) -> None:
-        """Nothing is held or registered, and all answers are right, also to new requests."""
+        """Check that nothing is held or tracked, and that all answers are right, also new ones."""
         engine = self.engine
         self.settle()
         engine.check_at_rest(is_off=engine.half.tier.is_off)
@@ -171,7 +171,7 @@ class Run:
 
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is logged as an error."""
+    """The errors that were logged."""
     found: list[str] = []
     for logger in (scheduler.logger, loads.logger):
         monkeypatch.setattr(logger, "exception", lambda text, *args: found.append(text % args))
@@ -183,7 +183,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("lazy", "hybrid"), [(False, False), (True, True)], ids=["eager", "lazy-hybrid"]
 )
-def test_a_call_that_raises_costs_the_tier_and_nothing_else(
+def test_an_error_in_any_call_turns_off_only_the_tier(
     folder: Path,
     errors: list[str],
     lazy: bool,
@@ -196,10 +196,10 @@ def test_a_call_that_raises_costs_the_tier_and_nothing_else(
         try:
             made()
         except error:
-            assert error is KeyboardInterrupt, "vLLM goes on"
+            assert error is KeyboardInterrupt, "vLLM must go on"
             made.check_ended()
         else:
-            assert at is None or error is Injected, "an interrupt is not lost"
+            assert at is None or error is Injected, "an interrupt must reach vLLM"
             made.check()
         made.engine.close()
         return made

@@ -1,4 +1,4 @@
-"""The scheduler half beside vLLM's own accounting: what it stores, loads, holds and lets go."""
+"""The scheduler half beside vLLM's accounting: which blocks it stores, loads, holds and frees."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 def test_two_lora_names_share_no_block() -> None:
     scheduler = Scheduler(FULL)
-    one, two = (LoRARequest(name, at, f"/{name}") for at, name in enumerate(("one", "two"), 1))
-    scheduler.store_one("a", lora_request=one)
-    assert scheduler.half.lookup(scheduler.request("b", 100, lora_request=two), 0) == 0
+    first, second = (LoRARequest(name, at, f"/{name}") for at, name in enumerate("ab", 1))
+    scheduler.store_request("a", lora_request=first)
+    assert scheduler.half.lookup(scheduler.request("b", 100, lora_request=second), 0) == 0
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
-    assert scheduler.half.lookup(scheduler.request("d", 100, lora_request=one), 0) == 96
+    assert scheduler.half.lookup(scheduler.request("d", 100, lora_request=first), 0) == 96
 
 
-def test_a_window_is_stored_though_it_is_given_away_with_the_request() -> None:
-    """Of 100 tokens the last 32 are read by what follows: two blocks of the window's six."""
+def test_a_window_is_stored_when_its_request_ends() -> None:
+    """The next token reads the last 32 of 100 tokens: two of the window's six blocks."""
     scheduler = Scheduler(FULL, WINDOW)
-    scheduler.store_one()
+    scheduler.store_request()
     assert scheduler.half.offload is not None
-    assert scheduler.half.offload.num_resident == 6 + 2, "vLLM keeps the others for nobody"
+    assert scheduler.half.offload.num_resident == 6 + 2, "vLLM frees the other blocks"
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
 
 
 @pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
 @pytest.mark.parametrize("extra", [0, 1, 2, 3, 20])
 def test_a_load_brings_what_vllm_retains_below_a_window(extra: int, retention: int | None) -> None:
-    """Drafts of several modules need it: vLLM allocates these blocks and may cache them."""
+    """Drafts of several modules read these blocks: vLLM allocates them and may cache them."""
     retaining = replace(WINDOW, extra_retained_tokens=extra)
     scheduler = Scheduler(FULL, retaining, retention=retention)
-    scheduler.store_one("a", 200)
+    scheduler.store_request("a", 200)
     request = scheduler.request("b", 200)
     assert scheduler.admit(request) == 192
     scheduler.step()
@@ -53,8 +53,8 @@ def test_a_load_brings_what_vllm_retains_below_a_window(extra: int, retention: i
     scheduler.finish(request)
 
 
-def test_a_retained_block_that_was_given_away_is_not_stored() -> None:
-    """It has no hash that would tell."""
+def test_a_retained_block_of_another_request_is_not_stored() -> None:
+    """Retained blocks have no hash, so only the request's table shows the owner."""
     scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
     request = scheduler.request("a", 200)
     scheduler.admit(request)
@@ -72,7 +72,7 @@ def test_a_retained_block_that_was_given_away_is_not_stored() -> None:
 
 
 def test_a_retained_block_that_another_connector_loads_is_not_stored() -> None:
-    """It may have loaded what a hit needs, and left the retained block as it was."""
+    """That connector may load only what a hit needs, and leave the retained block unwritten."""
     scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
     request = scheduler.request("a", 200)
     assert scheduler.half.lookup(request, 0) == 0
@@ -96,9 +96,9 @@ def test_a_retained_block_that_another_connector_loads_is_not_stored() -> None:
 
 
 def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
-    """Its table says that the external tokens are computed, and they are not."""
+    """Its table counts the external tokens as computed, and they are not."""
     scheduler = Scheduler(FULL)
-    scheduler.store_one()
+    scheduler.store_request()
     request = scheduler.request("b", 100)
     assert scheduler.admit(request) == 96
     scheduler.step()
@@ -109,7 +109,7 @@ def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
     assert not scheduler.jobs.stores
     scheduler.step(reports=[(load.job_id, 0, True)])
     scheduler.step()
-    # vLLM frees its blocks once it is told of the end, as failed: the reset has voided the load.
+    # vLLM frees the blocks once the load is reported as failed, because of the reset.
     assert scheduler.jobs.failed_request_ids == ["b"]
     scheduler.manager.free(request)
     assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
@@ -139,10 +139,10 @@ def test_a_load_ends_when_the_last_rank_has_reported() -> None:
     assert scheduler.jobs.failed_request_ids == ["b"]
 
 
-def test_a_load_that_cannot_be_is_told_as_failed() -> None:
-    """vLLM waits for a load from the moment it has accepted one."""
+def test_a_load_that_was_not_offered_is_reported_as_failed() -> None:
+    """vLLM waits for a load from the moment it accepts the tokens."""
     scheduler = Scheduler(FULL)
-    scheduler.store_one()
+    scheduler.store_request()
     request = scheduler.request("b", 100)
     assert scheduler.half.lookup(request, 0) == 96
     taken = scheduler.manager.allocate_slots(
@@ -178,33 +178,33 @@ def test_blocks_are_free_once_every_rank_has_read_them(lazy: bool) -> None:
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - len(store.block_ids)
     scheduler.step(released=[store.job_id])
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
-    assert not scheduler.half.may_rest(), "the host does not have them yet"
+    assert not scheduler.half.may_rest(), "the host does not have the blocks yet"
     freed = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-    assert not lazy or freed == [*order, *store.block_ids[::-1]], "as if nothing was stored"
+    assert not lazy or freed == [*order, *store.block_ids[::-1]], "as without stores"
     for rank in range(2):
         scheduler.step(reports=[(store.job_id, rank, True)])
     assert scheduler.half.may_rest()
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
-def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
+def test_a_late_load_is_reported_once_and_holds_its_blocks() -> None:
     scheduler = Scheduler(FULL, load_timeout_s=5.0)
-    scheduler.store_one()
+    scheduler.store_request()
     request = scheduler.request("b", 100)
     scheduler.admit(request)
     scheduler.step()
     (load,) = scheduler.jobs.loads
     scheduler.now = 6.0
-    told = []
+    reported = []
     for _ in range(3):
         scheduler.step()
-        told += scheduler.jobs.failed_request_ids
-    assert told == ["b"]
+        reported += scheduler.jobs.failed_request_ids
+    assert reported == ["b"]
     request.num_computed_tokens = 0
     scheduler.manager.free(request)
     pool = scheduler.manager.block_pool
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - 6
-    assert scheduler.admit(request) == 0, "it computes what it could not load"
+    assert scheduler.admit(request) == 0, "the request recomputes"
     assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
     scheduler.step()
     assert scheduler.jobs.failed_request_ids == []
@@ -214,7 +214,7 @@ def test_a_late_load_is_told_once_and_its_blocks_wait_for_the_copy() -> None:
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
-def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() -> None:
+def test_a_lazy_store_puts_blocks_back_into_their_places() -> None:
     scheduler = Scheduler(FULL, lazy_offload=True)
     scheduler.lazy.horizon_blocks = 0
     for name in ("a", "b"):
@@ -224,7 +224,7 @@ def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() ->
         scheduler.finish(request)
     queue = scheduler.manager.block_pool.free_block_queue
     order = [block.block_id for block in queue.get_all_free_blocks()]
-    scheduler.lazy.horizon_blocks = NUM_BLOCKS - 1 - 6  # all but the second one's
+    scheduler.lazy.horizon_blocks = NUM_BLOCKS - 1 - 6  # all but the second request's
     scheduler.step()
     assert queue.num_free_blocks == NUM_BLOCKS - 1 - 6
     scheduler.step()
@@ -237,7 +237,7 @@ def test_what_a_lazy_store_takes_from_the_free_queue_goes_back_where_it_was() ->
 
 
 def test_a_request_that_ends_with_its_step_is_stored() -> None:
-    """vLLM ends requests before it tells of the step: then this is the last chance."""
+    """vLLM ends requests before it reports the step, so `finished` is the last chance."""
     scheduler = Scheduler(FULL, WINDOW)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
@@ -254,11 +254,11 @@ def test_a_request_that_ends_with_its_step_is_stored() -> None:
 
 
 def test_a_rejected_draft_is_not_stored() -> None:
-    """Confirmed is what was computed less what is in flight, and a rejection takes tokens back."""
+    """The computed tokens without those in flight count. A rejection takes tokens back."""
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 30)
     scheduler.admit(request)
-    scheduler.half.build(Step({"a": 34}))  # four drafts make block 2 full
+    scheduler.half.build(Step({"a": 34}))  # four drafts fill block 2
     request.num_computed_tokens = 30
     scheduler.half.processed(KVConnectorOutput())
     jobs = scheduler.half.build(Step())
@@ -266,7 +266,7 @@ def test_a_rejected_draft_is_not_stored() -> None:
     assert len(store.block_ids) == 1
 
 
-def test_steps_in_flight_are_not_confirmed() -> None:
+def test_steps_in_flight_are_not_stored() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
@@ -279,24 +279,24 @@ def test_steps_in_flight_are_not_confirmed() -> None:
     assert len(scheduler.half.transfers.jobs.stores) == 1
 
 
-def test_a_draft_model_reads_one_block_less_of_a_hit() -> None:
+def test_a_draft_model_loads_one_block_less_of_a_hit() -> None:
     scheduler = Scheduler(FULL)
-    scheduler.store_one()
+    scheduler.store_request()
     scheduler.half.loads.drops_last_block = True
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 80
 
 
-def test_what_is_no_multiple_of_the_block_size_is_not_looked_up() -> None:
+def test_a_hit_of_partial_blocks_is_not_extended() -> None:
     scheduler = Scheduler(FULL)
-    scheduler.store_one()
+    scheduler.store_request()
     assert scheduler.half.lookup(scheduler.request("b", 100), 8) == 0
     blind = scheduler.request("c", 100)
     blind.skip_reading_prefix_cache = True
     assert scheduler.half.lookup(blind, 0) == 0
 
 
-def test_every_block_that_is_copied_is_held() -> None:
-    """Of a chain that the host has lost all is stored again, not only what was just computed."""
+def test_every_block_of_a_store_is_held() -> None:
+    """If the host has lost a chain, the whole chain is stored again, not only its new blocks."""
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 113)
     scheduler.admit(request)
@@ -315,7 +315,7 @@ def test_every_block_that_is_copied_is_held() -> None:
     assert [blocks[block_id].ref_cnt for block_id in again.block_ids] == [2] * 7
 
 
-def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
+def test_a_preempted_request_starts_over() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
@@ -328,12 +328,12 @@ def test_a_preemption_forgets_and_the_next_admission_starts_over() -> None:
     scheduler.step(reports=[(store.job_id, 0, True)])
     scheduler.manager.reset_prefix_cache()
     assert scheduler.admit(request) == 96
-    # Preempted before, admitted again in the same step: that is no new preemption.
+    # vLLM preempted the request before it admitted it in this step: that is an older preemption.
     scheduler.half.build(Step(preempted_req_ids={"a"}))
     assert "a" in scheduler.half.requests.tracked
 
 
-def test_blocks_that_a_transfer_alone_holds_are_worth_waiting_for() -> None:
+def test_blocks_held_only_by_a_transfer_count_as_pending_frees() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
@@ -343,9 +343,9 @@ def test_blocks_that_a_transfer_alone_holds_are_worth_waiting_for() -> None:
     assert scheduler.half.holds_freed_blocks()
 
 
-def test_nothing_is_left_of_a_request_that_never_ran() -> None:
+def test_a_request_that_never_ran_leaves_nothing() -> None:
     scheduler = Scheduler(FULL)
-    scheduler.store_one()
+    scheduler.store_request()
     request = scheduler.request("b", 100)
     assert scheduler.half.lookup(request, 0) == 96
     scheduler.half.finished(request)
@@ -355,8 +355,8 @@ def test_nothing_is_left_of_a_request_that_never_ran() -> None:
     assert not scheduler.half.requests.tracked
 
 
-def test_jobs_name_plain_numbers_only() -> None:
-    """They are pickled, in every step, for each worker process."""
+def test_jobs_are_pickled_as_plain_arrays() -> None:
+    """vLLM pickles them in every step for each worker process."""
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
     scheduler.admit(request)

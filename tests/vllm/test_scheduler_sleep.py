@@ -15,10 +15,10 @@ from kvstow.vllm.messages import Copies
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 
-def test_without_the_option_a_reset_empties_the_tier(tmp_path: Path) -> None:
+def test_a_reset_empties_the_tier_unless_it_is_preserved(tmp_path: Path) -> None:
     for preserve, expected in ((False, 0), (True, 96)):
         scheduler = Scheduler(FULL, preserve_on_sleep=preserve)
-        scheduler.store_one()
+        scheduler.store_request()
         scheduler.half.reset()
         assert scheduler.half.lookup(scheduler.request("b", 100), 0) == expected
 
@@ -27,7 +27,7 @@ def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text("1")
     scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
-    scheduler.store_one()
+    scheduler.store_request()
     for content, expected in (("1", 96), ("2", 0), ("2", 0), (None, 0)):
         version.unlink() if content is None else version.write_text(content)
         scheduler.half.reset()
@@ -38,7 +38,7 @@ def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:
         Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
 
 
-def test_other_weights_count_until_the_device_is_reset_as_well(tmp_path: Path) -> None:
+def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text("1")
     scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
@@ -48,7 +48,7 @@ def test_other_weights_count_until_the_device_is_reset_as_well(tmp_path: Path) -
     version.write_text("2")
     assert not scheduler.manager.reset_prefix_cache(), "a request holds blocks"
     scheduler.half.reset()
-    # It hits what the old weights have computed, on the device, and stores it.
+    # A later request hits blocks of the old weights on the device, and stores them.
     later = scheduler.request("b", 100)
     scheduler.admit(later)
     scheduler.step(later)
@@ -60,14 +60,14 @@ def test_other_weights_count_until_the_device_is_reset_as_well(tmp_path: Path) -
     assert scheduler.manager.reset_prefix_cache()
     scheduler.half.reset()
     assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
-    scheduler.store_one("e")
+    scheduler.store_request("e")
     scheduler.half.reset()
     assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, (
-        "and from then on it is kept"
+        "from then on the tier is kept"
     )
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it() -> None:
+def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
@@ -79,11 +79,11 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it() -> None:
     scheduler.finish(request)
     scheduler.step()
     assert not scheduler.jobs.stores
-    scheduler.store_one("b")
+    scheduler.store_request("b")
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
 
 
-def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
+def test_lazy_mode_stores_blocks_of_paused_requests_before_a_sleep() -> None:
     scheduler = Scheduler(FULL, lazy_offload=True, preserve_on_sleep=True)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
@@ -96,12 +96,12 @@ def test_lazy_stores_what_paused_requests_hold_before_a_sleep() -> None:
     assert not scheduler.half.may_rest()
     scheduler.step(reports=[(store.job_id, 0, True)])
     assert scheduler.half.may_rest()
-    assert scheduler.half.transfers.jobs.stores == [], "once"
+    assert scheduler.half.transfers.jobs.stores == [], "blocks are stored once"
 
 
 def loading(name: str = "b") -> tuple[Scheduler, Request, Copies]:
     scheduler = Scheduler(FULL, preserve_on_sleep=True)
-    scheduler.store_one()
+    scheduler.store_request()
     request = scheduler.request(name, 100)
     assert scheduler.admit(request) == 96
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -111,33 +111,33 @@ def loading(name: str = "b") -> tuple[Scheduler, Request, Copies]:
 
 
 @pytest.mark.parametrize("status", ["WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"])
-def test_a_load_that_a_sleep_meets_is_given_up_and_made_anew(status: str) -> None:
+def test_a_load_that_lands_before_a_sleep_is_repeated_after_it(status: str) -> None:
     scheduler, request, load = loading()
     assert not scheduler.half.may_rest()
     scheduler.step()
-    assert request.num_computed_tokens == 96, "its copy is under way"
+    assert request.num_computed_tokens == 96, "the copy is under way"
     assert scheduler.step(reports=[(load.job_id, 0, True)]) == {"b"}
-    # Or vLLM has let it in, and then there was no room for it.
+    # Or vLLM admitted the request, and then had no room for it.
     request.status = RequestStatus[status]
     assert scheduler.half.may_rest()
     assert request.num_computed_tokens == 0
     assert scheduler.manager.reset_prefix_cache()
     scheduler.half.reset()
-    # Nothing was told to vLLM: the request may have been aborted, or go on, before it is told.
+    # vLLM got no report, because the request may be aborted or go on before the report arrives.
     scheduler.step()
     assert scheduler.jobs.failed_request_ids == []
-    # Awake: vLLM caches what it has, nothing, and asks again.
+    # Awake again, vLLM caches nothing, and looks up again.
     scheduler.manager.cache_blocks(request, request.num_computed_tokens)
     assert scheduler.admit(request) == 96
 
 
-def test_before_a_sleep_vllm_is_told_of_a_load_that_failed() -> None:
+def test_a_failed_load_is_reported_before_a_sleep() -> None:
     scheduler, request, load = loading()
     assert scheduler.step(reports=[(load.job_id, 0, False)]) == set()
     assert not scheduler.half.may_rest()
     scheduler.step()
     assert scheduler.jobs.failed_request_ids == ["b"]
-    assert not scheduler.half.may_rest(), "it is on its way to vLLM"
+    assert not scheduler.half.may_rest(), "the report is on its way to vLLM"
     request.num_computed_tokens = 0
     scheduler.half.processed(KVConnectorOutput(failed_recving={"b"}, finished_recving={"b"}))
     assert scheduler.half.may_rest()

@@ -14,14 +14,14 @@ from tests.vllm.server import MAX_NUM_BATCHED_TOKENS, served
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
 IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-# Enough to preempt, or as many as the script asks by itself.
+# Enough for preemptions, or the script's own default.
 NUM_TC5 = 300 if IS_FULL else 40
-# Host blocks: room for all prompts of TC5 with their answers, and of TC3.
+# Room for all prompts of TC3, and of TC5 with their answers.
 NUM_HOST_BLOCKS = 4000 if IS_FULL else 1500
 
 
 def check(address: str, *arguments: str) -> int:
-    """As an operator would, but stricter: float32 answers are equal to much more than a tie."""
+    """Check as an operator does, with a lower tolerance: float32 answers agree closely."""
     return check_server.main(
         [
             address,
@@ -33,7 +33,9 @@ def check(address: str, *arguments: str) -> int:
     )
 
 
-def test_the_five_cases(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_server_passes_the_five_cases(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     events = tmp_path / "events.jsonl"
     options = {"num_cpu_blocks": NUM_HOST_BLOCKS, "events_path": str(events)}
     with served(folder, tmp_path / "log", kv_connector_extra_config=options) as address:
@@ -49,24 +51,24 @@ def test_the_five_cases(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         r'^kvstow_(\w+)\{.*?(?:(?:direction|tier)="(\w+)".*?)?\} (\S+)$', metrics, re.MULTILINE
     )
     counted = {f"{name} {label}".rstrip(): float(value) for name, label, value in samples}
-    # TC3's second round alone brings back most of its 9 whole blocks of each prompt.
+    # The second round of TC3 alone loads most of the 9 whole blocks of each prompt.
     stored, loaded = (counted[f"transfer_blocks_total {way}"] for way in ("store", "load"))
     assert loaded >= 100 * 9 * 0.8
     assert counted["prefix_hit_tokens_total host"] >= loaded
     assert counted["transfer_bytes_total store"] / stored == 131072
     assert counted["transfer_failures_total store"] == counted["transfer_failures_total load"] == 0
-    # Under TC5's load, too, something came from the host.
+    # Under the load of TC5 some tokens came from the host, too.
     (loaded,) = re.findall(r"^TC5 .* ([\d,]+) tokens from the host", printed, re.MULTILINE)
     assert int(loaded.replace(",", "")) > 0
-    # What was begun has ended when the server is gone, too.
+    # Every transfer has ended when the server has stopped, too.
     assert check_server.check_events(events)
 
 
-@pytest.mark.skipif(not IS_FULL, reason="a second server: make test-vllm-full")
-def test_damage_on_the_way_shows(
+@pytest.mark.skipif(not IS_FULL, reason="starts a second server: make test-vllm-full")
+def test_damage_to_loaded_blocks_fails_the_check(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The negative control: the same server, one loaded block in ten damaged."""
+    """The negative control: an equal server with one loaded block in ten damaged."""
     connector = {
         "kv_connector": "DamagingConnector",
         "kv_connector_module_path": "tests.vllm.damaging",

@@ -1,4 +1,4 @@
-"""Random lives of vLLM's scheduler with the connector: no request may ever read foreign KV."""
+"""Random operations on vLLM's scheduler with the connector: no request may read wrong KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRUNKS = [tokens(150, seed) for seed in range(3)]
 
 
 class Life:
-    """Whatever can happen to an engine, at random moments."""
+    """Random operations on an engine."""
 
     def __init__(self, engine: Simulated, seed: int) -> None:
         self.engine = engine
@@ -60,11 +60,11 @@ class Life:
             return
         name, prompt = f"r{next(self.names)}", self._prompt()
         if self.dice.random() < 0.3:
-            # What was answered before becomes a prompt.
-            known = [one for one in self.asked if one in self.engine.answers]
+            # An earlier prompt with its answer becomes a prompt.
+            known = [name for name in self.asked if name in self.engine.answers]
             if known:
-                one = self.dice.choice(known)
-                prompt = self.asked[one][0] + self.engine.answers[one]
+                earlier = self.dice.choice(known)
+                prompt = self.asked[earlier][0] + self.engine.answers[earlier]
         num_tokens = self.dice.choice([1, 2, 5, 20])
         salt = self.dice.choice([None, None, None, "pepper"])
         self.asked[name] = (prompt, num_tokens, salt)
@@ -78,12 +78,12 @@ class Life:
         )
 
     def session(self) -> None:
-        # While they wait for a chunk they hold blocks that vLLM cannot take back.
+        # Sessions that wait for a chunk hold blocks that vLLM cannot take back.
         if sum(request.resumable for request in self.engine.requests.values()) >= 2:
             return
         name, prompt = f"s{next(self.names)}", self._prompt()
         self.sessions.append(name)
-        # The answer often ends a block: then vLLM hashes what it drops.
+        # The answer often ends a block, so vLLM hashes the token that it drops.
         prompt += tokens((15 - len(prompt)) % 16, self.dice.randrange(50))
         self.engine.add(name, prompt, max_tokens=self.dice.choice([1, 2]), resumable=True)
 
@@ -107,7 +107,7 @@ class Life:
         self.engine.copy(self.dice.choice([0.3, 1.0]), failing=self.dice.choice([0, 0, 0.2]))
 
     def abort(self) -> None:
-        names = [*self.engine.requests, "nobody"]
+        names = [*self.engine.requests, "unknown"]
         name = self.dice.choice(names)
         self.asked.pop(name, None)
         if name in self.sessions:
@@ -115,11 +115,11 @@ class Life:
         self.engine.abort(name)
 
     def reset(self) -> None:
-        """As a user's call of `/reset_prefix_cache`, with the host tier or without."""
-        if self.dice.random() < 0.3:  # rarely: what is wrong on the host must last to be found
+        """Reset like `/reset_prefix_cache`, with the host tier or without it."""
+        if self.dice.random() < 0.3:  # rarely, because wrong KV on the host must last to be found
             preempts = self.dice.random() < 0.5
             with contextlib.suppress(RuntimeError) if preempts else contextlib.nullcontext():
-                # Blocks of loads, stores and sessions that wait may be in the way.
+                # It raises while loads, stores or waiting sessions hold blocks.
                 self.engine.scheduler.reset_prefix_cache(
                     reset_running_requests=preempts, reset_connector=self.dice.random() < 0.3
                 )
@@ -142,7 +142,7 @@ def test_requests_read_their_own_kv(
     )
     life = Life(engine, seed)
     life.go(500)
-    assert life.num_host_tokens > 500, "or nothing was seen"
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
     engine.close()
 
 
@@ -156,10 +156,10 @@ def test_requests_with_drafts_read_their_own_kv(folder: Path, seed: int) -> None
         drafts=True,
         seed=seed,
     )
-    # vLLM 0.32 serves sessions with drafts wrong KV of its own.
+    # Without sessions, because vLLM 0.32 itself serves wrong KV to sessions with drafts.
     life = Life(engine, seed)
     life.go(400, "session", "chunk")
-    assert life.num_host_tokens > 500, "or nothing was seen"
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
     engine.close()
 
 
@@ -168,7 +168,7 @@ def test_requests_with_drafts_read_their_own_kv(folder: Path, seed: int) -> None
 def test_a_session_stores_nothing_under_the_hash_of_a_dropped_token(
     folder: Path, lazy: bool, num_in_flight: int
 ) -> None:
-    """The first answer ends a block, is dropped, and other tokens take its place."""
+    """The first answer ends a block. vLLM drops it, and other tokens take its place."""
     options = {"num_cpu_blocks": 60, "lazy_offload": lazy}
     engine = Simulated(folder, options, num_in_flight=num_in_flight)
     engine.add("session", tokens(63, 1), max_tokens=1, resumable=True)
@@ -180,12 +180,12 @@ def test_a_session_stores_nothing_under_the_hash_of_a_dropped_token(
     engine.check_at_rest()
     dropped = [*tokens(63, 1), *engine.right_answer(tokens(63, 1), 1, None)]
     assert dropped in [hashed for hashed, _ in engine.hashed.values()]
-    # Of the dropped chain 48 tokens, of the session's 96, and of its first turn 48.
+    # The dropped chain has 48 tokens on the host, and the session has 96.
     assert engine.ask_for_all() == 48 + 96
     engine.close()
 
 
-def test_sessions_are_not_stored_where_vllm_keeps_the_hashes_of_dropped_tokens(
+def test_sessions_are_not_stored_if_vllm_keeps_hashes_of_dropped_tokens(
     folder: Path,
 ) -> None:
     for version, right in (((0, 31), ()), ((0, 32), (False,)), ((0, 33), (False, True))):
@@ -205,7 +205,7 @@ def test_sessions_are_not_stored_where_vllm_keeps_the_hashes_of_dropped_tokens(
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-def test_a_damaged_slot_costs_one_load_and_is_stored_again(folder: Path, lazy: bool) -> None:
+def test_a_damaged_slot_fails_one_load_and_is_stored_again(folder: Path, lazy: bool) -> None:
     options = {"num_cpu_blocks": 60, "lazy_offload": lazy, "verify": "checksum"}
     engine = Simulated(folder, options)
     engine.add("first", tokens(100, 1))
@@ -216,7 +216,7 @@ def test_a_damaged_slot_costs_one_load_and_is_stored_again(folder: Path, lazy: b
     assert offload.num_resident == 6
     arena.slots[:, 5] ^= 1
     right = engine.right_answer(tokens(100, 1), 4, None)
-    # The first load fails and its request computes, and its blocks are stored again.
+    # The first load fails. Its request recomputes, and its blocks are stored again.
     for number, (num_failed, num_loaded) in enumerate([(1, 0), (1, 6), (1, 12)]):
         engine.add(f"later-{number}", tokens(100, 1))
         engine.settle()
@@ -251,9 +251,9 @@ def test_a_load_that_fails_for_other_reasons_drops_no_slot(folder: Path) -> None
 def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
     folder: Path, is_guarded: bool, lazy: bool
 ) -> None:
-    """vLLM grants a chunk's blocks to one request, and preempts it for another in the same step.
+    """vLLM grants a chunk's blocks to a request, and preempts it for another in the same step.
 
-    Not where steps overlap: there vLLM preempts no request whose last step is under way.
+    With overlapping steps this cannot happen: vLLM preempts no request whose last step runs.
     """
     engine = Simulated(
         folder,
@@ -278,8 +278,8 @@ def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
     engine.close()
 
 
-def test_hashes_that_vllm_has_replaced_are_reported_anew(folder: Path) -> None:
-    """Whatever makes vLLM change the tokens of a request that the tier knows."""
+def test_hashes_that_vllm_has_replaced_are_reported_again(folder: Path) -> None:
+    """The tier must follow if vLLM changes the tokens of a request for any reason."""
     engine = Simulated(folder, {"num_cpu_blocks": 60})
     engine.add("old", tokens(80, 1), max_tokens=40)
     while not engine.requests or engine.requests["old"].num_computed_tokens < 80:

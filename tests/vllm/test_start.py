@@ -1,4 +1,4 @@
-"""How the connector's halves come to work together: capacities, first steps, wake-ups."""
+"""The start of the connector: capacities of the ranks, first steps and wake-ups."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 
 def report(scheduler: Scheduler, capacities: dict[int, int]) -> None:
-    told = StepReports(capacities=capacities)
-    scheduler.half.processed(KVConnectorOutput(kv_connector_worker_meta=told))
+    meta = StepReports(capacities=capacities)
+    scheduler.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))
 
 
 # -- capacities ------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_lookup_is_pending_until_every_rank_has_reported() -> None:
         assert scheduler.half.build(Step()).asks_capacity
         report(scheduler, {rank: num_blocks})
     assert scheduler.half.offload is not None
-    assert scheduler.half.offload.num_host_blocks == 7, "the least of all ranks counts"
+    assert scheduler.half.offload.num_host_blocks == 7, "the smallest capacity of all ranks counts"
     assert scheduler.half.may_rest()
     assert not scheduler.half.build(Step()).asks_capacity
     assert scheduler.admit(request) == 0
@@ -64,7 +64,7 @@ def test_lookup_is_pending_until_every_rank_has_reported() -> None:
 
 
 def test_workers_report_their_capacity_when_asked(folder: Path) -> None:
-    """Each pipeline stage has layers of its own, and the same bytes for its host tier."""
+    """Each pipeline stage has its own layers, and the same bytes of host memory."""
     size = PAGE_BYTES * NUM_BLOCKS
     stages = []
     for layers in ([str(at) for at in range(9)], ["a", "b"]):
@@ -80,14 +80,14 @@ def test_workers_report_their_capacity_when_asked(folder: Path) -> None:
         worker.bind_connector_metadata(StepJobs(asks_capacity=True))
         meta = worker.build_connector_worker_meta()
         output = KVConnectorOutput(kv_connector_worker_meta=meta)
-        assert not output.is_empty(), "vLLM would leave it out of a step without tokens"
+        assert not output.is_empty(), "vLLM drops empty outputs of steps without tokens"
         outputs.append(ModelRunnerOutput.with_kv_conn_output_only(output))
     merged = KVOutputAggregator(2).aggregate(outputs)
     assert merged is not None and merged.kv_connector_output is not None
     reports = merged.kv_connector_output.kv_connector_worker_meta
     assert isinstance(reports, StepReports)
     assert PAGE_BYTES == 1024
-    assert reports.capacities == {0: 60 // 3, 1: 60}, "slots are whole pages of 4 KiB"
+    assert reports.capacities == {0: 60 // 3, 1: 60}, "a slot takes whole pages of 4 KiB"
     scheduler = KVStowConnector(config, KVConnectorRole.SCHEDULER, stages[0])
     assert scheduler.get_kv_connector_stats() is None and not list(scheduler.take_events())
     scheduler.update_connector_output(merged.kv_connector_output)
@@ -98,10 +98,10 @@ def test_workers_report_their_capacity_when_asked(folder: Path) -> None:
 
 
 def test_a_capacity_that_is_reported_again_changes_nothing() -> None:
-    """Steps overlap: a worker answers each that asks."""
+    """A worker answers each step that asks, and steps overlap."""
     scheduler = Scheduler(FULL, num_host_blocks=None)
     report(scheduler, {0: 20})
-    scheduler.store_one()
+    scheduler.store_request()
     offload = scheduler.half.offload
     assert offload is not None
     report(scheduler, {0: 20})
@@ -114,7 +114,7 @@ def test_a_rank_that_has_lost_its_host_memory_turns_the_tier_off(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     scheduler = Scheduler(FULL, num_host_blocks=None)
     report(scheduler, {0: 20})
-    scheduler.store_one()
+    scheduler.store_request()
     report(scheduler, {0: 19})
     assert scheduler.half.tier.is_off and scheduler.half.offload is None
     assert "rank 0 reports 19 host blocks, expected 20" in caplog.text
@@ -128,12 +128,12 @@ def test_a_request_that_leaves_while_pending_is_forgotten() -> None:
     scheduler.half.finished(request)
     assert not scheduler.half.requests.tracked
     report(scheduler, {0: NUM_BLOCKS})
-    scheduler.store_one("a")
+    scheduler.store_request("a")
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
 
 
-def test_a_request_that_ran_before_the_tier_was_there_is_stored() -> None:
-    """vLLM lets requests in that do not read caches, whatever the lookup answers."""
+def test_a_request_that_ran_before_the_tier_existed_is_stored() -> None:
+    """vLLM admits requests that skip the caches, whatever the lookup answers."""
     scheduler = Scheduler(FULL, num_host_blocks=None)
     request = scheduler.request("a", 100)
     request.skip_reading_prefix_cache = True
@@ -148,8 +148,8 @@ def test_a_request_that_ran_before_the_tier_was_there_is_stored() -> None:
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
 
 
-def test_what_ran_before_a_reset_without_a_tier_is_not_stored() -> None:
-    """The weights may be others now."""
+def test_blocks_from_before_a_reset_without_a_tier_are_not_stored() -> None:
+    """The weights may have changed."""
     scheduler = Scheduler(FULL, num_host_blocks=None)
     request = scheduler.request("a", 100)
     request.skip_reading_prefix_cache = True
@@ -163,8 +163,10 @@ def test_what_ran_before_a_reset_without_a_tier_is_not_stored() -> None:
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 0
 
 
-def test_requests_do_not_wait_for_ever_for_a_rank(caplog: pytest.LogCaptureFixture) -> None:
-    """An executor that drops the reports costs the tier, and no request."""
+def test_requests_stop_waiting_for_a_rank_after_the_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With an executor that drops the reports, requests go on without the tier."""
     scheduler = Scheduler(FULL, world_size=2, num_host_blocks=None, load_timeout_s=5.0)
     request = scheduler.request("a", 100)
     assert scheduler.half.lookup(request, 0) is None
@@ -175,7 +177,7 @@ def test_requests_do_not_wait_for_ever_for_a_rank(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("ERROR", logger="vllm.kvstow.vllm.capacity"):
         assert scheduler.admit(request) == 0
         assert scheduler.half.may_rest()
-    assert len(caplog.records) <= 1, "once"
+    assert len(caplog.records) <= 1, "one line at most"
     scheduler.step(request)
     scheduler.finish(request)
     assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
@@ -194,15 +196,15 @@ def test_requests_do_not_wait_for_ever_for_a_rank(caplog: pytest.LogCaptureFixtu
 
 
 def run_step(connector: KVStowConnector, jobs: StepJobs) -> list[tuple[int, int, Any]]:
-    """A worker's step; returns what it reports of jobs, once all of them have ended."""
+    """Run a worker's step, and return its reports once all jobs have ended."""
     assert connector._worker is not None
     connector.bind_connector_metadata(jobs)
     connector.start_load_kv(None)
     connector.wait_for_save()
     ended = []
     for _ in range(10_000):
-        told = connector.build_connector_worker_meta()
-        ended += told.reports if isinstance(told, StepReports) else []
+        meta = connector.build_connector_worker_meta()
+        ended += meta.reports if isinstance(meta, StepReports) else []
         if not connector._worker._running:
             return ended
         time.sleep(0.001)
@@ -219,7 +221,7 @@ def test_a_stage_without_layers_of_a_group_copies_the_others(
     connector.register_kv_caches(caches)
     for tensor in caches.values():
         tensor[PAGE_BYTES : 3 * PAGE_BYTES] = 7
-    # Block 1 is the first group's, block 2 the second's.
+    # Block 1 belongs to the first group, block 2 to the second.
     store = StepJobs(stores=[copies(1, [1, 2], [1, 2], [0, 1, 2])])
     assert run_step(connector, store) == [(1, 0, True)]
     for tensor in caches.values():
@@ -229,31 +231,31 @@ def test_a_stage_without_layers_of_a_group_copies_the_others(
     own = 4 if layers and layers[0] == "w0" else 3
     for tensor in caches.values():
         assert tensor[own * PAGE_BYTES : (own + 1) * PAGE_BYTES].eq(7).all()
-        assert tensor.sum() == 7 * PAGE_BYTES, "nothing else"
+        assert tensor.sum() == 7 * PAGE_BYTES, "nothing else is written"
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     connector.shutdown()
 
 
-def test_a_stage_without_layers_sets_no_bound(folder: Path) -> None:
-    """Each stage has the same bytes, and what a block takes of them differs."""
+def test_a_stage_without_layers_does_not_limit_the_tier(folder: Path) -> None:
+    """Each stage has the same bytes, and its blocks have different sizes."""
     config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})
     capacities: dict[int, int] = {}
     for rank, layers in enumerate([("f0", "f1", "w0", "w1"), ("w0",), ()]):
         config.parallel_config.world_size, config.parallel_config.rank = 3, rank
         connector = KVStowConnector(config, KVConnectorRole.WORKER, stage(*layers)[0])
         connector.bind_connector_metadata(StepJobs(asks_capacity=True))
-        told = connector.build_connector_worker_meta()
-        assert isinstance(told, StepReports)
-        capacities |= told.capacities
+        meta = connector.build_connector_worker_meta()
+        assert isinstance(meta, StepReports)
+        capacities |= meta.capacities
     assert capacities[0] == capacities[1] == 60 < capacities[2]
     scheduler = Scheduler(FULL, WINDOW, world_size=3, num_host_blocks=None)
     report(scheduler, capacities)
     assert scheduler.half.offload is not None and scheduler.half.offload.num_host_blocks == 60
 
 
-def test_a_worker_without_its_memory_copies_nothing(folder: Path) -> None:
-    """A job that ends well without a copy would serve whatever the slots hold."""
+def test_a_worker_without_device_memory_fails_its_jobs(folder: Path) -> None:
+    """A job that succeeds without a copy would serve whatever the slots hold."""
     config = engine_config(folder, {"num_cpu_blocks": 8})
     cache, caches = stage("f0", "f1")
     connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
@@ -288,7 +290,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 def test_the_first_request_waits_for_one_empty_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.half.offload is None, "no step was run yet"
+    assert engine.half.offload is None, "no step has run yet"
     sizes = []
     build = engine.half.build
 
@@ -308,7 +310,7 @@ def test_the_first_request_waits_for_one_empty_step(
 
 @pytest.mark.parametrize("keeps_requests", [False, True], ids=["empty", "keep"])
 def test_a_wake_up_of_vllm_033_keeps_the_tier(engine: Engine, keeps_requests: bool) -> None:
-    """It takes the workers' memory away and back, and then sends all handshakes again."""
+    """vLLM takes the device memory away and gives it back, and then sends all handshakes again."""
     engine.start_over()
     expected = engine.generate(PROMPTS)
     engine.settle()
@@ -321,7 +323,7 @@ def test_a_wake_up_of_vllm_033_keeps_the_tier(engine: Engine, keeps_requests: bo
     engine.worker.unregister()
     engine.worker.restore()
     handshakes = engine.core.model_executor.get_kv_connector_handshake_metadata()
-    content = {rank: one for each in handshakes if each for rank, one in each.items()}
+    content = {rank: meta for each in handshakes if each for rank, meta in each.items()}
     connector.set_xfer_handshake_metadata_pp_aware(content)
     engine.wake()
     assert engine.stats()["resident_blocks"] == resident > 0
@@ -335,8 +337,8 @@ def test_a_wake_up_of_vllm_033_keeps_the_tier(engine: Engine, keeps_requests: bo
     engine.check_idle()
 
 
-def test_what_a_wake_up_does_not_load_shows(engine: Engine) -> None:
-    """The negative control."""
+def test_a_missing_load_after_a_wake_up_changes_answers(engine: Engine) -> None:
+    """The negative control of this file."""
     engine.start_over()
     expected = engine.generate(PROMPTS)
     engine.settle()

@@ -1,8 +1,7 @@
-"""Every call that the worker half makes of movers, arenas and tickets may raise.
+"""Any call of the worker half to movers, arenas and tickets may raise.
 
-A run is counted first. Then it is made once for each of its calls, and that call raises. Whatever
-it is, each job is reported once, and after `close` nothing is left: no mapping, no thread, no
-descriptor.
+A first run counts the calls. Then one run for each call makes that call raise. In every run each
+job is reported once, and after `close` no mapping, thread or descriptor is left.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ NUM_HOST_BLOCKS = 8
 
 
 class Injected(Exception):
-    """What no part of kvstow raises by itself."""
+    """An error that no part of kvstow raises."""
 
 
 class Faults:
-    """Counts calls; the one of number `at` raises."""
+    """Counts calls, and makes call number `at` raise."""
 
     def __init__(self, at: int | None, error: type[BaseException] = Injected) -> None:
         self.at = at
@@ -106,7 +105,7 @@ class FaultyTicket:
 
 
 class Run:
-    """A worker's life: stores, loads, a sleep, stores, and the end. What raises is tried again."""
+    """A worker's life: stores, loads, a sleep, stores, and the end. It repeats calls that raise."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -154,7 +153,7 @@ class Run:
             return call(*args)
 
     def step(self, jobs: StepJobs) -> None:
-        """As vLLM's worker does it; an error ends the step, and the next one goes on."""
+        """Run a step like vLLM's worker: an error ends the step, and the next step goes on."""
         try:
             self.worker.bind(jobs)
             self.worker.begin(LOAD)
@@ -165,22 +164,23 @@ class Run:
 
     def collect(self) -> None:
         self.attempt(self.worker.stats)
-        told = self.attempt(self.worker.reports)
-        if told is not None:
-            self.reports.update((job_id, bool(ok)) for job_id, _, ok in told.reports)
-            self.released.update(told.released)
+        meta = self.attempt(self.worker.reports)
+        if meta is not None:
+            self.reports.update((job_id, bool(ok)) for job_id, _, ok in meta.reports)
+            self.released.update(meta.released)
 
 
 def left(faults: Faults) -> tuple[int, int, int]:
-    """Descriptors, threads, and host memory that is mapped."""
+    """Return the numbers of descriptors, threads and host mappings."""
     gc.collect()
-    mapped = [one for one in (ref() for ref in faults.maps) if one is not None and not one.closed]
+    maps = (ref() for ref in faults.maps)
+    mapped = [memory for memory in maps if memory is not None and not memory.closed]
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(mapped)
 
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Faults], Run]]:
-    # pytest keeps what was logged, errors with their frames included.
+    # pytest keeps the log, and with it the frames of errors.
     monkeypatch.setattr(module.logger, "disabled", True)
 
     def run(faults: Faults) -> Run:
@@ -195,7 +195,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Faults], Run]]
 
 
 @pytest.mark.parametrize("error", [Injected, KeyboardInterrupt])
-def test_a_call_that_raises_loses_no_job_and_leaks_nothing(
+def test_an_error_in_any_call_loses_no_job_and_leaks_nothing(
     faulty: Callable[[Faults], Run], error: type[BaseException]
 ) -> None:
     run = faulty(Faults(None, error))
@@ -206,15 +206,15 @@ def test_a_call_that_raises_loses_no_job_and_leaks_nothing(
     held, faults = run.held, run.faults
     del run
     gc.collect()
-    gc.freeze()  # vLLM and torch: what they hold is looked through at every collection otherwise
+    gc.freeze()  # otherwise each collection walks all objects of vLLM and torch
     before = left(faults)
     assert before[2] == 0 < held[2]
-    assert held[1] > before[1], "they would show"
+    assert held[1] > before[1], "a leak would show"
     for at, name in enumerate(calls):
         run = faulty(Faults(at, error))
         assert run.faults.calls[at] == name
-        told = Counter(job_id for job_id, _ in run.reports.elements())
-        assert told == Counter(range(1, 6)), f"call {at}, {name}: {run.reports}"
+        reported = Counter(job_id for job_id, _ in run.reports.elements())
+        assert reported == Counter(range(1, 6)), f"call {at}, {name}: {run.reports}"
         assert max(run.released.values(), default=0) <= 1
         num_failed = sum(not ok for _, ok in run.reports)
         begins = name in ("mover.load", "mover.store")
@@ -230,7 +230,7 @@ def test_a_call_that_raises_loses_no_job_and_leaks_nothing(
 
 
 def check_loaded(run: Run, tensor: torch.Tensor) -> None:
-    """What was reported as loaded lies where it should."""
+    """Check that the bytes of reported loads are in their blocks."""
     full = tensor is run.caches["f0"]
     for job_id, target in ((2, 3 if full else 4), (3, 5), (4, 6)):
         if job_id in (3, 4) and full != (job_id == 3):

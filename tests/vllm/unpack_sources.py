@@ -1,6 +1,6 @@
-"""Unpacks the Python files of a source distribution: FOLDER, and its lock file (PEP 751) as input.
+"""Unpacks the Python files of a source distribution into FOLDER. Reads its lock file (PEP 751).
 
-For a version of vLLM that has no build for this machine: `make drift` reads it all the same.
+`make drift` uses it for a version of vLLM that has no build for this machine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ def main(folder: Path) -> None:
     with urllib.request.urlopen(package["sdist"]["url"]) as response:
         archive = response.read()
     if hashlib.sha256(archive).hexdigest() != package["sdist"]["hashes"]["sha256"]:
-        sys.exit(f"{package['name']}: the archive is not what the index says")
+        sys.exit(
+            f"{package['name']}: the archive's SHA-256 differs from the lock file: resolve it again"
+        )
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         for file in files:
-            # The first folder is the distribution's: NAME-VERSION.
+            # The archive has one folder NAME-VERSION, which is left out.
             _, _, file.name = file.name.partition("/")
             if file.isfile() and file.name.startswith("vllm/") and file.name.endswith(".py"):
                 files.extract(file, folder, filter="data")

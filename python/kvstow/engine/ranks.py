@@ -6,75 +6,29 @@ job is as many copies as there are ranks and groups, and it has ended when all o
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, Job, KvstowError, TransferError
 from kvstow.closing import call_all
+from kvstow.engine.transfer import Direction
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 from kvstow.transfer.arena import slot_stride_bytes
-from kvstow.transfer.ticket import outcome
 
 __all__ = [
     "MakeMover",
     "RankLayouts",
     "Ranks",
-    "Transfer",
     "build_arenas",
     "checked_layouts",
 ]
 
 RankLayouts: TypeAlias = Sequence[BlockLayout] | Sequence[Sequence[BlockLayout]]
 MakeMover: TypeAlias = Callable[[BlockLayout, HostArena], Mover]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
-    """The copies of one job, on their way.
-
-    Attributes:
-        job: which blocks and slots.
-        direction: whether it brings blocks to the host or back.
-        num_bytes: of all its copies, on all ranks.
-        begin_s: on the engine's clock, when it was submitted.
-        request_id: of a load, who asked for it; None of a store.
-        num_tokens: of a load, where the prefix ends that is there once it has landed.
-        rank_tickets: per rank, one for each group that has copies.
-    """
-
-    job: Job
-    direction: Literal["store", "load"]
-    num_bytes: int
-    begin_s: float
-    request_id: str | None = None
-    num_tokens: int = 0
-    rank_tickets: list[list[Ticket]] = field(default_factory=list)
-
-    @property
-    def tickets(self) -> list[Ticket]:
-        """All ranks', in their order."""
-        return [ticket for tickets in self.rank_tickets for ticket in tickets]
-
-    def poll(self) -> bool:
-        """Whether all copies have ended, well or not. Never blocks."""
-        return all(ticket.poll() for tickets in self.rank_tickets for ticket in tickets)
-
-    def source_released(self) -> bool:
-        """Whether no copy reads its source any more, on any rank. Never blocks."""
-        return all(ticket.source_released() for ticket in self.tickets)
-
-    def outcomes(self) -> list[bool | list[bool]]:
-        """Block until all copies have ended; per rank, how its own went, as `complete` takes it."""
-        return [outcome(tickets, self.job.host_slots) for tickets in self.rank_tickets]
-
-    def wait(self) -> bool:
-        """Block until all copies have ended; whether all went well."""
-        return all(one is True for one in self.outcomes())
 
 
 def build_arenas(
@@ -137,20 +91,20 @@ class Ranks:
         parts = zip(self._block_bytes, pairwise(job.offsets.tolist()), strict=True)
         return sum(block_bytes * (end - begin) for block_bytes, (begin, end) in parts)
 
-    def submit(self, transfer: Transfer, after: Event) -> None:
-        """Begin the copies of a job; one that is refused has failed, and those beside it go on."""
-        transfer.rank_tickets.extend(
-            self.copy(transfer.direction, transfer.job, transfer.job.block_ids, after)
-        )
-
     def copy(
         self,
-        direction: Literal["store", "load"],
+        direction: Direction,
         job: Job,
         block_ids: npt.NDArray[np.int32],
         after: Event,
     ) -> list[list[Ticket]]:
-        """Begin the copies of a job whose blocks have these ids; tickets as in a `Transfer`."""
+        """Begin the copies of a job between its slots and the device blocks `block_ids`.
+
+        If a mover refuses its copy, that copy has failed, and the others go on.
+
+        Returns:
+            Per rank, one ticket for each group that has copies.
+        """
         parts = [
             (group, block_ids[begin:end], job.host_slots[begin:end])
             for group, (begin, end) in enumerate(pairwise(job.offsets.tolist()))
@@ -226,7 +180,7 @@ class _Refused(Ticket):
 
 def _submit(
     mover: Mover,
-    direction: Literal["store", "load"],
+    direction: Direction,
     block_ids: npt.NDArray[np.int32],
     host_slots: npt.NDArray[np.int32],
     after: Event,

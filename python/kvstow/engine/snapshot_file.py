@@ -15,16 +15,13 @@ moment leaves the old file or the new one. Nothing in a file is executed or unpi
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import operator
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,6 +32,7 @@ import numpy.typing as npt
 
 from kvstow._core import SnapshotError
 from kvstow.closing import Closing
+from kvstow.engine.replacing import replacing, sync_folder
 from kvstow.threads import map_on_threads
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
@@ -48,7 +46,6 @@ _MAX_HEADER_BYTES = 64 << 20
 # Of slots side by side, checked and written at a time.
 _CHUNK_BYTES = 32 << 20
 _NUM_THREADS = 2
-_TEMPORARY = ".kvstow-tmp"
 _SECTIONS = ("ledger", "scheduler", "engine")
 # What comes of numbers and names that are of another kind, or out of bounds.
 _NONSENSE = (
@@ -124,7 +121,7 @@ def write_snapshot(
     """
     path = Path(path)
     try:
-        with _replacing(path) as file:
+        with replacing(path) as file:
             _write(file, image, arenas, used_slots)
     except OSError as error:
         raise SnapshotError(
@@ -132,7 +129,7 @@ def write_snapshot(
             "has it; free some space or name another place"
         ) from error
     try:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise SnapshotError(
             f"{path} is written, but its folder cannot be synced ({error.strerror or error}): a "
@@ -242,73 +239,6 @@ def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[int]:
-    """A new file that takes the name `path` when it is complete, or goes.
-
-    Those that killed writers have left go first; a writer that lives holds a lock on its own.
-    """
-    file, name = _new_file(path)
-    try:
-        yield file
-        os.fsync(file)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-    finally:
-        os.close(file)
-
-
-def _new_file(path: Path) -> tuple[int, str]:
-    """A file beside `path` that no other writer takes for one that was left, and its name."""
-    prefix = f".{path.name}."
-    _remove_left_over(path.parent, prefix)
-    while True:
-        file, name = tempfile.mkstemp(_TEMPORARY, prefix, path.parent)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:
-                return file, name
-        except BaseException:
-            os.close(file)
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-        os.close(file)  # another writer removed it before it was locked
-
-
-def _remove_left_over(folder: Path, prefix: str) -> None:
-    with os.scandir(folder) as entries:
-        names = [
-            entry.path
-            for entry in entries
-            if entry.name.startswith(prefix) and entry.name.endswith(_TEMPORARY)
-        ]
-    for name in names:
-        with suppress(OSError):
-            file = os.open(name, os.O_RDWR)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name)
-            finally:
-                os.close(file)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let the new name survive a loss of power too."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    except OSError as error:
-        # Some network file systems cannot sync a folder, and keep names by other means.
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
-            raise
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,157 +29,119 @@ class Metric(NamedTuple):
 
     Attributes:
         name: the name in Prometheus.
-        kind: "counter" for a number that only rises.
         text: the help text in Prometheus.
-        label: the label that distinguishes the samples; empty for a single sample.
-        keys: the key in `Engine.stats()` by the label's value; "" for a single sample.
+        keys: the key in `Engine.stats()` by the value of the label; "" for a single sample.
     """
 
     name: str
-    kind: Literal["counter", "gauge"]
     text: str
-    label: str
     keys: Mapping[str, str]
 
+    @property
+    def kind(self) -> Literal["counter", "gauge"]:
+        """A counter only rises, and its name ends with `_total`."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
-def _tiers(device: str, host: str) -> dict[str, str]:
-    return {"device": device, "host": host}
-
-
-def _directions(store: str, load: str) -> dict[str, str]:
-    return {"store": store, "load": load}
+    @property
+    def label(self) -> str:
+        """The label that distinguishes the samples; empty for a single sample."""
+        return {"": "", "device": "tier", "store": "direction"}[next(iter(self.keys))]
 
 
 METRICS: Final = (
     Metric(
         "kvstow_prefix_query_tokens_total",
-        "counter",
         "Tokens, in whole blocks, that admitted requests looked up in the tier. The host tier "
         "counts only tokens that the device lacks.",
-        "tier",
-        _tiers("device_query_tokens", "query_tokens"),
+        {"device": "device_query_tokens", "host": "query_tokens"},
     ),
     Metric(
         "kvstow_prefix_hit_tokens_total",
-        "counter",
         "Looked-up tokens that requests took from the tier instead of recomputing them.",
-        "tier",
-        _tiers("device_hit_tokens", "hit_tokens"),
+        {"device": "device_hit_tokens", "host": "hit_tokens"},
     ),
     Metric(
         "kvstow_pending_lookups_total",
-        "counter",
         "Lookups deferred because another request is loading the same blocks.",
-        "",
         {"": "pending_lookups"},
     ),
     Metric(
         "kvstow_transfer_blocks_total",
-        "counter",
         "Blocks that successful transfers copied. A block counts once, whatever the number of "
         "ranks.",
-        "direction",
-        _directions("stored_blocks", "loaded_blocks"),
+        {"store": "stored_blocks", "load": "loaded_blocks"},
     ),
     Metric(
         "kvstow_transfer_bytes_total",
-        "counter",
         "Bytes that successful transfers copied, on all ranks together.",
-        "direction",
-        _directions("stored_bytes", "loaded_bytes"),
+        {"store": "stored_bytes", "load": "loaded_bytes"},
     ),
     Metric(
         "kvstow_transfer_seconds_total",
-        "counter",
         "Seconds from the submission of a transfer until kvstow saw its end, summed over "
         "successful transfers. Overlapping transfers each count in full.",
-        "direction",
-        _directions("store_seconds", "load_seconds"),
+        {"store": "store_seconds", "load": "load_seconds"},
     ),
     Metric(
         "kvstow_transfer_failures_total",
-        "counter",
-        "Transfers that failed or missed their deadline, and loads that were in flight when the "
-        "host tier was reset.",
-        "direction",
-        _directions("failed_stores", "failed_loads"),
+        "Transfers that failed or missed their deadline, and loads that were in flight when "
+        "the host tier was reset.",
+        {"store": "failed_stores", "load": "failed_loads"},
     ),
     Metric(
         "kvstow_late_transfers_total",
-        "counter",
         "Transfers that missed their deadline.",
-        "",
         {"": "late_jobs"},
     ),
     Metric(
         "kvstow_transfers_in_flight",
-        "gauge",
         "Transfers in flight, those in quarantine excluded.",
-        "",
         {"": "jobs_in_flight"},
     ),
     Metric(
         "kvstow_transfers_in_quarantine",
-        "gauge",
         "Transfers that missed their deadline and have not ended yet.",
-        "",
         {"": "quarantined_jobs"},
     ),
     Metric(
         "kvstow_blocks_in_quarantine",
-        "gauge",
         "Device blocks that transfers in quarantine hold.",
-        "",
         {"": "quarantined_blocks"},
     ),
     Metric(
         "kvstow_dropped_blocks_total",
-        "counter",
         "Blocks, counted in host slots, that were not stored because the host tier had no room.",
-        "",
         {"": "dropped_blocks"},
     ),
     Metric(
         "kvstow_damaged_blocks_total",
-        "counter",
         "Blocks, counted in host slots, that the host tier dropped because a load found "
         "damaged bytes.",
-        "",
         {"": "damaged_blocks"},
     ),
     Metric(
         "kvstow_evicted_blocks_total",
-        "counter",
         "Cached blocks that the tier evicted. The host tier counts slots.",
-        "tier",
-        _tiers("device_evicted_blocks", "evicted_blocks"),
+        {"device": "device_evicted_blocks", "host": "evicted_blocks"},
     ),
     Metric(
         "kvstow_cached_blocks",
-        "gauge",
         "Blocks that a lookup can find. The host tier counts slots.",
-        "tier",
-        _tiers("device_blocks_cached", "resident_blocks"),
+        {"device": "device_blocks_cached", "host": "resident_blocks"},
     ),
     Metric(
         "kvstow_capacity_blocks",
-        "gauge",
         "Blocks of the tier, the null block excluded. The host tier counts slots.",
-        "tier",
-        _tiers("device_capacity_blocks", "capacity_blocks"),
+        {"device": "device_capacity_blocks", "host": "capacity_blocks"},
     ),
     Metric(
         "kvstow_capacity_tokens",
-        "gauge",
         "Prompt tokens that fit into the tier if every group keeps all of its blocks.",
-        "tier",
-        _tiers("device_capacity_tokens", "capacity_tokens"),
+        {"device": "device_capacity_tokens", "host": "capacity_tokens"},
     ),
     Metric(
         "kvstow_lost_events_total",
-        "counter",
         "Events missing from the events file because it could not be written.",
-        "",
         {"": "lost_events"},
     ),
 )

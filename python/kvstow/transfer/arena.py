@@ -295,7 +295,7 @@ def _keep_private(memory: mmap.mmap) -> None:
     """Keep the memory out of forked children and core dumps.
 
     If a fork shared the memory, the child could write into it. If each side got a copy at its next
-    write, the memory would double, and the device would keep pages that the parent no longer uses.
+    write, the memory would double. The device would then keep pages that the parent no longer uses.
     """
     with contextlib.suppress(OSError):  # not every system knows this advice
         memory.madvise(mmap.MADV_DONTDUMP)

@@ -1,11 +1,11 @@
 """The mover interface: submit a store or a load with the event that it waits for, then poll.
 
 A mover copies between the blocks of one `BlockLayout` (the device side) and the slots of one
-`HostArena` (the host side). A job waits for its event. It also waits for earlier jobs of its
-direction that still wait and write to the same slot (a store) or block (a load), so the later job
-writes last. No other order is promised: jobs of one direction may overtake each other, and stores
-and loads are not ordered against each other. The caller pins the blocks and slots of a job until
-its ticket ends.
+`HostArena` (the host side). A job waits for its event. It also waits for an earlier job of its
+direction that still waits and has a common target: a slot (a store) or a block (a load). So the
+later job writes last. No other order is promised. Jobs of one direction may overtake each other,
+and stores and loads are not ordered against each other. The caller pins the blocks and slots of a
+job until its ticket ends.
 
 A `CudaMover` puts its jobs on streams, which run in order. So a `CudaEvent` that never happens
 holds up all later jobs of its direction on that device. An event of the host does not.

@@ -1,4 +1,4 @@
-"""As much of cupy as `CudaRuntime` and `kvstow doctor` call, on a machine that a test describes."""
+"""The part of cupy that `CudaRuntime` and `kvstow doctor` call, for a simulated machine."""
 
 import sys
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ class FakeCupy(ModuleType):
     """A machine with `num_devices` GPUs.
 
     Attributes:
-        event_status: what asking for an event returns: like cupy's, it raises nothing.
-        capture_status: what asking for a capture raises, if not 0.
-        calls: of the copies and waits, in their order.
+        event_status: status that a query of an event returns; like cupy, it raises nothing.
+        capture_status: status that a query of a capture raises, unless it is 0.
+        calls: names of the copies and waits in their order.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FakeCupy(ModuleType):
                 getDeviceCount=lambda: _count(num_devices),
                 getDeviceProperties=lambda device: {
                     "name": b"Fake H1",
-                    # As cupy does: up to the first zero.
+                    # cupy returns the UUID up to its first zero byte.
                     "uuid": bytes([0x5A, 0, device]).partition(b"\0")[0],
                 },
                 deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
@@ -91,7 +91,7 @@ class FakeCupy(ModuleType):
         return SimpleNamespace(get_function=lambda _: FakeKernel(self._compile_error))
 
     def install(self, patch: pytest.MonkeyPatch) -> "FakeCupy":
-        """Be what `import cupy` gives."""
+        """Make this the module that `import cupy` returns."""
         patch.setitem(sys.modules, "cupy", self)
         return self
 
@@ -102,7 +102,7 @@ class FakeCupy(ModuleType):
 
 
 def remove_cupy(patch: pytest.MonkeyPatch) -> None:
-    """Let `import cupy` fail."""
+    """Make `import cupy` fail."""
     patch.setitem(sys.modules, "cupy", None)
 
 

@@ -1,12 +1,12 @@
-"""A device whose queued work runs in any order that CUDA allows: a model checker for ordering.
+"""A simulated GPU whose queued work runs in any order that CUDA allows: a model checker of order.
 
-Streams are queues; work of one runs in its order, and between streams only events decide. What is
-queued is not carried out until the scheduler, `choose`, picks its stream; long copies and kernels
-are carried out in two halves, so that others can come in between. The host's calls take effect at
-once, as CUDA's do: between two of them the device gets as far as `choose` lets it.
+Streams are queues. Work of one stream runs in its order, and only events order work of different
+streams. Queued work runs when the scheduler, `choose`, picks its stream. Long copies and kernels
+run in two halves, so that other work can come in between. The host's calls take effect at once, as
+in CUDA. Between two calls the device gets as far as `choose` lets it.
 
-As in CUDA, an event stands for what it was recorded behind last, a wait is for what the event
-stands for when the wait is queued, and one that was never recorded is no wait at all.
+As in CUDA, an event stands for the work before its latest record. A wait is for what the event
+stands for when the wait is queued. A wait for an event that was never recorded has no effect.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from kvstow.transfer.cuda.kernels import CHUNK_DTYPE, checksum
 GARBAGE = 0xDB
 
 Choose = Callable[[list[int | None]], int | None]
-"""Given the streams that could go on, and None where the host could, picks one."""
+"""Picks one of the streams that can go on; None stands for the host, where it can go on."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class FakeEvent:
 
 @dataclass(eq=False)
 class Work:
-    """Something queued: its halves, or what it waits for."""
+    """Queued work: its halves, or the work that it waits for."""
 
     parts: deque[Callable[[], None]]
     stream: FakeStream
@@ -50,10 +50,10 @@ class SimulatedGpu:
     """See `Runtime`.
 
     Attributes:
-        dropped: waits to leave out: pairs of the stream that waits and the one it waits for.
-        seen: all pairs that were asked for.
-        blind: the host takes every event for reached.
-        fail: name of a call, and the error that it is to raise the next time.
+        dropped: waits to leave out, as (waiting stream, stream that it waits for).
+        seen: all such pairs for which a wait was queued.
+        blind: whether the host takes every event as reached.
+        fail: the error that a call raises the next time, by the name of the call.
     """
 
     def __init__(self, choose: Choose, *, dropped: tuple[int, int] | None = None) -> None:
@@ -81,14 +81,14 @@ class SimulatedGpu:
         return able
 
     def run(self) -> None:
-        """Let the device get as far as `choose` likes."""
+        """Let the device go on until `choose` picks the host."""
         while able := self._runnable():
             if (chosen := self._choose([*(stream.name for stream in able), None])) is None:
                 return
             self._run_part(self.streams[chosen])
 
     def step(self) -> bool:
-        """Let it go on by one part; False where there is nothing that could."""
+        """Let the device do one part; return False if no stream can go on."""
         if not (able := self._runnable()):
             return False
         chosen = self._choose([stream.name for stream in able])
@@ -158,7 +158,7 @@ class SimulatedGpu:
         self._enter("synchronize")
         if event.recorded is not None:
             while not event.recorded.is_done:
-                assert self.step(), "the host waits for what never happens"
+                assert self.step(), "the host waits for an event that never happens"
 
     def allocate(self, num_bytes: int) -> int:
         self._enter("allocate")
@@ -219,7 +219,7 @@ class SimulatedGpu:
         del self.allocated[address]
 
     def _kernel(self, pack: Pack, *, is_gather: bool) -> Iterator[Callable[[], None]]:
-        """What `pack.cu` does, read when it runs."""
+        """Yield the halves of what `pack.cu` does. It reads its arguments when it runs."""
 
         def move(first: int, last: int) -> None:
             table = np.frombuffer(_bytes(pack.chunks, pack.num_chunks * 24), dtype=CHUNK_DTYPE)
@@ -234,7 +234,7 @@ class SimulatedGpu:
                 if pack.checksums:
                     slot = np.frombuffer(_bytes(place, num_bytes), dtype=np.uint8)
                     sums = np.frombuffer(_bytes(pack.checksums, 8 * (i + 1)), dtype=np.uint64)
-                    sums[i : i + 1] += checksum(slot[None])  # wraps, as the device's does
+                    sums[i : i + 1] += checksum(slot[None])  # wraps, as on the device
 
         return _halves(pack.num_blocks, move)
 

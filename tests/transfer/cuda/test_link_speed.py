@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The devices that were measured."""
+    """Record the devices that are measured."""
     calls: list[str] = []
 
     def measure(runtime: SimulatedGpu) -> LinkSpeed:
@@ -81,7 +81,7 @@ def test_without_a_cache_folder_each_call_measures(
 def test_measurement_frees_its_memory(runtime: SimulatedGpu) -> None:
     ticks = iter(range(10**6))
     speed = measure(runtime, lambda: next(ticks) / 1000)
-    # By this clock every turn takes a millisecond.
+    # Each turn takes a millisecond of this clock.
     assert speed.store_bytes_per_s == pytest.approx(64 * 2**20 * 1000)
     assert speed.load_bytes_per_s == pytest.approx(64 * 2**20 * 1000)
     assert speed.copy_seconds == pytest.approx(1e-6)

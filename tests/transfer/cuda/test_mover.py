@@ -36,7 +36,7 @@ REFUSED = CudaError("invalid value", is_fatal=False)
 
 
 def in_order(able: list[int | None]) -> int | None:
-    """The host first, as if the device were far slower: nothing runs until it is asked for."""
+    """Let the host go on first, as with a very slow device: work runs only when a test steps it."""
     return None if None in able else able[0]
 
 
@@ -46,7 +46,7 @@ def on_device(arrays: list[npt.NDArray[np.uint8]], device: int = 0) -> BlockLayo
 
 
 class Bench:
-    """Blocks of two fragments, and an idle device that runs what it is asked to."""
+    """A mover for blocks of two fragments, on an idle simulated GPU."""
 
     def __init__(
         self, *, num_blocks: int = 9, num_slots: int = 16, num_places: int = 2, **options: object
@@ -63,7 +63,7 @@ class Bench:
         return self.memory[:, block].reshape(-1)
 
     def land(self, ticket: Ticket) -> None:
-        """Let the device go on until the job has ended, and raise what it failed with."""
+        """Let the device go on until the job has ended, and raise its error."""
         while not ticket.poll():
             assert self.runtime.step(), "the device is idle, and the job is not done"
         ticket.wait(0)
@@ -144,7 +144,7 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
             copy(made, stream)  # type: ignore[arg-type]
 
         it.runtime.copy = spy  # type: ignore[method-assign, assignment]
-        # Places hold two blocks; slots 4 and 8 begin another chunk.
+        # A place holds two blocks, and slots 4 and 8 each begin a pinned chunk.
         it.land(it.mover.store([1, 2, 3, 4, 5, 6], [9, 2, 3, 8, 4, 5], after=it.after()))
     assert copies == [[2], [2], [2]]
     with bench() as it:

@@ -1,4 +1,4 @@
-"""No order of the device's work may corrupt a byte; and each wait is there because one would."""
+"""No order of the device's work corrupts a byte, and without any one wait some order does."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvstow.transfer.cuda.mover import CudaMover
 from kvstow.transfer.cuda.runtime import CudaEvent
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS = 12, 16, 2
-# Blocks that fill a slot but for some padding, and blocks in slots of larger ones; two to a place.
+# Blocks with a little padding in their slot, and with much. A place holds two of them.
 FRAGMENT_BYTES, STAGING_BYTES = (2032, 1008), (8192, 4096)
 NUM_SEEDS = 300
 
@@ -24,7 +24,7 @@ Path = Literal["packed", "direct"]
 
 
 class RandomOrder:
-    """Evenly, or by priorities that change now and then: those starve a stream for long."""
+    """Picks evenly, or by priorities that change now and then and so starve a stream for long."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -43,15 +43,15 @@ class RandomOrder:
 
 
 class EveryOrder:
-    """One order after the other, until all that there are have been tried."""
+    """Tries all orders, one after the other."""
 
     def __init__(self) -> None:
-        self._path: list[list[int]] = []  # [taken, of how many]
+        self._path: list[list[int]] = []  # [choice, number of choices]
         self._at = 0
 
     def __call__(self, able: list[int | None]) -> int | None:
         if None in able:
-            return None  # the host goes on: what is queued can run later all the same
+            return None  # the host goes on, because queued work can still run later
         if self._at == len(self._path):
             self._path.append([0, len(able)])
         self._at += 1
@@ -71,7 +71,7 @@ class Corrupt(Exception):
 
 
 class World:
-    """A device that computes into blocks and reads them, and a mover beside it."""
+    """A device whose compute writes and reads blocks, and a mover of these blocks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class World:
         self.compute = self.runtime.stream()
         size = FRAGMENT_BYTES[seed % 2]
         memory = np.zeros((NUM_LAYERS, NUM_BLOCKS, size + 16), dtype=np.uint8)
-        # All words of a block say what was computed into it last.
+        # All words of a block hold the version that compute wrote last.
         self.words = memory[:, :, :size].view(np.uint64)
         cpu = BlockLayout.from_arrays(list(memory[:, :, :size]))
         layout = BlockLayout(NUM_BLOCKS, cpu.regions, cpu.owners, device=0)
@@ -97,7 +97,7 @@ class World:
         link = CudaLink(self.runtime, staging_bytes=STAGING_BYTES[seed % 2], num_places=num_places)
         self.mover = CudaMover(layout, self.arena, link=link, path=path, verify=verify)
         self.version = 0
-        self.device: dict[int, int] = {}  # what blocks hold, once all is done
+        self.device: dict[int, int] = {}  # the version of each block after all queued work
         self.host: dict[int, int] = {}
 
     # -- the device's own work --------------------------------------------------------------------
@@ -116,7 +116,7 @@ class World:
         return versions
 
     def read(self, ids: list[int]) -> None:
-        """A step reads blocks: they must hold what they hold for whoever schedules it."""
+        """Queue a step that reads blocks and expects their version at this point."""
         for block in ids:
 
             def look(block: int = block, version: int = self.device[block]) -> None:
@@ -138,10 +138,10 @@ class World:
         return self.mover.load(slots, ids, after=self.after())
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Ask again and again, as an engine does each step."""
+        """Poll repeatedly, as an engine does in each step."""
         while not is_over():
             if not self.runtime.step():
-                assert is_over(), "the device is idle, and the mover still waits"
+                assert is_over(), "the device is idle, but the mover still waits"
 
     def expect_slots(self, slots: list[int], versions: list[int]) -> None:
         for slot, version in zip(slots, versions, strict=True):
@@ -154,8 +154,10 @@ def _expect(words: npt.NDArray[np.uint64], version: int, where: str) -> None:
 
 
 def round_trips(world: World) -> None:
-    """Stores whose blocks are computed into as soon as they are released, and loads over blocks
-    that were just read, several in flight, each through several places of the staging memory."""
+    """Store blocks that compute rewrites on release, and load into blocks that a step just read.
+
+    Several jobs are in flight, and each takes several places of the staging memory.
+    """
     ids = list(range(1, NUM_BLOCKS))
     for turn in range(2):
         world.random.shuffle(ids)
@@ -171,7 +173,7 @@ def round_trips(world: World) -> None:
         world.wait(store.poll)
         assert store.error is None
         world.expect_slots(slots, versions)
-        # Into blocks that a step still reads, and out of both stores' slots.
+        # The loads write blocks that a step still reads, and read the slots of both stores.
         world.wait(second.poll)
         world.expect_slots(late_slots, late)
         world.read(mine)
@@ -184,14 +186,14 @@ def round_trips(world: World) -> None:
         world.wait(other.poll)
         assert load.error is None
         assert other.error is None
-        # The slots are free again: whoever gets them writes.
+        # The slots are free again, so their next owner may write.
         world.slots[slots + late_slots] = turn
         world.read([*mine[:5], *others[:3]])
     world.runtime.run_all()
 
 
 def one_store(world: World) -> None:
-    """Of more batches than there are places, and one of its blocks is computed into at once."""
+    """Store in more batches than there are places, and rewrite two of the blocks on release."""
     versions = [*world.compute_into([1]), 0, 0]
     store = world.store([1, 2, 3], [4, 9, 5])
     world.wait(store.source_released)
@@ -202,7 +204,7 @@ def one_store(world: World) -> None:
 
 
 def one_load(world: World) -> None:
-    """Of more batches than there are places, over a block that a step reads."""
+    """Load in more batches than there are places, into a block that a step reads."""
     world.slots[[4, 9, 5]] = [[100], [101], [102]]
     world.device[2] = 0
     world.read([2])
@@ -261,7 +263,7 @@ def test_without_any_one_wait_some_order_corrupts(path: Path, dropped: tuple[int
 
 
 def test_lanes_queue_only_the_waits_that_the_design_names() -> None:
-    # Streams: 0 computes; 1 and 2 are the store's kernels and copies, 3 and 4 the load's.
+    # Stream 0 computes. Streams 1 and 2 have the kernels and copies of stores, 3 and 4 of loads.
     assert waits("packed") == [(1, 0), (1, 2), (2, 1), (3, 0), (3, 4), (4, 3)]
     assert waits("direct") == [(2, 0), (4, 0)]
 

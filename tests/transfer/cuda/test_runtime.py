@@ -1,4 +1,4 @@
-"""What `CudaRuntime` makes of cupy's answers; the device itself is in tests/gpu/."""
+"""`CudaRuntime` on a simulated cupy. tests/gpu/ tests it on a device."""
 
 import cuda.bindings.runtime as cuda_api
 import numpy as np
@@ -74,7 +74,7 @@ def test_query_of_an_event_raises_on_a_lost_device(monkeypatch: pytest.MonkeyPat
     assert runtime.lost is raised.value
 
 
-# What CUDA's reference says of its errors, by name, and not the numbers of the code.
+# The poisoning errors of CUDA's reference by name, apart from the numbers in the code.
 POISONING = [
     "Contained",
     "IllegalAddress",
@@ -162,7 +162,7 @@ def test_upload_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Failing:
-    """An event that has happened, and failed in a way of its own."""
+    """An event that has happened, and whose `wait` raises an unusual error."""
 
     def wait(self) -> None:
         raise ValueError("lost it")

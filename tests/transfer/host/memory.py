@@ -46,7 +46,7 @@ class Setup:
 
 
 class Observed:
-    """An event that has happened, and that knows when and by whom it was passed."""
+    """An event that has happened. It records whether and in which thread `wait` was called."""
 
     passed = False
     thread: threading.Thread | None = None
@@ -60,7 +60,7 @@ class Observed:
 
 
 class Held(Observed):
-    """An event that has happened, and at which the copying thread is held until `go`."""
+    """An event that has happened, but whose `wait` blocks the copying thread until `go`."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()

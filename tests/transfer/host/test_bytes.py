@@ -28,7 +28,7 @@ from kvstow.transfer.mover import Direction, Index
 
 @st.composite
 def memories(draw: st.DrawFn) -> tuple[Bytes, tuple[Region, ...], int]:
-    """One stretch of random memory with regions in it, strided, with gaps, some interleaved."""
+    """Draw random memory and its regions: strided, with gaps, some interleaved."""
     num_blocks = draw(st.integers(2, 7))
     extents = []  # (offset, stride, block_bytes)
     end = draw(st.integers(0, 5))
@@ -48,7 +48,7 @@ def memories(draw: st.DrawFn) -> tuple[Bytes, tuple[Region, ...], int]:
 def tuned(
     chunk_bytes: int, brief_bytes: int, few_blocks: int, short_row_bytes: int
 ) -> Iterator[None]:
-    """Drive small jobs down the paths of large ones."""
+    """Send small jobs through the code for large ones."""
     with mock.patch.multiple(
         host_mover,
         CHUNK_BYTES=chunk_bytes,
@@ -60,13 +60,13 @@ def tuned(
 
 
 def whole_arena(arena: HostArena) -> Bytes:
-    """All of an arena's memory, padding included: shape [num_slots, slot_stride_bytes]."""
+    """Return all memory of an arena with its padding, shape [num_slots, slot_stride_bytes]."""
     shape = (arena.num_slots, arena.slot_stride_bytes)
     return np.lib.stride_tricks.as_strided(arena.slots, shape, (arena.slot_stride_bytes, 1))
 
 
 def positions(base: int, layout: BlockLayout, block_id: int) -> list[int]:
-    """Where a block's bytes lie in the memory that begins at `base`, in the order of a slot."""
+    """Return the positions of a block's bytes in the memory at `base`, in the order of a slot."""
     return [
         region.base_address - base + block_id * region.block_stride_bytes + byte
         for region in layout.regions
@@ -94,7 +94,7 @@ def test_blocks_arrive_and_nothing_else_changes(
 ) -> None:
     memory, regions, num_blocks = made
     layout = BlockLayout(num_blocks, regions, owners=(memory,))
-    # Stores: any blocks, repeated ones too, into distinct slots. Loads: the reverse.
+    # Stores copy any blocks, also repeated ones, to distinct slots. Loads do the reverse.
     slots = data.draw(st.lists(st.integers(0, num_slots - 1), unique=True))
     stored = data.draw(
         st.lists(st.integers(1, num_blocks - 1), min_size=len(slots), max_size=len(slots))
@@ -103,7 +103,7 @@ def test_blocks_arrive_and_nothing_else_changes(
     sources = data.draw(
         st.lists(st.integers(0, num_slots - 1), min_size=len(loaded), max_size=len(loaded))
     )
-    rest_bytes = data.draw(st.sampled_from([0, 0, 1, 5000]))  # of a slot made for larger blocks
+    rest_bytes = data.draw(st.sampled_from([0, 0, 1, 5000]))  # the rest of a slot for larger blocks
     with (
         tuned(chunk_bytes, brief_bytes, few_blocks, short_row_bytes),
         HostArena(num_slots, layout.slot_bytes + rest_bytes) as arena,
@@ -130,7 +130,7 @@ def test_blocks_arrive_and_nothing_else_changes(
 @pytest.mark.parametrize("order", ["shuffled", "rising", "falling"])
 @pytest.mark.parametrize(("block_bytes", "num_regions"), [(4096, 2), (65_536, 3), (96, 5)])
 def test_large_jobs_arrive(order: str, block_bytes: int, num_regions: int) -> None:
-    # At least two chunks of 16 MiB, so that all paths are taken as they are in earnest.
+    # At least two chunks of 16 MiB, so that jobs take all code paths without a patch.
     num_blocks = (40 << 20) // (block_bytes * num_regions)
     made = Setup(num_blocks, num_blocks, block_bytes, num_regions)
     ids = np.arange(1, num_blocks, dtype=np.int32)
@@ -154,7 +154,7 @@ def test_large_jobs_arrive(order: str, block_bytes: int, num_regions: int) -> No
 
 
 def test_regions_anywhere_in_the_address_space_are_accepted() -> None:
-    # Odd, far apart, large: numpy would count more than 2**63 bytes in one array over both.
+    # Odd, far apart and large: one array over both would have more than 2**63 bytes for numpy.
     regions = (Region(4097, 1 << 22, 1 << 22), Region(2**46 + 4098, 1 << 22, 1 << 22))
     layout = BlockLayout(2, regions)
     with HostArena(1, layout.slot_bytes) as arena, HostMover(layout, arena) as mover:

@@ -42,8 +42,7 @@ def test_failed_copy_fails_only_its_job(setup: Setup) -> None:
     failed = setup.mover.store([1, 2], [0, 1], after=event)
     behind = setup.mover.store([3], [2], after=READY)
     want = setup.block(3)
-    # One beyond the view, which may span far more than the regions' own rows: no checked id comes
-    # near it, and numpy itself raises in the worker.
+    # One row beyond the view, so that numpy raises in the worker. No checked id reaches that far.
     [(job, _)] = setup.mover._stores._order._waiting.values()
     assert isinstance(job.work, partial)
     copy = job.work.args[0][0]
@@ -83,7 +82,7 @@ def test_interrupt_of_a_brief_job_is_raised_to_its_submitter(setup: Setup) -> No
     with pytest.raises(KeyboardInterrupt):
         setup.mover.store([1], [2], after=Interrupted())
     assert setup.unchanged(before)
-    # On a worker it is the job's: others go on.
+    # On a worker it fails the job, and other jobs go on.
     with mock.patch.object(host_mover, "_BRIEF_BYTES", 0):
         ticket = setup.mover.store([1], [2], after=Interrupted())
         with pytest.raises(TransferError, match="KeyboardInterrupt"):

@@ -14,7 +14,7 @@ from tests.transfer.host.memory import Observed, Setup
 
 @contextmanager
 def lock_given_only_when_released() -> Iterator[None]:
-    """No thread is asked to hand over the lock: another runs only where its holder lets go."""
+    """Let another thread run only where the holder of the lock releases it."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     try:
@@ -23,11 +23,11 @@ def lock_given_only_when_released() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
-# The many short rows and the few long ones that numpy treats differently.
+# numpy treats many short rows and few long rows differently.
 @pytest.mark.parametrize("block_bytes", [256, 4096, 65_536])
 @pytest.mark.parametrize("order", ["shuffled", "rising"])
 def test_copies_run_without_the_interpreter_lock(block_bytes: int, order: str) -> None:
-    """See a copy half done: impossible for this thread if the copying one kept the lock.
+    """Observe a half-done copy, which is impossible if the copying thread keeps the lock.
 
     Every read of the state below is one that a worker allowed by letting go of the lock inside
     numpy. How often is a matter of luck on a busy machine, hence more than one try.

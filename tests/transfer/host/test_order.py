@@ -28,8 +28,7 @@ def test_store_reads_nothing_before_its_event(setup: Setup) -> None:
     assert not ticket.poll()
     assert ticket.error is None
     assert setup.unchanged(before)
-    # The compute that fills the blocks, as late as it can be: a store that did not wait has copied
-    # stale bytes by now.
+    # Fill the blocks as late as possible. A store that did not wait has copied stale bytes by now.
     for region in setup.device:
         region[2:4] += 1
     want = [setup.block(2), setup.block(3)]
@@ -45,7 +44,7 @@ def test_load_writes_nothing_before_its_event(setup: Setup) -> None:
     ticket = setup.mover.load([4, 0], [2, 3], after=event)
     with pytest.raises(TransferTimeout):
         ticket.wait(SHORT_S)
-    # The compute that still reads the blocks sees what was there.
+    # Compute that still reads the blocks sees the old bytes.
     assert setup.unchanged(before)
     event.set()
     ticket.wait(LONG_S)
@@ -145,7 +144,7 @@ def test_brief_job_waits_for_a_job_under_way(setup: Setup) -> None:
     long = Held()
     with mock.patch.object(host_mover, "_BRIEF_BYTES", 0):
         first = setup.mover.store([1], [0], after=long)
-    assert long.reached.wait(LONG_S)  # so it has left the queue
+    assert long.reached.wait(LONG_S)  # so the job has left the queue
     second = setup.mover.store([2], [0], after=READY)
     with pytest.raises(TransferTimeout):
         second.wait(SHORT_S)
@@ -158,7 +157,7 @@ def test_brief_job_waits_for_a_job_under_way(setup: Setup) -> None:
 
 
 def test_brief_and_long_jobs_keep_their_order(setup: Setup) -> None:
-    # One block is brief here, more are not. All name slot 0: whichever is last is what it holds.
+    # Here a job of one block is brief. All jobs write slot 0, so it must hold the last one's block.
     choose = np.random.default_rng(4)
     with mock.patch.object(host_mover, "_BRIEF_BYTES", setup.layout.slot_bytes):
         for _ in range(300):

@@ -1,7 +1,7 @@
 """The mover for memory that the CPU can reach: numpy copies on one thread per direction.
 
 The interpreter lock decides the speed. Beside a main thread that computes in Python, each request
-for the lock takes up to the switch interval of 5 ms, and 50 MB are copied in that time. So a few
+for the lock takes up to the switch interval of 5 ms. In that time 50 MB could be copied. So a few
 numpy calls copy all regions of a job. Each copies many rows and holds no lock. The submitting
 thread makes the index arrays, and the worker only copies.
 

@@ -1,4 +1,4 @@
-"""What must hold of `pack.cu`, as functions of the compiled kernels; mutants go through them."""
+"""The checks of `pack.cu`, as functions of the compiled kernels. Mutants must fail them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.transfer.cuda.kernels.emulation import (
 
 from kvstow.transfer.cuda.kernels import CHUNK_DTYPE
 
-# Regions of whole vectors, on both sides of what a warp takes at a time; then any other size.
+# Regions of whole vectors, below and above a warp's turn; then any other size.
 REGION_BYTES = (16, 48, 512, 2048, 2064, 8192, 1, 7, 17, 1000, 2049, 4111)
 GRIDS = (Grid(1, 32), Grid(3, 96), Grid(2, 512))
 NUM_LAYERS = (1, 3)
@@ -27,7 +27,7 @@ SHUFFLED_IDS = (5, 1, 6, 2)
 
 
 def sweep() -> Iterator[tuple[Placement, Grid, bool, bool]]:
-    """Every placement of every size under every grid; half of them with checksums."""
+    """Run every placement of every size under every grid, half of them with checksums."""
     shapes = product(NUM_LAYERS, REGION_BYTES)
     for number, (num_layers, region_bytes) in enumerate(shapes):
         for placement, grid in product(placements(num_layers, region_bytes, NUM_BLOCKS), GRIDS):
@@ -49,7 +49,7 @@ def check_sweep(kernels: Kernels) -> None:
 
 
 def check_long_chunks(kernels: Kernels) -> None:
-    """Chunks of several rounds, which the tables of today do not have."""
+    """Run chunks of several rounds, which today's tables do not have."""
     for region_bytes, is_gather in product((4096, 6160, 5003), (True, False)):
         for placement in placements(2, region_bytes, NUM_BLOCKS):
             check(
@@ -64,7 +64,7 @@ def check_long_chunks(kernels: Kernels) -> None:
 
 
 def check_many_blocks(kernels: Kernels) -> None:
-    """More blocks than a warp keeps ids of: new ids are read, before and after they run out."""
+    """Run more blocks than a warp keeps ids of, so that it must read new ids."""
     ids = np.random.default_rng(1).permutation(99) + 1
     check(kernels, placements(1, 48, 100)[0], ids.tolist(), Grid(1, 32), is_gather=False)
     assert kernels.num_id_loads == len(ids), "a warp reads an id more than once"
@@ -74,13 +74,13 @@ def check_many_blocks(kernels: Kernels) -> None:
 
 
 def check_far_addresses(kernels: Kernels) -> None:
-    """Strides past 32 bits: bases lie as far below the memory as ids reach, modulo 2**64."""
+    """Run strides past 32 bits. Bases lie as far below the memory as ids reach, modulo 2**64."""
     rng = np.random.default_rng(2)
     low_id, stride, slot_stride = 2**31 - 3, 2**33 + 64, -(2**34) - 64
     device, staging = aligned_bytes(128, rng), aligned_bytes(128, rng)
     table = np.zeros(1, dtype=CHUNK_DTYPE)
     for num_blocks, i in ((1, 0), (2, 1)):
-        # Of two blocks the last alone has memory, and of two warps it alone runs.
+        # Only the last of two blocks has memory, and only the last of two warps runs.
         base = (device.ctypes.data - (low_id + i) * stride) % 2**64
         table[0] = (base, stride, 32, 64)
         slot_0 = staging.ctypes.data - i * slot_stride
@@ -94,11 +94,11 @@ def check_far_addresses(kernels: Kernels) -> None:
 
 
 def check_many_items(kernels: Kernels) -> None:
-    """2**33 chunks, of which the last warps of a grid of nearly 2**31 copy theirs."""
+    """Run the last warps of a grid of nearly 2**31, for 2**33 chunks."""
     num_blocks, num_chunks, num_pages = 2**22, 2**11, 8
     rng = np.random.default_rng(3)
     device = aligned_bytes(num_pages * num_chunks, rng)
-    # Slots 1 byte apart overlap; the few bytes that are copied still do not.
+    # Slots that are 1 byte apart overlap, but the few copied bytes do not.
     staging = np.zeros(num_blocks + num_chunks, dtype=np.uint8)
     ids = rng.integers(0, num_pages, num_blocks, dtype=np.int32)
     table = np.zeros(num_chunks, dtype=CHUNK_DTYPE)
@@ -122,7 +122,7 @@ def check_many_items(kernels: Kernels) -> None:
     np.testing.assert_array_equal(stores, expected_stores)
 
 
-# A mutant goes through them in this order, until one refuses it: the dearest come last.
+# A mutant runs them in this order until one fails. The slowest come last.
 CHECKS = (
     check_far_addresses,
     check_long_chunks,

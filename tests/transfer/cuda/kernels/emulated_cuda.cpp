@@ -1,9 +1,9 @@
-// Runs pack.cu on a CPU, warp by warp, and watches what it touches.
+// Runs pack.cu on a CPU, warp by warp, and watches its accesses.
 //
-// The 32 lanes of a warp are fibers, each on a stack of its own. A lane runs until a shuffle, where
-// it leaves its value and waits until every other lane has arrived there; lanes that end or shuffle
-// while others do not have diverged, which on a device is undefined. Loads of ids, and loads and
-// stores of blocks, are checked against the memory they belong in; stores are counted byte by byte.
+// The 32 lanes of a warp are fibers with stacks of their own. A lane runs until a shuffle. There it
+// leaves its value and waits until every other lane has arrived. If some lanes end or shuffle while
+// others do not, they have diverged, which is undefined on a device. The emulation checks that loads
+// of ids, and loads and stores of blocks, stay in their memory. It counts stores byte by byte.
 
 #include <ucontext.h>
 
@@ -24,11 +24,11 @@ struct Index {
     unsigned int x;
 } threadIdx, blockIdx, blockDim, gridDim;
 
-// What a launch may touch, and what it did. The tests have the same structure.
+// The memory of a launch, and what it did. The tests declare an equal structure.
 struct Watch {
     std::uint64_t source_begin, source_end, target_begin, target_end;
     std::uint64_t ids_begin, ids_end;
-    std::uint16_t* num_stores;  // of each byte from target_begin
+    std::uint16_t* num_stores;  // for each byte from target_begin
     std::uint64_t num_outside, num_misaligned, num_diverged, num_endless, num_id_loads;
 }* watch;
 
@@ -66,13 +66,14 @@ void __stcs(Unit* address, Unit unit) {
 void atomicAdd(unsigned long long* address, unsigned long long value) { *address += value; }
 
 constexpr unsigned int NUM_LANES = 32;
-// No test has a warp shuffle more often: it goes round for ever.
+// No test needs more shuffles of a warp. Beyond this the kernel loops forever.
 constexpr unsigned int MAX_SHUFFLES = 1 << 14;
 
 struct Lane {
     ucontext_t context;
     alignas(16) char stack[256 << 10];
-    // Of this shuffle and the one before: a lane may be at the next before all have read this one.
+    // Values of this shuffle and the previous one, because a lane may reach the next shuffle before
+    // all lanes have read this one.
     std::uint64_t left[2];
     unsigned int num_shuffles;
     bool has_ended;
@@ -127,7 +128,7 @@ void run_lane() {
     lanes[current].has_ended = true;
 }
 
-// Every lane as far as the next shuffle, or its end. Whether all of them are at the same one.
+// Runs every lane to its next shuffle or its end. Returns whether all are at the same shuffle.
 bool advance(unsigned int warp) {
     for (current = 0; current < NUM_LANES; ++current) {
         threadIdx.x = warp * NUM_LANES + current;
@@ -165,7 +166,7 @@ void run_warp(unsigned int warp) {
 
 }  // namespace
 
-// Of a grid of `num_ctas` thread blocks, those from `begin` to `end - 1`.
+// Runs the thread blocks from `begin` to `end - 1` of a grid of `num_ctas`.
 extern "C" void launch(bool is_gather, unsigned int num_ctas, unsigned int num_threads,
                        unsigned int begin, unsigned int end, const Arguments* given,
                        Watch* watched) {

@@ -1,8 +1,8 @@
-"""`pack.cu` compiled as C++, and memory in which nothing it does goes unnoticed.
+"""`pack.cu` compiled as C++, and memory in which the tests see every access.
 
-Expectations are made with plain slices, block by block and region by region: nothing here knows of
-chunks or warps. Device and staging are two arrays of random bytes, which are compared whole, and
-every byte's stores are counted.
+The expected bytes come from plain slices, block by block and region by region. Nothing here uses
+chunks or warps. Device and staging are two arrays of random bytes. The tests compare all of both,
+and count the stores to every byte.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstow.transfer.cuda.kernels import CHUNK_DTYPE, checksum, chunk_table
 from kvstow.transfer.layout import Region
 
 SHIM = Path(__file__).with_name("emulated_cuda.cpp")
-# `#pragma unroll` is for the other compiler.
+# `#pragma unroll` is for CUDA's compiler.
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
 OPTIMISED = ("-O2", *WARNINGS)
 SANITISED = ("-O1", "-fsanitize=undefined", "-static-libubsan", *WARNINGS)
-# Memory on either side that no block lies in, so that a stray store has somewhere to be seen.
+# Memory on either side without blocks, where the tests see a stray store.
 MARGIN_BYTES = 256
 
 Bytes = npt.NDArray[np.uint8]
@@ -64,7 +64,7 @@ class _Watch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Grid:
-    """A launch: `num_ctas` thread blocks, of which all run, or those in `ran`."""
+    """A launch of `num_ctas` thread blocks; all of them run, or those in `ran`."""
 
     num_ctas: int
     num_threads: int
@@ -73,7 +73,7 @@ class Grid:
 
 @dataclass
 class Launch:
-    """What the kernels are given. `staging` is an address modulo 2**64, as on a device."""
+    """The arguments of the kernels. `staging` is an address modulo 2**64, as on a device."""
 
     table: Table
     block_ids: Sequence[int]
@@ -99,16 +99,16 @@ class Kernels:
             timeout=60,
         )
         if completed.returncode:
-            pytest.fail(completed.stderr)  # no AssertionError, which a mutant is to raise
+            pytest.fail(completed.stderr)  # not an AssertionError, which a mutant must raise
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.restype = None
-        self.num_id_loads = 0  # by the last launch, of every lane
+        self.num_id_loads = 0  # of every lane in the last launch
 
     def run(
         self, is_gather: bool, launch: Launch, grid: Grid, source: Bytes, target: Bytes
     ) -> npt.NDArray[np.uint16]:
-        """Run one kernel. Returns how often each byte of `target` was stored to."""
-        # One chunk more than there are, of nothing: reading past the table moves nothing.
+        """Run one kernel, and return how often it stored to each byte of `target`."""
+        # One empty chunk more, so that a read past the table moves nothing.
         table = np.zeros(len(launch.table) + 1, dtype=CHUNK_DTYPE)
         table[:-1] = launch.table
         ids = np.asarray(launch.block_ids, dtype=np.int32)
@@ -151,7 +151,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Placement:
-    """Regions within one array, and slots within another, all in bytes from their starts."""
+    """Regions in one array and slots in another, in bytes from their starts."""
 
     name: str
     bases: tuple[int, ...]
@@ -171,7 +171,7 @@ class Placement:
 
 
 def placements(num_layers: int, region_bytes: int, num_blocks: int) -> list[Placement]:
-    """The ways in which caches lie in memory, and one in which nothing is aligned."""
+    """Return the memory layouts of caches, and one in which nothing is aligned."""
     size = region_bytes
     layers = range(num_layers)
     padded = size + 48
@@ -203,10 +203,10 @@ def placements(num_layers: int, region_bytes: int, num_blocks: int) -> list[Plac
         ),
         Placement("odd device", *apart(padded + 3, first=5)),
         Placement("odd staging", *apart(padded), staging_base=9, staging_pad=7),
-        # Wide accesses, and a tail.
+        # Wide accesses and a tail.
         Placement("aligned", *apart(size + -size % 16), staging_pad=-(size * num_layers) % 16),
-        # Layer 1 aligned in both memories, but not within the slot: a word of the checksum is no
-        # word of memory.
+        # Layer 1 is aligned in both memories, but not in the slot. So a word of the checksum is not
+        # a word of memory.
         Placement(
             "aligned across words",
             *apart(size + -size % 16),
@@ -217,13 +217,13 @@ def placements(num_layers: int, region_bytes: int, num_blocks: int) -> list[Plac
 
 
 def aligned_bytes(num_bytes: int, rng: np.random.Generator) -> Bytes:
-    """Random bytes from an address that is a multiple of 64, with a margin on either side."""
+    """Return random bytes at an address that is a multiple of 64, with a margin on either side."""
     room = rng.integers(0, 256, num_bytes + 2 * MARGIN_BYTES + 64, dtype=np.uint8)
     return room[-room.ctypes.data % 64 :][: num_bytes + 2 * MARGIN_BYTES]
 
 
 def whole_regions(regions: Sequence[Region], offsets: Sequence[int]) -> Table:
-    """A table with one chunk per region, however long."""
+    """Return a table with one chunk per region of any length."""
     rows = [
         (region.base_address, region.block_stride_bytes, offset, region.block_bytes)
         for region, offset in zip(regions, offsets, strict=True)
@@ -242,7 +242,7 @@ def check(
     is_cut: bool = True,
     seed: int = 0,
 ) -> None:
-    """Run one kernel over `placement`, and compare all there is with what numpy's slices give."""
+    """Run one kernel over `placement`, and compare all memory with a copy by numpy."""
     rng = np.random.default_rng(seed)
     stride = placement.slot_bytes + placement.staging_pad
     device = aligned_bytes(placement.device_bytes, rng)

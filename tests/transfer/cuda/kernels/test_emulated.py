@@ -1,4 +1,4 @@
-"""The kernels' own text on a CPU: every byte where it belongs, each stored once, none besides."""
+"""The kernels' source on a CPU stores each byte to its place, once, and no other byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_kernels(
     kernels: Kernels, check: Callable[[Kernels], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     check(kernels)
-    # What the sanitiser finds it prints, and goes on.
+    # The sanitiser prints what it finds, and goes on.
     assert capfd.readouterr().err == ""
 
 

@@ -1,4 +1,4 @@
-"""Wrong versions of the kernels, each of which the checks must refuse."""
+"""Wrong versions of the kernels, each of which must fail a check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.transfer.cuda.kernels.emulation import Kernels
 
 from kvstow.transfer.cuda.kernels import SOURCE
 
-# What is wrong: (the text, what replaces it).
+# Name of the mistake: (text, replacement).
 MUTATIONS = {
     "the tail is left out": ("num_bytes - done,", "0 * (num_bytes - done),"),
     "the tail begins anew": ("unsigned int done = num_wide * 16;", "unsigned int done = 0;"),

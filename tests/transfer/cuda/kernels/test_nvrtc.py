@@ -1,4 +1,4 @@
-"""The kernels through CUDA's own compiler, which needs neither a driver nor a GPU."""
+"""The kernels compiled by CUDA's own compiler, which needs neither a driver nor a GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cuda.bindings import nvrtc
 from kvstow.transfer.cuda.kernels import SOURCE
 
 KERNELS = {"gather", "scatter"}
-# A multiprocessor has 65,536: 2 thread blocks of 512 fit at this many, and the widest one does.
+# A multiprocessor has 65,536 registers. With this many, 2 thread blocks of 512 threads fit.
 MAX_REGISTERS = 64
 ELF_MACHINE_CUDA = 190
 
 
 def compiled(architecture: str) -> tuple[str, bytes]:
-    """The log, and the cubin for sm_NN or the PTX for compute_NN."""
+    """Return the log, and the cubin for sm_NN or the PTX for compute_NN."""
     status, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"pack.cu", 0, [], [])
     assert status.value == 0, status
     options = [f"--gpu-architecture={architecture}".encode(), b"--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    # Written into, so not bytes: of one that is 1 long the interpreter has only one.
+    # Not bytes, because the compiler writes into it, and the interpreter shares bytes of length 1.
     log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
     nvrtc.nvrtcGetProgramLog(program, log)
     assert status.value == 0, log.decode()
@@ -69,7 +69,7 @@ def test_a_round_is_four_wide_loads_and_then_four_wide_stores() -> None:
 
 
 def test_no_constant_of_the_interpreter_is_written_into() -> None:
-    """An empty log is one byte: as `bytes` it would be the one that all others share."""
+    """An empty log has one byte, and the interpreter shares each `bytes` of length 1."""
     compiled("compute_90")
     spaces = b"  "
     assert [spaces[at : at + 1][0] for at in range(2)] == [ord(" ")] * 2

@@ -1,4 +1,4 @@
-"""The table that the host builds for the kernels, and the checksum that it compares theirs with."""
+"""The chunk table that the host builds for the kernels, and the host's copy of the checksum."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_checksum_wraps() -> None:
 
 
 def sum_with(words: dict[int, int]) -> int:
-    """The checksum of a slot that is 0 but for these words."""
+    """Return the checksum of a slot that is 0 except for these words."""
     slot = np.zeros((1, max(words) + 1), dtype="<u4")
     for at, word in words.items():
         slot[0, at] = word
@@ -100,7 +100,7 @@ positions = st.integers(0, 2**17)
 words = st.integers(0, 2**32 - 1) | st.integers(0, 31).map(lambda bit: 1 << bit)
 
 
-# The sum is linear: all other words are as well 0.
+# The sum is linear, so all other words can be 0.
 @given(positions, words, words)
 def test_one_changed_word_changes_the_checksum(at: int, before: int, after: int) -> None:
     assert (sum_with({at: before}) == sum_with({at: after})) == (before == after)

@@ -1,0 +1,110 @@
+"""How a request is admitted: what the device holds, what the host holds, and room for the rest."""
+
+from dataclasses import dataclass
+
+from kvstow._core import BlockLedger, KvstowError, OutOfBlocks
+from kvstow.arguments import checked_int
+from kvstow.engine.answers import Admission, AdmissionState
+from kvstow.engine.arguments import check_sizes
+from kvstow.engine.copies import Copies
+from kvstow.engine.state import State
+from kvstow.engine.transfer import Transfer
+from kvstow.transfer import Event
+
+__all__ = ["Wish", "admit"]
+
+_MAX_TOKENS = 1 << 40  # the most that the ledger counts
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What `Engine.admit` is asked for, in its words."""
+
+    request_id: str
+    num_tokens: int
+    max_new_tokens: int
+    num_lookahead_tokens: int
+    reserve: int
+    must_fit_tokens: int | None
+
+    def check(self, ledger: BlockLedger) -> None:
+        """Refuse numbers that are wrong, and a request that not even an empty pool could hold."""
+        check_sizes(
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            reserve=self.reserve,
+            must_fit_tokens=self.must_fit_tokens or 0,
+        )
+        fix = "a request has 1 or more, and without room in the step it waits"
+        checked_int("num_tokens", self.num_tokens, 1, _MAX_TOKENS, fix)
+        checked_int("max_new_tokens", self.max_new_tokens, 1, _MAX_TOKENS, fix)
+        num_usable = ledger.pool.num_blocks - 1
+        needed = {self.num_tokens: ledger.min_blocks(self.num_tokens, self.num_tokens - 1)}
+        if self.must_fit_tokens is not None:
+            needed[self.must_fit_tokens] = ledger.blocks_to_fit(self.must_fit_tokens)
+        for count, num_needed in needed.items():
+            if num_needed > num_usable:
+                raise OutOfBlocks(
+                    f"request {self.request_id!r} needs {num_needed} blocks for {count} tokens, "
+                    f"the pool has {num_usable}: it can never run; refuse it, or build the engine "
+                    f"with num_device_blocks={num_needed + 1} or more"
+                )
+
+    def check_has_room(self, ledger: BlockLedger, num_computed: int, num_new: int) -> None:
+        """Refuse an admission that would not fit into an empty pool either."""
+        num_usable = ledger.pool.num_blocks - 1
+        num_slots = num_computed + num_new + self.num_lookahead_tokens
+        num_needed = ledger.min_blocks(num_slots, num_computed) + self.reserve
+        if num_needed > num_usable:
+            raise OutOfBlocks(
+                f"request {self.request_id!r} needs {num_needed} blocks now, {self.reserve} of "
+                f"them in reserve, and the pool has {num_usable}: pass less max_new_tokens, "
+                "num_lookahead_tokens or reserve"
+            )
+
+
+def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
+    """Let an added request run, or begin its load, as `Engine.admit` describes."""
+    ledger, scheduler, request_id = state.ledger, state.scheduler, wish.request_id
+    request, begin_s = state.requests[request_id], copies.now_s()
+    hit = ledger.lookup(request_id, wish.num_tokens - 1)
+    num_hit, num_external = hit.num_tokens, 0
+    with state.change:
+        if not request.recompute:
+            found = scheduler.lookup(request_id, num_hit, wish.num_tokens - 1)
+            if found is None:
+                return Admission(AdmissionState.PENDING, num_hit)
+            num_external = found
+        num_new = 0 if num_external else min(wish.num_tokens - num_hit, wish.max_new_tokens)
+        try:
+            blocks = ledger.allocate(
+                request_id,
+                num_new,
+                hit=hit,
+                num_external_tokens=num_external,
+                num_lookahead_tokens=wish.num_lookahead_tokens,
+                delay_caching=num_external > 0,
+                reserve=wish.reserve,
+                must_fit_tokens=wish.must_fit_tokens,
+            )
+            if blocks is None:
+                wish.check_has_room(ledger, num_hit + num_external, num_new)
+        except KvstowError:
+            scheduler.release(request_id)
+            raise
+        if blocks is None:
+            state.keep_host_hit(request_id)
+            return Admission(AdmissionState.NO_ROOM, num_hit, num_external)
+        state.change.commit()
+        state.count_query(request_id, wish.num_tokens, num_hit)
+        if not num_external:
+            state.run(request_id)
+            tables = state.tables(request_id)
+            return Admission(AdmissionState.RUNS, num_hit, 0, num_new, tables)
+        deadline = copies.deadline_s("load", begin_s)
+        job = scheduler.load(request_id, num_external, blocks, deadline=deadline)
+        request.state, request.load_id = "loading", job.job_id
+        tables, num_loaded = state.tables(request_id), num_hit + num_external
+        num_bytes = state.ranks.num_bytes(job)
+        transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
+        copies.begin(transfer, after)
+    return Admission(AdmissionState.LOADS, num_hit, num_external, 0, tables, transfer)

@@ -1,0 +1,194 @@
+"""The copies in flight: their pins, their deadlines and what their end does to a request.
+
+The device blocks of a copy are pinned from its plan until it has ended, whatever becomes of its
+request. A store unpins them earlier, once it has read them.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import isfinite
+from numbers import Real
+
+import numpy as np
+
+from kvstow._core import ConfigError, JobEnd, StateError, TransferError
+from kvstow.engine.state import State
+from kvstow.engine.transfer import Direction, Transfer
+from kvstow.transfer import Event, TransferTimeout
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Begins copies, and accounts for their end in the state of the engine.
+
+    Attributes:
+        in_flight: transfers by job id, oldest first. Late ones stay until they have ended.
+        num_bytes: bytes of the transfers that went well, by direction.
+        seconds: their time in flight, by direction.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        clock: Callable[[], float],
+        load_timeout_s: float | None,
+        store_timeout_s: float | None,
+    ) -> None:
+        self.in_flight: dict[int, Transfer] = {}
+        self.num_bytes: dict[Direction, int] = {"store": 0, "load": 0}
+        self.seconds: dict[Direction, float] = {"store": 0.0, "load": 0.0}
+        self._state, self._clock = state, clock
+        self._timeouts_s: dict[Direction, float | None] = {
+            "store": store_timeout_s,
+            "load": load_timeout_s,
+        }
+        # Job ids of stores in flight: those whose blocks are unpinned already, and the late ones.
+        self._unpinned: set[int] = set()
+        self._late: set[int] = set()
+
+    def now_s(self) -> float:
+        """Return the time on the engine's clock."""
+        now_s = self._clock()
+        if not (isinstance(now_s, Real) and isfinite(now_s)):
+            raise ConfigError(f"the clock says {now_s!r}, expected finite seconds: pass another")
+        return now_s
+
+    def deadline_s(self, direction: Direction, begin_s: float) -> float | None:
+        """Return when a transfer that begins at `begin_s` is late. None for never."""
+        timeout_s = self._timeouts_s[direction]
+        return None if timeout_s is None else begin_s + timeout_s
+
+    def begin(self, transfer: Transfer, after: Event) -> Transfer:
+        """Pin the blocks of a planned job, and submit its copies."""
+        job, ranks = transfer.job, self._state.ranks
+        self._state.pool.pin(job.block_ids)
+        self.in_flight[job.job_id] = transfer
+        transfer.rank_tickets.extend(ranks.copy(transfer.direction, job, job.block_ids, after))
+        return transfer
+
+    def end_ended(self) -> None:
+        """End the copies that are done, then fail those that are late. Never blocks."""
+        for transfer in tuple(self.in_flight.values()):
+            if transfer.poll():
+                self.end(transfer, report=True)
+            else:
+                self._release_source(transfer)
+        self.fail_late()
+
+    def end(self, transfer: Transfer, *, report: bool) -> JobEnd:
+        """Wait for a transfer and account for its end. With `report`, `poll` reports it.
+
+        Raises:
+            StateError: the transfer has ended already.
+        """
+        state, job_id = self._state, transfer.job.job_id
+        if self.in_flight.get(job_id) is not transfer:
+            raise StateError(f"job {job_id} is not in flight here; a transfer ends once")
+        outcomes, end_s = transfer.outcomes(), self.now_s()
+        with state.change:
+            ends = [
+                state.scheduler.complete(job_id, ok=ok, rank=rank)
+                for rank, ok in enumerate(outcomes)
+            ]
+            state.change.commit()
+            end = ends[-1]
+            assert end is not None, f"all ranks have reported job {job_id}"
+            if end.ok:
+                self.num_bytes[transfer.direction] += transfer.num_bytes
+                self.seconds[transfer.direction] += end_s - transfer.begin_s
+            request_id = self._waiting_for(transfer)
+            if report and transfer.direction == "store" and not end.late:
+                state.report_store(len(transfer.job) if end.ok else 0, int(not end.ok))
+            if report and request_id is not None:
+                (state.unreported.loaded if end.ok else state.unreported.failed).append(request_id)
+            del self.in_flight[job_id]
+            self._late.discard(job_id)
+            self._unpin(end)
+            if request_id is not None:
+                if end.ok:
+                    state.ledger.cache(request_id, transfer.num_tokens)
+                    state.run(request_id)
+                else:
+                    state.restart(request_id, recompute=True)
+        return end
+
+    def fail_late(self) -> None:
+        """Fail the copies that are late by now. The next `poll` reports them."""
+        state = self._state
+        if all(timeout_s is None for timeout_s in self._timeouts_s.values()):
+            return
+        now_s = self.now_s()
+        with state.change:
+            state.change.commit()
+            for transfer in [self.in_flight[job_id] for job_id in state.scheduler.expire(now_s)]:
+                if transfer.direction == "store":
+                    self._late.add(transfer.job.job_id)
+                    state.report_store(0, 1)
+                elif (request_id := self._waiting_for(transfer)) is not None:
+                    state.unreported.failed.append(request_id)
+                    state.restart(request_id, recompute=True)
+
+    def drain(self, timeout_s: float | None) -> None:
+        """Wait for the copies in flight, for `timeout_s` at most, and end those that are done."""
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for transfer in self.in_flight.values():
+            for ticket in transfer.tickets:
+                left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
+                with suppress(TransferError, TransferTimeout):
+                    ticket.wait(left_s)
+        self.end_ended()
+
+    def forget_all(self, *, report: bool) -> None:
+        """Forget every copy, once no mover copies any more. With `report`, its store has failed.
+
+        All pins are of copies, so every block is unpinned.
+        """
+        pool = self._state.pool
+        ids = np.arange(pool.num_blocks, dtype=np.int32)
+        pool.unpin(np.repeat(ids, pool.pin_counts(ids)))
+        self._unpinned.clear()
+        stores = {id for id, copy in self.in_flight.items() if copy.direction == "store"}
+        if report:
+            self._state.report_store(0, len(stores - self._late))
+        self.in_flight.clear()
+        self._late.clear()
+
+    def check(self) -> None:
+        """Verify that jobs, transfers and loading requests agree. Raises `StateError` if not."""
+        stats = self._state.scheduler.stats()
+        num_jobs = stats["jobs_in_flight"] + stats["quarantined_jobs"]
+        if len(self.in_flight) != num_jobs:
+            raise StateError(f"{len(self.in_flight)} transfers for {num_jobs} jobs in flight")
+        for name, request in self._state.requests.items():
+            if (request.state == "loading") != (request.load_id in self.in_flight):
+                raise StateError(f"{name!r} is {request.state}, its load {request.load_id}")
+
+    def _waiting_for(self, transfer: Transfer) -> str | None:
+        """Return the request that waits for a load.
+
+        None if the request was finished or preempted, or if its load is late.
+        """
+        request = self._state.requests.get(transfer.request_id or "")
+        waits = request is not None and request.load_id == transfer.job.job_id
+        return transfer.request_id if waits else None
+
+    def _release_source(self, transfer: Transfer) -> None:
+        """Unpin the blocks of a store that has read them, while its bytes are still on the way."""
+        state, job_id = self._state, transfer.job.job_id
+        if (
+            transfer.direction == "store"
+            and job_id not in self._unpinned
+            and transfer.source_released()
+        ):
+            with state.change:
+                state.change.commit()
+                self._unpinned.add(job_id)
+                state.pool.unpin(transfer.job.block_ids)
+
+    def _unpin(self, end: JobEnd) -> None:
+        if end.job_id in self._unpinned:
+            self._unpinned.discard(end.job_id)
+        else:
+            self._state.pool.unpin(end.block_ids)

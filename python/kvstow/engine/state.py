@@ -1,0 +1,431 @@
+"""The state of an engine, in one object: ledger, scheduler, ranks and requests.
+
+```
+ awake    ledger, scheduler, ranks with movers, requests
+   | fall_asleep   `asleep` holds all of it as bytes; the requests go, ledger and scheduler stay
+   |               for inspection
+ asleep
+   | put_in        another ledger, scheduler, ranks and requests, all in one step
+ awake
+```
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import (
+    BlockLedger,
+    Job,
+    KvstowError,
+    LedgerPool,
+    OffloadScheduler,
+    StateError,
+    UnknownRequest,
+)
+from kvstow.closing import call_all
+from kvstow.engine.answers import Ids, Landed
+from kvstow.engine.arguments import Group
+from kvstow.engine.ranks import Ranks
+from kvstow.engine.snapshot_file import HOST, Image, To
+
+__all__ = ["Asleep", "Blueprint", "Change", "Ints", "Known", "Request", "State"]
+
+Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+Known: TypeAlias = tuple[list[bytes], list[int] | None, list[tuple[object, ...] | None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """How the parts of an engine are built, when it starts and each time that it wakes.
+
+    Attributes:
+        ledger: builds a ledger for a number of device blocks.
+        scheduler: builds a scheduler for `num_device_blocks`.
+        ranks: builds the movers between layouts and arenas.
+        groups: groups of layers, in the order of the block tables.
+        world_size: number of ranks.
+        blocks_per_slot: blocks in a slot of the scheduler; an arena has as many slots for each.
+        horizon_blocks: how many of the next blocks to be evicted a lazy engine stores. None for
+            an eager engine.
+    """
+
+    ledger: Callable[[int], BlockLedger]
+    scheduler: Callable[..., OffloadScheduler]
+    ranks: Callable[..., Ranks]
+    groups: list[Group]
+    world_size: int
+    blocks_per_slot: int
+    horizon_blocks: int | None
+
+
+@dataclass(slots=True)
+class Request:
+    """What the engine remembers of a request. The ledger has its hashes and its block tables.
+
+    Attributes:
+        num_given: number of hashes and of tokens that `add` and `extend` gave. The ledger has more
+            after an extension that was cut short.
+        num_reported: per group, the full blocks of its table that the scheduler knows.
+        num_computed: computed tokens when its last block became full.
+        due_tokens: number of computed tokens that fills its next block.
+        state: "stranded" is a request that was loading when the engine was closed.
+        load_id: the job that it waits for. 0 for none.
+        recompute: its load failed, so the next admission does not ask the host.
+        known: its hashes, tokens and extra keys, while recovery adds it again.
+    """
+
+    num_given: tuple[int, int]
+    num_reported: list[int]
+    num_computed: int = 0
+    due_tokens: int = 1
+    state: Literal["added", "loading", "running", "stranded"] = "added"
+    load_id: int = 0
+    recompute: bool = False
+    known: Known | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asleep:
+    """What is left of an engine while it sleeps.
+
+    Attributes:
+        image: its accounting.
+        to: where it sleeps.
+        sleep_id: id of this sleep, which the image holds too.
+        lost: device blocks whose content is in no image.
+    """
+
+    image: Image
+    to: To
+    sleep_id: str
+    lost: Ids
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether the host memory is released."""
+        return self.to is not HOST
+
+
+class Change:
+    """Knows whether an operation was cut short. Enter it around what must happen as a whole.
+
+    Attributes:
+        is_torn: whether an operation has begun and has not ended well.
+    """
+
+    def __init__(self) -> None:
+        self.is_torn = False
+        self._is_committed = False
+
+    def __enter__(self) -> None:
+        """Begin an operation that may still be refused."""
+        self._is_committed = False
+        self.is_torn = True
+
+    def commit(self) -> None:
+        """From here on any exception leaves the engine torn."""
+        self._is_committed = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End it. A `KvstowError` before `commit` is a refusal that has changed nothing."""
+        if kind is None or (issubclass(kind, KvstowError) and not self._is_committed):
+            self.is_torn = False
+
+
+class State:
+    """What changes when an engine works, sleeps and wakes.
+
+    Attributes:
+        blueprint: how its parts are built.
+        ledger: the device's accounting. It has the hashes and the block tables of the requests.
+        scheduler: the host tier's accounting.
+        ranks: the memories and the movers.
+        requests: the requests by id. Recovery makes ledger and scheduler agree with it.
+        running: the ids of the requests that run.
+        unreported: what the next `poll` reports.
+        num_query_tokens: tokens that admitted requests looked for on the device, in whole blocks.
+        num_hit_tokens: tokens that they found there.
+        evicted_before: the ledger, and how many blocks the ledgers before it evicted. A pair,
+            because `stats` reads both at once from any thread.
+        asleep: what is left while the engine sleeps. None while it is awake.
+        change: whether an operation was cut short.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        ledger: BlockLedger,
+        scheduler: OffloadScheduler,
+        ranks: Ranks,
+    ) -> None:
+        self.blueprint = blueprint
+        self.ledger, self.scheduler, self.ranks = ledger, scheduler, ranks
+        self.requests: dict[str, Request] = {}
+        self.running: set[str] = set()
+        self.unreported = Landed()
+        self.num_query_tokens = self.num_hit_tokens = 0
+        self.evicted_before = ledger, 0
+        self.asleep: Asleep | None = None
+        self.change = Change()
+        self._refused_id = ""
+
+    @property
+    def pool(self) -> LedgerPool:
+        """The device pool."""
+        return self.ledger.pool
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the host memory is released."""
+        return any(arena.closed for arena in self.ranks.arenas)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has served no request yet."""
+        is_used = self.requests or self.pool.num_cached or len(self.scheduler.used_slots())
+        return not is_used
+
+    def no_blocks(self) -> list[int]:
+        """Return 0 for each group."""
+        return [0] * len(self.blueprint.groups)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def request(self, request_id: str) -> Request:
+        """Return a request.
+
+        Raises:
+            UnknownRequest: it was never added, or it has finished.
+        """
+        try:
+            return self.requests[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(
+                f"request {request_id!r} is not known: never added, or finished"
+            ) from None
+
+    def add(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens: Ints | None,
+        extra_keys: Sequence[Sequence[object] | None] | None,
+    ) -> None:
+        """Add a request to ledger and scheduler, and only then to `requests`."""
+        self.ledger.add(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
+        try:
+            self.scheduler.add(request_id, hashes)
+        except KvstowError:
+            self.ledger.free(request_id)
+            raise
+        num_tokens = 0 if tokens is None else len(tokens)
+        self.requests[request_id] = Request((len(hashes), num_tokens), self.no_blocks())
+
+    def extend(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens: Ints | None,
+        extra_keys: Sequence[Sequence[object] | None] | None,
+    ) -> None:
+        """Append hashes in ledger and scheduler. If this is cut short, recovery drops them."""
+        self.ledger.extend(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
+        self.change.commit()
+        self.scheduler.extend(request_id, hashes)
+        request = self.requests[request_id]
+        num_hashes, num_tokens = request.num_given
+        num_tokens += 0 if tokens is None else len(tokens)
+        request.num_given = num_hashes + len(hashes), num_tokens
+
+    def requests_that_run(self) -> set[str]:
+        """Return the ids of the requests in state "running"."""
+        return {name for name, request in self.requests.items() if request.state == "running"}
+
+    def run(self, request_id: str) -> None:
+        """Let an admitted request run."""
+        request = self.requests[request_id]
+        request.state, request.load_id = "running", 0
+        self.running.add(request_id)
+
+    def restart(self, request_id: str, *, recompute: bool = False) -> None:
+        """Free a request's blocks and keep it added. Its load goes on, but no request waits for it.
+
+        The engine's record changes first. If the rest is cut short, recovery finds an added request
+        and frees what it holds.
+        """
+        self.forget_blocks(request_id, recompute=recompute)
+        self.running.discard(request_id)
+        self.scheduler.restart(request_id)
+        self.ledger.restart(request_id)
+
+    def forget_blocks(
+        self, request_id: str, *, recompute: bool, known: Known | None = None
+    ) -> None:
+        """Record a request as one that was only added."""
+        num_given = self.requests[request_id].num_given
+        self.requests[request_id] = Request(
+            num_given, self.no_blocks(), recompute=recompute, known=known
+        )
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request. If this is cut short, recovery removes it from ledger and scheduler."""
+        del self.requests[request_id]
+        self.running.discard(request_id)
+        self.scheduler.finish(request_id)
+        self.ledger.free(request_id)
+
+    def tables(self, request_id: str) -> tuple[Ids, ...]:
+        """Return a request's block table per group. 0 stands where the group needs no block."""
+        groups = range(self.ledger.num_groups)
+        return tuple([self.ledger.block_table(request_id, group) for group in groups])
+
+    def keep_host_hit(self, request_id: str) -> None:
+        """Release what the last refused request found on the host, and keep this one's.
+
+        So the host holds blocks for the head of a queue only.
+        """
+        if self._refused_id != request_id and self._refused_id in self.requests:
+            self.scheduler.release(self._refused_id)
+        self._refused_id = request_id
+
+    def report_computed(
+        self, counts: Sequence[tuple[str, int]], deadline: float | None = None
+    ) -> Job | None:
+        """Report computed tokens, and the blocks that they fill, to the scheduler.
+
+        Returns:
+            The store that the scheduler plans, if any.
+        """
+        # Full blocks only, as the tables have them now. A block that has left a window is null by
+        # now, and another request may own it when its last token is computed.
+        appended = [
+            self.ledger.block_table(name, index)[reported : max(reported, count // size)]
+            for name, count in counts
+            for index, (reported, size) in enumerate(
+                zip(self.requests[name].num_reported, self._block_sizes, strict=True)
+            )
+        ]
+        job = self.scheduler.store(
+            [name for name, _ in counts],
+            [count for _, count in counts],
+            np.concatenate(appended),
+            np.cumsum([0, *map(len, appended)], dtype=np.int32),
+            deadline=deadline,
+        )
+        size = self.ledger.hash_block_size
+        lengths = iter(map(len, appended))
+        for name, count in counts:
+            request = self.requests[name]
+            request.num_reported = [known + next(lengths) for known in request.num_reported]
+            request.num_computed, request.due_tokens = count, (count // size + 1) * size
+        return job
+
+    # -- results for poll ----------------------------------------------------------------------
+
+    def report_store(self, num_blocks: int, num_failed: int) -> None:
+        """Add the end of stores to what `poll` reports."""
+        found = self.unreported
+        self.unreported = replace(
+            found,
+            num_stored_blocks=found.num_stored_blocks + num_blocks,
+            num_failed_stores=found.num_failed_stores + num_failed,
+        )
+
+    def take_unreported(self) -> Landed:
+        """Return what no `poll` has reported yet.
+
+        If a call raised, the caller may have finished or preempted a request since: leave it out.
+        """
+        found, requests = self.unreported, self.requests
+        if found.loaded or found.failed:
+            states = {name: request.state for name, request in requests.items()}
+            found.loaded[:] = [name for name in found.loaded if states.get(name) == "running"]
+            found.failed[:] = [name for name in found.failed if states.get(name) == "added"]
+        self.unreported = Landed()
+        return found
+
+    # -- sleep and recovery --------------------------------------------------------------------
+
+    def fall_asleep(self, asleep: Asleep) -> None:
+        """Keep `asleep`, and release the rest. Ledger and scheduler stay for inspection."""
+        self.change.commit()
+        self.ranks.close()
+        self.asleep = asleep
+        self.forget_device()
+
+    def forget_device(self) -> None:
+        """Release what a sleeping engine must not hold. A second call does nothing."""
+        assert self.asleep is not None, "only a sleeping engine forgets its device"
+        self.pool.evict(self.asleep.lost)
+        self.ranks.let_go()
+        self.requests.clear()
+        self.running.clear()
+        self._refused_id, self.unreported = "", Landed()
+        if self.asleep.is_in_file:
+            call_all([arena.close for arena in self.ranks.arenas])
+
+    def adopt(self, requests: dict[str, Request], unreported: Landed) -> None:
+        """Know these requests, which ledger and scheduler know already."""
+        self.requests, self.unreported = requests, unreported
+        self.running = self.requests_that_run()
+
+    def put_in(self, state: "State") -> None:
+        """Become another state, which is awake, and count on from this one.
+
+        One call sets all of it, so that an interrupt finds the old state or the new one.
+        """
+        counts = {
+            "evicted_before": (state.ledger, self.num_evicted()),
+            "num_query_tokens": self.num_query_tokens,
+            "num_hit_tokens": self.num_hit_tokens,
+        }
+        vars(self).update(vars(state) | counts)
+
+    def renew_movers(self) -> None:
+        """Replace the movers by new ones, which know nothing of the copies before them."""
+        self.ranks = self.blueprint.ranks(self.ranks.layouts, self.ranks.arenas)
+
+    # -- counts -------------------------------------------------------------------------------
+
+    def count_query(self, request_id: str, num_tokens: int, num_hit: int) -> None:
+        """Count what an admitted request looked for on the device, and what it found."""
+        size = self.ledger.hit_block_size
+        num_known = self.requests[request_id].num_given[0] * self.ledger.hash_block_size
+        self.num_query_tokens += min(num_tokens - 1, num_known) // size * size
+        self.num_hit_tokens += num_hit
+
+    def num_evicted(self) -> int:
+        """Return the blocks that this ledger and those before it have evicted."""
+        ledger, evicted_before = self.evicted_before
+        return evicted_before + ledger.pool.num_evicted
+
+    def capacity_tokens(self) -> int:
+        """Return the prompt tokens that the device holds if every group keeps all its blocks."""
+        size, num_usable = self.ledger.hit_block_size, self.pool.num_blocks - 1
+        return num_usable // sum(size // block_size for block_size in self._block_sizes) * size
+
+    @property
+    def _block_sizes(self) -> list[int]:
+        return [group.block_size for group in self.blueprint.groups]
+
+    def check(self) -> None:
+        """Verify every invariant. Raises `StateError` if one is broken."""
+        self.ledger.check()
+        self.scheduler.check()
+        if self.asleep is None and len(self.requests) != self.ledger.num_requests:
+            raise StateError(
+                f"{len(self.requests)} requests, {self.ledger.num_requests} in the ledger"
+            )
+        running = self.requests_that_run()
+        if running != self.running:
+            raise StateError(f"{sorted(running)} run, the running set is {sorted(self.running)}")
