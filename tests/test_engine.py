@@ -122,7 +122,7 @@ def polled(engine: Engine) -> Landed:
 # -- the way of a prefix -----------------------------------------------------------------------
 
 
-def test_a_prefix_goes_to_the_host_and_comes_back() -> None:
+def test_prefix_is_stored_on_the_host_and_loaded_again() -> None:
     with world(mover=HostMover) as it:
         first = it.admit("first", [*DOCUMENT, 90])
         assert (first.state, first.num_hit_tokens, first.num_external_tokens) == (RUNS, 0, 0)
@@ -212,7 +212,7 @@ def test_generated_blocks_are_stored_too() -> None:
         assert transfer.num_bytes == BLOCK * 8
 
 
-def test_groups_of_unequal_blocks_come_back_as_far_as_they_are_read() -> None:
+def test_load_brings_only_the_blocks_that_each_group_reads() -> None:
     """A window of 6 tokens in blocks of 2, beside full attention in blocks of 4."""
     full, window = np.zeros((40, 4), np.int64), np.zeros((40, 2), np.int32)
     layouts = [BlockLayout.from_arrays([full]), BlockLayout.from_arrays([window])]
@@ -241,7 +241,7 @@ def test_groups_of_unequal_blocks_come_back_as_far_as_they_are_read() -> None:
             engine.check()
 
 
-def test_a_lazy_engine_stores_what_the_device_will_evict_next() -> None:
+def test_lazy_engine_stores_the_blocks_that_the_device_evicts_next() -> None:
     with world(num_device_blocks=9, mode="lazy", horizon_blocks=6) as it:
         it.admit("first", DOCUMENT)
         it.compute("first", DOCUMENT)
@@ -258,7 +258,7 @@ def test_a_lazy_engine_stores_what_the_device_will_evict_next() -> None:
 # -- loads that fail or are late ---------------------------------------------------------------
 
 
-def test_a_failed_load_is_recomputed_and_the_next_request_asks_again() -> None:
+def test_request_recomputes_after_a_failed_load_and_the_next_one_loads() -> None:
     with world() as it:
         it.put_on_the_host(DOCUMENT)
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
@@ -274,7 +274,7 @@ def test_a_failed_load_is_recomputed_and_the_next_request_asks_again() -> None:
         assert it.admit("next", [*DOCUMENT, 92]).state is LOADS
 
 
-def test_after_it_has_recomputed_a_request_may_load_again() -> None:
+def test_request_may_load_again_after_it_has_recomputed() -> None:
     with world() as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("again", [*DOCUMENT, 91])
@@ -286,7 +286,7 @@ def test_after_it_has_recomputed_a_request_may_load_again() -> None:
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
 
-def test_a_late_load_fails_once_and_its_blocks_stay_out_of_reach() -> None:
+def test_late_load_fails_once_and_its_blocks_stay_pinned() -> None:
     with world(num_device_blocks=9, load_timeout_s=5.0) as it:
         it.put_on_the_host(DOCUMENT)
         late = it.admit("again", [*DOCUMENT, 91])
@@ -317,7 +317,7 @@ def test_a_late_load_fails_once_and_its_blocks_stay_out_of_reach() -> None:
         assert it.engine.ledger.pool.num_free == 8
 
 
-def test_a_load_that_has_ended_when_it_is_asked_for_is_not_late() -> None:
+def test_load_that_has_ended_before_poll_is_not_late() -> None:
     with world(load_timeout_s=5.0) as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("again", [*DOCUMENT, 91])
@@ -326,7 +326,7 @@ def test_a_load_that_has_ended_when_it_is_asked_for_is_not_late() -> None:
         assert it.engine.poll() == Landed(["again"], [], 0, 0)
 
 
-def test_a_failed_store_is_counted_and_no_hit() -> None:
+def test_failed_store_is_counted_and_gives_no_hit() -> None:
     with world() as it:
         it.admit("writer", DOCUMENT)
         it.compute("writer", DOCUMENT)
@@ -344,7 +344,7 @@ class RefusingMover(ManualMover):
         raise TransferError("the device is gone")
 
 
-def test_a_mover_that_refuses_is_a_load_that_failed() -> None:
+def test_load_fails_if_the_mover_refuses_it() -> None:
     with world(mover=RefusingMover) as it:
         it.put_on_the_host(DOCUMENT)
         loads = it.admit("again", [*DOCUMENT, 91])
@@ -357,7 +357,7 @@ def test_a_mover_that_refuses_is_a_load_that_failed() -> None:
 # -- requests that go --------------------------------------------------------------------------
 
 
-def test_blocks_of_a_store_stay_when_their_request_is_done() -> None:
+def test_blocks_of_a_store_stay_pinned_when_their_request_finishes() -> None:
     with world(num_device_blocks=5) as it:
         it.admit("writer", DOCUMENT)
         it.compute("writer", DOCUMENT)
@@ -374,7 +374,7 @@ def test_blocks_of_a_store_stay_when_their_request_is_done() -> None:
 
 @pytest.mark.parametrize("how", ["finish", "preempt"])
 @pytest.mark.parametrize("end", [ManualTicket.land, ManualTicket.fail])
-def test_a_request_may_go_while_it_loads(how: str, end: Callable[[ManualTicket], None]) -> None:
+def test_request_may_finish_while_it_loads(how: str, end: Callable[[ManualTicket], None]) -> None:
     with world(num_device_blocks=6) as it:
         it.put_on_the_host(DOCUMENT)
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
@@ -389,7 +389,7 @@ def test_a_request_may_go_while_it_loads(how: str, end: Callable[[ManualTicket],
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
 
-def test_a_preempted_request_finds_what_it_had() -> None:
+def test_preempted_request_finds_its_blocks_again() -> None:
     with world() as it:
         it.admit("one", DOCUMENT)
         it.compute("one", DOCUMENT)
@@ -409,7 +409,7 @@ def test_a_preempted_request_finds_what_it_had() -> None:
 # -- pending, no room --------------------------------------------------------------------------
 
 
-def test_what_is_being_loaded_for_another_is_pending() -> None:
+def test_admission_is_pending_while_another_request_loads_the_blocks() -> None:
     with world() as it:
         it.put_on_the_host(DOCUMENT)
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
@@ -443,7 +443,7 @@ def test_no_room_changes_nothing(limit: dict[str, int]) -> None:
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
 
-def test_the_host_keeps_what_one_refused_request_has_found_and_no_more() -> None:
+def test_host_keeps_the_hit_of_one_refused_request_only() -> None:
     """Or those that wait would fill the host tier with what they have pinned."""
     with world(num_device_blocks=9, num_host_blocks=4) as it:
         it.put_on_the_host(DOCUMENT)
@@ -458,7 +458,7 @@ def test_the_host_keeps_what_one_refused_request_has_found_and_no_more() -> None
 # -- the end -----------------------------------------------------------------------------------
 
 
-def test_close_ends_all_that_is_in_flight() -> None:
+def test_close_ends_all_copies_in_flight() -> None:
     never = HostEvent()
     with world(mover=HostMover, load_timeout_s=1.0) as it:
         it.admit("first", DOCUMENT)
@@ -487,7 +487,7 @@ def test_close_ends_all_that_is_in_flight() -> None:
             it.engine.movers[0].store([1], [0], after=READY)
 
 
-def test_a_closed_engine_refuses() -> None:
+def test_closed_engine_refuses_calls() -> None:
     with world() as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("loads", [*DOCUMENT, 91])
@@ -550,7 +550,7 @@ def test_reset_forgets_every_prefix_at_any_moment() -> None:
         (lambda e: e.tables("nobody"), UnknownRequest, "nobody"),
     ],
 )  # fmt: skip
-def test_misuse_is_told_and_changes_nothing(
+def test_misuse_raises_and_changes_nothing(
     use: Callable[[Engine], object], error: type[Exception], problem: str
 ) -> None:
     with world() as it:
@@ -569,7 +569,7 @@ def test_misuse_is_told_and_changes_nothing(
         assert it.engine.admit("waits", 9, 9, after=READY).state is RUNS
 
 
-def test_a_clock_that_is_wrong_leaves_nothing_behind() -> None:
+def test_wrong_time_leaves_no_pin_and_no_job_behind() -> None:
     with world(load_timeout_s=1.0) as it:
         it.put_on_the_host(DOCUMENT)
         it.engine.add("again", hash_tokens(DOCUMENT, BLOCK))
@@ -582,7 +582,7 @@ def test_a_clock_that_is_wrong_leaves_nothing_behind() -> None:
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
 
-def test_a_clock_that_goes_wrong_ends_and_begins_no_transfer() -> None:
+def test_wrong_time_neither_begins_nor_ends_a_transfer() -> None:
     with world() as it:
         it.admit("one", DOCUMENT)
         it.compute("one", DOCUMENT[:8])
@@ -600,7 +600,7 @@ def test_a_clock_that_goes_wrong_ends_and_begins_no_transfer() -> None:
         assert len(transfer.job) == 2
 
 
-def test_an_admission_that_is_wrong_holds_nothing_on_the_host() -> None:
+def test_refused_admission_pins_no_host_slot() -> None:
     with world(num_host_blocks=4) as it:
         it.put_on_the_host(DOCUMENT)
         it.engine.add("again", hash_tokens(DOCUMENT, BLOCK))
@@ -620,7 +620,7 @@ def test_a_transfer_ends_once() -> None:
             it.engine.end(transfer)
 
 
-def test_rewind_gives_tokens_back() -> None:
+def test_rewind_takes_granted_tokens_back() -> None:
     with world() as it:
         it.admit("one", [*DOCUMENT, 91])
         it.engine.step(["one"], [3])
@@ -628,7 +628,7 @@ def test_rewind_gives_tokens_back() -> None:
         assert it.engine.ledger.num_granted_tokens("one") == 18
 
 
-def test_events_tell_of_both_pools_and_survive_a_restart() -> None:
+def test_events_cover_both_pools_and_survive_a_restart() -> None:
     with world(events=True) as it:
         it.engine.add("one", hash_tokens(DOCUMENT, BLOCK)[:2], tokens=DOCUMENT[:8])
         it.engine.extend("one", hash_tokens(DOCUMENT, BLOCK)[2:], tokens=np.array(DOCUMENT[8:]))
@@ -667,14 +667,14 @@ def layout(num_blocks: int) -> BlockLayout:
         ([layout(8)], {"mode": "lazy", "horizon_blocks": 0}, "horizon_blocks is 0"),
     ],
 )
-def test_what_cannot_be_built_is_named(
+def test_constructor_names_the_argument_that_is_wrong(
     layouts: list[BlockLayout], options: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         Engine(8, 8, [FullAttention(4)], layouts, **options)  # type: ignore[arg-type]
 
 
-def test_a_mover_that_cannot_be_built_stops_those_before_it() -> None:
+def test_failed_constructor_closes_the_movers_it_made() -> None:
     built: list[HostMover] = []
 
     def make(layout: BlockLayout, arena: HostArena) -> Mover:
@@ -709,7 +709,7 @@ def test_the_example_runs() -> None:
     ]
 
 
-def test_the_engine_is_imported_when_it_is_asked_for() -> None:
+def test_engine_is_imported_at_its_first_use() -> None:
     code = "import sys, kvstow; before = 'kvstow.transfer' in sys.modules; kvstow.Engine; "
     assert run("-c", code + "print(before, 'kvstow.transfer' in sys.modules)") == "False True\n"
 

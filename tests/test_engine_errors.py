@@ -54,7 +54,7 @@ ERRORS = [RuntimeError("cudaErrorLaunchFailure"), MemoryError(), KeyboardInterru
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_a_store_whose_event_raises_has_failed_and_the_engine_goes_on(error: BaseException) -> None:
+def test_store_fails_if_its_event_raises_and_the_engine_goes_on(error: BaseException) -> None:
     with world(mover=HostMover) as it:
         it.admit("one", DOCUMENT)
         with pytest.raises(type(error)):
@@ -70,7 +70,7 @@ def test_a_store_whose_event_raises_has_failed_and_the_engine_goes_on(error: Bas
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_a_load_whose_event_raises_has_failed_and_is_recomputed(error: BaseException) -> None:
+def test_request_recomputes_if_the_event_of_its_load_raises(error: BaseException) -> None:
     with world(mover=HostMover) as it:
         it.admit("writer", DOCUMENT)
         it.compute("writer", DOCUMENT)
@@ -86,7 +86,7 @@ def test_a_load_whose_event_raises_has_failed_and_is_recomputed(error: BaseExcep
         assert it.admit("third", [*DOCUMENT, 92]).state is LOADS
 
 
-def test_an_interrupt_between_two_ranks_ends_the_copy_of_the_first() -> None:
+def test_interrupt_between_two_ranks_ends_the_copy_of_the_first() -> None:
     """Its blocks are not given to others before that."""
     never = HostEvent()
 
@@ -117,7 +117,7 @@ def test_an_interrupt_between_two_ranks_ends_the_copy_of_the_first() -> None:
     never.set()
 
 
-def test_poll_that_raises_forgets_nothing() -> None:
+def test_poll_that_raises_loses_no_result() -> None:
     with world() as it:
         it.put_on_the_host([*DOCUMENT, *OTHER])
         it.admit("one", [*DOCUMENT, 91])
@@ -134,7 +134,7 @@ def test_poll_that_raises_forgets_nothing() -> None:
         assert it.engine.poll().loaded == ["one"]
 
 
-def test_what_a_poll_that_raised_had_found_the_next_one_reports() -> None:
+def test_next_poll_reports_what_a_poll_that_raised_had_found() -> None:
     with world() as it:
         it.put_on_the_host(DOCUMENT)
         it.put_on_the_host(OTHER)
@@ -167,7 +167,7 @@ class FailsToClose(HostMover):
             raise RuntimeError("another one")
 
 
-def test_close_closes_everything_even_where_a_part_raises(
+def test_close_closes_every_part_even_if_one_raises(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(FailsToClose, "num_closed", 0)
@@ -193,7 +193,7 @@ def test_close_closes_everything_even_where_a_part_raises(
     engine.close()
 
 
-def test_an_extension_that_was_cut_short_is_not_made_twice(
+def test_extension_that_was_cut_short_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its caller extends again: the ledger must not have the hashes of a block twice."""
@@ -224,7 +224,7 @@ def test_an_extension_that_was_cut_short_is_not_made_twice(
 # -- copies that never end ---------------------------------------------------------------------
 
 
-def test_a_late_store_is_reported_once_and_its_blocks_stay_pinned() -> None:
+def test_late_store_is_reported_once_and_its_blocks_stay_pinned() -> None:
     with world(num_device_blocks=9, store_timeout_s=5.0) as it:
         it.admit("one", DOCUMENT)
         it.compute("one", DOCUMENT)
@@ -265,7 +265,7 @@ def test_expire_leaves_late_stores_to_poll() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_damaged_slot_is_dropped_and_stored_again(world_size: int) -> None:
+def test_damaged_slot_is_dropped_and_stored_again(world_size: int) -> None:
     kv = [np.zeros((17, BLOCK), np.int64) for _ in range(world_size)]
     ranks = [[BlockLayout.from_arrays([one])] for one in kv]
     layouts: Any = ranks if world_size > 1 else ranks[0]
@@ -316,7 +316,7 @@ GROUPS = [FullAttention(4), SlidingWindow(4, 6), ChunkedLocal(4, 8), StateSpace(
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=repr)
-def test_an_admission_is_refused_as_impossible_only_if_it_is(group: FullAttention) -> None:
+def test_admission_raises_out_of_blocks_only_if_it_can_never_fit(group: FullAttention) -> None:
     """A request that runs to its end, alone and token by token, is not refused."""
     layouts = [BlockLayout.from_arrays([np.zeros((6, 8), np.uint8)])] * 2
     hashes = hash_tokens(range(100), 4)
@@ -338,7 +338,7 @@ def test_an_admission_is_refused_as_impossible_only_if_it_is(group: FullAttentio
     assert refused == impossible or not isinstance(group, FullAttention)
 
 
-def test_the_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
+def test_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
     with world(num_device_blocks=9) as it:
         it.engine.add("big", hash_tokens(range(100), BLOCK))
         before = it.engine.stats()
@@ -353,7 +353,7 @@ def test_the_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
         assert it.engine.admit("big", 32, 32, after=READY).state is RUNS
 
 
-def test_a_load_that_does_not_fit_now_is_no_error() -> None:
+def test_load_that_does_not_fit_now_is_no_error() -> None:
     with world(num_device_blocks=9) as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("other", OTHER)
@@ -389,7 +389,7 @@ def test_a_load_that_does_not_fit_now_is_no_error() -> None:
         (lambda e: e.sleep(after=READY, timeout_s="1"), "timeout_s is '1'"),
     ],
 )
-def test_a_wrong_type_is_a_config_error(use: Callable[[Engine], object], problem: str) -> None:
+def test_wrong_type_raises_config_error(use: Callable[[Engine], object], problem: str) -> None:
     with world() as it:
         it.admit("runs", DOCUMENT)
         it.engine.add("added", hash_tokens(DOCUMENT, BLOCK))
@@ -400,7 +400,7 @@ def test_a_wrong_type_is_a_config_error(use: Callable[[Engine], object], problem
         assert it.engine.admit("added", 16, 100, after=READY).state is RUNS
 
 
-def test_a_request_id_of_another_type_is_unknown() -> None:
+def test_request_id_of_a_wrong_type_is_unknown() -> None:
     with world() as it:
         wrongs: list[Any] = [7, None, [], {}]
         for wrong in wrongs:
@@ -427,7 +427,7 @@ def test_a_request_id_of_another_type_is_unknown() -> None:
         ({"layouts": 3}, "layouts"),
     ],
 )
-def test_an_option_of_a_wrong_type_is_a_config_error(options: dict[str, Any], problem: str) -> None:
+def test_option_of_a_wrong_type_raises_config_error(options: dict[str, Any], problem: str) -> None:
     num_threads = threading.active_count()
     given: dict[str, Any] = {
         "num_device_blocks": 8,
@@ -440,7 +440,7 @@ def test_an_option_of_a_wrong_type_is_a_config_error(options: dict[str, Any], pr
     assert threading.active_count() <= num_threads
 
 
-def test_a_timeout_of_a_wait_is_a_number() -> None:
+def test_ticket_refuses_a_timeout_that_is_no_number() -> None:
     with world(mover=HostMover) as it:
         it.admit("one", DOCUMENT)
         it.compute("one", DOCUMENT)
@@ -455,7 +455,7 @@ def test_a_timeout_of_a_wait_is_a_number() -> None:
 # -- futures -----------------------------------------------------------------------------------
 
 
-def test_a_future_is_refused_with_the_way_to_make_an_event_of_it() -> None:
+def test_error_for_a_future_names_host_event_of() -> None:
     future: Future[None] = Future()
     with world(mover=HostMover) as it:
         it.admit("one", DOCUMENT)
@@ -468,7 +468,7 @@ def test_a_future_is_refused_with_the_way_to_make_an_event_of_it() -> None:
 
 
 @pytest.mark.parametrize("end", ["fails", "is cancelled"])
-def test_an_event_of_a_future_fails_as_the_future_does(end: str) -> None:
+def test_event_of_a_future_fails_as_the_future_does(end: str) -> None:
     future: Future[None] = Future()
     event: Event = HostEvent.of(future)
     if end == "fails":
@@ -482,7 +482,7 @@ def test_an_event_of_a_future_fails_as_the_future_does(end: str) -> None:
 # -- other threads -----------------------------------------------------------------------------
 
 
-def test_stats_of_another_thread_count_an_eviction_once() -> None:
+def test_stats_from_another_thread_count_an_eviction_once() -> None:
     """Whatever the moment at which it reads: every attribute that `wake` sets is read after it."""
     with world(num_device_blocks=9, mover=HostMover) as it:
         for number in range(6):

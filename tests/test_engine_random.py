@@ -31,7 +31,7 @@ def ledger_that_publishes_at_the_grant(*args: Any, **options: Any) -> BlockLedge
 
 
 @pytest.mark.parametrize("shape", ["eager", "lazy", "window"])
-def test_publishing_at_the_grant_is_found(
+def test_random_loop_detects_a_ledger_that_publishes_at_the_grant(
     shape: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("kvstow.engine.engine.BlockLedger", ledger_that_publishes_at_the_grant)

@@ -85,7 +85,7 @@ def test_free_memory_of_a_group_is_from_none_to_its_limit(
     assert machine.free() == expected
 
 
-def test_tightest_of_all_groups_above_the_process_counts(tmp_path: Path) -> None:
+def test_free_memory_is_that_of_the_tightest_group_above_the_process(tmp_path: Path) -> None:
     machine = Machine(tmp_path, cgroup="0::/pods/one/engine\n")
     machine.group("pods", 50 * GIB, 45 * GIB, {})
     machine.group("pods/one", 20 * GIB, 12 * GIB, {})
@@ -99,13 +99,15 @@ def test_tightest_of_all_groups_above_the_process_counts(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["/docker/4f2a", "/../../elsewhere"])
-def test_path_that_the_container_cannot_see_leaves_its_own_group(tmp_path: Path, path: str) -> None:
+def test_path_that_the_container_cannot_see_counts_as_its_own_group(
+    tmp_path: Path, path: str
+) -> None:
     machine = Machine(tmp_path, cgroup=f"0::{path}\n")
     machine.group("", 10 * GIB, 4 * GIB, {})
     assert machine.free() == 6 * GIB
 
 
-def test_groups_of_version_1_limit_too(tmp_path: Path) -> None:
+def test_groups_of_version_1_limit_free_memory_too(tmp_path: Path) -> None:
     machine = Machine(tmp_path, cgroup="9:name=systemd:/\n4:cpu,memory:/docker/a\n0::/\n")
     stat = {"inactive_file": 0, "total_inactive_file": 2 * GIB, "total_active_file": 1 * GIB}
     machine.old_group("docker/a", 10 * GIB, 9 * GIB, stat)
@@ -120,7 +122,7 @@ def test_groups_of_version_2_may_be_mounted_beside_those_of_version_1(tmp_path: 
 
 
 @pytest.mark.parametrize("garbage", ["", "many\n", "\x00", "0\n"])
-def test_unreadable_figures_are_left_out(tmp_path: Path, garbage: str) -> None:
+def test_free_memory_ignores_unreadable_figures(tmp_path: Path, garbage: str) -> None:
     machine = Machine(tmp_path, cgroup=garbage)
     machine.group("", 10 * GIB, 4 * GIB, {})
     (tmp_path / "sys/fs/cgroup/memory.current").write_text("much")
@@ -129,11 +131,11 @@ def test_unreadable_figures_are_left_out(tmp_path: Path, garbage: str) -> None:
     assert machine.free() is None
 
 
-def test_nothing_is_known_of_a_machine_without_proc(tmp_path: Path) -> None:
+def test_free_memory_is_none_without_proc(tmp_path: Path) -> None:
     assert free_memory(tmp_path) is None
 
 
-def test_this_machine_tells() -> None:
+def test_free_memory_of_this_machine_is_positive_or_unknown() -> None:
     free = free_memory()
     assert free is None or free > 0
 

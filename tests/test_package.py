@@ -107,7 +107,7 @@ def test_wheel_stays_under_2_mb() -> None:
 
 
 @pytest.mark.parametrize("package", ["tests", "benches"])
-def test_our_folders_win_over_packages_of_their_name_in_site_packages(
+def test_folders_of_the_repository_win_over_installed_packages_of_their_names(
     package: str, tmp_path: Path
 ) -> None:
     (tmp_path / package).mkdir()
@@ -120,7 +120,7 @@ def test_our_folders_win_over_packages_of_their_name_in_site_packages(
     assert Path(done.stdout.strip()) == ROOT / package / "__init__.py"
 
 
-def test_interrupt_of_the_first_call_with_an_array_is_no_panic() -> None:
+def test_interrupt_of_the_first_call_with_an_array_does_not_panic() -> None:
     # Whatever is still imported then, an interrupt can hit.
     printed(
         """

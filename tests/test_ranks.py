@@ -110,7 +110,7 @@ DOCUMENT = list(range(16))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("blocks_per_slot", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_tokens", [3, 4, 21, 40, 47])
-def test_what_was_stored_comes_back_on_every_rank(
+def test_stored_blocks_come_back_on_every_rank(
     world_size: int, blocks_per_slot: int, num_tokens: int
 ) -> None:
     tokens = list(range(1, num_tokens + 1))
@@ -135,7 +135,7 @@ def test_what_was_stored_comes_back_on_every_rank(
 
 
 @pytest.mark.parametrize("num_local", range(1, 6))
-def test_of_a_slot_only_what_the_device_lacks_is_loaded(num_local: int) -> None:
+def test_load_brings_only_the_blocks_of_a_slot_that_the_device_lacks(num_local: int) -> None:
     tokens = list(range(1, 25))  # 6 blocks, 2 slots
     with shards(2, blocks_per_slot=3) as it:
         it.put_on_the_host(tokens)
@@ -181,7 +181,7 @@ def test_generated_blocks_fill_a_slot_one_by_one() -> None:
         it.assert_cached("again", tokens)
 
 
-def test_a_slot_is_a_run_of_host_memory() -> None:
+def test_slot_is_a_run_of_host_memory() -> None:
     with shards(2, blocks_per_slot=4) as it:
         for rank, arena in enumerate(it.engine.arenas):
             block_bytes = 2 * BLOCK * (3 + rank) * 4
@@ -194,7 +194,7 @@ def test_a_slot_is_a_run_of_host_memory() -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_load_that_fails_on_one_rank_is_recomputed(bad_rank: int) -> None:
+def test_request_recomputes_if_its_load_fails_on_one_rank(bad_rank: int) -> None:
     with shards(2, mover=ManualMover) as it:
         it.put_on_the_host(DOCUMENT)
         assert it.admit("again", [*DOCUMENT, 7]) is LOADS
@@ -216,7 +216,7 @@ def test_a_load_that_fails_on_one_rank_is_recomputed(bad_rank: int) -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_store_that_fails_on_one_rank_is_no_hit(bad_rank: int) -> None:
+def test_store_that_fails_on_one_rank_gives_no_hit(bad_rank: int) -> None:
     with shards(2, mover=ManualMover, blocks_per_slot=2) as it:
         it.admit("writer", DOCUMENT)
         it.compute("writer", DOCUMENT)
@@ -231,7 +231,7 @@ def test_a_store_that_fails_on_one_rank_is_no_hit(bad_rank: int) -> None:
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])
-def test_blocks_stay_out_of_reach_until_the_last_rank_has_ended(
+def test_blocks_stay_pinned_until_the_last_rank_has_ended(
     late_rank: int, blocks_per_slot: int
 ) -> None:
     with shards(
@@ -264,7 +264,7 @@ def test_blocks_stay_out_of_reach_until_the_last_rank_has_ended(
         assert it.engine.ledger.pool.num_free == 8
 
 
-def test_close_ends_what_any_rank_has_in_flight() -> None:
+def test_close_ends_the_copies_of_every_rank() -> None:
     with shards(2, mover=ManualMover) as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("again", [*DOCUMENT, 7])
@@ -305,7 +305,7 @@ WINDOWED = [FullAttention(4), SlidingWindow(4, 8)]
         ),
     ],
 )
-def test_what_cannot_be_built_is_named_and_leaves_nothing(
+def test_constructor_names_the_wrong_layout_and_leaves_no_thread(
     groups: list[FullAttention | SlidingWindow],
     layouts: list[BlockLayout],
     options: dict[str, object],
@@ -317,7 +317,7 @@ def test_what_cannot_be_built_is_named_and_leaves_nothing(
     assert threading.active_count() <= num_threads
 
 
-def test_a_rank_that_cannot_be_built_stops_those_before_it() -> None:
+def test_failed_constructor_closes_the_ranks_it_made() -> None:
     built: list[Mover] = []
 
     def make(layout: BlockLayout, arena: HostArena) -> Mover:

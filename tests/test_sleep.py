@@ -174,7 +174,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("to", ["host", "file"])
 @pytest.mark.parametrize("block_ids", ["same", "packed"])
-def test_requests_wake_where_they_were(
+def test_requests_wake_with_their_tables_and_tokens(
     shape: dict[str, Any], to: str, block_ids: str, tmp_path: Path
 ) -> None:
     place = HOST if to == "host" else tmp_path / "image"
@@ -205,7 +205,7 @@ def test_requests_wake_where_they_were(
         it.engine.check()
 
 
-def test_without_the_image_a_tail_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_is_lost_without_the_copies_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: nothing but the image's loads brings back what is compared above."""
     with world() as it:
         it.run("a", prompt(1, 18))
@@ -217,7 +217,7 @@ def test_without_the_image_a_tail_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
             it.check()
 
 
-def test_other_ids_of_the_callers_choice() -> None:
+def test_wake_takes_ids_that_the_caller_chooses() -> None:
     with world() as it:
         it.run("a", prompt(1, 18))
         before = it.engine.tables("a")[0].tolist()
@@ -229,7 +229,7 @@ def test_other_ids_of_the_callers_choice() -> None:
         assert dict(zip(awake.old_ids, awake.new_ids, strict=True))[before[0]] == 23
 
 
-def test_another_pool_size_if_it_fits() -> None:
+def test_wake_takes_another_pool_size_if_the_blocks_fit() -> None:
     with world(num_blocks=24) as it:
         it.run("gone", prompt(2, 30))
         it.run("a", prompt(1, 18))
@@ -255,7 +255,7 @@ def test_another_pool_size_if_it_fits() -> None:
         it.check("a")
 
 
-def test_asleep_it_holds_no_device_memory_and_does_nothing() -> None:
+def test_sleeping_engine_holds_no_device_memory_and_refuses_calls() -> None:
     with world(events=True) as it:
         it.run("a", prompt(1, 18))
         [own] = it.memory
@@ -289,7 +289,7 @@ def test_asleep_it_holds_no_device_memory_and_does_nothing() -> None:
         it.check()
 
 
-def test_what_was_evicted_is_counted_once() -> None:
+def test_evictions_before_and_after_sleep_are_counted_once() -> None:
     with world(num_blocks=8) as it:
         it.run("gone", prompt(2, 12))
         it.settle()
@@ -303,7 +303,7 @@ def test_what_was_evicted_is_counted_once() -> None:
         assert evicted == [1] * 5
 
 
-def test_closed_while_it_sleeps_it_knows_nobody_and_is_sound() -> None:
+def test_engine_closed_while_asleep_knows_no_request_and_passes_check() -> None:
     with world() as it:
         it.run("a", prompt(1, 9))
         it.sleep()
@@ -314,7 +314,7 @@ def test_closed_while_it_sleeps_it_knows_nobody_and_is_sound() -> None:
             it.engine.add("b", [])
 
 
-def test_what_only_the_device_cached_is_told_of_as_removed() -> None:
+def test_events_report_blocks_that_only_the_device_cached_as_removed() -> None:
     with world(num_host=20, events=True, mode="lazy", horizon_blocks=1) as it:
         it.run("gone", prompt(2, 12))
         it.engine.finish("gone")
@@ -329,7 +329,7 @@ def test_what_only_the_device_cached_is_told_of_as_removed() -> None:
 # -- copies in flight --------------------------------------------------------------------------
 
 
-def test_copies_land_first_and_the_next_poll_tells() -> None:
+def test_copies_end_before_sleep_and_the_next_poll_reports_them() -> None:
     with world() as it:
         it.run("writer", prompt(1, 17))
         it.settle()
@@ -357,7 +357,7 @@ def test_copies_land_first_and_the_next_poll_tells() -> None:
         it.check()
 
 
-def test_what_takes_too_long_has_failed_and_cannot_land_later() -> None:
+def test_copy_past_the_timeout_has_failed_and_cannot_land_later() -> None:
     never = HostEvent()
     with world() as it:
         it.run("writer", prompt(1, 16))
@@ -378,7 +378,7 @@ def test_what_takes_too_long_has_failed_and_cannot_land_later() -> None:
         assert (again.state, again.num_new_tokens) == (RUNS, 17), "it recomputes"
 
 
-def test_a_store_that_has_left_its_blocks_may_still_take_too_long() -> None:
+def test_store_that_released_its_blocks_can_still_time_out() -> None:
     """It has unpinned them, and does not once more when it is given up."""
 
     class Released(Ticket):
@@ -415,7 +415,7 @@ def test_a_store_that_has_left_its_blocks_may_still_take_too_long() -> None:
         assert it.engine.ledger.pool.num_free == 23
 
 
-def test_a_failed_sleep_leaves_what_landed_to_the_next_poll() -> None:
+def test_next_poll_reports_what_landed_before_a_sleep_that_failed() -> None:
     with world(num_host=3) as it:
         it.run("a", prompt(1, 13))
         with pytest.raises(OutOfBlocks, match="the sleep image needs 1 host slots and at most 0"):
@@ -428,7 +428,7 @@ def test_a_failed_sleep_leaves_what_landed_to_the_next_poll() -> None:
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_without_preserving_requests_recompute_what_the_host_lacks(to: str, tmp_path: Path) -> None:
+def test_requests_recompute_what_the_host_lacks_without_preserve(to: str, tmp_path: Path) -> None:
     with world(num_host=8) as it:
         it.run("a", prompt(1, 18))
         it.settle()
@@ -443,7 +443,7 @@ def test_without_preserving_requests_recompute_what_the_host_lacks(to: str, tmp_
         it.check()
 
 
-def test_without_preserving_who_was_loading_is_not_said_to_run() -> None:
+def test_request_that_was_loading_is_reported_as_failed_without_preserve() -> None:
     with world() as it:
         it.run("writer", prompt(1, 16))
         it.settle()
@@ -461,7 +461,7 @@ def test_without_preserving_who_was_loading_is_not_said_to_run() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_a_host_that_is_too_small_refuses_and_nothing_changes() -> None:
+def test_sleep_changes_nothing_if_the_host_is_too_small() -> None:
     with world(num_host=4) as it:
         it.run("a", prompt(1, 18))
         it.run("b", prompt(3, 18))
@@ -497,7 +497,9 @@ class FailingMover(HostMover):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_copies_that_fail_leave_it_as_it_was(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copies_leave_the_engine_as_it_was(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with world(ranks=ranks, mover=FailingMover) as it:
         it.run("a", prompt(1, 18))
         it.settle()
@@ -517,7 +519,7 @@ def test_copies_that_fail_leave_it_as_it_was(ranks: int, monkeypatch: pytest.Mon
         it.check()
 
 
-def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
+def test_engine_is_awake_without_copies_after_sleep_was_interrupted() -> None:
     class Interrupted:
         def wait(self) -> None:
             raise AssertionError("movers do not block in it")
@@ -548,7 +550,7 @@ def test_interrupted_on_its_way_it_is_awake_and_no_copy_is_under_way() -> None:
         it.check()
 
 
-def test_waking_without_sleeping_or_twice() -> None:
+def test_wake_raises_unless_the_engine_sleeps() -> None:
     with world() as it:
         with pytest.raises(StateError, match="does not sleep"):
             it.wake()
@@ -564,7 +566,7 @@ def test_waking_without_sleeping_or_twice() -> None:
             it.sleep()
 
 
-def test_waking_with_what_does_not_belong_to_it() -> None:
+def test_wake_refuses_another_model_or_other_layouts() -> None:
     with world() as it:
         it.run("a", prompt(1, 18))
         it.sleep(**WHO)
@@ -583,7 +585,7 @@ def test_waking_with_what_does_not_belong_to_it() -> None:
         it.check()
 
 
-def test_a_file_needs_to_say_whose_it_is(tmp_path: Path) -> None:
+def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:
     with world() as it:
         halves: list[dict[str, Any]] = [{}, {"identity": "a"}, {"weights_version": "1"}]
         for options in halves:
@@ -619,7 +621,9 @@ def put_to_sleep(path: Path, **shape: Any) -> None:
 @pytest.mark.parametrize(
     "shape", [{}, {"ranks": 2, "windows": 1, "num_blocks": 50}, SHAPES[-1]], ids=str
 )
-def test_another_process_goes_on(shape: dict[str, Any], tmp_path: Path) -> None:
+def test_another_engine_goes_on_with_the_requests_of_a_file(
+    shape: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "image"
     put_to_sleep(path, **shape)
     before = path.read_bytes()
@@ -638,7 +642,7 @@ def test_another_process_goes_on(shape: dict[str, Any], tmp_path: Path) -> None:
     assert path.read_bytes() == before, "copy-on-write"
 
 
-def test_without_its_requests_only_the_host_is_warm(tmp_path: Path) -> None:
+def test_restart_without_requests_warms_the_host_only(tmp_path: Path) -> None:
     path = tmp_path / "image"
     put_to_sleep(path)
     with world() as it:
@@ -656,7 +660,7 @@ def test_without_its_requests_only_the_host_is_warm(tmp_path: Path) -> None:
         assert scheduler.num_resident == len(scheduler.used_slots())
 
 
-def test_a_restart_reads_no_slot_before_it_is_loaded(tmp_path: Path) -> None:
+def test_restart_reads_no_slot_before_its_load(tmp_path: Path) -> None:
     """A slot that is damaged fails the loads that want it, and no others."""
     path = tmp_path / "image"
     put_to_sleep(path)
@@ -692,7 +696,7 @@ def test_a_restart_reads_no_slot_before_it_is_loaded(tmp_path: Path) -> None:
         assert it.engine.poll().failed == ["new"]
 
 
-def test_a_damaged_image_wakes_nobody_by_half(tmp_path: Path) -> None:
+def test_restart_from_a_damaged_image_restores_no_request(tmp_path: Path) -> None:
     path = tmp_path / "image"
     put_to_sleep(path)
     whole = path.read_bytes()
@@ -709,7 +713,7 @@ def test_a_damaged_image_wakes_nobody_by_half(tmp_path: Path) -> None:
         assert it.engine.scheduler.num_resident > 0
 
 
-def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) -> None:
+def test_restart_needs_a_new_engine_with_equal_options(tmp_path: Path) -> None:
     path = tmp_path / "image"
     put_to_sleep(path)
     with world() as it:
@@ -739,7 +743,7 @@ def test_only_a_new_engine_is_restarted_and_only_for_the_same(tmp_path: Path) ->
         it.engine.restart(path, after=READY, identity="a model", weights_version="8")
 
 
-def test_an_engine_does_not_wake_from_the_file_of_another(tmp_path: Path) -> None:
+def test_wake_refuses_the_file_of_another_engine(tmp_path: Path) -> None:
     path, mine = tmp_path / "image", tmp_path / "mine"
     with world() as first, world() as second:
         first.run("alice", prompt(1, 18))
@@ -761,7 +765,7 @@ def test_an_engine_does_not_wake_from_the_file_of_another(tmp_path: Path) -> Non
         first.check()
 
 
-def test_an_engine_does_not_wake_from_the_file_of_an_earlier_sleep(tmp_path: Path) -> None:
+def test_wake_refuses_the_file_of_an_earlier_sleep(tmp_path: Path) -> None:
     path, early = tmp_path / "image", tmp_path / "early"
     with world() as it:
         it.run("a", prompt(1, 18))
@@ -774,7 +778,7 @@ def test_an_engine_does_not_wake_from_the_file_of_an_earlier_sleep(tmp_path: Pat
             it.wake(**WHO)
 
 
-def test_wakes_in_a_pool_of_another_size_from_host_and_from_file(tmp_path: Path) -> None:
+def test_wake_from_host_and_from_file_into_a_pool_of_another_size(tmp_path: Path) -> None:
     assert {"Awake", "Engine", "HOST"} <= set(dir(kvstow))
     with world() as it:
         it.run("a", prompt(1, 18))
@@ -821,7 +825,7 @@ def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: 
             assert file.damaged_slots() == [(0, slot)]
 
 
-def test_tokens_and_extra_keys_of_events_come_back(tmp_path: Path) -> None:
+def test_tokens_and_extra_keys_survive_sleep(tmp_path: Path) -> None:
     text, keys = prompt(1, 16), [None, ("image", 3, b"\0", (1, None)), None, None]
     hashes = hash_tokens(text, BLOCK, extra_keys=keys)
     with world(events=True) as it:

@@ -54,7 +54,7 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def test_cut_off_anywhere_it_is_refused(image: Path) -> None:
+def test_file_that_was_cut_off_anywhere_is_refused(image: Path) -> None:
     whole = image.read_bytes()
     assert len(whole) > 60 * PAGE
     for size in [*range(0, len(whole), PAGE), 19, 20, 21, len(whole) - 1]:
@@ -64,7 +64,7 @@ def test_cut_off_anywhere_it_is_refused(image: Path) -> None:
     assert "bytes, " in str(refusal(image))
 
 
-def test_each_byte_of_the_header_counts(image: Path) -> None:
+def test_change_of_any_byte_of_the_header_is_refused(image: Path) -> None:
     whole = image.read_bytes()
     [num_bytes] = np.frombuffer(whole, "<u4", count=1, offset=12).tolist()
     assert json.loads(whole[20 : 20 + num_bytes])["identity"] == WHO["identity"]
@@ -81,7 +81,7 @@ def test_each_byte_of_the_header_counts(image: Path) -> None:
     assert refusal(image) is None
 
 
-def test_each_byte_of_the_accounting_counts(image: Path) -> None:
+def test_change_of_any_byte_of_the_accounting_is_refused(image: Path) -> None:
     with SnapshotFile(image) as file:
         parts = [file.image.ledger, file.image.scheduler, file.image.engine]
     whole = image.read_bytes()
@@ -91,20 +91,20 @@ def test_each_byte_of_the_accounting_counts(image: Path) -> None:
             damaged = bytearray(whole)
             damaged[at] ^= 0x10
             image.write_bytes(damaged)
-            with pytest.raises(SnapshotError, match="is not what was written"):
+            with pytest.raises(SnapshotError, match="does not match its checksum"):
                 SnapshotFile(image)
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "no snapshot of kvstow's"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(100), "no snapshot of kvstow's"),
+        (b"", "not a kvstow snapshot"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), "not a kvstow snapshot"),
         (b"KVSTOW\r\n" + (2).to_bytes(4, "little") + bytes(8), "version 2, this kvstow reads"),
-        (b"KVSTOW\r\n\1\0\0\0\xff\xff\xff\xff" + bytes(8), "header is not what was written"),
+        (b"KVSTOW\r\n\1\0\0\0\xff\xff\xff\xff" + bytes(8), "header does not match its checksum"),
     ],
 )
-def test_what_is_foreign_is_named(content: bytes, why: str, tmp_path: Path) -> None:
+def test_error_for_a_foreign_file_says_what_it_is(content: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "image"
     assert "cannot be read: No such file" in str(refusal(path))
     path.write_bytes(content)
@@ -168,7 +168,7 @@ def part_with(name: str, at: int, value: object) -> Callable[[dict[str, Any]], o
         arena_with(slot_bytes=64),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(
+def test_header_with_wrong_values_is_refused(
     image: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     forge(image, lambda _: None)
@@ -187,7 +187,7 @@ def test_a_header_that_makes_no_sense_is_refused(
         (b'"landed": [[]', b'"landed": {"" '),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(image: Path, old: bytes, new: bytes) -> None:
+def test_requests_with_wrong_values_are_refused(image: Path, old: bytes, new: bytes) -> None:
     with SnapshotFile(image) as file:
         record, whole = file.image.engine, image.read_bytes()
     assert old in record
@@ -198,7 +198,7 @@ def test_requests_that_make_no_sense_are_refused(image: Path, old: bytes, new: b
     assert refusal(image) is not None
 
 
-def test_slots_that_are_named_twice_or_lie_outside_are_refused(image: Path) -> None:
+def test_slots_named_twice_or_outside_the_file_are_refused(image: Path) -> None:
     with SnapshotFile(image) as file:
         [arena] = file._arenas
     used, crcs = arena.used.astype("<u4"), arena.crcs.astype("<u4").tobytes()
@@ -209,10 +209,10 @@ def test_slots_that_are_named_twice_or_lie_outside_are_refused(image: Path) -> N
         begin = PAGE + before[0]
         image.write_bytes(whole[:begin] + parts + whole[begin + len(parts) :])
         forge(image, part_with("slots-0", 2, f"{zlib.crc32(parts):08x}"))
-        assert "names a slot twice, or one that it has not" in str(refusal(image))
+        assert "names a slot twice, or a slot that does not exist" in str(refusal(image))
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "cannot be read" in str(refusal(tmp_path / "pipe"))
     assert "embedded null byte" in str(refusal(tmp_path / "null\0byte"))
@@ -233,7 +233,7 @@ def one_of_two(which: int) -> World:
     return it
 
 
-def test_who_is_killed_while_it_writes_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+def test_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
     moments, path = random.Random(seed), tmp_path / "image"
@@ -321,7 +321,7 @@ def which_of_two(path: Path) -> int:
     return which
 
 
-def test_a_writer_that_lives_keeps_its_temporary_file(
+def test_writer_keeps_its_temporary_file_while_another_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two that write one name the last has it, and neither takes the other's file."""
@@ -339,7 +339,7 @@ def test_a_writer_that_lives_keeps_its_temporary_file(
     assert os.listdir(tmp_path) == ["image"]
 
 
-def test_a_writer_whose_file_was_taken_for_a_left_over_one_makes_another(
+def test_writer_makes_another_file_if_its_first_was_removed_as_left_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, lock = tmp_path / "image", fcntl.flock
@@ -355,7 +355,7 @@ def test_a_writer_whose_file_was_taken_for_a_left_over_one_makes_another(
     assert os.listdir(tmp_path) == ["image"]
 
 
-def test_a_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -372,7 +372,7 @@ def test_a_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("status", [errno.EIO, errno.EINVAL, errno.ENOTSUP])
-def test_folder_that_cannot_be_synced_has_the_new_file(
+def test_new_file_has_the_name_if_its_folder_cannot_be_synced(
     image: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     def fsync(file: int) -> None:
@@ -396,7 +396,7 @@ def test_folder_that_cannot_be_synced_has_the_new_file(
     assert refusal(image) is None
 
 
-def test_file_is_read_where_pages_are_larger(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_can_be_mapped_with_larger_pages(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class LargePages(mmap.mmap):
         """As on a machine with pages of 64 KiB."""
 
@@ -421,7 +421,7 @@ def test_file_is_read_where_pages_are_larger(image: Path, monkeypatch: pytest.Mo
 # -- kvstow snapshot info ----------------------------------------------------------------------
 
 
-def test_info_says_what_is_in_a_file(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_the_contents_of_a_file(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", "info", str(image), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     blocks = {*hash_tokens(prompt(1, 18), BLOCK), *hash_tokens(prompt(2, 17), BLOCK)}

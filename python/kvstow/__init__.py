@@ -1,8 +1,8 @@
-"""kvstow keeps an LLM server's KV cache when the GPU runs out of room.
+"""kvstow keeps an LLM server's KV cache in host memory when the GPU runs out of room.
 
-Accounting for a device's blocks and a host tier (`BlockPool`, `BlockLedger`, `OffloadScheduler`),
-block hashes equal to vLLM's (`hash_tokens`), the movement of bytes (`kvstow.transfer`), and all of
-it in one object for the author of an engine (`Engine`), which can `sleep`.
+`Engine` is for the author of an inference engine: it has the accounting and moves the bytes. Its
+parts are `BlockPool`, `BlockLedger` and `OffloadScheduler`, which do the accounting for a device
+and a host tier, and `kvstow.transfer`, which moves bytes. `hash_tokens` returns vLLM's hashes.
 """
 
 import warnings
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import the engine when it is first asked for: the accounting alone needs no transfer."""
+        """Import the engine at its first use, because the accounting alone needs no transfer."""
         if name in {"HOST", "Admission", "AdmissionState", "Awake", "Engine", "Landed", "Transfer"}:
             from kvstow import engine  # noqa: PLC0415
 
@@ -56,7 +56,7 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """List what is imported when it is first asked for, too."""
+        """List the names that are imported at their first use, too."""
         return sorted({*globals(), *__all__})
 
 

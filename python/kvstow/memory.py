@@ -1,4 +1,4 @@
-"""How much memory there is to have: what the machine has left, and what its containers may use."""
+"""The memory that is free: on the machine, and within the limits of its containers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ROOT = Path("/")
 def check_memory(
     num_blocks: int, block_bytes: int, *, lower: str, free: int | None, num_ranks: int = 1
 ) -> None:
-    """Refuse host blocks that this machine has no memory for: to map them alone would not fail.
+    """Refuse host blocks that this machine has no memory for. Mapping them alone would not fail.
 
     Args:
         num_blocks: host blocks of each rank.
-        block_bytes: bytes that a block takes in the host memory of a rank.
+        block_bytes: bytes of a block in the host memory of a rank.
         lower: the option that sets the number, for the message.
-        free: what `free_memory` has found, before any of the ranks took its part.
-        num_ranks: that take as much on this machine, each in a process of its own.
+        free: what `free_memory` returned, before any rank mapped its part.
+        num_ranks: ranks on this machine that need as much, each in a process of its own.
 
     Raises:
         ConfigError: all ranks together need more than is free.
@@ -39,14 +39,14 @@ def check_memory(
 
 
 def free_memory(root: Path = _ROOT) -> int | None:
-    """Bytes that this machine, or the containers around this process, have left.
+    """Return the bytes that this machine and the containers around this process have left.
 
     Args:
-        root: folder that has `proc` and `sys`.
+        root: the folder that has `proc` and `sys`.
 
     Returns:
-        The least of what the system has available and of what each control group, from this
-        process's own up to the topmost, may still take. None if nothing tells.
+        The least of two figures: what the system has available, and what a control group of this
+        process or an ancestor of it may still use. None if the system reports neither.
     """
     left = []
     try:
@@ -73,10 +73,10 @@ def free_memory(root: Path = _ROOT) -> int | None:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """This process's groups of version 2 and 1 that limit memory, and all of their ancestors.
+    """Yield this process's groups of version 2 and 1 that limit memory, and their ancestors.
 
-    In a container they are often mounted from its own group on, while the process's path is told
-    from the machine's topmost one: of a path that is not there, the part that is there counts.
+    In a container, the mount often begins at the container's own group, but the process's path
+    begins at the topmost group of the machine. So of a path only the part that exists counts.
     """
     mounts = root / "sys/fs/cgroup"
     try:
@@ -100,10 +100,11 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _left_of(limit: Path, usage: Path, stat: Path, caches: tuple[str, str]) -> int | None:
-    """Bytes that a group may still take; None without a limit.
+    """Return the bytes that a group may still use, or None if it has no limit.
 
-    Its usage counts the files that the system caches for it, and after hours of serving those fill
-    whatever is left. The system drops them before it refuses memory, so they do not count here.
+    The usage of a group includes the files that the system caches for it. After hours of serving,
+    they fill whatever is left. The system drops them before it refuses memory, so they do not count
+    here.
     """
     try:
         limit_bytes, used_bytes = int(limit.read_text()), int(usage.read_text())  # "max": no limit

@@ -1,4 +1,7 @@
-"""Work for several threads, which an interrupt of the calling thread ends in good order."""
+"""Work for several threads, which an interrupt of the calling thread ends safely.
+
+`concurrent.futures` does not fit: an interrupt can leave the locks of its conditions taken.
+"""
 
 import threading
 from collections import deque
@@ -10,12 +13,12 @@ __all__ = ["map_on_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-# How often the caller looks by itself, should an interrupt have cost it a wake-up.
+# How often the caller looks without a wake-up, because an interrupt may have lost one.
 _LOOK_S = 0.05
 
 
 class _Work(Generic[T, R]):
-    """Items, each taken by one thread."""
+    """Items, each carried out by one thread."""
 
     def __init__(self, call: Callable[[T], R], items: Iterable[T]) -> None:
         self.call = call
@@ -49,7 +52,7 @@ class _Work(Generic[T, R]):
             self.waiting.clear()
 
     def is_over(self) -> bool:
-        """Whether no item waits or is under way."""
+        """Return whether no item waits or is being carried out."""
         with self._lock:
             return not self.waiting and not self._num_under_way
 
@@ -62,13 +65,13 @@ def map_on_threads(
     *,
     begin: Callable[[], None] | None = None,
 ) -> list[R]:
-    """Return `call` of each item, made by threads that run `begin` first.
+    """Return `call` of each item. Threads make the calls, and each runs `begin` first.
 
-    After an error or an interrupt no further item begins. No call is under way when it is raised.
-    `ThreadPoolExecutor` can hang then: its Conditions stay locked after an interrupt.
+    After an error or an interrupt no further item begins, and this function raises it once no call
+    runs any more.
 
     Raises:
-        RuntimeError: the system starts no more threads.
+        RuntimeError: the system refuses to start a thread.
     """
     work = _Work(call, items)
 

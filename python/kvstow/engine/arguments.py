@@ -1,4 +1,4 @@
-"""Checks of what the user of an `Engine` passes: a wrong type is a `ConfigError` that says so."""
+"""Checks of what the user of an `Engine` passes. A wrong type raises `ConfigError`."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -35,7 +35,7 @@ def checked_groups(groups: Sequence[Group]) -> list[Group]:
 
 
 def checked_limit_s(name: str, timeout_s: float | None) -> float | None:
-    """Return seconds above 0, or None."""
+    """Return a time limit in seconds, above 0, or None."""
     if timeout_s is None:
         return None
     if isinstance(timeout_s, Real) and 0 < timeout_s < float("inf"):
@@ -65,7 +65,7 @@ def checked_counts(
 
 
 def checked_names(request_ids: Sequence[str]) -> Sequence[str]:
-    """Return the names, unless they are one string, of which each letter would be a name."""
+    """Return the request ids. Refuse a single string, because each letter would be an id."""
     if isinstance(request_ids, str):
         raise ConfigError(
             f"request_ids is {request_ids!r}, expected a list of request ids: pass "
@@ -75,13 +75,13 @@ def checked_names(request_ids: Sequence[str]) -> Sequence[str]:
 
 
 def check_sizes(**sizes: object) -> None:
-    """Refuse a number of blocks, ranks or tokens that is none."""
+    """Refuse a number of blocks, ranks or tokens that is not an integer of 0 or more."""
     for name, size in sizes.items():
         checked_int(name, size, 0, _MAX_SIZE, "pass a whole number")
 
 
 def check_callables(**given: object) -> None:
-    """Refuse what cannot be called."""
+    """Refuse an argument that is not callable."""
     for name, function in given.items():
         if not callable(function):
             raise ConfigError(f"{name} is {function!r}, expected a callable: pass a function")

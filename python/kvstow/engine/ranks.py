@@ -1,7 +1,7 @@
-"""What copies the blocks of an engine: per rank its device memory, its host memory and its movers.
+"""The ranks of an engine: device memory, host memory and movers of each.
 
-Every rank holds its own shard of each block, under the ids and slots that all of them share: one
-job is as many copies as there are ranks and groups, and it has ended when all of them have.
+Every rank holds its own shard of each block, and all ranks share the ids and slots. So a job is one
+copy for each rank and group, and it has ended when all of them have.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,16 +34,16 @@ MakeMover: TypeAlias = Callable[[BlockLayout, HostArena], Mover]
 def build_arenas(
     layouts: Sequence[Sequence[BlockLayout]], num_slots: int, slots_per_run: int
 ) -> list[HostArena]:
-    """Host memory for each rank, of slots as large as its largest blocks.
+    """Return host memory for each rank, with slots as large as its largest blocks.
 
     Raises:
         ConfigError: all ranks together need more memory than this machine has.
     """
     slot_bytes = [max(layout.slot_bytes for layout in own) for own in layouts]
-    stride_bytes = sum(slot_stride_bytes(one, slots_per_run) for one in slot_bytes)
+    stride_bytes = sum(slot_stride_bytes(size, slots_per_run) for size in slot_bytes)
     check_memory(
         num_slots // slots_per_run,
-        stride_bytes * slots_per_run,  # on all ranks: they are in this process
+        stride_bytes * slots_per_run,  # on all ranks, because this process has all of them
         lower="num_host_blocks",
         free=free_memory(),
     )
@@ -60,9 +60,9 @@ class Ranks:
     """The movers of all ranks, between their layouts and their arenas.
 
     Attributes:
-        layouts: one per group, for each rank.
-        arenas: one per rank.
-        movers: one per group, rank by rank.
+        layouts: one layout per group, for each rank.
+        arenas: one arena per rank.
+        movers: one mover per group, rank by rank.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Ranks:
         arenas: Sequence[HostArena],
         mover: MakeMover,
     ) -> None:
-        """Make the movers; where that fails, none is left behind."""
+        """Make the movers. If one cannot be made, close those before it."""
         with ExitStack() as built:
             self.movers: list[Mover] = []
             for own, arena in zip(layouts, arenas, strict=True):
@@ -81,13 +81,13 @@ class Ranks:
             built.pop_all()
         self.layouts, self.arenas = layouts, list(arenas)
         self._num_groups = len(layouts[0])
-        # Of a block of each group, on all ranks.
+        # Bytes of a block on all ranks, per group.
         groups = zip(*layouts, strict=True)
         self._block_bytes = [sum(layout.slot_bytes for layout in ranks) for ranks in groups]
 
     def num_bytes(self, job: Job) -> int:
-        """That a job copies, on all ranks."""
-        # Not in numpy, which takes three times as long for a handful of numbers.
+        """Return the bytes that a job copies, on all ranks."""
+        # numpy takes three times as long for so few numbers.
         parts = zip(self._block_bytes, pairwise(job.offsets.tolist()), strict=True)
         return sum(block_bytes * (end - begin) for block_bytes, (begin, end) in parts)
 
@@ -116,11 +116,11 @@ class Ranks:
         ]
 
     def close(self) -> None:
-        """End every copy and stop the movers; the arenas stay."""
+        """End every copy and stop the movers. The arenas stay open."""
         call_all([mover.close for mover in self.movers])
 
     def let_go(self) -> None:
-        """Close, and hold on to no device memory any more."""
+        """Stop the movers, and drop every reference to device memory."""
         self.close()
         self.movers.clear()
         self.layouts = []
@@ -133,7 +133,7 @@ class Ranks:
 def checked_layouts(
     layouts: RankLayouts, world_size: int, num_groups: int, num_blocks: int
 ) -> list[list[BlockLayout]]:
-    """Per rank its layouts, one per group, each with memory for every block of the pool."""
+    """Return one list of layouts per rank, each layout with memory for every block of the pool."""
     ranks = [layouts] if world_size == 1 else list(layouts)
     if len(ranks) != world_size:
         raise ConfigError(
@@ -143,7 +143,9 @@ def checked_layouts(
     checked: list[list[BlockLayout]] = []
     for rank, own in enumerate(ranks):
         where = "layouts" if world_size == 1 else f"layouts[{rank}]"
-        if not isinstance(own, Sequence) or not all(isinstance(one, BlockLayout) for one in own):
+        if not isinstance(own, Sequence) or not all(
+            isinstance(layout, BlockLayout) for layout in own
+        ):
             raise ConfigError(
                 f"world_size is {world_size} and {where} no list of BlockLayout; pass one layout "
                 "for each group, and with several ranks such a list for each of them"
@@ -161,7 +163,7 @@ def checked_layouts(
 
 
 class _Refused(Ticket):
-    """The ticket of a copy that its mover has not taken on."""
+    """The ticket of a copy that its mover refused."""
 
     def __init__(self, error: KvstowError) -> None:
         self._error = TransferError(f"the mover refused the transfer: {error}")

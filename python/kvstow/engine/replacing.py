@@ -15,9 +15,9 @@ _TEMPORARY = ".kvstow-tmp"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[int]:
-    """A new file that takes the name `path` when it is complete, or goes.
+    """Open a new file. It gets the name `path` when it is complete; after an error it is removed.
 
-    Those that killed writers have left go first; a writer that lives holds a lock on its own.
+    Files that killed writers left behind are removed first. A writer that lives locks its file.
     """
     file, name = _new_file(path)
     try:
@@ -33,7 +33,10 @@ def replacing(path: Path) -> Iterator[int]:
 
 
 def _new_file(path: Path) -> tuple[int, str]:
-    """A file beside `path` that no other writer takes for one that was left, and its name."""
+    """Return a new, locked file beside `path`, and its name.
+
+    No other writer removes a locked file.
+    """
     prefix = f".{path.name}."
     _remove_left_over(path.parent, prefix)
     while True:
@@ -47,7 +50,7 @@ def _new_file(path: Path) -> tuple[int, str]:
             with suppress(OSError):
                 os.unlink(name)
             raise
-        os.close(file)  # another writer removed it before it was locked
+        os.close(file)  # another writer removed it before this one locked it
 
 
 def _remove_left_over(folder: Path, prefix: str) -> None:
@@ -68,12 +71,12 @@ def _remove_left_over(folder: Path, prefix: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the new name survive a loss of power too."""
+    """Make the new name survive a loss of power too."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
     except OSError as error:
-        # Some network file systems cannot sync a folder, and keep names by other means.
+        # Some network file systems cannot sync a folder, and keep its names in other ways.
         if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
             raise
     finally:

@@ -1,4 +1,4 @@
-"""The command `kvstow snapshot`: what is in a file that an engine sleeps in."""
+"""The command `kvstow snapshot`: inspect a file that an engine sleeps in."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ def snapshot() -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @with_output
 def info(output: Output, file: Path) -> int:
-    """Show what FILE holds, and whether all of it is as it was written.
+    """Show what FILE holds, and compare all of it with its checksums.
 
-    Exits with 0 if it is sound, 1 if it is damaged or no snapshot, 2 for bad usage, 74 if the
-    output cannot be written.
+    The exit status is 0 if FILE is sound, 1 if it is damaged or not a snapshot, 2 for bad usage,
+    and 74 if the output cannot be written.
     """
     facts: dict[str, object] = {"file": str(file)}
     problem: str | None
@@ -38,7 +38,7 @@ def info(output: Output, file: Path) -> int:
             damaged = found.damaged_slots()
         problem = _named(damaged) if damaged else None
     except SnapshotError as error:
-        if isinstance(error.__cause__, OSError):  # reading failed, which proves no damage
+        if isinstance(error.__cause__, OSError):  # a failure to read proves no damage
             raise OSError(*error.__cause__.args[:2], str(file)) from error
         problem = str(error)
     result = facts | {"sound": problem is None, "problem": problem}

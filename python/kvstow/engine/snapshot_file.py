@@ -1,16 +1,16 @@
 """The file that an engine sleeps in, and that a new process starts from.
 
 ```
-0          magic, version, length of the header, checksum of these two and the header
-20         header: JSON; whose KV it is, where the rest lies, its checksums
-4 KiB * n  ledger, scheduler, engine: what is accounted; per rank, which slots are used, and their
+0          magic, version, length of the header, checksum of version, length and header
+20         header, in JSON: whose KV it is, where the parts lie, their checksums
+4 KiB * n  ledger, scheduler, engine: the accounting; per rank, which slots are used, and their
            checksums
 4 KiB * m  the slots of the first rank, as its arena holds them; then those of the others
 ```
 
-Numbers are little endian, checksums CRC-32. Slots that hold nothing are holes. A file is written
-under another name in the same folder, synced, and then given its name: whoever is killed at any
-moment leaves the old file or the new one. Nothing in a file is executed or unpickled.
+Numbers are little endian, checksums are CRC-32. Unused slots are holes. The writer writes under
+another name in the same folder, syncs the file, and then renames it. A writer that is killed at any
+moment leaves the old file or the new one. No code in a file is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ VERSION: Final = 1
 _MAGIC: Final = b"KVSTOW\r\n"
 _PREFIX: Final = struct.Struct("<8sIII")
 _MAX_HEADER_BYTES = 64 << 20
-# Of slots side by side, checked and written at a time.
+# Bytes of consecutive slots that are checked and written at a time.
 _CHUNK_BYTES = 32 << 20
 _NUM_THREADS = 2
 _SECTIONS = ("ledger", "scheduler", "engine")
-# What comes of numbers and names that are of another kind, or out of bounds.
+# Errors that numbers and names of a wrong type, or out of bounds, can cause.
 _NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 )  # fmt: skip
@@ -66,11 +66,11 @@ To: TypeAlias = Literal[Place.HOST] | str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Whose KV a snapshot holds: it is served to nobody else.
+    """The model whose KV a snapshot holds. No other model may use it.
 
     Attributes:
-        identity: of the model and whatever shapes its KV, as the user names it.
-        weights_version: of its weights.
+        identity: name of the model and of whatever shapes its KV, which the user chooses.
+        weights_version: version of its weights.
     """
 
     identity: str = ""
@@ -79,16 +79,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What is accounted of an engine that sleeps.
+    """The accounting of a sleeping engine, as bytes.
 
     Attributes:
-        model: whose KV it is.
-        ledger: `BlockLedger.snapshot`.
-        scheduler: `OffloadScheduler.snapshot`.
-        engine: JSON, what the engine itself knows.
-        num_requests: that are in it.
-        num_tokens: that were granted to them.
-        num_blocks: that lookup finds on the host.
+        model: the model whose KV it is.
+        ledger: what `BlockLedger.snapshot` returned.
+        scheduler: what `OffloadScheduler.snapshot` returned.
+        engine: what the engine itself knows, in JSON.
+        num_requests: number of requests.
+        num_tokens: tokens granted to them.
+        num_blocks: blocks that a lookup finds on the host.
     """
 
     model: Model
@@ -106,18 +106,18 @@ def write_snapshot(
     arenas: Sequence[HostArena],
     used_slots: npt.NDArray[np.integer],
 ) -> None:
-    """Write a file, in place of the one that has this name if there is one.
+    """Write a snapshot file. It replaces a file of this name once it is complete.
 
     Args:
-        path: its name.
-        image: what is accounted.
-        arenas: the host memory, one per rank.
-        used_slots: those of the arenas that hold something, ascending. Where an arena knows a
-            slot's checksum it stands, so that what was damaged meanwhile is not found sound.
+        path: the name.
+        image: the accounting.
+        arenas: the host memory, one arena per rank.
+        used_slots: slots of the arenas that hold anything, ascending. If an arena knows the
+            checksum of a slot, the file gets that one, so that damage since then is found.
 
     Raises:
-        SnapshotError: it cannot be written, and what had the name before still has it. Or it is
-            written, but the folder cannot be synced.
+        SnapshotError: the file cannot be written, and the old file keeps the name. Or the file is
+            written, but its folder cannot be synced.
     """
     path = Path(path)
     try:
@@ -125,15 +125,15 @@ def write_snapshot(
             _write(file, image, arenas, used_slots)
     except OSError as error:
         raise SnapshotError(
-            f"{path} cannot be written: {error.strerror or error}. What had this name before still "
-            "has it; free some space or name another place"
+            f"{path} cannot be written: {error.strerror or error}. A file that had this name is "
+            "unchanged; free some space, or pass another path"
         ) from error
     try:
         sync_folder(path.parent)
     except OSError as error:
         raise SnapshotError(
             f"{path} is written, but its folder cannot be synced ({error.strerror or error}): a "
-            "loss of power may bring back what had this name before; name another place"
+            "loss of power may bring back the file that had this name; pass another path"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _write(
     used_slots: npt.NDArray[np.integer],
 ) -> None:
     sections = {name: getattr(image, name) for name in _SECTIONS}
-    # Their contents come last, their places are known.
+    # Their length is known, their content comes last.
     sections |= {f"slots-{rank}": bytes(8 * len(used_slots)) for rank in range(len(arenas))}
     num_bytes = len(_header(image, sections, arenas, len(used_slots)))
     base = _aligned(_PREFIX.size + num_bytes)
@@ -194,7 +194,7 @@ def _header(
 
 
 def _places(sections: dict[str, bytes], arenas: Sequence[HostArena]) -> dict[str, int]:
-    """Where each part begins, counted from the first 4 KiB after the header, and the end."""
+    """Return where each part begins, and the end, from the first 4 KiB after the header on."""
     places, end = {}, 0
     for name, data in sections.items():
         places[name] = end
@@ -213,7 +213,7 @@ def _aligned(num_bytes: int) -> int:
 def _write_slots(
     file: int, offset: int, arena: HostArena, slots: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.uint32]:
-    """Write slots to their places, from `offset` on; their checksums."""
+    """Write slots to their places, from `offset` on, and return their checksums."""
     stride, known = arena.slot_stride_bytes, arena.checksums
     per_chunk = max(1, _CHUNK_BYTES // stride)
     breaks = np.flatnonzero(np.diff(slots) != 1) + 1
@@ -223,13 +223,13 @@ def _write_slots(
     def write(chunk: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         begin, end = int(chunk[0]) * stride, (int(chunk[-1]) + 1) * stride
         _write_at(file, arena.memory[begin:end].data, offset + begin)
-        # The system begins to write it to the disk, and need not keep it.
+        # The system begins to write it to the disk, and does not cache it.
         os.posix_fadvise(file, offset + begin, end - begin, os.POSIX_FADV_DONTNEED)
         crcs: npt.NDArray[np.int64] = known[chunk]
         crcs[crcs < 0] = arena.compute_checksums(chunk[crcs < 0])
         return crcs
 
-    # Neither the checksum nor the system holds the interpreter lock.
+    # Neither checksums nor system calls hold the interpreter lock.
     parts = map_on_threads(write, chunks, _NUM_THREADS, "kvstow-snapshot")
     return np.concatenate([np.empty(0, np.uint32), *parts], dtype=np.uint32, casting="unsafe")
 
@@ -254,29 +254,29 @@ class _Arena:
 
 
 class SnapshotFile(Closing):
-    """A snapshot that was found whole, but for the slots, which are compared when they are read.
+    """A snapshot file, checked except for its slots, which are compared when they are read.
 
-    Use it as a context manager, or call `close`; what was mapped stays.
+    Use it as a context manager, or call `close`. Arenas that were mapped stay.
 
     Attributes:
         path: the file.
-        image: what is accounted.
-        version: of the form.
-        num_bytes: of the file, holes included.
-        num_used_slots: those that hold something, of all ranks.
-        slot_bytes: of each rank's slots.
+        image: the accounting.
+        version: version of the format.
+        num_bytes: bytes of the file, holes included.
+        num_used_slots: slots that hold anything, of all ranks.
+        slot_bytes: bytes of a slot, per rank.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read and check everything but the slots.
 
         Raises:
-            SnapshotError: no such file, no snapshot, one that was cut off or damaged, or one of a
-                version that this kvstow does not read.
+            SnapshotError: no such file, not a kvstow snapshot, a file that was cut off or damaged,
+                or one of a version that this kvstow does not read.
         """
         self.path = Path(path)
         try:
-            # Without waiting for whoever writes, where it is a pipe.
+            # O_NONBLOCK: opening a pipe does not wait for a writer.
             self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
@@ -300,23 +300,23 @@ class SnapshotFile(Closing):
             self._file = -1
 
     def map_arenas(self) -> Iterator[HostArena]:
-        """Each rank's slots as host memory, copy-on-write, with the checksums of those in use.
+        """Yield each rank's slots as host memory, copy-on-write, with checksums of the used ones.
 
-        Nothing is read yet: the slots in use are `unproven`.
+        Nothing is read yet, so the used slots are `unproven`.
         """
-        for one in self._arenas:
+        for part in self._arenas:
             arena = HostArena(
-                one.num_slots,
-                one.slot_bytes,
-                slots_per_run=one.slots_per_run,
-                file=(self._file, one.offset),
+                part.num_slots,
+                part.slot_bytes,
+                slots_per_run=part.slots_per_run,
+                file=(self._file, part.offset),
             )
-            arena.checksums[one.used] = one.crcs
+            arena.checksums[part.used] = part.crcs
             arena.unproven = arena.checksums >= 0
             yield arena
 
     def damaged_slots(self) -> list[tuple[int, int]]:
-        """Read all slots: (rank, slot) of those that do not hold what was written."""
+        """Read all slots, and return (rank, slot) of each that differs from its checksum."""
         wrong = []
         for rank, arena in enumerate(self.map_arenas()):
             with arena:
@@ -332,17 +332,17 @@ class SnapshotFile(Closing):
         size = os.fstat(self._file).st_size
         prefix = os.pread(self._file, _PREFIX.size, 0)
         if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
-            raise SnapshotError(f"{self.path} is no snapshot of kvstow's")
+            raise SnapshotError(f"{self.path} is not a kvstow snapshot")
         _, self.version, header_bytes, crc = _PREFIX.unpack(prefix)
         if self.version != VERSION:
             raise SnapshotError(
-                f"{self.path} is of version {self.version}, this kvstow reads version {VERSION}: "
-                "take the kvstow that wrote it"
+                f"{self.path} has version {self.version}, this kvstow reads version {VERSION}: "
+                "read it with the kvstow that wrote it"
             )
         header = os.pread(self._file, min(header_bytes, _MAX_HEADER_BYTES), _PREFIX.size)
         sealed = zlib.crc32(struct.pack("<II", self.version, header_bytes))
         if len(header) != header_bytes or zlib.crc32(header, sealed) != crc:
-            raise self._damaged("its header is not what was written")
+            raise self._damaged("its header does not match its checksum")
         fields = json.loads(header)
         base = _aligned(_PREFIX.size + header_bytes)
         self.num_bytes = base + fields["num_bytes"]
@@ -366,14 +366,14 @@ class SnapshotFile(Closing):
             for rank, one in enumerate(fields["arenas"])
         ]
         if not self._arenas:
-            raise self._damaged("it has the slots of no rank")
+            raise self._damaged("it has slots of no rank")
 
     def _section(self, name: str, place: int, num_bytes: int, crc: int) -> bytes:
         if not 0 <= place <= place + num_bytes <= self.num_bytes:
-            raise self._damaged(f"its part {name!r} lies outside of it")
+            raise self._damaged(f"its part {name!r} lies outside the file")
         data = os.pread(self._file, num_bytes, place)
         if len(data) != num_bytes or zlib.crc32(data) != crc:
-            raise self._damaged(f"its part {name!r} is not what was written")
+            raise self._damaged(f"its part {name!r} does not match its checksum")
         return data
 
     def _arena(self, base: int, fields: dict[str, int], slots: bytes) -> _Arena:
@@ -381,10 +381,10 @@ class SnapshotFile(Closing):
         names = ("offset", "num_slots", "slot_bytes", "slots_per_run")
         place, num_slots, slot_bytes, per_run = [operator.index(fields[name]) for name in names]
         if min(num_slots, slot_bytes, per_run) < 1 or num_slots % per_run:
-            raise self._damaged("its slots are none")
+            raise self._damaged("it has no slots, or a size below 1")
         end = base + place + num_slots * slot_stride_bytes(slot_bytes, per_run)
         if place < 0 or end > self.num_bytes or (base + place) % SLOT_ALIGNMENT_BYTES:
-            raise self._damaged("its slots lie outside of it")
+            raise self._damaged("its slots lie outside the file")
         if np.any(np.diff(used) < 1) or np.any(used >= num_slots):
-            raise self._damaged("it names a slot twice, or one that it has not")
+            raise self._damaged("it names a slot twice, or a slot that does not exist")
         return _Arena(base + place, num_slots, slot_bytes, per_run, used, crcs)
