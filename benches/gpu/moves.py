@@ -120,15 +120,15 @@ def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
     """Return a row for each direction and kind of ids and slots."""
     rows = []
     for shuffled, scattered in ((False, False), (True, False), (True, True)):
-        job = {
+        by_direction = {
             direction: Job(cache, direction, shuffled=shuffled, scattered=scattered)
             for direction in ("store", "load")
         }
         for direction in ("store", "load", "both"):
-            jobs = list(job.values()) if direction == "both" else [job[direction]]
-            is_right = all(one.is_right() for one in jobs)
-            for one in jobs:
-                one.cpu_s.clear()
+            jobs = list(by_direction.values()) if direction == "both" else [by_direction[direction]]
+            is_right = all(job.is_right() for job in jobs)
+            for job in jobs:
+                job.cpu_s.clear()
             wall_s = seconds(lambda jobs=jobs: run(jobs), num_turns)  # type: ignore[misc]
             num_bytes = len(jobs) * JOB_BLOCKS * cache.block_bytes
             rows.append(
@@ -139,7 +139,7 @@ def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
                     "ids": "shuffled" if shuffled else "sequential",
                     "slots": "scattered" if scattered else "runs",
                     "gb_per_s": num_bytes / 1e9 / wall_s,
-                    "submit_cpu_ms": 1e3 * statistics.median(s for one in jobs for s in one.cpu_s),
+                    "submit_cpu_ms": 1e3 * statistics.median(s for job in jobs for s in job.cpu_s),
                     "verified": is_right,
                 }
             )

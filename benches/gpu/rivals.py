@@ -46,8 +46,8 @@ def batched(sizes_kib: Iterable[int], num_turns: int) -> list[dict[str, Any]]:
         output, why = ended.stdout, f"ended with status {ended.returncode}: {ended.stderr[-300:]}"
         is_whole = ended.returncode == 0
     except subprocess.TimeoutExpired as late:
-        said: object = late.stdout  # bytes, even with text=True
-        output = said.decode() if isinstance(said, bytes) else str(said or "")
+        printed: object = late.stdout  # bytes, even with text=True
+        output = printed.decode() if isinstance(printed, bytes) else str(printed or "")
         why, is_whole = f"was still running after {BATCH_LIMIT_S} s", False
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     if not is_whole:

@@ -59,10 +59,10 @@ class Made:
 
 @pytest.fixture(params=KINDS)
 def made(request: pytest.FixtureRequest) -> Iterator[Made]:
-    it = Made(request.param)
-    yield it
-    it.mover.close()
-    it.arena.close()
+    setup = Made(request.param)
+    yield setup
+    setup.mover.close()
+    setup.arena.close()
 
 
 # -- a forked child ------------------------------------------------------------------------------
@@ -137,19 +137,19 @@ def test_child_works_after_a_fork_while_threads_hold_locks(made: Made) -> None:
     """The child closes everything, although no thread of it ever releases the locks."""
     host = made.mover if isinstance(made.mover, HostMover) else made.mover._mover  # type: ignore[attr-defined]
     held = [host._stores._lock, host._loads._lock]
-    taken, go = threading.Event(), threading.Event()
+    locked, go = threading.Event(), threading.Event()
 
     def hold() -> None:
         with contextlib.ExitStack() as holding:
             for lock in held:
                 holding.enter_context(lock)
-            taken.set()
+            locked.set()
             go.wait(LONG_S)
 
     tickets = [made.mover.store(range(1, 64), range(63), after=READY) for _ in range(20)]
     holder = threading.Thread(target=hold)
     holder.start()
-    assert taken.wait(LONG_S)
+    assert locked.wait(LONG_S)
 
     def check() -> None:
         assert all(ticket.poll() for ticket in tickets)
@@ -165,24 +165,24 @@ def test_child_works_after_a_fork_while_threads_hold_locks(made: Made) -> None:
 
 
 def test_child_of_a_cuda_mover_makes_no_call_to_the_device() -> None:
-    with bench(verify=True) as it:
-        flying = it.mover.store([1], [0], after=it.after())
-        waiting = it.mover.load([0], [2], after=HostEvent())
+    with bench(verify=True) as setup:
+        flying = setup.mover.store([1], [0], after=setup.after())
+        waiting = setup.mover.load([0], [2], after=HostEvent())
 
         def check() -> None:
-            it.runtime._enter = None  # type: ignore[assignment, method-assign]
+            setup.runtime._enter = None  # type: ignore[assignment, method-assign]
             for ticket in (flying, waiting):
                 assert ticket.poll()
                 with pytest.raises(TransferError, match="this one was forked from"):
                     ticket.wait(LONG_S)
             with pytest.raises(CudaError, match="this one was forked from"):
-                it.mover.store([1], [0], after=READY)
-            it.mover.close()
-            it.arena.close()
+                setup.mover.store([1], [0], after=READY)
+            setup.mover.close()
+            setup.arena.close()
 
         in_child(check)
-        it.land(flying)
-        assert np.array_equal(it.arena.slots[0], it.block(1))
+        setup.land(flying)
+        assert np.array_equal(setup.arena.slots[0], setup.block(1))
 
 
 def test_child_does_not_unpin_the_parents_memory() -> None:

@@ -126,10 +126,10 @@ class Made:
 
 @pytest.fixture(params=["host", "verified", "proving"])
 def made(request: pytest.FixtureRequest) -> Iterator[Made]:
-    it = Made(request.param)
-    yield it
-    it.mover.close()
-    it.arena.close()
+    setup = Made(request.param)
+    yield setup
+    setup.mover.close()
+    setup.arena.close()
 
 
 def test_event_that_never_happens_holds_up_no_other_job(made: Made) -> None:

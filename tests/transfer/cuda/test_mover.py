@@ -74,11 +74,11 @@ class Bench:
 
 @contextmanager
 def bench(**options: object) -> Iterator[Bench]:
-    it = Bench(**options)  # type: ignore[arg-type]
-    yield it
-    it.mover.close()
-    if it.runtime.lost is None:
-        assert not it.runtime.allocated, "memory of the device was left behind"
+    setup = Bench(**options)  # type: ignore[arg-type]
+    yield setup
+    setup.mover.close()
+    if setup.runtime.lost is None:
+        assert not setup.runtime.allocated, "memory of the device was left behind"
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_cuda_mover_moves_the_bytes_that_the_host_mover_moves(data: st.DataObjec
         padded = [
             rng.integers(0, 256, (num_blocks, -(-s // 16) * 16 + 32), np.uint8) for s in sizes
         ]
-        return [one[:, :size] for one, size in zip(padded, sizes, strict=True)]
+        return [array[:, :size] for array, size in zip(padded, sizes, strict=True)]
 
     results = []
     for kind in ("cuda", "host"):
@@ -135,23 +135,23 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pinning_module, "MAX_CHUNK_BYTES", 4 * 4096)
-    with bench(num_places=3) as it:
+    with bench(num_places=3) as setup:
         copies: list[list[int]] = []
-        copy = it.runtime.copy
+        copy = setup.runtime.copy
 
         def spy(made: object, stream: object) -> None:
             copies.append([num for _, _, num in made.runs])  # type: ignore[attr-defined]
             copy(made, stream)  # type: ignore[arg-type]
 
-        it.runtime.copy = spy  # type: ignore[method-assign, assignment]
+        setup.runtime.copy = spy  # type: ignore[method-assign, assignment]
         # A place holds two blocks, and slots 4 and 8 each begin a pinned chunk.
-        it.land(it.mover.store([1, 2, 3, 4, 5, 6], [9, 2, 3, 8, 4, 5], after=it.after()))
+        setup.land(setup.mover.store([1, 2, 3, 4, 5, 6], [9, 2, 3, 8, 4, 5], after=setup.after()))
     assert copies == [[2], [2], [2]]
-    with bench() as it:
-        it.runtime.copy = spy  # type: ignore[method-assign, assignment]
-        copy = SimulatedGpu.copy.__get__(it.runtime)
+    with bench() as setup:
+        setup.runtime.copy = spy  # type: ignore[method-assign, assignment]
+        copy = SimulatedGpu.copy.__get__(setup.runtime)
         copies.clear()
-        it.land(it.mover.store([1, 2, 3], [3, 4, 7], after=it.after()))
+        setup.land(setup.mover.store([1, 2, 3], [3, 4, 7], after=setup.after()))
     assert copies == [[1, 1], [1]]
 
 
@@ -159,87 +159,87 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
 
 
 def test_store_releases_its_source_before_it_ends() -> None:
-    with bench(num_places=3) as it:
-        ticket = it.mover.store([1, 2], [0, 1], after=it.after())
+    with bench(num_places=3) as setup:
+        ticket = setup.mover.store([1, 2], [0, 1], after=setup.after())
         assert not ticket.source_released()
-        pack = it.runtime.streams[0]
+        pack = setup.runtime.streams[0]
         while pack.queue:
-            it.runtime._run_part(pack)
+            setup.runtime._run_part(pack)
         assert ticket.source_released()
         assert not ticket.poll()
-        it.land(ticket)
+        setup.land(ticket)
         assert ticket.poll()
         assert ticket.error is None
 
 
 def test_job_begins_when_its_host_event_has_happened() -> None:
-    with bench() as it:
+    with bench() as setup:
         filled = HostEvent()
-        first = it.mover.store([1], [0], after=filled)
-        second = it.mover.store([2], [0], after=it.after())
-        it.runtime.run_all()
+        first = setup.mover.store([1], [0], after=filled)
+        second = setup.mover.store([2], [0], after=setup.after())
+        setup.runtime.run_all()
         assert not first.poll()
         assert not second.poll(), "stores of a slot keep their order"
-        assert not it.arena.slots.any()
-        it.memory[:, 1] = 7
+        assert not setup.arena.slots.any()
+        setup.memory[:, 1] = 7
         filled.set()
-        it.land(first)
-        it.land(second)
-        assert np.array_equal(it.arena.slots[0], it.block(2))
+        setup.land(first)
+        setup.land(second)
+        assert np.array_equal(setup.arena.slots[0], setup.block(2))
 
 
 def test_host_event_that_never_happens_holds_up_no_other_job() -> None:
-    with bench() as it:
+    with bench() as setup:
         never = HostEvent()
-        held = [it.mover.store([1], [0], after=never), it.mover.load([1], [2], after=never)]
-        it.land(it.mover.store([3], [2], after=it.after()))
-        it.land(it.mover.load([2], [4], after=READY))
-        assert np.array_equal(it.block(4), it.block(3))
+        held = [setup.mover.store([1], [0], after=never), setup.mover.load([1], [2], after=never)]
+        setup.land(setup.mover.store([3], [2], after=setup.after()))
+        setup.land(setup.mover.load([2], [4], after=READY))
+        assert np.array_equal(setup.block(4), setup.block(3))
         assert not any(ticket.poll() for ticket in held)
 
 
 def test_failed_event_fails_only_its_job() -> None:
-    with bench() as it:
+    with bench() as setup:
         filled = HostEvent()
-        first = it.mover.store([1], [0], after=filled)
-        second = it.mover.store([2], [1], after=READY)
+        first = setup.mover.store([1], [0], after=filled)
+        second = setup.mover.store([2], [1], after=READY)
         filled.set(RuntimeError("the step has crashed"))
-        it.land(second)
+        setup.land(second)
         with pytest.raises(TransferError, match="the step has crashed"):
-            it.land(first)
-        assert not it.arena.slots[0].any()
+            setup.land(first)
+        assert not setup.arena.slots[0].any()
 
 
 def test_wait_raises_after_its_timeout() -> None:
-    with bench() as it:
+    with bench() as setup:
         filled = HostEvent()
-        ticket = it.mover.store([1], [0], after=filled)
+        ticket = setup.mover.store([1], [0], after=filled)
         with pytest.raises(TransferTimeout, match=r"0\.01 s"):
             ticket.wait(0.01)
         with pytest.raises(ConfigError, match="nan"):
             ticket.wait(float("nan"))
         filled.set()
-        it.land(ticket)
+        setup.land(ticket)
 
 
 def test_job_without_blocks_has_ended() -> None:
-    with bench() as it:
-        assert it.mover.store([], [], after=HostEvent()).poll()
+    with bench() as setup:
+        assert setup.mover.store([], [], after=HostEvent()).poll()
 
 
 def test_jobs_wait_for_room_in_the_ring_and_keep_their_order() -> None:
-    with bench() as it:
+    with bench() as setup:
         ids = list(range(1, 9))
-        tickets = [it.mover.load(range(8), ids, after=it.after()) for _ in range(4)]
-        it.arena.slots[:8] = np.arange(8, dtype=np.uint8)[:, None]
+        tickets = [setup.mover.load(range(8), ids, after=setup.after()) for _ in range(4)]
+        setup.arena.slots[:8] = np.arange(8, dtype=np.uint8)[:, None]
         assert not any(ticket.poll() for ticket in tickets)
-        it.land(tickets[2])
+        setup.land(tickets[2])
         assert tickets[0].poll()
         assert tickets[1].poll()
         assert not tickets[3].poll()
-        it.land(tickets[3])
+        setup.land(tickets[3])
         for block in ids:
-            assert (it.block(block) == block - 1).all()
+            assert (setup.block(block) == block - 1).all()
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -247,71 +247,71 @@ def test_jobs_wait_for_room_in_the_ring_and_keep_their_order() -> None:
 
 @pytest.mark.parametrize("call", ["wait", "gather", "record", "copy"])
 def test_refused_call_fails_its_job_after_its_queued_work(call: str) -> None:
-    with bench() as it:
-        good = it.mover.store([1], [0], after=it.after())
-        it.runtime.fail[call] = REFUSED
-        bad = it.mover.store([2, 3, 4], [1, 2, 3], after=it.after())
+    with bench() as setup:
+        good = setup.mover.store([1], [0], after=setup.after())
+        setup.runtime.fail[call] = REFUSED
+        bad = setup.mover.store([2, 3, 4], [1, 2, 3], after=setup.after())
         assert not bad.poll()
-        next_one = it.mover.store([5], [4], after=it.after())
-        it.land(next_one)
+        next_one = setup.mover.store([5], [4], after=setup.after())
+        setup.land(next_one)
         assert bad.poll()
         assert bad.error is REFUSED
         assert good.error is None
-        assert np.array_equal(it.arena.slots[4], it.block(5))
+        assert np.array_equal(setup.arena.slots[4], setup.block(5))
 
 
 @pytest.mark.parametrize("call", ["gather", "copy", "record", "is_done"])
 def test_lost_device_fails_all_jobs_and_accepts_no_more(call: str) -> None:
-    with bench() as it:
-        flying = it.mover.store([1], [0], after=it.after())
-        waiting = it.mover.load([4], [7], after=HostEvent())
-        loading = it.mover.load([5], [6], after=it.after())
-        it.runtime.fail[call] = LOST
-        struck = it.mover.store([2], [1], after=it.after())
+    with bench() as setup:
+        flying = setup.mover.store([1], [0], after=setup.after())
+        waiting = setup.mover.load([4], [7], after=HostEvent())
+        loading = setup.mover.load([5], [6], after=setup.after())
+        setup.runtime.fail[call] = LOST
+        struck = setup.mover.store([2], [1], after=setup.after())
         for ticket in (flying, struck, waiting, loading):
             assert ticket.poll()
             assert ticket.error is LOST
         with pytest.raises(CudaError, match="restart the process"):
-            it.mover.store([3], [2], after=it.after())
+            setup.mover.store([3], [2], after=setup.after())
 
 
 def test_close_carries_out_runnable_jobs_and_fails_the_others() -> None:
-    with bench() as it:
-        begun = it.mover.store([1], [0], after=it.after())
-        never = it.mover.store([2], [1], after=HostEvent())
-        behind = it.mover.store([3], [1], after=it.after())
-        it.mover.close()
-        it.mover.close()
+    with bench() as setup:
+        begun = setup.mover.store([1], [0], after=setup.after())
+        never = setup.mover.store([2], [1], after=HostEvent())
+        behind = setup.mover.store([3], [1], after=setup.after())
+        setup.mover.close()
+        setup.mover.close()
         assert begun.error is None
-        assert np.array_equal(it.arena.slots[0], it.block(1))
+        assert np.array_equal(setup.arena.slots[0], setup.block(1))
         for ticket in (never, behind):
             with pytest.raises(TransferError, match="closed before the transfer began"):
-                it.land(ticket)
+                setup.land(ticket)
         with pytest.raises(StateError, match="closed"):
-            it.mover.store([1], [0], after=READY)
+            setup.mover.store([1], [0], after=READY)
 
 
 def test_movers_share_a_link_that_the_last_one_closes() -> None:
-    with bench() as it:
-        other = CudaMover(it.mover.layout, it.arena, link=it.link, path="packed")
-        it.mover.close()
-        it.land(other.store([1], [3], after=it.after()))
-        assert np.array_equal(it.arena.slots[3], it.block(1))
-        assert not it.link.closed
+    with bench() as setup:
+        other = CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
+        setup.mover.close()
+        setup.land(other.store([1], [3], after=setup.after()))
+        assert np.array_equal(setup.arena.slots[3], setup.block(1))
+        assert not setup.link.closed
         other.close()
-        assert it.link.closed
+        assert setup.link.closed
         with pytest.raises(StateError, match="build a new one"):
-            CudaMover(it.mover.layout, it.arena, link=it.link, path="packed")
+            CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
 
 
 @pytest.mark.parametrize("call", ["allocate", "upload"])
 def test_failed_construction_frees_all_memory(call: str) -> None:
-    with bench() as it:
-        before = dict(it.runtime.allocated)
-        it.runtime.fail[call] = REFUSED
+    with bench() as setup:
+        before = dict(setup.runtime.allocated)
+        setup.runtime.fail[call] = REFUSED
         with pytest.raises(CudaError):
-            CudaMover(it.mover.layout, it.arena, link=it.link, path="packed", verify=True)
-        assert it.runtime.allocated.keys() == before.keys()
+            CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed", verify=True)
+        assert setup.runtime.allocated.keys() == before.keys()
 
 
 # -- checksums -------------------------------------------------------------------------------------
@@ -319,66 +319,66 @@ def test_failed_construction_frees_all_memory(call: str) -> None:
 
 @pytest.mark.parametrize("at", [0, 2047, 2048, 4095])
 def test_changed_slot_fails_to_load(at: int) -> None:
-    with bench(verify=True) as it:
-        it.land(it.mover.store([1, 2, 3], [4, 0, 2], after=it.after()))
-        it.land(it.mover.load([4, 0, 2], [5, 6, 7], after=it.after()))
-        assert np.array_equal(it.block(5), it.block(1))
-        it.arena.slots[0, at] ^= 1
-        ticket = it.mover.load([4, 0], [5, 6], after=it.after())
+    with bench(verify=True) as setup:
+        setup.land(setup.mover.store([1, 2, 3], [4, 0, 2], after=setup.after()))
+        setup.land(setup.mover.load([4, 0, 2], [5, 6, 7], after=setup.after()))
+        assert np.array_equal(setup.block(5), setup.block(1))
+        setup.arena.slots[0, at] ^= 1
+        ticket = setup.mover.load([4, 0], [5, 6], after=setup.after())
         with pytest.raises(ChecksumMismatch, match="host slot 0 does not hold"):
-            it.land(ticket)
-        it.land(it.mover.load([4, 2], [5, 6], after=it.after()))
-        it.land(it.mover.store([2], [0], after=it.after()))
-        it.land(it.mover.load([0], [6], after=it.after()))
+            setup.land(ticket)
+        setup.land(setup.mover.load([4, 2], [5, 6], after=setup.after()))
+        setup.land(setup.mover.store([2], [0], after=setup.after()))
+        setup.land(setup.mover.load([0], [6], after=setup.after()))
 
 
 def test_failed_check_names_every_damaged_slot() -> None:
-    with bench(verify=True) as it:
-        it.land(it.mover.store([1, 2, 3], [4, 0, 2], after=it.after()))
+    with bench(verify=True) as setup:
+        setup.land(setup.mover.store([1, 2, 3], [4, 0, 2], after=setup.after()))
         for slot in (0, 4):
-            it.arena.slots[slot, 5] ^= 1
+            setup.arena.slots[slot, 5] ^= 1
         slots = [4, 2, 0, 7]
-        ticket = it.mover.load(slots, [5, 6, 7, 8], after=it.after())
+        ticket = setup.mover.load(slots, [5, 6, 7, 8], after=setup.after())
         with pytest.raises(ChecksumMismatch, match=r"host slot 0 does .*first of 3 damaged slots"):
-            it.land(ticket)
+            setup.land(ticket)
         assert ticket.damaged_slots == (0, 4, 7), "slot 7 was never stored"
         assert outcome([ticket], slots) == [False, True, False, False]
 
 
 def test_refused_copy_names_no_damaged_slot() -> None:
-    with bench(verify=True) as it:
-        it.land(it.mover.store([1], [0], after=it.after()))
-        it.arena.slots[0, 5] ^= 1
-        it.runtime.fail["copy"] = REFUSED
-        ticket = it.mover.load([0], [5], after=it.after())
+    with bench(verify=True) as setup:
+        setup.land(setup.mover.store([1], [0], after=setup.after()))
+        setup.arena.slots[0, 5] ^= 1
+        setup.runtime.fail["copy"] = REFUSED
+        ticket = setup.mover.load([0], [5], after=setup.after())
         with pytest.raises(CudaError):
-            it.land(ticket)
+            setup.land(ticket)
         assert ticket.damaged_slots == ()
         assert outcome([ticket], [0]) is False
 
 
 def test_slot_that_was_never_stored_fails_to_load() -> None:
-    with bench(verify=True) as it:
+    with bench(verify=True) as setup:
         with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
-            it.land(it.mover.load([3], [1], after=it.after()))
-        it.land(it.mover.store([1], [3], after=it.after()))
-        it.runtime.fail["copy"] = REFUSED
+            setup.land(setup.mover.load([3], [1], after=setup.after()))
+        setup.land(setup.mover.store([1], [3], after=setup.after()))
+        setup.runtime.fail["copy"] = REFUSED
         with pytest.raises(CudaError):
-            it.land(it.mover.store([1], [3], after=it.after()))
+            setup.land(setup.mover.store([1], [3], after=setup.after()))
         with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
-            it.land(it.mover.load([3], [1], after=it.after()))
+            setup.land(setup.mover.load([3], [1], after=setup.after()))
 
 
 # -- bad input -------------------------------------------------------------------------------------
 
 
 def test_mover_refuses_unsuitable_layouts_and_options() -> None:
-    with bench() as it:
-        regions = it.mover.layout.regions
+    with bench() as setup:
+        regions = setup.mover.layout.regions
 
         def build(*regions: Region, device: int | None = 0, **options: object) -> None:
             layout = BlockLayout(9, regions, device=device)
-            CudaMover(layout, it.arena, link=it.link, **options)  # type: ignore[arg-type]
+            CudaMover(layout, setup.arena, link=setup.link, **options)  # type: ignore[arg-type]
 
         with pytest.raises(ConfigError, match="the layout is of CPU memory; pass it to HostMover"):
             build(*regions, device=None)
@@ -396,7 +396,7 @@ def test_mover_refuses_unsuitable_layouts_and_options() -> None:
             build(*regions, path="fast")
         with pytest.raises(ConfigError, match="leave out path='direct'"):
             build(*regions, path="direct", verify=True)
-        small = CudaLink(it.runtime, staging_bytes=4096)
+        small = CudaLink(setup.runtime, staging_bytes=4096)
         with (
             HostArena(2, 8192) as arena,
             pytest.raises(ConfigError, match="staging_bytes=8192"),
@@ -408,13 +408,13 @@ def test_mover_refuses_unsuitable_layouts_and_options() -> None:
         with pytest.raises(ConfigError, match="device is -1"):
             BlockLayout(9, regions, device=-1)
         with pytest.raises(ConfigError, match="on CUDA device 0, which the CPU cannot"):
-            HostMover(it.mover.layout, it.arena)
+            HostMover(setup.mover.layout, setup.arena)
 
 
 def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with bench() as it:
+    with bench() as setup:
         for copy_seconds, expected in ((2047 / 50e9, "direct"), (2049 / 50e9, "packed")):
             speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9)
             monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _, s=speed: s)
-            with CudaMover(it.mover.layout, it.arena, link=it.link) as mover:
+            with CudaMover(setup.mover.layout, setup.arena, link=setup.link) as mover:
                 assert mover.paths == {"store": expected, "load": expected}

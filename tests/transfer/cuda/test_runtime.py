@@ -112,12 +112,12 @@ def status_of(name: str) -> int:
 
 
 def test_poisoning_errors_are_those_of_the_cuda_reference() -> None:
-    said = {
+    poisoning_names = {
         error.name.removeprefix("cudaError")
         for error in cuda_api.cudaError_t
         if "inconsistent state" in (error.__doc__ or "")
     }
-    assert said <= set(POISONING), "a newer CUDA has more"
+    assert poisoning_names <= set(POISONING), "a newer CUDA has more"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -107,9 +107,9 @@ def test_one_changed_word_changes_the_checksum(at: int, before: int, after: int)
 
 
 @given(st.lists(positions, min_size=2, max_size=2, unique=True), words, words)
-def test_two_swapped_words_change_the_checksum(at: list[int], one: int, other: int) -> None:
+def test_two_swapped_words_change_the_checksum(at: list[int], first: int, second: int) -> None:
     i, j = at
-    assert (sum_with({i: one, j: other}) == sum_with({i: other, j: one})) == (one == other)
+    assert (sum_with({i: first, j: second}) == sum_with({i: second, j: first})) == (first == second)
 
 
 @pytest.mark.parametrize(
