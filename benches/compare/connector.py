@@ -29,6 +29,7 @@ from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
+from kvstow.vllm.tier import HostTier
 
 from . import report, vllm_side
 from .measure import Clock, Row, require_same, take_turns
@@ -74,13 +75,9 @@ class Ours:
     """kvstow's half under vLLM's names, as `KVStowConnector` calls it."""
 
     def __init__(self, manager: KVCacheManager, num_host_blocks: int) -> None:
-        self.half = SchedulerHalf(
-            Model(manager.block_pool.num_gpu_blocks, GROUPS, ((),)),
-            Options(num_cpu_blocks=num_host_blocks),
-            world_size=1,
-            tokens_per_hash=BLOCK_SIZE,
-            horizon_blocks=0,
-        )
+        model = Model(manager.block_pool.num_gpu_blocks, GROUPS, ((),), BLOCK_SIZE)
+        options = Options(num_cpu_blocks=num_host_blocks)
+        self.half = SchedulerHalf(HostTier(model, options, world_size=1, horizon_blocks=0))
         self.half.bind(manager)
         self.half.agree(num_host_blocks)
 

@@ -11,7 +11,6 @@ from kvstow.vllm.connector import KVStowConnector
 class DamagingConnector(KVStowConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._worker is not None
         changed = [DamagingMover(mover) for mover in self._worker.movers]
         self._worker.movers = changed  # type: ignore[assignment] # it has all methods that a worker calls
 

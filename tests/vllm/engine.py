@@ -207,7 +207,6 @@ class Engine:
     def worker(self) -> WorkerHalf:
         connector = get_kv_transfer_group()
         assert isinstance(connector, KVStowConnector)
-        assert connector._worker is not None
         return connector._worker
 
     def generate(
@@ -270,7 +269,7 @@ class Engine:
     @property
     def has_windows(self) -> bool:
         """Whether the model has sliding windows."""
-        return any(self.half.requests.keys.is_window)
+        return any(self.half.tier.model.is_window)
 
     def num_computed_tokens(self) -> int:
         """Return the computed tokens of all requests."""

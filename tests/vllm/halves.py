@@ -7,7 +7,7 @@ worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
+from kvstow.vllm.tier import HostTier
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -103,14 +104,14 @@ class Scheduler:
             max_in_flight_tokens=None,
         )
         self.now = 0.0
-        self.half = SchedulerHalf(
-            Model.of(config),
+        tier = HostTier(
+            replace(Model.of(config), tokens_per_vllm_hash=BLOCK_SIZE),
             Options(**options),
             world_size=world_size,
-            tokens_per_hash=BLOCK_SIZE,
             horizon_blocks=NUM_BLOCKS,
             clock=lambda: self.now,
         )
+        self.half = SchedulerHalf(tier)
         self.half.bind(self.manager)
         if num_host_blocks is not None:
             self.half.agree(num_host_blocks)

@@ -104,13 +104,12 @@ class Simulated:
             hash_block_size=BLOCK_SIZE,
         )
         connector = self.scheduler.connector
-        assert isinstance(connector, KVStowConnector) and connector._scheduler is not None
+        assert isinstance(connector, KVStowConnector)
         self.connector = connector
         self.half: SchedulerHalf = connector._scheduler
         self.memory = torch.zeros(size, dtype=torch.uint8)
         self.worker_connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
         self.worker_connector.register_kv_caches(dict.fromkeys(names, self.memory))
-        assert self.worker_connector._worker is not None
         self.worker: WorkerHalf = self.worker_connector._worker
         self.waiting: list[LateTicket] = []
         # Groups may share a mover.

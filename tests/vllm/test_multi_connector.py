@@ -65,7 +65,7 @@ def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): meta})
     own, other = (scheduler.sub_connectors[at] for at in (own_at, 1 - own_at))
     assert isinstance(other, ShakingConnector) and other.shaken == {0: Hand(0)}
-    assert isinstance(own, KVStowConnector) and own._scheduler is not None
+    assert isinstance(own, KVStowConnector)
     assert scheduler.has_pending_push_work()
     worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
     reports = worker.build_connector_worker_meta()

@@ -91,7 +91,7 @@ def test_workers_report_their_capacity_when_asked(folder: Path) -> None:
     scheduler = KVStowConnector(config, KVConnectorRole.SCHEDULER, stages[0])
     assert scheduler.get_kv_connector_stats() is None and not list(scheduler.take_events())
     scheduler.update_connector_output(merged.kv_connector_output)
-    assert scheduler._scheduler is not None and scheduler._scheduler.offload is not None
+    assert scheduler._scheduler.offload is not None
     assert scheduler._scheduler.offload.num_host_blocks == 20
     stats = scheduler.get_kv_connector_stats()
     assert stats is not None and stats.data["capacity_blocks"] == 20
@@ -174,7 +174,7 @@ def test_requests_stop_waiting_for_a_rank_after_the_timeout(
     scheduler.now = 4.9
     assert scheduler.half.lookup(request, 0) is None and not scheduler.half.may_rest()
     scheduler.now = 5.1
-    with caplog.at_level("ERROR", logger="vllm.kvstow.vllm.capacity"):
+    with caplog.at_level("ERROR", logger="vllm.kvstow.vllm.tier"):
         assert scheduler.admit(request) == 0
         assert scheduler.half.may_rest()
     assert len(caplog.records) <= 1, "one line at most"
@@ -197,7 +197,6 @@ def test_requests_stop_waiting_for_a_rank_after_the_timeout(
 
 def run_step(connector: KVStowConnector, jobs: StepJobs) -> list[tuple[int, int, Any]]:
     """Run a worker's step, and return its reports once all jobs have ended."""
-    assert connector._worker is not None
     connector.bind_connector_metadata(jobs)
     connector.start_load_kv(None)
     connector.wait_for_save()

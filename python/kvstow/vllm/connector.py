@@ -1,12 +1,13 @@
 """`KVStowConnector`: the class that vLLM loads, once beside its scheduler and once per worker.
 
-Each instance has one half: `SchedulerHalf` or `WorkerHalf`. The methods give vLLM's calls to it.
+Each instance has one half: `SchedulerHalf` or `WorkerHalf`. The methods pass vLLM's calls to it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import version as vllm_version
@@ -29,6 +30,7 @@ from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.stats import LOAD, STORE, ConnectorPromMetrics, ConnectorStats, StatsReporter
+from kvstow.vllm.tier import HostTier
 from kvstow.vllm.worker import WorkerHalf
 
 try:
@@ -52,7 +54,8 @@ logger = logging.getLogger("vllm." + __name__)
 class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps prefixes in host memory when the device runs out of room.
 
-    Options are read from `kv_connector_extra_config`: see `kvstow.vllm.options.Options`.
+    The options come from `kv_connector_extra_config`: see `kvstow.vllm.options.Options`. vLLM calls
+    only the methods of one half on each instance, so either `_worker` or `_scheduler` exists.
     """
 
     if CacheHitSource is not None:
@@ -73,8 +76,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         model = Model.of(kv_cache_config)
         parallel = vllm_config.parallel_config
         self._model = model
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
         self._reporter: StatsReporter | None = None
         self._host_events: HostEvents | None = None
         self._event_file: EventFile | None = None
@@ -106,17 +107,19 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if options.events_path is not None:
             self._event_file = EventFile(options.events_path)
         speculative = vllm_config.speculative_config
-        self._scheduler = SchedulerHalf(
-            model,
+        tier = HostTier(
+            replace(model, tokens_per_vllm_hash=tokens_per_hash),
             options,
             world_size=parallel.world_size,
-            tokens_per_hash=tokens_per_hash,
             horizon_blocks=_horizon_blocks(model, vllm_config),
+            events=self._host_events is not None or self._event_file is not None,
+        )
+        self._scheduler = SchedulerHalf(
+            tier,
             drops_last_block=speculative is not None and speculative.use_eagle(),
             stores_sessions=_hashes_sessions_correctly(
                 vllm_version.__version_tuple__[:2], has_drafts=speculative is not None
             ),
-            events=self._host_events is not None or self._event_file is not None,
             host_events=self._host_events,
         )
 
@@ -142,29 +145,25 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the device memory that vLLM has allocated."""
-        if self._worker is not None:
-            self._worker.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """Let go of the device memory before vLLM frees it to sleep (vLLM 0.33 and later)."""
-        if self._worker is not None:
-            self._worker.unregister()
+        self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
         """Take hold of the device memory again after vLLM has woken."""
-        if self._worker is not None:
-            self._worker.restore()
+        self._worker.restore()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's jobs."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepJobs):
+        if isinstance(connector_metadata, StepJobs):
             self._worker.bind(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
-        if self._worker is not None:
-            self._worker.begin(LOAD)
+        self._worker.begin(LOAD)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM runs a request only when its load has landed."""
@@ -176,8 +175,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Begin this step's stores; vLLM need not wait, because jobs hold their blocks."""
-        if self._worker is not None:
-            self._worker.begin(STORE)
+        self._worker.begin(STORE)
 
     def clear_connector_metadata(self) -> None:
         """End a step. vLLM 0.30 does not call `wait_for_save` in steps without tokens."""
@@ -186,7 +184,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report the loads that failed; the scheduler half itself reports those that landed."""
-        failed = set() if self._worker is None else self._worker.failed_request_ids()
+        failed = self._worker.failed_request_ids()
         return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -195,15 +193,14 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         The number of host blocks does not use vLLM's handshake, because a `MultiConnector` passes
         on the handshake of only one of its connectors.
         """
-        return None if self._worker is None else self._worker.reports()
+        return self._worker.reports()
 
     # -- scheduler half -------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take vLLM's accounting of the device blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -220,8 +217,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
         None tokens: ask again later.
         """
-        if self._scheduler is None:
-            return 0, False
         found = self._scheduler.lookup(request, num_computed_tokens)
         return found, bool(found)
 
@@ -229,18 +224,16 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the load of the tokens that vLLM has accepted."""
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand this step's jobs to the workers."""
-        return StepJobs() if self._scheduler is None else self._scheduler.build(scheduler_output)
+        return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports, report the loads that have landed, and plan stores."""
-        if self._scheduler is not None:
-            self._scheduler.processed(connector_output)
-            self._write_events()
+        self._scheduler.processed(connector_output)
+        self._write_events()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -252,32 +245,27 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan its last stores. vLLM may free its blocks: jobs hold references of their own."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
+        self._scheduler.finished(request)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
         """Whether jobs that end will free blocks, so that vLLM need not preempt for them."""
-        return self._scheduler is not None and self._scheduler.holds_freed_blocks()
+        return self._scheduler.holds_freed_blocks()
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must go on stepping, for stores to land or before it sleeps."""
-        return self._scheduler is not None and not self._scheduler.may_rest()
+        return not self._scheduler.may_rest()
 
     def reset_cache(self) -> bool | None:
         """Empty the tier, unless `preserve_on_sleep` keeps it: vLLM does not say why it resets.
 
         Jobs in flight end without effect.
         """
-        if self._scheduler is None:
-            return None
         self._scheduler.reset()
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the host tier's block events. vLLM has no transfer events: they go to the file."""
-        if self._scheduler is None:
-            return ()
         events = self._scheduler.take_events()
         return () if self._host_events is None else list(self._host_events.convert(events))
 
@@ -285,9 +273,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return the statistics since the last call."""
-        if self._worker is not None:
+        if self.role == KVConnectorRole.WORKER:
             return self._worker.stats()
-        if self._scheduler is None or (offload := self._scheduler.offload) is None:
+        if (offload := self._scheduler.offload) is None:
             return None
         if self._reporter is None:
             self._reporter = StatsReporter(offload.num_host_blocks)
@@ -312,9 +300,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End all jobs, and give the host memory back."""
-        if self._worker is not None:
+        if self.role == KVConnectorRole.WORKER:
             self._worker.close()
-        if self._scheduler is not None:
+        else:
             self._scheduler.close()
             self._write_events()
         if self._event_file is not None:
@@ -324,10 +312,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Write the transfer events to the file; without a file, only empty their queue."""
         if self._event_file is None and self._host_events is None:
             return  # the tier keeps no events
-        if self._scheduler is not None:
-            events = self._scheduler.take_transfer_events()
-            if self._event_file is not None:
-                self._event_file.write(events)
+        events = self._scheduler.take_transfer_events()
+        if self._event_file is not None:
+            self._event_file.write(events)
 
 
 def _check_config(config: VllmConfig) -> None:

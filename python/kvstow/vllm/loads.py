@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
 
 from kvstow import KvstowError
 from kvstow.vllm.requests import Requests
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
 logger = logging.getLogger("vllm." + __name__)
 
 
+@dataclass
 class Loads:
     """Answers vLLM's lookups, and plans loads.
 
@@ -27,34 +25,30 @@ class Loads:
         drops_last_block: as `SchedulerHalf` has it.
     """
 
-    def __init__(
-        self, tier: HostTier, requests: Requests, transfers: Transfers, *, drops_last_block: bool
-    ) -> None:
-        """Look up and load in `tier`."""
-        self.drops_last_block = drops_last_block
-        self._tier = tier
-        self._requests = requests
-        self._transfers = transfers
+    tier: HostTier
+    requests: Requests
+    transfers: Transfers
+    drops_last_block: bool
 
     def lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Return the tokens after the local hit that the host can serve; None: ask again later."""
-        tracked = self._requests.tracked.get(request.request_id)
+        tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.is_admitted:
             # vLLM preempted it, or its load has failed: it starts over.
-            self._requests.forget(request.request_id)
-            tracked = self._requests.track(request, recompute=tracked.is_loading)
+            self.requests.forget(request.request_id)
+            tracked = self.requests.track(request, recompute=tracked.is_loading)
         elif tracked is None:
-            tracked = self._requests.track(request)
+            tracked = self.requests.track(request)
         elif tracked.was_offered and self._is_idle():
             # vLLM refuses it, though no other request is in its way. vLLM reserves the free blocks
             # for requests that it believes to be loading, because their loads were taken back, and
             # this request may be one of them. Only loads respect that reserve, so it computes.
             tracked.recompute = True
         tracked.num_local_tokens = num_local_tokens
-        offload, model = self._tier.offload, self._tier.model
+        offload, model = self.tier.offload, self.tier.model
         if offload is None:
             # The first step brings the ranks' capacities. vLLM steps while a request waits.
-            must_wait = not request.skip_reading_prefix_cache and self._tier.is_awaited()
+            must_wait = not request.skip_reading_prefix_cache and self.tier.is_awaited()
             return None if must_wait else 0
         tracked.report_hashes(offload, request.num_tokens)
         if (
@@ -76,31 +70,31 @@ class Loads:
         """Whether no request runs, and none waits for a load that is under way."""
         is_running = any(
             tracked.request.status == RequestStatus.RUNNING
-            for tracked in self._requests.tracked.values()
+            for tracked in self.requests.tracked.values()
         )
-        return not (is_running or self._transfers.is_loading)
+        return not (is_running or self.transfers.is_loading)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load of the external tokens, now that vLLM has given the request its blocks."""
         request_id = request.request_id
-        tracked = self._requests.tracked.get(request_id)
+        tracked = self.requests.tracked.get(request_id)
         if tracked is None:
             return
-        if self._tier.is_off and num_external_tokens:
+        if self.tier.is_off and num_external_tokens:
             # The tier offered them before an error turned it off, and vLLM waits for them.
             tracked.is_admitted = tracked.is_fresh = tracked.is_loading = True
-            self._transfers.fail_load(request_id)
+            self.transfers.fail_load(request_id)
             return
         if tracked.is_admitted:
             tracked.is_loading = False  # its load has landed, and it runs now
             return
         tracked.is_admitted = tracked.is_fresh = True
         start = tracked.num_local_tokens
-        groups = self._tier.model.groups
-        if self._tier.lazy is not None:
+        groups = self.tier.model.groups
+        if self.tier.lazy is not None:
             for table, group in zip(blocks.blocks, groups, strict=True):
-                self._tier.lazy.used(table[: start // group.block_size])
-        offload = self._tier.offload
+                self.tier.lazy.used(table[: start // group.block_size])
+        offload = self.tier.offload
         if offload is None:
             return  # without a tier nothing was offered
         if num_external_tokens == 0:
@@ -111,12 +105,12 @@ class Loads:
         targets: list[KVCacheBlock] = []
         for g, (group, table) in enumerate(zip(groups, blocks.blocks, strict=True)):
             own = table[start // group.block_size : end // group.block_size]
-            if tracked.keys.is_window[g]:
+            if tracked.model.is_window[g]:
                 own = [block for block in own if not block.is_null]
             target_ids.append([block.block_id for block in own])
             targets += own
         tracked.is_loading = True
-        deadline = self._tier.deadline()
+        deadline = self.tier.deadline()
         try:
             job = offload.load(request_id, num_external_tokens, target_ids, deadline=deadline)
         except KvstowError:
@@ -129,6 +123,6 @@ class Loads:
                 num_external_tokens,
             )
             offload.release(request_id)
-            self._transfers.fail_load(request_id)
+            self.transfers.fail_load(request_id)
             return
-        self._transfers.begin_load(job, targets, request_id)
+        self.transfers.begin_load(job, targets, request_id)

@@ -1,4 +1,4 @@
-"""The groups of a model in vLLM, and where their blocks lie in device memory.
+"""The groups of a model in vLLM, the keys of their blocks, and where the blocks lie in memory.
 
 The addresses follow from vLLM's description of its allocation (`KVCacheConfig.kv_cache_tensors`),
 never from the shapes of tensors:
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -34,6 +35,7 @@ from kvstow.transfer.layout import BlockLayout, Region, cuda_device
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.request import Request
 
 Group = FullAttention | SlidingWindow | ChunkedLocal
 
@@ -57,11 +59,14 @@ class Model:
         groups: the kind of attention of each group, in vLLM's order.
         layers: per group, its layers on this rank, in the order of their addresses. A pipeline
             stage may have none.
+        tokens_per_vllm_hash: tokens per entry of `Request.block_hashes`, which divides
+            `tokens_per_hash`. 0 in a worker, which knows no requests.
     """
 
     num_blocks: int
     groups: tuple[Group, ...]
     layers: tuple[tuple[Layer, ...], ...]
+    tokens_per_vllm_hash: int = 0
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> Model:
@@ -90,15 +95,30 @@ class Model:
             )
         return model
 
-    @property
+    @cached_property
     def tokens_per_hash(self) -> int:
         """Tokens per block hash that the tier takes."""
         return math.gcd(*(group.block_size for group in self.groups))
 
-    @property
+    @cached_property
     def tokens_per_hit(self) -> int:
         """Tokens of which every hit is a multiple."""
         return math.lcm(*(group.block_size for group in self.groups))
+
+    @cached_property
+    def is_window(self) -> list[bool]:
+        """Per group, whether a hit needs less than every block of the prefix."""
+        return [not isinstance(group, FullAttention) for group in self.groups]
+
+    def block_hash(self, request: Request, index: int, group: int) -> bytes:
+        """Return the hash of a request's block: the last of those that the block covers."""
+        end = (index + 1) * (self.groups[group].block_size // self.tokens_per_vllm_hash)
+        block_hash: bytes = request.block_hashes[end - 1]
+        return block_hash
+
+    def block_key(self, request: Request, index: int, group: int) -> bytes:
+        """Return vLLM's key of a request's block: its hash, then the group in four bytes."""
+        return self.block_hash(request, index, group) + group.to_bytes(4, "big")
 
     @property
     def slot_bytes(self) -> int:

@@ -27,45 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler, SlidingWindow
 from kvstow.vllm.model import Model
 from kvstow.vllm.tier import HostTier
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
-
-class BlockKeys:
-    """How vLLM keys the blocks of a request: the block hash, then the group in four bytes."""
-
-    def __init__(self, model: Model, tokens_per_vllm_hash: int) -> None:
-        """Read the groups.
-
-        Args:
-            model: the groups.
-            tokens_per_vllm_hash: tokens per entry of `Request.block_hashes`. It divides the tokens
-                per hash that the tier takes.
-        """
-        self.groups = model.groups
-        self.is_window = [type(group).__name__ != "FullAttention" for group in model.groups]
-        self.tokens_per_hash = model.tokens_per_hash
-        self.tokens_per_vllm_hash = tokens_per_vllm_hash
-        self.stride = model.tokens_per_hash // tokens_per_vllm_hash
-        self._suffixes = [g.to_bytes(4, "big") for g in range(len(model.groups))]
-
-    def hash(self, request: Request, index: int, group: int) -> bytes:
-        """Return the hash of a request's block: the last of those that the block covers."""
-        end = (index + 1) * (self.groups[group].block_size // self.tokens_per_vllm_hash)
-        block_hash: bytes = request.block_hashes[end - 1]
-        return block_hash
-
-    def key(self, request: Request, index: int, group: int) -> bytes:
-        """Return the key that vLLM gives a request's block."""
-        return self.hash(request, index, group) + self._suffixes[group]
 
 
 @dataclass(slots=True)
@@ -95,7 +64,7 @@ class TrackedRequest:
     """
 
     request: Request
-    keys: BlockKeys
+    model: Model
     num_reported: list[int]
     due_tokens: int
     recompute: bool = False
@@ -115,7 +84,8 @@ class TrackedRequest:
 
     def report_hashes(self, offload: OffloadScheduler, num_tokens: int) -> None:
         """Report the hashes of the first `num_tokens` tokens to the tier."""
-        stride, num_known = self.keys.stride, self.num_hashes
+        num_known = self.num_hashes
+        stride = self.model.tokens_per_hash // self.model.tokens_per_vllm_hash
         hashes: Sequence[bytes] = self.request.block_hashes
         known = num_known * stride
         if known and (len(hashes) < known or hashes[known - 1] != self.last_hash):
@@ -123,7 +93,7 @@ class TrackedRequest:
             # hash is enough.
             offload.truncate(self.request.request_id, 0)
             self.num_hashes = num_known = 0
-        end = num_tokens // self.keys.tokens_per_hash
+        end = num_tokens // self.model.tokens_per_hash
         if end <= num_known:
             return
         first, end = (num_known + 1) * stride - 1, min(end * stride, len(hashes))
@@ -150,18 +120,18 @@ class TrackedRequest:
         own key proves the blocks before it, because a hash covers all tokens before it. vLLM hashes
         a block in the step that fills it, or one step later if drafts filled it.
         """
-        request, keys = self.request, self.keys
+        request, model = self.request, self.model
         num_computed: int = min(
             request.num_computed_tokens - request.num_in_flight_tokens,
-            len(request.block_hashes) * keys.tokens_per_vllm_hash,
+            len(request.block_hashes) * model.tokens_per_vllm_hash,
         )
-        for g, group in enumerate(keys.groups):
-            if keys.is_window[g] or num_computed < self.due_tokens:
+        for g, group in enumerate(model.groups):
+            if model.is_window[g] or num_computed < self.due_tokens:
                 continue
             blocks = self.filled(g, num_computed // group.block_size)
             end = self.num_reported[g] + len(blocks)
             for block in reversed(blocks):
-                if block.block_hash == keys.key(request, end - 1, g):
+                if block.block_hash == model.block_key(request, end - 1, g):
                     break
                 end -= 1
             num_computed = min(num_computed, (end + 1) * group.block_size - 1)
@@ -178,9 +148,9 @@ class TrackedRequest:
         stored if it is still in the request's table, and if the request computed it, because a load
         of another connector may leave it unwritten.
         """
-        request, spec, first = self.request, self.keys.groups[g], self.num_reported[g]
+        request, spec, first = self.request, self.model.groups[g], self.num_reported[g]
         ids = [
-            block.block_id if block.block_hash == self.keys.key(request, index, g) else 0
+            block.block_id if block.block_hash == self.model.block_key(request, index, g) else 0
             for index, block in enumerate(blocks, first)
         ]
         if isinstance(spec, SlidingWindow) and spec.extra_retained_tokens:
@@ -192,32 +162,31 @@ class TrackedRequest:
         return ids
 
 
+@dataclass
 class Requests:
     """The tracked requests, by id, and those of them that have something to report.
 
     Attributes:
-        tracked: all of them.
+        tier: the host tier.
+        stores_sessions: as `SchedulerHalf` has it.
+        tracked: all tracked requests.
         due: those whose blocks a scheduled step makes full.
     """
 
-    def __init__(self, tier: HostTier, keys: BlockKeys, *, stores_sessions: bool) -> None:
-        """Begin without any; `stores_sessions` as `SchedulerHalf` has it."""
-        self.tracked: dict[str, TrackedRequest] = {}
-        self.due: dict[str, TrackedRequest] = {}
-        self.keys = keys
-        self.stores_sessions = stores_sessions
-        self._tier = tier
+    tier: HostTier
+    stores_sessions: bool
+    tracked: dict[str, TrackedRequest] = field(default_factory=dict)
+    due: dict[str, TrackedRequest] = field(default_factory=dict)
 
     def track(self, request: Request, *, recompute: bool = False) -> TrackedRequest:
         """Begin to track a request; `recompute` if its load has failed."""
-        none_reported = [0] * len(self.keys.groups)
-        tracked = TrackedRequest(
-            request, self.keys, none_reported, self.keys.tokens_per_hash, recompute
-        )
+        model = self.tier.model
+        none_reported = [0] * len(model.groups)
+        tracked = TrackedRequest(request, model, none_reported, model.tokens_per_hash, recompute)
         if request.resumable and not self.stores_sessions:
             tracked.is_stale = tracked.recompute = True
-        if self._tier.offload is not None:
-            self._tier.offload.add(request.request_id, [])
+        if self.tier.offload is not None:
+            self.tier.offload.add(request.request_id, [])
         self.tracked[request.request_id] = tracked
         return tracked
 
@@ -225,19 +194,19 @@ class Requests:
         """End the tracking of a request, in the tier too."""
         del self.tracked[request_id]
         self.due.pop(request_id, None)
-        if self._tier.offload is not None:
-            self._tier.offload.finish(request_id)
+        if self.tier.offload is not None:
+            self.tier.offload.finish(request_id)
 
     def capture(self, request_id: str, tracked: TrackedRequest, num_computed: int) -> None:
         """Record the blocks that are full once `num_computed` tokens are computed."""
         if num_computed < tracked.due_tokens or tracked.is_stale or not tracked.is_admitted:
             return
-        tables = self._tier.manager.get_blocks(request_id).blocks
+        tables = self.tier.manager.get_blocks(request_id).blocks
         tracked.filling_from = list(tracked.num_reported)
         tracked.filling = [
             table[start : num_computed // group.block_size]
             for table, start, group in zip(
-                tables, tracked.num_reported, self.keys.groups, strict=True
+                tables, tracked.num_reported, tracked.model.groups, strict=True
             )
         ]
         self.due[request_id] = tracked

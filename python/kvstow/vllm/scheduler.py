@@ -42,23 +42,19 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvstow import OffloadScheduler
+from kvstow.vllm.events import HostEvents
 from kvstow.vllm.loads import Loads
-from kvstow.vllm.model import Model
-from kvstow.vllm.options import Options
-from kvstow.vllm.requests import BlockKeys, Requests
+from kvstow.vllm.requests import Requests
 from kvstow.vllm.sleep import Sleep
 from kvstow.vllm.steps import Steps
 from kvstow.vllm.stores import Stores
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
-
-if TYPE_CHECKING:
-    from kvstow.vllm.events import HostEvents
+from kvstow.vllm.weights import WeightsVersion
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -73,56 +69,36 @@ class SchedulerHalf:
     on, so nothing is looked up or stored any more. Requests that wait for a load compute. Blocks
     that jobs hold come free as the workers report.
 
-    The calls that may reach vLLM are attributes: the functions of the parts, with the guard.
+    The connector calls the attributes that `__init__` sets: functions of the parts, with the guard.
     """
 
-    def __init__(  # noqa: PLR0913 - what vLLM's configuration says, once
+    def __init__(
         self,
-        model: Model,
-        options: Options,
+        tier: HostTier,
         *,
-        world_size: int,
-        tokens_per_hash: int,
-        horizon_blocks: int,
         drops_last_block: bool = False,
         stores_sessions: bool = True,
-        events: bool = False,
         host_events: HostEvents | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wait for vLLM's accounting (`bind`), and for the ranks' capacities: workers report them.
 
         Args:
-            model: the model, as vLLM has laid it out.
-            options: the user's options.
-            world_size: workers that report each job.
-            tokens_per_hash: tokens per entry of `Request.block_hashes`.
-            horizon_blocks: in lazy mode, how many free blocks are stored ahead of their eviction.
+            tier: the host tier, which is still absent.
             drops_last_block: a draft model (EAGLE) uses one block less of a hit.
             stores_sessions: the hashes of a session (a resumable request) are those of the tokens
                 that vLLM keeps of it.
-            events: whether to keep block and transfer events.
             host_events: gets the content of the blocks that may be stored.
-            clock: seconds, monotonic.
         """
-        self.tier = tier = HostTier(
-            model,
-            options,
-            world_size=world_size,
-            horizon_blocks=horizon_blocks,
-            events=events,
-            clock=clock,
-        )
-        keys = BlockKeys(model, tokens_per_hash)
-        self.requests = Requests(tier, keys, stores_sessions=stores_sessions)
+        self.tier = tier
+        self.requests = Requests(tier, stores_sessions)
         self.transfers = Transfers(tier)
         parts = tier, self.requests, self.transfers
         stores = Stores(*parts, host_events)
-        self.loads = Loads(*parts, drops_last_block=drops_last_block)
+        self.loads = Loads(*parts, drops_last_block)
         self.steps = Steps(*parts, stores)
-        sleep = Sleep(*parts, stores)
+        sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))
         self.bind = tier.bind
-        self.agree = self.steps.agree
+        self.agree = tier.agree
         self.holds_freed_blocks = self.transfers.holds_freed_blocks
         self.lookup = self._guard(self.loads.lookup)
         self.allocated = self._guard(self.loads.allocated)

@@ -6,6 +6,8 @@ resets its caches. The device memory goes after that. So `may_rest` begins what 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vllm.v1.request import RequestStatus
 
 from kvstow.vllm.requests import Requests, TrackedRequest
@@ -18,18 +20,15 @@ from kvstow.vllm.weights import WeightsVersion
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
+@dataclass
 class Sleep:
     """Answers whether vLLM may rest, and resets the tier."""
 
-    def __init__(
-        self, tier: HostTier, requests: Requests, transfers: Transfers, stores: Stores
-    ) -> None:
-        """Read the file that names the weights, if the user gave one."""
-        self._tier = tier
-        self._requests = requests
-        self._transfers = transfers
-        self._stores = stores
-        self._weights = WeightsVersion(tier.options.weights_version_path)
+    tier: HostTier
+    requests: Requests
+    transfers: Transfers
+    stores: Stores
+    weights: WeightsVersion
 
     def reset(self) -> None:
         """Empty the tier, unless `preserve_on_sleep` keeps it and the weights are unchanged.
@@ -39,14 +38,14 @@ class Sleep:
         # vLLM has tried to reset its own pool just before. If requests held blocks there, the pool
         # still serves what the old weights computed, and the tier may store it. So the version that
         # was read counts as new until vLLM's reset succeeds.
-        num_free = self._tier.pool.free_block_queue.num_free_blocks
-        is_pool_reset = num_free == self._tier.model.num_blocks - 1
-        is_kept = self._tier.options.preserve_on_sleep
-        if is_kept and not self._weights.changed(remember=is_pool_reset):
+        num_free = self.tier.pool.free_block_queue.num_free_blocks
+        is_pool_reset = num_free == self.tier.model.num_blocks - 1
+        is_kept = self.tier.options.preserve_on_sleep
+        if is_kept and not self.weights.changed(remember=is_pool_reset):
             return
-        if self._tier.offload is not None:
-            self._tier.offload.reset()
-        for tracked in self._requests.tracked.values():
+        if self.tier.offload is not None:
+            self.tier.offload.reset()
+        for tracked in self.requests.tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
 
     def may_rest(self) -> bool:
@@ -55,11 +54,11 @@ class Sleep:
         vLLM asks when it has nothing to run: all requests are over, or it is paused, perhaps to
         sleep, and keeps them.
         """
-        if self._tier.offload is None and not self._tier.is_off:
-            return not self._tier.is_awaited()  # an empty step brings the ranks' capacities
-        tracked = list(self._requests.tracked.values())
+        if self.tier.offload is None and not self.tier.is_off:
+            return not self.tier.is_awaited()  # an empty step brings the ranks' capacities
+        tracked = list(self.requests.tracked.values())
         may_go = all([self._settle(each) for each in tracked])
-        return may_go and not self._transfers.is_work_left
+        return may_go and not self.transfers.is_work_left
 
     def _settle(self, tracked: TrackedRequest) -> bool:
         """Store or free the blocks of a paused request; return whether its blocks may go."""
@@ -71,15 +70,15 @@ class Sleep:
         is_waiting_for_load = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_waiting_for_load and not tracked.is_load_reported:
             return False
-        options = self._tier.options
+        options = self.tier.options
         if options.preserve_on_sleep and options.lazy_offload and not tracked.is_stale:
             self._store_computed(tracked)
         if is_waiting_for_load or request.status in _WAITING:
             # Its load is over, and it has not run since. vLLM takes blocks back only from requests
             # that run, and would not sleep. So free the blocks here; the request loads again later.
-            self._tier.manager.free(request)
+            self.tier.manager.free(request)
             request.num_computed_tokens = 0
-            self._requests.forget(request.request_id)
+            self.requests.forget(request.request_id)
         return True
 
     def _store_computed(self, tracked: TrackedRequest) -> None:
@@ -88,13 +87,13 @@ class Sleep:
         With a full host a second time would evict the blocks of the other paused requests.
         """
         num_computed = tracked.request.num_computed_tokens
-        if self._tier.offload is None or num_computed <= tracked.num_settled_tokens:
+        if self.tier.offload is None or num_computed <= tracked.num_settled_tokens:
             return
         tracked.num_settled_tokens = num_computed
-        tables = self._tier.manager.get_blocks(tracked.request.request_id).blocks
-        self._stores.store_cached(
+        tables = self.tier.manager.get_blocks(tracked.request.request_id).blocks
+        self.stores.store_cached(
             block
-            for group, table in zip(tracked.keys.groups, tables, strict=True)
+            for group, table in zip(tracked.model.groups, tables, strict=True)
             for block in table[: num_computed // group.block_size]
             if block.block_hash is not None
         )

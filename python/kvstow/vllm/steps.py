@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.requests import Requests, TrackedRequest
@@ -10,32 +14,24 @@ from kvstow.vllm.stores import Stores
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
-
+@dataclass
 class Steps:
     """Hands out jobs when a step is scheduled; ends jobs and plans stores when it was processed."""
 
-    def __init__(
-        self, tier: HostTier, requests: Requests, transfers: Transfers, stores: Stores
-    ) -> None:
-        """Follow vLLM's steps."""
-        self._tier = tier
-        self._requests = requests
-        self._transfers = transfers
-        self._stores = stores
+    tier: HostTier
+    requests: Requests
+    transfers: Transfers
+    stores: Stores
 
     def build(self, scheduled: SchedulerOutput) -> StepJobs:
         """Return what the workers begin in the step that vLLM has just scheduled."""
-        tracked_of = self._requests.tracked.get
+        tracked_of = self.requests.tracked.get
         for request_id in scheduled.preempted_req_ids or ():
             tracked = tracked_of(request_id)
             if tracked is not None and tracked.is_admitted and not tracked.is_fresh:
                 self.evict_unwritten(request_id, tracked)
-                self._requests.forget(request_id)
+                self.requests.forget(request_id)
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             tracked = tracked_of(request_id)
             if tracked is not None:
@@ -45,10 +41,10 @@ class Steps:
                 if num_computed >= tracked.due_tokens:
                     # vLLM hashes no drafts and no tokens that are still to be sampled.
                     num_computed = min(num_computed, tracked.request.num_tokens)
-                    self._requests.capture(request_id, tracked, num_computed)
+                    self.requests.capture(request_id, tracked, num_computed)
                 tracked.is_fresh = False
-        self._transfers.expire()
-        return self._transfers.take_jobs()
+        self.transfers.expire()
+        return self.transfers.take_jobs()
 
     def evict_unwritten(self, request_id: str, tracked: TrackedRequest) -> None:
         """Drop the keys of blocks that this step granted to a request and did not compute.
@@ -57,69 +53,54 @@ class Steps:
         vLLM then frees these blocks with their keys. A later request would hit KV that was never
         written, and the tier would store it.
         """
-        request, keys, pool = tracked.request, tracked.keys, self._tier.pool
-        is_due = request_id in self._requests.due
-        for g, group in enumerate(keys.groups):
+        request, model, pool = tracked.request, tracked.model, self.tier.pool
+        is_due = request_id in self.requests.due
+        for g, group in enumerate(model.groups):
             # Blocks that earlier steps fill are written, because those steps were submitted.
             first = tracked.num_reported[g]
             if is_due:
                 first = tracked.filling_from[g] + len(tracked.filling[g])
             for index in range(first, request.num_tokens // group.block_size):
-                block_hash, has_key = keys.hash(request, index, g), False
+                block_hash, has_key = model.block_hash(request, index, g), False
                 # Other blocks may have the same key, and vLLM does not say which one it granted.
                 while found := pool.get_cached_block(block_hash, [g]):
                     pool.evict_blocks({found[0].block_id})
                     has_key = True
-                if not has_key and not keys.is_window[g]:
+                if not has_key and not model.is_window[g]:
                     break  # vLLM keys the blocks of a table in their order
 
     def processed(self, output: KVConnectorOutput) -> None:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""
         reports = output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
-            self._add_capacities(reports)
+            self.tier.add_capacities(reports.capacities, self.requests.tracked)
             for job_id, rank, _ in reports.reports:
-                if job_id in self._transfers.in_flight:
-                    self._transfers.in_flight[job_id].ranks.add(rank)
-        if self._tier.is_off:
-            self._transfers.end_reported()
-        offload = self._tier.offload
+                if job_id in self.transfers.in_flight:
+                    self.transfers.in_flight[job_id].ranks.add(rank)
+        if self.tier.is_off:
+            self.transfers.end_reported()
+        offload = self.tier.offload
         if isinstance(reports, StepReports) and offload is not None:
             ends = [
                 end
                 for job_id, rank, ok in reports.reports
                 if (end := offload.complete(job_id, ok=ok, rank=rank)) is not None
             ]
-            self._transfers.released(reports.released)
-            self._transfers.end(ends, output)
+            self.transfers.released(reports.released)
+            self.transfers.end(ends, output)
         for request_id in output.finished_recving or ():
-            if request_id in self._requests.tracked:
-                self._requests.tracked[request_id].is_load_reported = True
+            if request_id in self.requests.tracked:
+                self.requests.tracked[request_id].is_load_reported = True
         if offload is None:
             return
-        if self._requests.due:
-            self._stores.store_due(list(self._requests.due))
-        self._stores.store_evictable()
-
-    def _add_capacities(self, reports: StepReports) -> None:
-        agreed = self._tier.add_capacities(reports.capacities)
-        if agreed is not None:
-            self.agree(agreed)
-
-    def agree(self, num_host_blocks: int) -> None:
-        """Create the host tier, as large as every rank has memory for.
-
-        Each tier numbers its jobs from the start, so no job of a tier before may be in flight.
-        """
-        assert not self._transfers.in_flight, "a job of an earlier tier is in flight"
-        offload = self._tier.create(num_host_blocks)
-        for request_id in self._requests.tracked:
-            offload.add(request_id, [])
+        if self.requests.due:
+            self.stores.store_due(list(self.requests.due))
+        self.stores.store_evictable()
 
     def finished(self, request: Request) -> None:
         """Store what is due of a request that is over, while its blocks are still its own."""
         request_id = request.request_id
-        if request_id in self._requests.due:
-            self._stores.store_due([request_id])
-        if request_id in self._requests.tracked:
-            self._requests.forget(request_id)
+        if request_id in self.requests.due:
+            self.stores.store_due([request_id])
+        if request_id in self.requests.tracked:
+            self.requests.forget(request_id)

@@ -8,37 +8,28 @@ computed. They are stored when they come near the head of vLLM's free queue (`La
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from kvstow.vllm.events import HostEvents
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from kvstow.vllm.events import HostEvents
-
-
+@dataclass
 class Stores:
     """Plans stores."""
 
-    def __init__(
-        self,
-        tier: HostTier,
-        requests: Requests,
-        transfers: Transfers,
-        host_events: HostEvents | None,
-    ) -> None:
-        """Plan stores in `tier`; `host_events` as `SchedulerHalf` has it."""
-        self._tier = tier
-        self._requests = requests
-        self._transfers = transfers
-        self._host_events = host_events
+    tier: HostTier
+    requests: Requests
+    transfers: Transfers
+    host_events: HostEvents | None
 
     def store_due(self, request_ids: Iterable[str]) -> None:
         """Report to the tier what these due requests have computed; eager, that plans stores."""
-        offload = self._tier.offload
+        offload = self.tier.offload
         if offload is None:
             return
         named: list[str] = []
@@ -47,71 +38,71 @@ class Stores:
         blocks: list[KVCacheBlock] = []
         offsets = [0]
         for request_id in request_ids:
-            tracked = self._requests.due[request_id]
+            tracked = self.requests.due[request_id]
             if tracked.is_stale:
-                del self._requests.due[request_id]
+                del self.requests.due[request_id]
                 continue
             num_computed = tracked.num_cached_tokens()
             if num_computed < tracked.due_tokens:
                 continue  # its step is under way, or vLLM rejected its drafts
             tracked.report_hashes(offload, num_computed)
-            for g, group in enumerate(tracked.keys.groups):
+            for g, group in enumerate(tracked.model.groups):
                 filled = tracked.filled(g, num_computed // group.block_size)
                 ids += self._report_blocks(tracked, g, filled)
                 blocks += filled
                 offsets.append(len(ids))
             named.append(request_id)
             computed.append(num_computed)
-            unit = tracked.keys.tokens_per_hash
+            unit = tracked.model.tokens_per_hash
             tracked.due_tokens = (num_computed // unit + 1) * unit
-            del self._requests.due[request_id]
+            del self.requests.due[request_id]
         if named:
-            deadline = self._tier.deadline()
+            deadline = self.tier.deadline()
             job = offload.store(named, computed, ids, offsets, deadline=deadline)
             if job is not None:
-                self._transfers.begin_store(job, ids, blocks)
+                self.transfers.begin_store(job, ids, blocks)
 
     def _report_blocks(
         self, tracked: TrackedRequest, g: int, filled: list[KVCacheBlock]
     ) -> list[int]:
         """Count a group's filled blocks as reported; return their ids, 0 for those not to store."""
-        if tracked.keys.is_window[g]:
-            ids = tracked.window_ids(g, filled, self._tier.manager)
+        if tracked.model.is_window[g]:
+            ids = tracked.window_ids(g, filled, self.tier.manager)
         else:
             ids = [block.block_id for block in filled]
-        if self._tier.lazy is not None:
+        if self.tier.lazy is not None:
             # Also blocks that were stored before, because the host may have evicted them.
-            self._tier.lazy.computed(b for b, at in zip(filled, ids, strict=True) if at)
-        if self._host_events is not None:
+            self.tier.lazy.computed(b for b, at in zip(filled, ids, strict=True) if at)
+        if self.host_events is not None:
             request, first = tracked.request, tracked.num_reported[g]
             stored = [
-                (index, tracked.keys.hash(request, index, g))
+                (index, tracked.model.block_hash(request, index, g))
                 for index, block_id in enumerate(ids, first)
                 if block_id
             ]
-            block_size = tracked.keys.groups[g].block_size
-            self._host_events.computed(request, g, block_size, stored)
+            block_size = tracked.model.groups[g].block_size
+            self.host_events.computed(request, g, block_size, stored)
         tracked.num_reported[g] += len(filled)
         return ids
 
     def store_evictable(self) -> None:
         """Lazy, store the blocks that vLLM overwrites next."""
-        if self._tier.lazy is not None:
-            self.store_cached(self._tier.lazy.evictable())
+        if self.tier.lazy is not None:
+            self.store_cached(self.tier.lazy.evictable())
 
     def store_cached(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Plan the stores of those of these cached blocks that the host does not have."""
-        assert self._tier.offload is not None
+        assert self.tier.offload is not None
         by_group: dict[bytes, list[KVCacheBlock]] = {}
         for block in blocks:
             by_group.setdefault(block.block_hash[-4:], []).append(block)
         for suffix, cached in by_group.items():
             ids = [block.block_id for block in cached]
-            job = self._tier.offload.store_candidates(
+            job = self.tier.offload.store_candidates(
                 ids,
                 [block.block_hash[:-4] for block in cached],
                 group=int.from_bytes(suffix, "big"),
-                deadline=self._tier.deadline(),
+                deadline=self.tier.deadline(),
             )
             if job is not None:
-                self._transfers.begin_store(job, ids, cached)
+                self.transfers.begin_store(job, ids, cached)

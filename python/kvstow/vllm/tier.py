@@ -9,26 +9,34 @@ absent ---- every rank has reported its capacity ---> on ---- an error in this h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvstow import OffloadScheduler
-from kvstow.vllm.capacity import Capacities
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from kvstow import OffloadScheduler, StateError
+from kvstow.observability.events import BlockEvent, TransferEvent
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    from kvstow.observability.events import BlockEvent, TransferEvent
+logger = logging.getLogger("vllm." + __name__)
 
 
+@dataclass
 class HostTier:
     """The tier's accounting (`offload`), the lazy queue, and vLLM's accounting (`manager`).
 
     Attributes:
+        model: the model, as vLLM has laid it out.
+        options: the user's options.
+        world_size: workers that report each job and their capacity.
+        horizon_blocks: in lazy mode, how many free blocks are stored ahead of their eviction.
+        events: whether to keep block and transfer events.
+        clock: seconds, monotonic.
         offload: None until every rank has reported its capacity, and once the tier is off.
         lazy: None in eager mode, and once the tier is off.
         off_until: None unless an error has turned the tier off. Then the time up to which the last
@@ -36,35 +44,25 @@ class HostTier:
         manager: vLLM's accounting, from `bind` on.
     """
 
-    manager: KVCacheManager
-
-    def __init__(  # noqa: PLR0913 - as SchedulerHalf has them
-        self,
-        model: Model,
-        options: Options,
-        *,
-        world_size: int,
-        horizon_blocks: int,
-        events: bool,
-        clock: Callable[[], float],
-    ) -> None:
-        """Wait for vLLM's accounting (`bind`) and for the ranks' capacities (`add_capacities`)."""
-        self.model = model
-        self.options = options
-        self.clock = clock
-        self.world_size = world_size
-        self.offload: OffloadScheduler | None = None
-        self.lazy: LazyQueue | None = None
-        self.off_until: float | None = None
-        self._horizon_blocks = horizon_blocks
-        self._events = events
-        self._capacities = Capacities(world_size, timeout_s=options.load_timeout_s, clock=clock)
+    model: Model
+    options: Options
+    world_size: int
+    horizon_blocks: int
+    events: bool = False
+    clock: Callable[[], float] = time.monotonic
+    offload: OffloadScheduler | None = None
+    lazy: LazyQueue | None = None
+    off_until: float | None = None
+    manager: KVCacheManager = field(init=False)
+    _capacities: dict[int, int] = field(default_factory=dict)
+    _wait_until: float | None = None
+    _has_warned: bool = False
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's accounting, whose blocks jobs hold."""
         self.manager = manager
         is_lazy = self.options.lazy_offload
-        self.lazy = LazyQueue(manager.block_pool, self._horizon_blocks) if is_lazy else None
+        self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks) if is_lazy else None
 
     @property
     def pool(self) -> BlockPool:
@@ -76,23 +74,55 @@ class HostTier:
         """Whether an error has turned the tier off."""
         return self.off_until is not None
 
-    def add_capacities(self, reported: Mapping[int, int]) -> int | None:
-        """Take the capacities that ranks report.
+    def add_capacities(self, reported: Mapping[int, int], request_ids: Iterable[str]) -> None:
+        """Take the host blocks that ranks report, and create the tier once all are known.
 
-        Returns:
-            The number of host blocks to create the tier with, once; None at any other time.
+        A rank may report twice, because steps overlap. `request_ids` are the tracked requests.
+
+        Raises:
+            StateError: a rank reports another number than before.
         """
         if self.is_off:
-            return None
-        self._capacities.add(reported)
-        return self._capacities.agreed if self.offload is None else None
+            return
+        for rank, num_blocks in reported.items():
+            known = self._capacities.setdefault(rank, num_blocks)
+            if num_blocks != known:
+                raise StateError(
+                    f"rank {rank} reports {num_blocks} host blocks, expected {known} as before, so "
+                    "its worker has lost the content of the host tier: restart the server"
+                )
+        if self.offload is None and len(self._capacities) == self.world_size:
+            self.agree(min(self._capacities.values()), request_ids)
 
     def is_awaited(self) -> bool:
-        """Whether the tier is still to come, so that a request should wait for it."""
-        return self.offload is None and not self.is_off and self._capacities.is_awaited()
+        """Whether the tier is still to come, so that a request should wait for it.
 
-    def create(self, num_host_blocks: int) -> OffloadScheduler:
-        """Create the accounting of the tier."""
+        vLLM's executors pass on the capacities of all ranks with the first step. For an executor
+        that does not, a timeout ends the wait, and requests go on without the host tier.
+        """
+        if self.offload is not None or self.is_off:
+            return False
+        now = self.clock()
+        if self._wait_until is None:
+            self._wait_until = now + self.options.load_timeout_s
+        if now < self._wait_until:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.error(
+                "kvstow: ranks %s have not reported their host memory within load_timeout_s (%g "
+                "s). Requests go on without the host tier until they do. Check that these workers "
+                "run, and that the executor passes on KVConnectorOutput.kv_connector_worker_meta",
+                sorted(set(range(self.world_size)) - set(self._capacities)),
+                self.options.load_timeout_s,
+            )
+        return False
+
+    def agree(self, num_host_blocks: int, request_ids: Iterable[str] = ()) -> None:
+        """Create the accounting of the tier, as large as every rank has memory for.
+
+        It numbers its jobs from the start, so no job of an earlier tier may be in flight.
+        """
         self.offload = OffloadScheduler(
             num_host_blocks,
             self.model.groups,
@@ -100,9 +130,10 @@ class HostTier:
             policy=self.options.eviction_policy,  # type: ignore[arg-type] # parsed
             world_size=self.world_size,
             num_device_blocks=self.model.num_blocks,
-            events=self._events,
+            events=self.events,
         )
-        return self.offload
+        for request_id in request_ids:
+            self.offload.add(request_id, [])
 
     def turn_off(self) -> None:
         """Give the tier up for good."""

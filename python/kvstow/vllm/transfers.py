@@ -20,15 +20,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvstow import Job, JobEnd
 from kvstow.vllm.messages import Copies, StepJobs
 from kvstow.vllm.tier import HostTier
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -56,6 +55,7 @@ class Transfer:
     is_late: bool = False
 
 
+@dataclass
 class Transfers:
     """The jobs in flight.
 
@@ -64,12 +64,10 @@ class Transfers:
         jobs: what the next step hands to the workers.
     """
 
-    def __init__(self, tier: HostTier) -> None:
-        """Begin without any."""
-        self.in_flight: dict[int, Transfer] = {}
-        self.jobs = StepJobs()
-        self._tier = tier
-        self._num_storing = 0
+    tier: HostTier
+    in_flight: dict[int, Transfer] = field(default_factory=dict)
+    jobs: StepJobs = field(default_factory=StepJobs)
+    _num_storing: int = 0
 
     def begin_load(self, job: Job, blocks: list[KVCacheBlock], request_id: str) -> None:
         """Begin to load `blocks` for a request."""
@@ -86,14 +84,14 @@ class Transfers:
         """
         own_ids = job.block_ids.tolist()
         if own_ids != ids:
-            blocks = list(map(self._tier.pool.blocks.__getitem__, own_ids))
+            blocks = list(map(self.tier.pool.blocks.__getitem__, own_ids))
         copies, transfer = Copies.of(job), Transfer("store", blocks)
         self._hold(transfer)
         self.in_flight[job.job_id] = transfer
         self.jobs.stores.append(copies)
         self._num_storing += 1
-        if self._tier.lazy is not None:
-            self._tier.lazy.hold(blocks)
+        if self.tier.lazy is not None:
+            self.tier.lazy.hold(blocks)
 
     def fail_load(self, request_id: str) -> None:
         """Have the workers report to vLLM that the load of a request has failed."""
@@ -102,7 +100,7 @@ class Transfers:
     def take_jobs(self) -> StepJobs:
         """Return what the workers begin in the step that was just scheduled."""
         jobs, self.jobs = self.jobs, StepJobs()
-        jobs.asks_capacity = self._tier.offload is None and not self._tier.is_off
+        jobs.asks_capacity = self.tier.offload is None and not self.tier.is_off
         return jobs
 
     # -- the ends of jobs -----------------------------------------------------------------------
@@ -123,14 +121,14 @@ class Transfers:
                     self.fail_load(transfer.request_id)
             else:
                 self._num_storing -= not transfer.is_late
-                if self._tier.lazy is not None and not end.ok:
-                    self._tier.lazy.offer_again(transfer.blocks)
+                if self.tier.lazy is not None and not end.ok:
+                    self.tier.lazy.offer_again(transfer.blocks)
             del self.in_flight[end.job_id]
 
     def end_reported(self) -> None:
         """With the tier off, end the jobs that all ranks have reported, whatever their outcome."""
         for job_id, transfer in list(self.in_flight.items()):
-            if len(transfer.ranks) == self._tier.world_size:
+            if len(transfer.ranks) == self.tier.world_size:
                 self._release(transfer)
                 del self.in_flight[job_id]
 
@@ -140,15 +138,15 @@ class Transfers:
             transfer = self.in_flight.get(job_id)
             if transfer is not None:
                 transfer.num_released += 1
-                if transfer.num_released == self._tier.world_size:
+                if transfer.num_released == self.tier.world_size:
                     self._release(transfer)
 
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
-        offload = self._tier.offload
+        offload = self.tier.offload
         if offload is None or not self.in_flight:
             return
-        for job_id in offload.expire(self._tier.clock()):
+        for job_id in offload.expire(self.tier.clock()):
             transfer = self.in_flight[job_id]
             logger.warning(
                 "kvstow: %s job %d has not ended within load_timeout_s (%g s), so it counts as "
@@ -157,7 +155,7 @@ class Transfers:
                 "(kvstow doctor)",
                 transfer.direction,
                 job_id,
-                self._tier.options.load_timeout_s,
+                self.tier.options.load_timeout_s,
                 len(transfer.blocks),
             )
             if transfer.direction == "store":
@@ -189,10 +187,10 @@ class Transfers:
     @property
     def is_work_left(self) -> bool:
         """Whether vLLM must go on stepping for stores to land and failures to be reported."""
-        if self._tier.off_until is None:
+        if self.tier.off_until is None:
             is_copying = self._num_storing > 0
         else:
-            is_copying = bool(self.in_flight) and self._tier.clock() < self._tier.off_until
+            is_copying = bool(self.in_flight) and self.tier.clock() < self.tier.off_until
         return is_copying or bool(self.jobs.failed_request_ids)
 
     def holds_freed_blocks(self) -> bool:
@@ -213,7 +211,7 @@ class Transfers:
             for num_held, block in enumerate(transfer.blocks):  # noqa: B007 - used if a call fails
                 num_refs = block.ref_cnt
                 if not num_refs:
-                    self._tier.pool.free_block_queue.remove(block)
+                    self.tier.pool.free_block_queue.remove(block)
                 block.ref_cnt = num_refs + 1
         except BaseException:
             self._let_go(transfer.blocks[:num_held])
@@ -222,8 +220,8 @@ class Transfers:
 
     def _release(self, transfer: Transfer) -> None:
         """Let go of the blocks that a job holds, if it still does."""
-        if self._tier.lazy is not None and transfer.direction == "store":
-            transfer.held = self._tier.lazy.put_back(transfer.held)
+        if self.tier.lazy is not None and transfer.direction == "store":
+            transfer.held = self.tier.lazy.put_back(transfer.held)
         self._let_go(transfer.held)
         transfer.held = []
 
@@ -232,7 +230,7 @@ class Transfers:
         # Like vLLM when it frees a request: it evicts the tail before the head.
         unused = [block for block in reversed(blocks) if block.ref_cnt == 1]
         if unused:
-            self._tier.pool.free_blocks(unused)  # first: if it raises, nothing has changed
+            self.tier.pool.free_blocks(unused)  # first: if it raises, nothing has changed
         for block in blocks:
             if block.ref_cnt:
                 block.ref_cnt -= 1
