@@ -1,6 +1,7 @@
-"""A tiny engine on `kvstow.Engine`: a prefix is pushed off the device and comes back from the host.
+"""A tiny engine on `kvstow.Engine`: the device evicts a prefix, and the host tier brings it back.
 
-Two numpy layers stand for the model; a token's K and V are its number. It needs no GPU.
+Two numpy arrays stand for the model's layers. The K and V of a token are its number. It needs no
+GPU.
 """
 
 import numpy as np
@@ -8,13 +9,13 @@ import numpy as np
 from kvstow import AdmissionState, Engine, FullAttention, hash_tokens
 from kvstow.transfer import READY, BlockLayout
 
-BLOCK, CHUNK = 16, 64  # tokens: of a block, computed at a time
+BLOCK, CHUNK = 16, 64  # tokens in a block, and tokens that a step computes per request
 kv = [np.zeros((9, BLOCK, 2), np.int64) for _ in range(2)]  # two layers of 9 blocks, K and V
 prompts = {"asks": [*range(100), 7], "other": list(range(200, 305)), "again": [*range(100), 8, 9]}
 
 
 def compute(name: str, begin: int, end: int) -> None:
-    """Write the cache of new tokens, and read that of all up to them."""
+    """Write the cache of the new tokens, and check the cache of all tokens so far."""
     block = engine.tables(name)[0][np.arange(end) // BLOCK]
     for layer in kv:
         layer[block[begin:], np.arange(begin, end) % BLOCK, :] = np.c_[prompts[name][begin:end]]

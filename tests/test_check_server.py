@@ -1,4 +1,4 @@
-"""The script that checks a server, against a server that only pretends: each verdict can be bad."""
+"""Run `examples/check_server.py` against a pretended server that is wrong in each way."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ GOOD_EVENTS = [
 
 
 class Pretender:
-    """Answers as a function of the prompt, and counts as a server with a connector would.
+    """A server whose answers depend on the prompt only, with the metrics of a connector.
 
     Attributes:
-        wrong: what is wrong about it.
+        wrong: what the server does wrong; empty for a correct server.
     """
 
     def __init__(self, wrong: str = "") -> None:
@@ -145,7 +145,9 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("wrong", ["", "tie broken otherwise"])
-def test_all_is_well(wrong: str, events: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correct_server_passes_every_case(
+    wrong: str, events: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert check(Pretender(wrong), "--events", str(events)) == 0
     printed = capsys.readouterr().out
     assert [line[:10] for line in printed.splitlines()[1:]] == [
@@ -175,7 +177,7 @@ def test_all_is_well(wrong: str, events: Path, capsys: pytest.CaptureFixture[str
         ("no preemption", "TC5", "no request was preempted"),
     ],
 )
-def test_what_is_wrong_is_found(
+def test_a_wrong_server_fails_the_case(
     wrong: str, case: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(Pretender(wrong), "--case", case, "--tolerance", "0.01") == 1
@@ -196,7 +198,9 @@ def test_what_is_wrong_is_found(
         ([], "no store was committed"),
     ],
 )
-def test_wrong_events_are_found(events: list[dict[str, Any]], why: str, tmp_path: Path) -> None:
+def test_a_wrong_events_file_is_reported(
+    events: list[dict[str, Any]], why: str, tmp_path: Path
+) -> None:
     with pytest.raises(check_server.Failure) as failure:
         check_server.check_events(write(tmp_path / "events.jsonl", events))
     assert why in str(failure.value)
@@ -207,7 +211,7 @@ def test_prompts_that_are_not_chunked_are_refused(capsys: pytest.CaptureFixture[
     assert "must have more than one chunk of 128" in capsys.readouterr().out
 
 
-def test_no_server_and_no_events_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_or_events_file_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_server.main(["http://127.0.0.1:9", "--case", "TC1"]) == 2
     assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

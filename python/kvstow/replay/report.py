@@ -25,7 +25,9 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
     bytes_per_s = replay.links.bytes_per_s
     in_force = {
         "model": replay.model.name,
-        "bandwidth_bytes_per_s": bytes_per_s if math.isfinite(bytes_per_s) else None,  # as in JSON
+        "bandwidth_bytes_per_s": bytes_per_s
+        if math.isfinite(bytes_per_s)
+        else None,  # JSON has no infinity
         "num_layers": replay.model.num_layers,
         "bytes_per_token": replay.model.bytes_per_token,
     }
