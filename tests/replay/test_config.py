@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from kvstow import ConfigError
@@ -15,6 +16,7 @@ NAN = math.nan
         ("device_blocks", 2**31, "device-blocks is 2147483648"),
         ("host_blocks", 0, "host-blocks is 0; it must be 1 to"),
         ("host_blocks", -5, "host-blocks is -5"),
+        ("host_blocks", np.int64(-5), "host-blocks is -5"),
         ("max_step_tokens", 0, "max-step-tokens is 0"),
         ("max_requests", -1, "max-requests is -1"),
         ("max_requests", 10**30, "max-requests is 10000"),

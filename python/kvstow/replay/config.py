@@ -77,9 +77,10 @@ class Option:
         name = self.name
         if self.choices and value not in self.choices:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(self.choices)}")
-        for number in value if isinstance(value, tuple) else (value,):
-            is_number = isinstance(number, int | float)
-            if is_number and not self.at_least <= number <= self.at_most:
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if number is None or isinstance(number, str):
+                continue
+            if not self.at_least <= number <= self.at_most:
                 bounds = f"{self.at_least} to {self.at_most}{self.unit}"
                 raise ConfigError(f"{name} is {number}; it must be {bounds}")
 
