@@ -1,5 +1,8 @@
-//! The kinds of attention: what a hit needs, what is no longer read, what a request holds at once.
-//! A kind is one file and one arm of [`Attention`].
+//! The kinds of attention: what a hit needs, which blocks a request skips, how many it holds.
+//! A kind is one file and one arm of [`Attention`]. `search` finds a kind's longest hit, `model` the
+//! longest hit of all groups.
+//!
+//! May import: error, ids, key, pool.
 //!
 //! ```text
 //!   kind              a hit of n tokens needs                     skipped once n are computed
@@ -9,28 +12,29 @@
 //!   recurrent state   the one block whose state ends at n         n - 1 tokens
 //! ```
 //!
-//! What a hit needs is what the next token reads. A skipped block stands in the table as the null
-//! block. A window may retain tokens below it ([`Group::retaining`]): a request keeps their blocks
-//! longer, and a tier loads them, but a hit on the device does not need them. The reference is vLLM
-//! 0.32's `single_type_kv_cache_manager.py`.
+//! A hit needs the blocks that the next token reads. The table holds the null block in place of a
+//! skipped block. A window may retain tokens below it ([`Group::retaining`]). A request keeps their
+//! blocks longer and a tier loads them, but a hit on the device does not need them. The reference
+//! is vLLM 0.32's `single_type_kv_cache_manager.py`.
 
 mod chunked_local;
 mod model;
 mod search;
 mod sliding_window;
+mod source;
 mod state_space;
 
 pub use model::Model;
-pub(crate) use model::Source;
+pub(crate) use source::Source;
 
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 
-/// The most tokens a block, a window or a chunk may hold.
+/// The most tokens in a block, a window or a chunk.
 pub const MAX_GROUP_TOKENS: usize = 1 << 30;
 
-/// The most groups a model may have: what a [`GroupId`](crate::ids::GroupId) can name.
+/// The most groups that a model may have: as many as a [`GroupId`](crate::ids::GroupId) can name.
 pub const MAX_GROUPS: usize = 1 << 16;
 
 /// How a group's layers attend.
@@ -68,7 +72,7 @@ pub struct Group {
     /// Tokens per block.
     #[n(1)]
     pub block_size: usize,
-    /// Tokens right below a window whose blocks a request keeps, though no token reads them.
+    /// Tokens right below a window whose blocks a request keeps, although no token reads them.
     #[n(2)]
     #[cbor(default)]
     extra_retained_tokens: usize,
@@ -81,16 +85,16 @@ impl Group {
     /// [`Error::Config`] unless block size and window or chunk are 1 to [`MAX_GROUP_TOKENS`], and
     /// a chunk is a multiple of the block size.
     pub fn new(attention: Attention, block_size: usize) -> Result<Self> {
-        check_tokens("a block size", block_size)?;
+        check_tokens("block_size", block_size)?;
         match attention {
             Attention::Full | Attention::StateSpace => {}
-            Attention::SlidingWindow { window } => check_tokens("a window", window)?,
+            Attention::SlidingWindow { window } => check_tokens("window", window)?,
             Attention::ChunkedLocal { chunk } => {
-                check_tokens("a chunk", chunk)?;
+                check_tokens("chunk", chunk)?;
                 if !chunk.is_multiple_of(block_size) {
                     return Err(Error::Config(format!(
-                        "a chunk of {chunk} tokens is no multiple of the block size {block_size}: \
-                         a block would stand in two chunks"
+                        "chunk is {chunk}: it must be a multiple of the block size {block_size}, \
+                         because no block lies in two chunks"
                     )));
                 }
             }
@@ -98,26 +102,26 @@ impl Group {
         Ok(Self { attention, block_size, extra_retained_tokens: 0 })
     }
 
-    /// The same window, keeping the blocks of that many tokens more: draft models of several
+    /// The same window that keeps the blocks of this many more tokens. Draft models of several
     /// modules compute the last tokens again, and then read below the window.
     ///
     /// # Errors
-    /// [`Error::Config`] for another kind than a window, and where both together are more than
-    /// [`MAX_GROUP_TOKENS`].
+    /// [`Error::Config`] for a kind other than a window, and if window and extra tokens together
+    /// exceed [`MAX_GROUP_TOKENS`].
     pub fn retaining(self, extra_retained_tokens: usize) -> Result<Self> {
         let Attention::SlidingWindow { window } = self.attention else {
             return Err(Error::Config(format!(
-                "{extra_retained_tokens} extra retained tokens for {:?}: only a window retains any",
+                "extra_retained_tokens is {extra_retained_tokens} for {:?}: only a window has any",
                 self.attention
             )));
         };
         let num_tokens = window.saturating_add(extra_retained_tokens);
-        check_tokens("a window with its extra retained tokens", num_tokens)?;
+        check_tokens("window plus extra_retained_tokens", num_tokens)?;
         Ok(Self { extra_retained_tokens, ..self })
     }
 
-    /// The group as a tier holds it, in blocks `factor` times as large. A load fills all that a
-    /// request keeps, so a hit there needs what a window retains.
+    /// The group as a tier holds it, with blocks `factor` times as large. A load fills all blocks
+    /// that a request keeps, so a hit in the tier needs retained tokens too.
     pub(crate) fn in_tier(self, factor: usize) -> Result<Self> {
         let block_size = self.block_size.saturating_mul(factor);
         match self.attention {
@@ -134,21 +138,21 @@ impl Group {
         self.extra_retained_tokens
     }
 
-    /// Blocks that `num_tokens` tokens need, the last one perhaps in part.
+    /// Number of blocks for `num_tokens` tokens. The last may be partial.
     #[inline]
     pub fn num_blocks(self, num_tokens: usize) -> usize {
         num_tokens.div_ceil(self.block_size)
     }
 
-    /// Blocks at the start of a request that it gives up once `num_tokens` are computed: no later
+    /// Number of blocks at its start that a request skips once `num_tokens` are computed: no later
     /// token reads them, and no window retains them.
     #[inline]
     pub fn num_skipped_blocks(self, num_tokens: usize) -> usize {
         self.num_unread_blocks(num_tokens.saturating_sub(self.extra_retained_tokens))
     }
 
-    /// Blocks at the start of a request that no later token reads, `num_tokens` being computed. A
-    /// hit of that many tokens needs all blocks but these.
+    /// Number of blocks at the start of a request that no token after `num_tokens` reads. A hit of
+    /// `num_tokens` needs all other blocks.
     #[inline]
     pub fn num_unread_blocks(self, num_tokens: usize) -> usize {
         let num_unread_tokens = match self.attention {
@@ -164,8 +168,8 @@ impl Group {
         num_unread_tokens / self.block_size
     }
 
-    /// The most blocks that a request holds at once while it computes `num_in_flight` tokens at a
-    /// time, if that has a bound.
+    /// The most blocks that a request holds while it computes `num_in_flight` tokens at a time. None
+    /// if there is no bound.
     #[inline]
     pub(crate) fn max_held_blocks(self, num_in_flight: usize) -> Option<usize> {
         match self.attention {
@@ -180,9 +184,9 @@ impl Group {
         }
     }
 
-    /// Whether block `index` is worth keeping, where all hits end at multiples of `step` blocks.
-    /// As in the reference this is asked of windows only: a block in the middle of a step may lie
-    /// before every window that a hit needs. Of all hits that end behind it the first skips least.
+    /// Whether some hit needs block `index`, if all hits end at multiples of `step` blocks. Only a
+    /// window, as in the reference, can have a block that none needs: it lies in the middle of a
+    /// step, before every window. Of all hits that end after the block, the first skips least.
     #[inline]
     fn is_reachable(self, index: usize, step: usize) -> bool {
         let end = (index / step + 1) * step;
@@ -195,5 +199,5 @@ fn check_tokens(what: &str, num_tokens: usize) -> Result<()> {
     if (1..=MAX_GROUP_TOKENS).contains(&num_tokens) {
         return Ok(());
     }
-    Err(Error::Config(format!("{what} of {num_tokens} tokens: it must be 1 to {MAX_GROUP_TOKENS}")))
+    Err(Error::Config(format!("{what} is {num_tokens}: it must be 1 to {MAX_GROUP_TOKENS} tokens")))
 }

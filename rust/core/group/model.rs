@@ -1,4 +1,4 @@
-//! All groups of a model, and the longest prefix that every one of them can serve.
+//! All groups of a model, and the longest prefix that every group can serve.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -6,54 +6,35 @@ use std::ops::Range;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, GroupId};
 use crate::key::BlockHash;
-use crate::pool::BlockPool;
 
-use super::search::{Cached, Search};
+use super::search::{Cached, Search, own_hashes};
+use super::source::Source;
 use super::{Attention, Group, MAX_GROUP_TOKENS, MAX_GROUPS};
-
-/// Blocks that are found by their key: a device pool, or the host tier.
-pub(crate) trait Source {
-    /// The block that holds a key.
-    fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId>;
-
-    /// The blocks of the longest prefix of `hashes` that is held.
-    fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId>;
-}
-
-impl Source for BlockPool {
-    fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        self.get(hash, group)
-    }
-
-    fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
-        self.prefix(hashes, group)
-    }
-}
 
 /// A model's groups and the sizes they have in common.
 #[derive(Clone, Debug)]
 pub struct Model {
     groups: Vec<Group>,
-    /// Groups of one kind and block size are looked up together. Full attention first: one scan of
-    /// it bounds the search of all others.
-    alike: Vec<(Group, Vec<GroupId>)>,
+    /// Each distinct group with the ids of all that equal it: they are looked up together. Full
+    /// attention comes first, because one scan of it bounds the search of all others.
+    kinds: Vec<(Group, Vec<GroupId>)>,
     hash_block_size: usize,
     hit_block_size: usize,
 }
 
 impl Model {
-    /// The groups, in the order in which the model names them.
+    /// A model with these groups, in its own order.
     ///
     /// # Errors
-    /// [`Error::Config`] for no groups, too many, or block sizes whose common multiple is beyond
+    /// [`Error::Config`] for no groups, too many, or block sizes whose common multiple exceeds
     /// [`MAX_GROUP_TOKENS`].
     pub fn new(groups: Vec<Group>) -> Result<Self> {
         let Some(first) = groups.first() else {
-            return Err(Error::Config("no groups: a model has at least one".to_owned()));
+            return Err(Error::Config("groups is empty: name at least one".to_owned()));
         };
         if groups.len() > MAX_GROUPS {
             return Err(Error::Config(format!(
-                "{} groups: at most {MAX_GROUPS} are counted",
+                "{} groups: a model may have at most {MAX_GROUPS}",
                 groups.len()
             )));
         }
@@ -63,24 +44,24 @@ impl Model {
             multiple *= group.block_size / greatest_common_divisor(multiple, group.block_size);
             if multiple > MAX_GROUP_TOKENS {
                 return Err(Error::Config(format!(
-                    "block sizes with a common multiple of {multiple} tokens or more: a hit ends at \
-                     its multiples, and it may be at most {MAX_GROUP_TOKENS}"
+                    "the block sizes have a common multiple of {multiple} tokens or more: it may \
+                     be at most {MAX_GROUP_TOKENS}, because hits end at its multiples"
                 )));
             }
         }
-        let mut alike: Vec<(Group, Vec<GroupId>)> = Vec::new();
+        let mut kinds: Vec<(Group, Vec<GroupId>)> = Vec::new();
         for (&group, id) in groups.iter().zip((0..=u16::MAX).map(GroupId)) {
-            match alike.iter_mut().find(|(other, _)| *other == group) {
+            match kinds.iter_mut().find(|(other, _)| *other == group) {
                 Some((_, ids)) => ids.push(id),
-                None => alike.push((group, vec![id])),
+                None => kinds.push((group, vec![id])),
             }
         }
-        alike.sort_by_key(|(group, _)| group.attention != Attention::Full);
-        Ok(Self { groups, alike, hash_block_size: divisor, hit_block_size: multiple })
+        kinds.sort_by_key(|(group, _)| group.attention != Attention::Full);
+        Ok(Self { groups, kinds, hash_block_size: divisor, hit_block_size: multiple })
     }
 
-    /// The groups as a tier holds them, in blocks `factor` times as large, hashed as finely as
-    /// before.
+    /// The groups as a tier holds them: blocks are `factor` times as large, the block size of the
+    /// hashes stays.
     ///
     /// # Errors
     /// [`Error::Config`] as [`Model::new`] and [`Group::new`].
@@ -105,20 +86,20 @@ impl Model {
         self.hash_block_size
     }
 
-    /// A hit ends at a multiple of that many tokens: the least common multiple of the groups'
-    /// block sizes.
+    /// Hits end at multiples of this many tokens: the least common multiple of the groups' block
+    /// sizes.
     pub fn hit_block_size(&self) -> usize {
         self.hit_block_size
     }
 
-    /// Tokens of prompts that so many blocks hold, where every group keeps all of its own.
+    /// Tokens of prompts that fit into this many blocks if no group skips any.
     pub fn capacity_tokens(&self, num_blocks: usize) -> usize {
         let blocks_per_hit: usize =
             self.groups.iter().map(|group| self.hit_block_size / group.block_size).sum();
         num_blocks / blocks_per_hit * self.hit_block_size
     }
 
-    /// Block hashes that one block of the group covers. The last of them is its own.
+    /// Block hashes that one block of the group covers. The last of them is the block's own.
     #[inline]
     pub(crate) fn hashes_per_block(&self, group: Group) -> usize {
         group.block_size / self.hash_block_size
@@ -131,24 +112,19 @@ impl Model {
         hashes: &'a [BlockHash],
         blocks: Range<usize>,
     ) -> Cow<'a, [BlockHash]> {
-        let per_block = self.hashes_per_block(group);
-        let hashes = &hashes[blocks.start * per_block..blocks.end * per_block];
-        match per_block {
-            1 => Cow::Borrowed(hashes),
-            _ => hashes.chunks_exact(per_block).filter_map(<[_]>::last).copied().collect(),
-        }
+        own_hashes(hashes, self.hashes_per_block(group), blocks)
     }
 
-    /// Whether a hit can need block `index` of this group. None: it can need any.
+    /// A test whether a hit can need block `index` of this group. None if a hit can need any block.
     #[inline]
     pub(crate) fn reachable(&self, group: Group) -> Option<impl Fn(usize) -> bool> {
         let step = self.hit_block_size / group.block_size;
-        // The first of every step is the last that a longer window reaches.
+        // Of every step, the first block is the last that a longer window reaches.
         (!group.is_reachable(0, step)).then_some(move |index| group.is_reachable(index, step))
     }
 
-    /// Whether these blocks, per group, have the form of a hit of `num_tokens`: null exactly where
-    /// the next token reads nothing.
+    /// Whether these blocks, per group, have the form of a hit of `num_tokens`: a block is null
+    /// exactly where the next token reads nothing.
     pub(crate) fn is_hit(&self, num_tokens: usize, blocks: &[Vec<BlockId>]) -> bool {
         let is_served = |(group, blocks): (&Group, &Vec<BlockId>)| {
             let num_null = group.num_unread_blocks(num_tokens);
@@ -160,11 +136,11 @@ impl Model {
             && self.groups.iter().zip(blocks).all(is_served)
     }
 
-    /// The longest prefix of at most `max_tokens` tokens that every group can serve from `source`,
-    /// its first `num_local_tokens` being there already: its length, and the blocks of each group,
-    /// null where it needs none.
+    /// The longest prefix of at most `max_tokens` tokens that every group can serve from `source`.
+    /// Returns its tokens and the blocks of each group, null where the group needs none. The first
+    /// `num_local_tokens` need not be in `source`.
     ///
-    /// Every kind shortens what the ones before it have left, until none does (vLLM 0.32's
+    /// Each kind shortens the hit of the kinds before it, until none does (vLLM 0.32's
     /// `HybridKVCacheCoordinator.find_longest_cache_hit`).
     pub(crate) fn longest_hit<'a>(
         &'a self,
@@ -177,14 +153,15 @@ impl Model {
         num_tokens -= num_tokens % self.hit_block_size;
         let search = |(group, ids): &'a (Group, Vec<GroupId>)| {
             let num_local_blocks = num_local_tokens / group.block_size;
+            let hashes_per_block = self.hashes_per_block(*group);
             let cached =
-                Cached { source, model: self, group: *group, ids, hashes, num_local_blocks };
+                Cached { source, hashes_per_block, group: *group, ids, hashes, num_local_blocks };
             Search::new(cached, self.hit_block_size / group.block_size)
         };
-        let mut searches: Vec<Search<'_>> = self.alike.iter().map(search).collect();
+        let mut searches: Vec<Search<'_>> = self.kinds.iter().map(search).collect();
         loop {
             let before = num_tokens;
-            for ((group, _), search) in self.alike.iter().zip(&mut searches) {
+            for ((group, _), search) in self.kinds.iter().zip(&mut searches) {
                 num_tokens = search.longest_hit(num_tokens / group.block_size) * group.block_size;
             }
             if num_tokens == before {
@@ -192,7 +169,7 @@ impl Model {
             }
         }
         let mut blocks = vec![Vec::new(); self.groups.len()];
-        for ((group, ids), search) in self.alike.iter().zip(searches) {
+        for ((group, ids), search) in self.kinds.iter().zip(searches) {
             for (id, found) in ids.iter().zip(search.into_blocks(num_tokens / group.block_size)) {
                 blocks[usize::from(id.0)] = found;
             }
@@ -203,4 +180,58 @@ impl Model {
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Holds the blocks of each group that a rule names, and counts lookups.
+    struct Counted {
+        holds: fn(usize, u16) -> bool,
+        num_lookups: Cell<usize>,
+    }
+
+    impl Source for Counted {
+        fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+            self.num_lookups.set(self.num_lookups.get() + 1);
+            let at = usize::from(u16::from_le_bytes([hash[0], hash[1]]));
+            (self.holds)(at, group.0).then_some(BlockId(1))
+        }
+
+        fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
+            hashes.iter().map_while(|hash| self.get(hash, group)).collect()
+        }
+    }
+
+    #[test]
+    fn a_lookup_reads_each_block_only_a_few_times() {
+        const NUM_BLOCKS: u16 = 4096;
+        let window = |window| Group::new(Attention::SlidingWindow { window }, 1).unwrap();
+        let full = Group::new(Attention::Full, 1).unwrap();
+        let hashes: Vec<BlockHash> = (0..NUM_BLOCKS)
+            .map(|at| {
+                let mut hash = BlockHash::default();
+                hash[..2].copy_from_slice(&at.to_le_bytes());
+                hash
+            })
+            .collect();
+        let rules: [fn(usize, u16) -> bool; 4] = [
+            |_, group| group == 0,
+            |at, group| group == 0 || at % 512 < 256,
+            |at, group| group == 0 || at % 512 > 0,
+            |at, group| group == 0 || at % 2 == usize::from(group) % 2,
+        ];
+        for holds in rules {
+            let model = Model::new(vec![full, window(500), window(2)]).unwrap();
+            let source = Counted { holds, num_lookups: Cell::new(0) };
+            model.longest_hit(&source, &hashes, 0, usize::MAX);
+            let most = 3 * 3 * hashes.len();
+            assert!(source.num_lookups.get() <= most, "{} lookups", source.num_lookups.get());
+        }
+    }
 }
