@@ -1,7 +1,7 @@
 //! What does a request cost the ledger, and a finished step the offload scheduler?
 //!
 //! The request is a prompt of 131,072 tokens (8,192 blocks) in a device that is full of cached
-//! blocks, so whatever is taken is evicted first. The steps are those of 256 decoding requests, of
+//! blocks, so whatever is allocated is evicted first. The steps are those of 256 decoding requests, of
 //! which 16 enter a new block, and for the scheduler one in which nothing is due: it must not cost
 //! more than a look at each request.
 #![expect(clippy::unwrap_used, reason = "a bench that fails has nothing to measure")]
@@ -119,9 +119,9 @@ fn bench_step(criterion: &mut Criterion) {
     };
     let step = |ledger: &mut BlockLedger| {
         let wants = ids.iter().map(|id| (id.as_str(), 1));
-        let taken = ledger.allocate_step(wants, 0, 0).unwrap();
-        assert_eq!(taken.num_granted, NUM_DECODING);
-        black_box(taken);
+        let allocated = ledger.allocate_step(wants, 0, 0).unwrap();
+        assert_eq!(allocated.num_granted, NUM_DECODING);
+        black_box(allocated);
     };
     let ledger = &mut BlockLedger::new(NUM_DEVICE_BLOCKS + 1, groups(), None, false).unwrap();
     admit(ledger);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use kvstow_core::ids::BlockId;
-use kvstow_core::ledger::{self, AllocateArgs, Context, NewIds, Publish, Taken};
+use kvstow_core::ledger::{self, AllocateArgs, Allocation, Context, NewIds, Publish};
 use kvstow_core::pool::{self, MAX_BLOCKS};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -49,7 +49,7 @@ impl PrefixHit {
 pub(crate) struct StepAllocation {
     /// Number of requests, from the first, that got their slots.
     num_granted: usize,
-    /// The newly taken block ids of these requests, request by request, group by group.
+    /// The newly allocated block ids of these requests, request by request, group by group.
     ids: Py<PyArray1<i32>>,
     /// Where each (request, group) begins in `ids`: `num_granted * num_groups + 1` entries.
     offsets: Py<PyArray1<i32>>,
@@ -275,7 +275,7 @@ impl BlockLedger {
     ///     must_fit_tokens: refuse unless slots for that many tokens would fit as well.
     ///
     /// Returns:
-    ///     The newly taken block ids per group, without the blocks of the hit. None if the pool
+    ///     The newly allocated block ids per group, without the blocks of the hit. None if the pool
     ///     cannot serve the request; then the request keeps what it held.
     ///
     /// Raises:
@@ -315,8 +315,8 @@ impl BlockLedger {
             num_in_flight_tokens: num_in_flight_tokens.0,
             must_fit_tokens: must_fit_tokens.map(|count| count.0),
         };
-        let taken = lock(&self.0).allocate(&request_id, &args).map_err(to_py)?;
-        taken.map(|taken| per_group(py, &taken)).transpose()
+        let allocated = lock(&self.0).allocate(&request_id, &args).map_err(to_py)?;
+        allocated.map(|allocated| per_group(py, &allocated)).transpose()
     }
 
     /// Call `allocate` for each request in turn, and stop at the first that does not fit.
@@ -340,15 +340,18 @@ impl BlockLedger {
         let names = as_strs(&request_ids)?;
         let tokens = counts_for(&names, num_new_tokens, "new")?;
         let wants = names.iter().copied().zip(tokens.iter().copied());
-        let taken = lock(&self.0)
+        let allocated = lock(&self.0)
             .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
             .map_err(to_py)?;
-        // Taken blocks are each in one table, and so fewer than the pool has: below 2^31.
-        let offsets: Vec<i32> =
-            taken.offsets.iter().map(|&offset| i32::try_from(offset).unwrap_or(i32::MAX)).collect();
+        // Allocation blocks are each in one table, and so fewer than the pool has: below 2^31.
+        let offsets: Vec<i32> = allocated
+            .offsets
+            .iter()
+            .map(|&offset| i32::try_from(offset).unwrap_or(i32::MAX))
+            .collect();
         Ok(StepAllocation {
-            num_granted: taken.num_granted,
-            ids: to_array(py, taken.ids).unbind(),
+            num_granted: allocated.num_granted,
+            ids: to_array(py, allocated.ids).unbind(),
             offsets: offsets.into_pyarray(py).unbind(),
         })
     }
@@ -625,8 +628,8 @@ fn context(
     })
 }
 
-/// One request's newly taken ids, an array per group.
-fn per_group<'py>(py: Python<'py>, taken: &Taken) -> PyResult<Bound<'py, PyTuple>> {
-    let ranges = taken.offsets.windows(2).map(|ends| &taken.ids[ends[0]..ends[1]]);
+/// One request's newly allocated ids, an array per group.
+fn per_group<'py>(py: Python<'py>, allocated: &Allocation) -> PyResult<Bound<'py, PyTuple>> {
+    let ranges = allocated.offsets.windows(2).map(|ends| &allocated.ids[ends[0]..ends[1]]);
     PyTuple::new(py, ranges.map(|ids| to_array(py, ids.iter().copied())).collect::<Vec<_>>())
 }

@@ -145,9 +145,9 @@ impl BlockPool {
     /// Raises:
     ///     OutOfBlocks: fewer than `n` blocks are free.
     fn allocate<'py>(&self, py: Python<'py>, n: Count) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let mut taken = Vec::new();
-        self.with(|pool| pool.allocate(n.0, &mut taken)).map_err(to_py)?;
-        Ok(to_array(py, taken))
+        let mut allocated = Vec::new();
+        self.with(|pool| pool.allocate(n.0, &mut allocated)).map_err(to_py)?;
+        Ok(to_array(py, allocated))
     }
 
     /// Take one reference on each block. A free block leaves the free queue.

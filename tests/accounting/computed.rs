@@ -154,8 +154,8 @@ impl World {
     }
 
     fn allocate(&mut self, who: usize, args: &AllocateArgs) {
-        let Some(taken) = self.ledger.allocate(&name(who), args).unwrap() else { return };
-        for id in taken.ids {
+        let Some(allocated) = self.ledger.allocate(&name(who), args).unwrap() else { return };
+        for id in allocated.ids {
             self.memory[id.index()] = None;
         }
         let granted = self.ledger.num_granted_tokens(&name(who)).unwrap();
@@ -192,7 +192,7 @@ impl World {
         self.ledger.cache_step(reports).unwrap();
     }
 
-    /// A step that is never computed: what it granted is taken back where that is still possible,
+    /// A step that is never computed: its grants are rewound where that is still possible,
     /// and its requests go where it is not.
     fn drop_step(&mut self) {
         while !self.step.is_empty() {

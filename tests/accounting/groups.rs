@@ -93,7 +93,7 @@ fn with_prompt(groups: &[Group], num_tokens: u16) -> BlockLedger {
 
 fn allocate(ledger: &mut BlockLedger, num_new_tokens: usize) -> Option<Vec<u32>> {
     let args = AllocateArgs { num_new_tokens, ..AllocateArgs::default() };
-    ledger.allocate("a", &args).unwrap().map(|taken| raw(taken.ids))
+    ledger.allocate("a", &args).unwrap().map(|allocated| raw(allocated.ids))
 }
 
 /// What is found of "a" once these blocks of one group are evicted: tokens, and per group the first
@@ -192,10 +192,10 @@ fn a_kind_skips_what_no_later_token_reads() {
     for (group, num_tokens, num_skipped) in skips {
         let mut ledger = with_prompt(&[group], num_tokens);
         let free_before = ledger.pool().num_free();
-        let taken = allocate(&mut ledger, 1).unwrap();
+        let allocated = allocate(&mut ledger, 1).unwrap();
         let table = ledger.block_table("a", 0).unwrap();
         assert_eq!(num_null(table), num_skipped, "{group:?} after {num_tokens} tokens");
-        assert_eq!(ledger.pool().num_free(), free_before + num_skipped - taken.len());
+        assert_eq!(ledger.pool().num_free(), free_before + num_skipped - allocated.len());
         ledger.check().unwrap();
     }
 }
@@ -595,18 +595,18 @@ impl World {
                 let is_short = before.clone().allocate(&name(who), &fewer).unwrap().is_none();
                 assert!(is_short || self.has_bound || !self.whole_fits(&before, who, args));
             }
-            Ok(Some(taken)) => {
+            Ok(Some(allocated)) => {
                 assert!(!is_refused);
                 let known = self.requests.get_mut(&who).unwrap();
                 (known.is_running, known.is_delayed) = (true, args.delay_caching);
                 known.computed = computed;
                 self.verify_prediction(&before, who, args);
-                self.verify_tables(&before, who, args, &taken.ids);
+                self.verify_tables(&before, who, args, &allocated.ids);
                 let granted = self.ledger.num_granted_tokens(&name(who)).unwrap();
                 assert_eq!(granted, computed + args.num_new_tokens);
                 assert!(self.whole_fits(&before, who, args));
                 if args.delay_caching {
-                    assert!(taken.ids.iter().all(|&id| self.ledger.pool().key(id).is_none()));
+                    assert!(allocated.ids.iter().all(|&id| self.ledger.pool().key(id).is_none()));
                 } else {
                     self.verify_published(who, granted);
                 }
@@ -629,7 +629,7 @@ impl World {
         assert_eq!(self.seen(&self.ledger), (expected, raw(pool.free_order())));
     }
 
-    /// What is predicted is what is taken: the most blocks that could be reserved are those left.
+    /// What is predicted is what is allocated: the most blocks that could be reserved are those left.
     fn verify_prediction(&self, before: &BlockLedger, who: usize, args: &AllocateArgs) {
         let num_left = self.ledger.pool().num_free();
         let fits = |reserve| {
@@ -661,13 +661,13 @@ impl World {
         before: &BlockLedger,
         who: usize,
         args: &AllocateArgs,
-        taken: &[BlockId],
+        allocated: &[BlockId],
     ) {
         let computed = self.requests[&who].computed;
         let num_slots = computed + args.num_new_tokens + args.num_lookahead_tokens;
         let is_first = before.block_table(&name(who), 0).unwrap().is_empty();
         let processed = computed.saturating_sub(args.num_in_flight_tokens);
-        let mut expected_taken = Vec::new();
+        let mut expected_allocated = Vec::new();
         for (index, group) in self.groups().into_iter().enumerate() {
             let table = self.ledger.block_table(&name(who), index).unwrap();
             let held = before.block_table(&name(who), index).unwrap();
@@ -682,13 +682,13 @@ impl World {
             held.resize(held.len().max(skipped), BlockId::NULL);
             held[..skipped].fill(BlockId::NULL);
             assert_eq!(table[..held.len()], held, "skipped blocks are null, others stay");
-            expected_taken.extend_from_slice(&table[held.len()..]);
+            expected_allocated.extend_from_slice(&table[held.len()..]);
         }
-        assert_eq!(taken, expected_taken);
-        // No block that was taken stands anywhere else: as a hit, or as another request's.
+        assert_eq!(allocated, expected_allocated);
+        // No block that was allocated stands anywhere else: as a hit, or as another request's.
         let all = self.requests.keys().flat_map(|&who| self.tables(&self.ledger, who)).flatten();
         let all: Vec<BlockId> = all.collect();
-        for id in taken {
+        for id in allocated {
             assert_eq!(all.iter().filter(|&other| other == id).count(), 1);
         }
     }
@@ -742,7 +742,7 @@ impl World {
         let wants = names.iter().map(|name| (name.as_str(), args.num_new_tokens));
         let mut in_turn = self.ledger.clone();
         let (lookahead, in_flight) = (args.num_lookahead_tokens, args.num_in_flight_tokens);
-        let Ok(taken) = self.ledger.allocate_step(wants, lookahead, in_flight) else {
+        let Ok(allocated) = self.ledger.allocate_step(wants, lookahead, in_flight) else {
             let is_delayed = self.requests.values().any(|known| known.is_delayed);
             assert!(is_delayed || args.num_new_tokens == 0);
             assert_eq!(self.seen(&self.ledger), self.seen(&in_turn));
@@ -758,7 +758,7 @@ impl World {
             known.is_running = true;
             num_granted += 1;
         }
-        assert_eq!(taken.num_granted, num_granted);
+        assert_eq!(allocated.num_granted, num_granted);
         assert_eq!(self.seen(&self.ledger), self.seen(&in_turn));
     }
 

@@ -1,7 +1,7 @@
 //! `BlockLedger` against a naive ledger over the naive pool.
 //!
 //! The model does not predict: it takes what is needed from a copy of its pool, and keeps the copy
-//! if there was enough. That the two agree shows that what is predicted is what is taken.
+//! if there was enough. That the two agree shows that what is predicted is what is allocated.
 
 use std::collections::BTreeMap;
 
@@ -176,12 +176,12 @@ impl ModelLedger {
         let num_groups = self.num_groups;
         let take = |pool: &mut ModelPool, tokens: usize| -> Option<(Vec<Vec<u32>>, usize)> {
             assert!(hit.iter().all(|blocks| pool.touch(blocks)));
-            let mut taken = Vec::new();
+            let mut allocated = Vec::new();
             for group in 0..num_groups {
                 let held = request.tables[group].len() + num_hit;
-                taken.push(pool.allocate(tokens.div_ceil(BLOCK_SIZE).saturating_sub(held))?);
+                allocated.push(pool.allocate(tokens.div_ceil(BLOCK_SIZE).saturating_sub(held))?);
             }
-            Some((taken, pool.num_free()))
+            Some((allocated, pool.num_free()))
         };
         if take(&mut self.pool.clone(), want.must_fit).is_none() {
             return Ok(None);
@@ -208,7 +208,7 @@ impl ModelLedger {
                 table.extend(pool.allocate(missing).unwrap());
             }
         }
-        let taken = tables.iter().zip(starts).map(|(table, at)| table[at..].to_vec()).collect();
+        let allocated = tables.iter().zip(starts).map(|(table, at)| table[at..].to_vec()).collect();
         self.pool = pool;
         let request = self.requests.get_mut(&who).unwrap();
         request.tables = tables;
@@ -219,7 +219,7 @@ impl ModelLedger {
         if self.publish == Publish::Granted && !want.delay {
             self.publish(who, granted);
         }
-        Ok(Some(taken))
+        Ok(Some(allocated))
     }
 
     /// Frees a request, and names the others that hold a block which it did not compute.
@@ -293,9 +293,12 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
                 num_lookahead_tokens: *lookahead,
                 ..AllocateArgs::default()
             };
-            let taken = ledger.allocate(&name(*who), &args);
+            let allocated = ledger.allocate(&name(*who), &args);
             let expected = model.allocate(*who, &want);
-            assert_eq!(taken.map(|taken| taken.map(per_group)).map_err(|_| ()), expected);
+            assert_eq!(
+                allocated.map(|allocated| allocated.map(per_group)).map_err(|_| ()),
+                expected
+            );
         }
         Op::Sleep { is_packed } => sleep(*is_packed, ledger, model),
         Op::Step { new } => step(*new, ledger, model),
@@ -392,12 +395,12 @@ fn admit(who: usize, want: &Want, ledger: &mut BlockLedger, model: &mut ModelLed
         must_fit_tokens: Some(want.must_fit),
         ..AllocateArgs::default()
     };
-    let taken = ledger.allocate(&name(who), &args);
-    if let Ok(Some(taken)) = &taken {
-        assert!(taken.ids.iter().all(|id| hit.blocks.iter().all(|hits| !hits.contains(id))));
+    let allocated = ledger.allocate(&name(who), &args);
+    if let Ok(Some(allocated)) = &allocated {
+        assert!(allocated.ids.iter().all(|id| hit.blocks.iter().all(|hits| !hits.contains(id))));
     }
     let expected = model.allocate(who, want);
-    assert_eq!(taken.map(|taken| taken.map(per_group)).map_err(|_| ()), expected);
+    assert_eq!(allocated.map(|allocated| allocated.map(per_group)).map_err(|_| ()), expected);
 }
 
 /// A step of all requests is as if each were asked in turn, up to the first refusal.
@@ -405,12 +408,12 @@ fn step(new: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let all: Vec<usize> = model.requests.keys().copied().collect();
     let names: Vec<String> = all.iter().map(|&who| name(who)).collect();
     let wants = names.iter().map(|name| (name.as_str(), new));
-    let taken = ledger.allocate_step(wants, 1, 0);
+    let allocated = ledger.allocate_step(wants, 1, 0);
     if model.requests.values().any(|request| request.is_delayed) {
-        assert!(taken.is_err());
+        assert!(allocated.is_err());
         return;
     }
-    let taken = taken.unwrap();
+    let allocated = allocated.unwrap();
     let (mut expected, mut num_granted) = (Vec::new(), 0);
     for who in all {
         let want = Want {
@@ -426,8 +429,8 @@ fn step(new: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
         expected.extend(blocks);
         num_granted += 1;
     }
-    assert_eq!(taken.num_granted, num_granted);
-    assert_eq!(per_group(taken), expected);
+    assert_eq!(allocated.num_granted, num_granted);
+    assert_eq!(per_group(allocated), expected);
 }
 
 /// Nothing is published unless every request was granted what it is said to have computed.
@@ -447,9 +450,9 @@ fn cache_step(back: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     }
 }
 
-fn per_group(taken: kvstow_core::ledger::Taken) -> Vec<Vec<u32>> {
-    let ids = raw(taken.ids);
-    taken.offsets.windows(2).map(|ends| ids[ends[0]..ends[1]].to_vec()).collect()
+fn per_group(allocated: kvstow_core::ledger::Allocation) -> Vec<Vec<u32>> {
+    let ids = raw(allocated.ids);
+    allocated.offsets.windows(2).map(|ends| ids[ends[0]..ends[1]].to_vec()).collect()
 }
 
 fn compare(ledger: &BlockLedger, model: &ModelLedger) {

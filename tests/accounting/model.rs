@@ -41,13 +41,13 @@ impl ModelPool {
             return None;
         }
         let is_free = |id: &u32| self.pins[*id as usize] == 0;
-        let taken: Vec<u32> = self.queue.iter().copied().filter(is_free).take(n).collect();
-        self.queue.retain(|id| !taken.contains(id));
-        for &id in &taken {
+        let allocated: Vec<u32> = self.queue.iter().copied().filter(is_free).take(n).collect();
+        self.queue.retain(|id| !allocated.contains(id));
+        for &id in &allocated {
             self.refs[id as usize] = 1;
             self.held[id as usize] = None;
         }
-        Some(taken)
+        Some(allocated)
     }
 
     pub(crate) fn touch(&mut self, ids: &[u32]) -> bool {

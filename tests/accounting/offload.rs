@@ -10,7 +10,7 @@ use kvstow_core::error::Error;
 use kvstow_core::group::{Attention, Group, Model};
 use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::BlockKey;
-use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context, NewIds, Taken};
+use kvstow_core::ledger::{AllocateArgs, Allocation, BlockLedger, Context, NewIds};
 use kvstow_core::offload::{
     EvictionPolicy, Job, Mode, OffloadConfig, OffloadScheduler, Outcome, Progress, TransferEvent,
 };
@@ -301,7 +301,14 @@ impl World {
         }
     }
 
-    fn load(&mut self, who: usize, start: usize, external: usize, found: usize, taken: &Taken) {
+    fn load(
+        &mut self,
+        who: usize,
+        start: usize,
+        external: usize,
+        found: usize,
+        taken: &Allocation,
+    ) {
         let (id, end) = (who.to_string(), start + external);
         let targets: Vec<Vec<BlockId>> =
             taken.offsets.windows(2).map(|ends| taken.ids[ends[0]..ends[1]].to_vec()).collect();

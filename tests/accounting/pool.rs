@@ -51,8 +51,8 @@ fn op() -> impl Strategy<Value = Op> {
 fn apply(op: &Op, pool: &mut BlockPool, model: &mut ModelPool) {
     match op {
         Op::Allocate(n) => {
-            let mut taken = Vec::new();
-            let done = pool.allocate(*n, &mut taken).map(|()| raw(taken));
+            let mut allocated = Vec::new();
+            let done = pool.allocate(*n, &mut allocated).map(|()| raw(allocated));
             assert_eq!(done.ok(), model.allocate(*n));
         }
         Op::Touch(some) => assert_eq!(pool.touch(&ids(some)).is_ok(), model.touch(some)),
@@ -128,10 +128,10 @@ proptest! {
         let mut pool = BlockPool::new(9, None).unwrap();
         let mut held: Vec<u16> = Vec::new();
         for name in names {
-            let mut taken = Vec::new();
-            pool.allocate(1, &mut taken).unwrap();
-            pool.cache(&taken, &hashes(&[name]), GroupId(0)).unwrap();
-            pool.free(&taken).unwrap();
+            let mut allocated = Vec::new();
+            pool.allocate(1, &mut allocated).unwrap();
+            pool.cache(&allocated, &hashes(&[name]), GroupId(0)).unwrap();
+            pool.free(&allocated).unwrap();
             held.push(name);
             for name in &held[held.len().saturating_sub(8)..] {
                 prop_assert_eq!(pool.lookup(&hashes(&[*name]), GroupId(0)).unwrap().len(), 1);
@@ -157,10 +157,10 @@ proptest! {
         }
         let num_keys = order.len();
         let mut pool = BlockPool::new(num_keys + older.len() + pad + 1, None).unwrap();
-        let mut taken = Vec::new();
-        pool.allocate(pool.num_usable(), &mut taken).unwrap();
+        let mut allocated = Vec::new();
+        pool.allocate(pool.num_usable(), &mut allocated).unwrap();
         for (at, &name) in older.iter().enumerate() {
-            pool.cache(&taken[num_keys + at..][..1], &hashes(&[name]), GroupId(0)).unwrap();
+            pool.cache(&allocated[num_keys + at..][..1], &hashes(&[name]), GroupId(0)).unwrap();
         }
         let names: Vec<u16> = (0..u16::try_from(num_keys).unwrap()).collect();
         pool.cache(&ids(&order), &hashes(&names), GroupId(0)).unwrap();
@@ -176,16 +176,16 @@ proptest! {
 
 /// Among so many keys some agree in the 32 bits that the table holds of them, and in their slot.
 #[test]
-fn no_key_is_taken_for_another() {
+fn a_lookup_never_confuses_two_keys() {
     let digests = |numbers: std::ops::Range<u64>| {
         let mut all = Hashes::default();
         numbers.for_each(|number| all.push(&number.to_be_bytes()).unwrap());
         all
     };
     let mut pool = BlockPool::new(200_001, None).unwrap();
-    let mut taken = Vec::new();
-    pool.allocate(200_000, &mut taken).unwrap();
-    pool.cache(&taken, &digests(0..200_000), GroupId(0)).unwrap();
+    let mut allocated = Vec::new();
+    pool.allocate(200_000, &mut allocated).unwrap();
+    pool.cache(&allocated, &digests(0..200_000), GroupId(0)).unwrap();
     for number in 200_000..800_000 {
         let absent = digests(number..number + 2); // more than one are looked up in another way
         assert_eq!(pool.lookup(&absent, GroupId(0)).unwrap(), []);
@@ -213,15 +213,15 @@ fn sizes_beyond_bounds_are_refused() {
 #[test]
 fn hashes_keep_one_width() {
     let mut pool = BlockPool::new(4, None).unwrap();
-    let mut taken = Vec::new();
-    pool.allocate(2, &mut taken).unwrap();
-    pool.cache(&taken[..1], &hashes(&[1]), GroupId(0)).unwrap();
+    let mut allocated = Vec::new();
+    pool.allocate(2, &mut allocated).unwrap();
+    pool.cache(&allocated[..1], &hashes(&[1]), GroupId(0)).unwrap();
     let mut wide = kvstow_core::key::Hashes::default();
     wide.push(&[7; 32]).unwrap();
     assert!(wide.push(&[7; 31]).is_err());
     assert!(wide.push(&[]).is_err());
     assert!(wide.push(&[7; 33]).is_err());
-    assert!(pool.cache(&taken[1..], &wide, GroupId(0)).is_err());
+    assert!(pool.cache(&allocated[1..], &wide, GroupId(0)).is_err());
     assert!(pool.lookup(&wide, GroupId(0)).is_err());
     assert_eq!(pool.num_cached(), 1);
 }
@@ -229,12 +229,12 @@ fn hashes_keep_one_width() {
 #[test]
 fn removals_of_two_groups_are_two_events() {
     let mut pool = BlockPool::new(4, Some(Medium::Device)).unwrap();
-    let mut taken = Vec::new();
-    pool.allocate(2, &mut taken).unwrap();
-    pool.cache(&taken[..1], &hashes(&[1]), GroupId(0)).unwrap();
-    pool.cache(&taken[1..], &hashes(&[1]), GroupId(1)).unwrap();
+    let mut allocated = Vec::new();
+    pool.allocate(2, &mut allocated).unwrap();
+    pool.cache(&allocated[..1], &hashes(&[1]), GroupId(0)).unwrap();
+    pool.cache(&allocated[1..], &hashes(&[1]), GroupId(1)).unwrap();
     pool.take_events();
-    pool.evict(&taken).unwrap();
+    pool.evict(&allocated).unwrap();
     let groups = pool.take_events().into_iter().map(|event| match event {
         Event::Removed { group, hashes } => (group.0, hashes.len()),
         other => panic!("{other:?}"),

@@ -1,4 +1,9 @@
 //! A device's accounting: requests, their block tables, and the prefixes they share.
+//!
+//! `allocate` grants slots, `publish` makes keys findable, `request` holds one request, `record` is
+//! the ledger as plain data for snapshots.
+//!
+//! May import: error, event, group, hash, ids, key, pool, requests.
 
 mod allocate;
 mod publish;
@@ -7,14 +12,14 @@ mod request;
 #[cfg(test)]
 mod two_phase_tests;
 
-pub use allocate::{AllocateArgs, Taken};
-pub use publish::Publish;
-pub(crate) use record::LedgerRecord;
-pub(crate) use record::damaged;
+pub use allocate::{AllocateArgs, Allocation};
+pub(crate) use record::{LedgerRecord, damaged};
 pub use record::{NewIds, Restored};
 pub use request::Context;
 
 use std::sync::Arc;
+
+use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 use crate::event::Medium;
@@ -24,44 +29,56 @@ use crate::key::Hashes;
 use crate::pool::BlockPool;
 use crate::requests::Requests;
 
-use allocate::MAX_TOKENS;
-use request::{Request, Table};
+use request::{BlockTable, MAX_TOKENS, Request};
+
+/// When lookups can find the key of a full block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub enum Publish {
+    /// When its slots are granted, as vLLM does.
+    #[n(0)]
+    #[default]
+    Granted,
+    /// When the caller reports its tokens as computed.
+    #[n(1)]
+    Computed,
+}
 
 /// Block tables over one [`BlockPool`], for any number of groups.
 #[derive(Clone, Debug)]
 pub struct BlockLedger {
     pool: BlockPool,
     model: Model,
-    /// The most tokens that are granted and not yet processed at any time, if the caller knows.
+    /// The most tokens that a request is granted before they are processed, if the caller knows.
     max_in_flight_tokens: Option<usize>,
     publish: Publish,
     requests: Requests<Request>,
-    /// How many requests were ever added: tells a request from a later one of the same name.
+    /// Number of requests ever added: the serial number of the next request.
     num_added: u64,
-    /// Its address is what a hit remembers of the ledger that found it.
+    /// A hit holds it too, and so names the ledger that found the hit.
     identity: Arc<()>,
 }
 
-/// What [`BlockLedger::lookup`] found. It holds no reference: [`BlockLedger::allocate`] takes
-/// them, and refuses a hit whose blocks have lost their keys in between.
+/// The prefix that [`BlockLedger::lookup`] found. It holds no references:
+/// [`BlockLedger::allocate`] takes them. It refuses a hit with a block that has lost its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PrefixHit {
-    /// Tokens found, a multiple of the block size.
+    /// Tokens in the prefix, a multiple of the common block size.
     pub num_tokens: usize,
-    /// Per group, the blocks that hold them; null where the group needs none.
+    /// The blocks of the prefix, per group; null where the group needs none.
     pub blocks: Vec<Vec<BlockId>>,
     request_serial: u64,
     ledger: Arc<()>,
 }
 
 impl BlockLedger {
-    /// A ledger over a new pool of `num_blocks`, the null block included. With
-    /// `max_in_flight_tokens`, the most tokens that a request is granted before they are processed,
-    /// [`AllocateArgs::must_fit_tokens`] counts what a window holds at once; without, all of it.
+    /// A ledger with a new pool of `num_blocks`, the null block included. `max_in_flight_tokens` is
+    /// the most tokens that a request is granted before they are processed. With it,
+    /// [`AllocateArgs::must_fit_tokens`] counts only what a window holds at once. Without it,
+    /// `must_fit_tokens` counts all tokens.
     ///
     /// # Errors
-    /// [`Error::Config`] for a pool that [`BlockPool::new`] refuses, for groups that
-    /// [`Model::new`] refuses, and for more than 2^40 tokens in flight.
+    /// [`Error::Config`] for a number of blocks that [`BlockPool::new`] refuses, groups that
+    /// [`Model::new`] refuses, or more than 2^40 tokens in flight.
     pub fn new(
         num_blocks: usize,
         groups: Vec<Group>,
@@ -73,8 +90,8 @@ impl BlockLedger {
         if let Some(num_tokens) = max_in_flight_tokens.filter(|&num_tokens| num_tokens > MAX_TOKENS)
         {
             return Err(Error::Config(format!(
-                "max_in_flight_tokens is {num_tokens}, more than {MAX_TOKENS}, the most that is \
-                 counted: leave it out if nothing bounds what is in flight"
+                "max_in_flight_tokens is {num_tokens}, more than {MAX_TOKENS}, the maximum: leave \
+                 it out if there is no bound"
             )));
         }
         Ok(Self {
@@ -88,13 +105,13 @@ impl BlockLedger {
         })
     }
 
-    /// The pool: inspection, pins, eviction of keys, reset, events.
+    /// The pool, to inspect it.
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
 
-    /// The pool, for pins, eviction of keys, reset and events. References are the ledger's own:
-    /// [`BlockLedger::check`] fails after `allocate`, `touch` or `free` on it.
+    /// The pool, for pins, eviction of keys, reset and events. Only the ledger takes and drops
+    /// references: [`BlockLedger::check`] fails after `allocate`, `touch` or `free` on the pool.
     pub fn pool_mut(&mut self) -> &mut BlockPool {
         &mut self.pool
     }
@@ -104,8 +121,8 @@ impl BlockLedger {
         &self.model
     }
 
-    /// The fewest blocks that slots for `num_tokens` take, `num_computed` of them computed: a pool
-    /// with fewer usable blocks can never grant them, however empty it is.
+    /// The fewest blocks for slots of `num_tokens`, `num_computed` of them computed. A pool with
+    /// fewer usable blocks can never grant them.
     pub fn min_blocks(&self, num_tokens: usize, num_computed: usize) -> usize {
         let held = |group: &Group| {
             group.num_blocks(num_tokens).saturating_sub(group.num_skipped_blocks(num_computed))
@@ -122,22 +139,22 @@ impl BlockLedger {
         self.model.groups().iter().map(held).fold(0, usize::saturating_add)
     }
 
-    /// Whether it has served nobody and its pool holds nothing.
+    /// Whether no request was added and the pool is empty.
     pub(crate) fn is_new(&self) -> bool {
         let is_idle = self.pool.num_free() == self.pool.num_usable();
         self.num_added == 0 && is_idle && self.pool.num_cached() == 0
     }
 
-    /// How many requests are known.
+    /// Number of requests that were added and not freed.
     pub fn num_requests(&self) -> usize {
         self.requests.len()
     }
 
-    /// Makes a request known. `context` is kept for events.
+    /// Adds a request. `context` is for events.
     ///
     /// # Errors
-    /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width,
-    /// [`Error::Config`] for a context without events or one that does not cover the hashes.
+    /// [`Error::State`] for an id that the ledger has, [`Error::HashWidth`] for hashes of another
+    /// width, [`Error::Config`] for a context without events or one that does not cover the hashes.
     pub fn add(&mut self, request_id: &str, hashes: &Hashes, context: Context) -> Result<()> {
         self.requests.check_new(request_id)?;
         self.check_context(&context)?;
@@ -151,7 +168,7 @@ impl BlockLedger {
         Ok(())
     }
 
-    /// Appends hashes as generated tokens fill blocks.
+    /// Appends the hashes of blocks that generated tokens have filled.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`], and as [`BlockLedger::add`].
@@ -176,12 +193,12 @@ impl BlockLedger {
         Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial, ledger })
     }
 
-    /// Takes granted tokens back to `num_tokens`: rejected drafts. Frees nothing.
+    /// Reduces the granted tokens to `num_tokens`, because drafts were rejected. Frees nothing.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::Config`] beyond the granted tokens; [`Error::State`]
-    /// below what is published, which others may be using, and where blocks are already freed
-    /// that would be read again.
+    /// [`Error::UnknownRequest`]; [`Error::Config`] for more tokens than were granted;
+    /// [`Error::State`] for fewer tokens than are published, because other requests may use them,
+    /// and if the remaining tokens read blocks that were freed.
     pub fn rewind(&mut self, request_id: &str, num_tokens: usize) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
         request.check_granted(request_id, num_tokens, "rewind to")?;
@@ -189,14 +206,14 @@ impl BlockLedger {
         if num_tokens < num_published {
             return Err(Error::State(format!(
                 "cannot rewind request {request_id:?} to {num_tokens} tokens: {num_published} are \
-                 published"
+                 published, rewind to these or more"
             )));
         }
         for (table, group) in request.tables.iter().zip(self.model.groups()) {
             if table.num_skipped > group.num_unread_blocks(num_tokens) {
                 return Err(Error::State(format!(
-                    "cannot rewind request {request_id:?} to {num_tokens} tokens: blocks that they \
-                     read are freed; name tokens in flight when you allocate"
+                    "cannot rewind request {request_id:?} to {num_tokens} tokens: they read blocks \
+                     that were freed; name tokens in flight when you allocate"
                 )));
             }
         }
@@ -211,7 +228,10 @@ impl BlockLedger {
     pub fn block_table(&self, request_id: &str, group: usize) -> Result<&[BlockId]> {
         let tables = &self.requests.get(request_id)?.tables;
         tables.get(group).map(|table| table.blocks.as_slice()).ok_or_else(|| {
-            Error::Config(format!("group {group} of {}: groups count from 0", tables.len()))
+            Error::Config(format!(
+                "group {group} is not in a ledger of {}: groups count from 0",
+                tables.len()
+            ))
         })
     }
 
@@ -223,7 +243,7 @@ impl BlockLedger {
         Ok(self.requests.get(request_id)?.hashes.len())
     }
 
-    /// Tokens that have slots: hit, external and new ones, less what was rewound.
+    /// Tokens that have slots: hit, external and new ones, minus rewound ones.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
@@ -231,9 +251,9 @@ impl BlockLedger {
         Ok(self.requests.get(request_id)?.num_granted_tokens)
     }
 
-    /// Drops a request and its references, group by group, each group's tail first: a prefix
-    /// outlives its extensions. All its granted tokens count as computed; where a step was not
-    /// finished, call [`BlockLedger::free_computed`].
+    /// Drops a request and its references, group by group, each group's tail first. So a prefix
+    /// outlives its extensions. All granted tokens count as computed. If a step was not finished,
+    /// call [`BlockLedger::free_computed`] instead.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
@@ -255,7 +275,7 @@ impl BlockLedger {
         Ok(())
     }
 
-    fn release(&mut self, tables: &[Table]) {
+    fn release(&mut self, tables: &[BlockTable]) {
         for table in tables {
             let kept = table.blocks.get(table.num_skipped..).unwrap_or_default();
             self.pool.release(kept.iter().rev().copied());
@@ -274,7 +294,7 @@ impl BlockLedger {
             for ((_, group), table) in self.model.enumerate().zip(&request.tables) {
                 let (num_blocks, num_granted) = (table.blocks.len(), request.num_granted_tokens);
                 if table.num_skipped > group.num_unread_blocks(num_granted) {
-                    return broken(format!("{} blocks skipped too early", table.num_skipped));
+                    return broken(format!("{} blocks were skipped too early", table.num_skipped));
                 }
                 if num_blocks < group.num_blocks(num_granted) {
                     return broken(format!("{num_blocks} blocks for {num_granted} granted tokens"));
@@ -296,7 +316,7 @@ impl BlockLedger {
         for (id, num_refs) in (0..).map(BlockId).zip(num_refs) {
             if self.pool.num_refs(id) != num_refs {
                 return broken(format!(
-                    "block {id} stands {num_refs} times in tables and has {} references",
+                    "block {id} is {num_refs} times in tables and has {} references",
                     self.pool.num_refs(id)
                 ));
             }
@@ -308,9 +328,9 @@ impl BlockLedger {
         let is_given = context.tokens.is_some() || context.extra_keys.is_some();
         if is_given && self.pool.medium().is_none() {
             return Err(Error::Config(
-                "tokens and extra keys are for events: make the ledger with events, or leave them \
-                 out"
-                .to_owned(),
+                "tokens and extra keys are for events: pass events=True to the ledger, or leave \
+                 them out"
+                    .to_owned(),
             ));
         }
         Ok(())

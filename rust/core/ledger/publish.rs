@@ -1,42 +1,30 @@
-//! When a block's key is published, and which keys go when a step is never computed.
+//! When the ledger publishes a block's key, and which keys it drops with a step that was not
+//! computed.
 //!
 //! ```text
-//!   Granted   allocate publishes        a lookup finds blocks whose step may still be running
+//!   Granted   allocate publishes         a lookup finds blocks whose step may still be running
 //!   Computed  cache, cache_step publish  a lookup finds only blocks that the caller reported
 //! ```
 //!
-//! vLLM publishes when it grants: requests of one step share a prefix that this step computes. A
-//! step that is dropped leaves keys of blocks that nobody wrote; [`BlockLedger::free_computed`]
-//! drops them and names the requests that have hit them.
-
-use minicbor::{Decode, Encode};
+//! vLLM publishes granted tokens, so requests of one step share a prefix that this step computes. If
+//! the step is dropped, blocks have keys but no KV. [`BlockLedger::free_computed`] drops these keys
+//! and names the requests that have hit the blocks.
 
 use crate::error::Result;
 use crate::ids::BlockId;
 
-use super::BlockLedger;
-
-/// When the key of a full block becomes findable.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
-pub enum Publish {
-    /// When its slots are granted, as vLLM does.
-    #[n(0)]
-    #[default]
-    Granted,
-    /// When the caller reports its tokens as computed.
-    #[n(1)]
-    Computed,
-}
+use super::request::BlockTable;
+use super::{BlockLedger, Publish};
 
 impl BlockLedger {
-    /// The same ledger, with another moment of publication. Call it on a new one.
+    /// The same ledger with this `publish`. Call it on a new ledger.
     #[must_use]
     pub fn with_publish(mut self, publish: Publish) -> Self {
         self.publish = publish;
         self
     }
 
-    /// Publishes a request's blocks up to `num_tokens` computed tokens, and ends the delay that
+    /// Publishes a request's blocks up to `num_tokens` computed tokens. Ends the delay that
     /// [`AllocateArgs::delay_caching`](super::AllocateArgs::delay_caching) began.
     ///
     /// # Errors
@@ -68,13 +56,12 @@ impl BlockLedger {
         Ok(())
     }
 
-    /// As [`BlockLedger::free`], of a request that has computed only its first
-    /// `num_computed_tokens`: its own blocks beyond them lose their keys. Blocks that it hit keep
-    /// theirs. Returns, sorted, the other requests whose tables hold a block that was never
-    /// computed: free them too, and let them recompute.
+    /// As [`BlockLedger::free`], for a request that has computed only its first
+    /// `num_computed_tokens`. Its own blocks beyond them lose their keys; blocks that it hit keep
+    /// theirs. Returns the other requests, sorted, whose tables hold a block that was never
+    /// computed. Free them too, and let them recompute.
     ///
-    /// Tokens that an allocation did not name as in flight count as computed: what a window has
-    /// left since is not looked at.
+    /// Skipped blocks count as computed. So name tokens in flight when you allocate.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`](crate::error::Error::UnknownRequest);
@@ -128,7 +115,7 @@ impl BlockLedger {
         for id in blocks {
             is_named[id.index()] = true;
         }
-        let holds = |tables: &[super::request::Table]| {
+        let holds = |tables: &[BlockTable]| {
             tables.iter().flat_map(|table| &table.blocks).any(|id| is_named[id.index()])
         };
         let all = self.requests.iter().filter(|(_, request)| holds(&request.tables));

@@ -1,8 +1,8 @@
-//! A ledger as plain data, for snapshots: what is kept of it, and how it is built anew.
+//! A ledger as plain data: what a snapshot keeps of it, and how a new ledger restores it.
 //!
 //! ```text
 //!   kept      requests, their tables up to the granted tokens, the keys of the blocks in them
-//!   not kept  blocks that nobody references (their bytes go with the device), lookahead, pins
+//!   not kept  blocks without references (their bytes go with the device), lookahead, pins
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,14 +16,13 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::MAX_BLOCKS;
 
-use super::allocate::MAX_TOKENS;
-use super::request::{Request, Table};
+use super::request::{BlockTable, MAX_TOKENS, Request};
 use super::{BlockLedger, Context, Publish};
 
-/// More requests than a ledger ever serves: from there on the count could wrap.
+/// More requests than any ledger serves. A larger count could wrap.
 const MAX_ADDED: u64 = u64::MAX / 2;
 
-/// What is kept of a ledger.
+/// What a snapshot keeps of a ledger.
 #[derive(Clone, Debug, Encode, Decode)]
 pub(crate) struct LedgerRecord {
     #[n(0)]
@@ -34,7 +33,7 @@ pub(crate) struct LedgerRecord {
     num_added: u64,
     #[n(3)]
     requests: Vec<(String, Request)>,
-    /// Of blocks in tables; of those with the same key, the oldest first.
+    /// Of blocks in tables; of duplicates, the oldest first.
     #[n(4)]
     keys: Vec<(BlockId, BlockKey)>,
     #[n(5)]
@@ -42,35 +41,35 @@ pub(crate) struct LedgerRecord {
     publish: Publish,
 }
 
-/// Which ids restored blocks take in the new pool.
+/// The ids of restored blocks in the new pool.
 #[derive(Clone, Copy, Debug)]
 pub enum NewIds<'a> {
-    /// Their own.
+    /// The old ids.
     Same,
     /// 1, 2, 3, and so on, in the order in which the requests' tables name them: a table is a run.
     Packed,
-    /// These, in the same order. There may be more than are needed.
+    /// These, in the order of `Packed`. There may be more of them than blocks.
     Given(&'a [BlockId]),
 }
 
-/// A ledger that was built from a snapshot.
+/// A ledger restored from a snapshot.
 #[derive(Clone, Debug)]
 pub struct Restored {
     /// The ledger.
     pub ledger: BlockLedger,
-    /// Of each block that it holds, the old id and the new one; by old id.
+    /// The old and the new id of each block that it holds, sorted by the old id.
     pub moves: Vec<(BlockId, BlockId)>,
 }
 
 impl Restored {
-    /// The id that a block has now.
+    /// The new id of a block.
     pub fn new_id(&self, old: BlockId) -> Option<BlockId> {
         let at = self.moves.binary_search_by_key(&old, |&(old, _)| old).ok()?;
         Some(self.moves[at].1)
     }
 }
 
-/// A block in a table, as a sleep image needs to know it.
+/// A block in a table, as a sleep image stores it.
 pub(crate) struct TableBlock<'a> {
     pub(crate) id: BlockId,
     pub(crate) group: GroupId,
@@ -83,7 +82,7 @@ pub(crate) struct TableBlock<'a> {
 }
 
 impl BlockLedger {
-    /// What a snapshot keeps; without blocks, requests are as if they had never been served.
+    /// What a snapshot keeps. Without blocks, requests are as if they had never got slots.
     pub(crate) fn to_record(&self, with_blocks: bool) -> LedgerRecord {
         let kept = |(name, request): (&str, &Request)| {
             let mut request = request.clone();
@@ -93,7 +92,7 @@ impl BlockLedger {
                     table.blocks.truncate(group.num_blocks(request.num_granted_tokens));
                 });
             } else {
-                request.tables.fill(Table::default());
+                request.tables.fill(BlockTable::default());
                 (request.num_granted_tokens, request.is_running, request.is_delayed) =
                     (0, false, false);
             }
@@ -131,7 +130,7 @@ impl BlockLedger {
         )
     }
 
-    /// What a request was made known with: its hashes, tokens and extra keys.
+    /// The request's hashes, tokens and extra keys, as `add` and `extend` got them.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
@@ -145,25 +144,25 @@ impl BlockLedger {
         Ok((&request.hashes, Context { tokens: request.tokens.clone(), extra_keys }))
     }
 
-    /// The ids of the requests that are known.
+    /// The ids of all requests.
     pub fn request_ids(&self) -> impl Iterator<Item = &str> {
         self.requests.iter().map(|(name, _)| name)
     }
 
-    /// Fills this ledger, which must be new, with what was kept of another.
+    /// Fills this ledger, which must be new, with a record of another.
     pub(crate) fn fill(mut self, record: LedgerRecord, ids: NewIds) -> Result<Restored> {
         if record.groups != self.model.groups() {
             return Err(Error::Snapshot(format!(
-                "the snapshot is of groups {:?}, not of {:?}: restore it with the groups it was \
-                 made with",
+                "the snapshot has groups {:?}, this ledger has {:?}: restore it into a ledger \
+                 with its groups",
                 record.groups,
                 self.model.groups()
             )));
         }
         if record.publish != self.publish {
             return Err(Error::Snapshot(format!(
-                "the snapshot is of a ledger that publishes {:?} tokens, this one publishes {:?} \
-                 ones: restore it with the publish it was made with",
+                "the snapshot publishes {:?} tokens, this ledger publishes {:?} tokens: restore \
+                 it into a ledger with its publish",
                 record.publish, self.publish
             )));
         }
@@ -174,13 +173,13 @@ impl BlockLedger {
         check_requests(&record, &self.model)?;
         self.num_added = record.num_added;
         self.identity = Arc::default();
-        let placed = Placed::plan(&record, ids, self.pool.num_blocks())?;
+        let new_ids = IdMap::plan(&record, ids, self.pool.num_blocks())?;
         let has_events = self.pool.medium().is_some();
         for (name, mut request) in record.requests {
-            self.requests.check_new(&name).or_else(|_| damaged("a request stands in it twice"))?;
+            self.requests.check_new(&name).or_else(|_| damaged("it holds a request twice"))?;
             for table in &mut request.tables {
                 for id in &mut table.blocks {
-                    *id = placed.new_id(*id);
+                    *id = new_ids.new_id(*id);
                 }
                 self.pool.touch(&table.blocks)?;
             }
@@ -190,24 +189,24 @@ impl BlockLedger {
             self.requests.insert(&name, request);
         }
         for (id, key) in record.keys {
-            let Some(&(new, group)) = placed.0.get(&id) else {
+            let Some(&(new, group)) = new_ids.0.get(&id) else {
                 return damaged("a key belongs to no block in a table");
             };
             if group != key.group || self.pool.key(new).is_some() {
-                return damaged("a block has another group's key, or two");
+                return damaged("a block has a key of another group, or two keys");
             }
             self.pool.hide(new, &key);
         }
         self.check_keys()?;
         self.check().or_else(|error| damaged(&error.to_string()))?;
-        let moves = placed.0.into_iter().map(|(old, (new, _))| (old, new)).collect();
+        let moves = new_ids.0.into_iter().map(|(old, (new, _))| (old, new)).collect();
         Ok(Restored { ledger: self, moves })
     }
 }
 
 impl BlockLedger {
-    /// Refuses a block that holds another key than its place in a table asks for, or one that is
-    /// still to be published and has a key already, or another user.
+    /// Refuses a published block whose key is not that of its place in a table. Refuses an
+    /// unpublished block that has a key or a second reference.
     fn check_keys(&self) -> Result<()> {
         for request in self.requests.values() {
             for ((id, group), table) in self.model.enumerate().zip(&request.tables) {
@@ -221,7 +220,7 @@ impl BlockLedger {
                         && (self.pool.key(block).is_some() || self.pool.num_refs(block) != 1)
                 };
                 if published.iter().zip(hashes.iter()).any(is_other) || rest.iter().any(is_used) {
-                    return damaged("a block in a table holds what another one should");
+                    return damaged("a block in a table holds the key of another place");
                 }
             }
         }
@@ -229,26 +228,26 @@ impl BlockLedger {
     }
 }
 
-/// By old id the new one, and the group in whose tables the block stands.
-struct Placed(BTreeMap<BlockId, (BlockId, GroupId)>);
+/// By old id, the new id and the group whose tables hold the block.
+struct IdMap(BTreeMap<BlockId, (BlockId, GroupId)>);
 
-impl Placed {
+impl IdMap {
     fn plan(record: &LedgerRecord, ids: NewIds, num_blocks: usize) -> Result<Self> {
-        let mut placed = BTreeMap::new();
+        let mut new_ids = BTreeMap::new();
         let mut order = Vec::new();
-        // Several requests share a block only where a hit gave it to them: at one position.
+        // Requests share a block only through hits, so always at the same position.
         let mut positions = BTreeMap::new();
         let groups = || (0..=u16::MAX).map(GroupId);
         for (group, table) in record.requests.iter().flat_map(|(_, r)| groups().zip(&r.tables)) {
             let mut in_table = BTreeSet::new();
             for (index, &id) in table.blocks.iter().enumerate().filter(|(_, id)| !id.is_null()) {
                 if id.index() >= MAX_BLOCKS || !in_table.insert(id) {
-                    return damaged("a block is none of any pool, or stands in a table twice");
+                    return damaged("a block id is out of range, or a table holds a block twice");
                 }
                 if *positions.entry(id).or_insert((group, index)) != (group, index) {
-                    return damaged("a block stands in tables at two positions");
+                    return damaged("tables hold a block at two positions");
                 }
-                placed.entry(id).or_insert_with(|| {
+                new_ids.entry(id).or_insert_with(|| {
                     order.push(id);
                     (id, group)
                 });
@@ -260,29 +259,29 @@ impl Placed {
         }
         match ids {
             NewIds::Same => {
-                if let Some((&last, _)) = placed.last_key_value()
+                if let Some((&last, _)) = new_ids.last_key_value()
                     && last.index() >= num_blocks
                 {
                     return Err(Error::Config(format!(
-                        "block {last} cannot keep its id in a pool of {num_blocks}: its {} blocks \
-                         fit under other ids, so let them be packed",
+                        "block {last} is outside a pool of {num_blocks} blocks: restore the {} \
+                         blocks with packed ids, which fit",
                         order.len()
                     )));
                 }
             }
             NewIds::Packed => {
                 for (old, new) in order.iter().zip((1..).map(BlockId)) {
-                    placed.entry(*old).and_modify(|entry| entry.0 = new);
+                    new_ids.entry(*old).and_modify(|entry| entry.0 = new);
                 }
             }
             NewIds::Given(given) => {
                 check_given(given, order.len(), num_blocks)?;
                 for (old, &new) in order.iter().zip(given) {
-                    placed.entry(*old).and_modify(|entry| entry.0 = new);
+                    new_ids.entry(*old).and_modify(|entry| entry.0 = new);
                 }
             }
         }
-        Ok(Self(placed))
+        Ok(Self(new_ids))
     }
 
     fn new_id(&self, old: BlockId) -> BlockId {
@@ -290,11 +289,11 @@ impl Placed {
     }
 }
 
-/// Refuses new ids that are too few, outside the pool, null, or named twice.
+/// Refuses new ids that are too few, outside the pool, null, or repeated.
 fn check_given(given: &[BlockId], num_needed: usize, num_blocks: usize) -> Result<()> {
     if given.len() < num_needed {
         return Err(Error::Config(format!(
-            "{} new ids for {num_needed} blocks: give one for each",
+            "{} new ids for {num_needed} blocks: pass one id per block",
             given.len()
         )));
     }
@@ -304,24 +303,27 @@ fn check_given(given: &[BlockId], num_needed: usize, num_blocks: usize) -> Resul
     let mut sorted = given.to_vec();
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::InvalidBlock { id: pair[0], why: "is given to two blocks" }),
+        Some(pair) => Err(Error::InvalidBlock {
+            id: pair[0],
+            why: "is the new id of two blocks: pass each id once",
+        }),
         None if sorted.first().is_some_and(|id| id.is_null()) => {
-            let why = "is the null block, which holds nothing";
+            let why = "is the null block: pass ids from 1 on";
             Err(Error::InvalidBlock { id: BlockId::NULL, why })
         }
         None => Ok(()),
     }
 }
 
-/// Refuses what no ledger would have written.
+/// Refuses a record that no ledger writes.
 fn check_requests(record: &LedgerRecord, model: &Model) -> Result<()> {
     if record.num_added > MAX_ADDED {
-        return damaged("more requests were added than any ledger counts");
+        return damaged("its count of requests is too large");
     }
     let mut serials = BTreeSet::new();
     for (_, request) in &record.requests {
         if request.serial >= record.num_added || !serials.insert(request.serial) {
-            return damaged("a request was never added, or has the number of another one");
+            return damaged("a request has no serial number of its own");
         }
         if !request.hashes.iter().all(|hash| record.width.fits(hash)) {
             return damaged("a hash is wider than the others");
@@ -341,7 +343,7 @@ fn check_request(request: &Request, model: &Model) -> Result<()> {
     if request.num_granted_tokens > MAX_TOKENS
         || (!request.is_running && (request.num_granted_tokens > 0 || request.is_delayed))
     {
-        return damaged("a request was granted what none is");
+        return damaged("a request has grants that none can have");
     }
     for (table, group) in request.tables.iter().zip(model.groups()) {
         let num_blocks = table.blocks.len();
@@ -352,7 +354,7 @@ fn check_request(request: &Request, model: &Model) -> Result<()> {
             || table.num_published > num_blocks.min(num_hashed)
             || table.num_hits > table.num_published
         {
-            return damaged("a table has other blocks than its request was granted");
+            return damaged("a table does not match its request's granted tokens");
         }
     }
     let num_hashed_tokens = request.hashes.len() * model.hash_block_size();
@@ -360,12 +362,12 @@ fn check_request(request: &Request, model: &Model) -> Result<()> {
     if request.tokens.as_ref().is_some_and(is_short)
         || request.extra_keys.len() > request.hashes.len()
     {
-        return damaged("a request has other tokens or extra keys than hashes");
+        return damaged("a request's tokens or extra keys do not match its hashes");
     }
     Ok(())
 }
 
-/// The error for content that no snapshot has.
+/// The error for content that no kvstow writes.
 pub(crate) fn damaged<T>(what: &str) -> Result<T> {
     Err(Error::Snapshot(format!("the snapshot is damaged: {what}")))
 }

@@ -1,4 +1,4 @@
-//! One request: what it may publish, what it was granted, which blocks it holds.
+//! A request: its hashes, its granted tokens and its block tables.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,7 +13,10 @@ use crate::ids::BlockId;
 use crate::key::{BlockHash, Hashes};
 use crate::pool::BlockPool;
 
-/// What events tell about a request's blocks besides their hashes.
+/// More tokens than any request has: keeps sums of token counts far from wrapping.
+pub(super) const MAX_TOKENS: usize = 1 << 40;
+
+/// What events report about a request's blocks besides their hashes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Context {
     /// The tokens, at least those of the hashed blocks.
@@ -24,17 +27,17 @@ pub struct Context {
 
 /// A request's blocks in one group.
 #[derive(Clone, Debug, Default, Encode, Decode)]
-pub(super) struct Table {
+pub(super) struct BlockTable {
     #[n(0)]
     pub(super) blocks: Vec<BlockId>,
-    /// How many of them, from the first, are null: what the group no longer needs.
+    /// How many of them, from the first, are null because the group skips them.
     #[n(1)]
     pub(super) num_skipped: usize,
-    /// How many of them, from the first, were published, were hits or were skipped before either.
+    /// How many of them, from the first, were published, hits, or skipped before either.
     #[n(2)]
     pub(super) num_published: usize,
-    /// How many of them, from the first, were hits or were skipped before this request had any:
-    /// the others are its own, and hold what it computes.
+    /// How many of them, from the first, were hits or were skipped at the first allocation. The
+    /// others are the request's own, and hold what it computes.
     #[n(3)]
     #[cbor(default)]
     pub(super) num_hits: usize,
@@ -42,7 +45,7 @@ pub(super) struct Table {
 
 #[derive(Clone, Debug, Encode, Decode)]
 pub(super) struct Request {
-    /// Which of all requests ever added this is.
+    /// Number of requests that the ledger had added before.
     #[n(0)]
     pub(super) serial: u64,
     #[n(1)]
@@ -50,18 +53,18 @@ pub(super) struct Request {
     pub(super) hashes: Vec<BlockHash>,
     /// Per group.
     #[n(2)]
-    pub(super) tables: Vec<Table>,
+    pub(super) tables: Vec<BlockTable>,
     #[n(3)]
     pub(super) num_granted_tokens: usize,
-    /// Whether it was served once: from then on it has no hit and no external tokens.
+    /// Whether it has got slots. From then on it takes no hit and no external tokens.
     #[n(4)]
     pub(super) is_running: bool,
-    /// Whether a load is still to fill its blocks.
+    /// Whether a load has still to fill its blocks.
     #[n(5)]
     pub(super) is_delayed: bool,
     #[n(6)]
     pub(super) tokens: Option<Vec<u64>>,
-    /// One entry per hash; shorter while nothing but None was given.
+    /// One entry per hash. Shorter while every entry was None.
     #[n(7)]
     pub(super) extra_keys: Vec<Option<Vec<ExtraKey>>>,
 }
@@ -71,7 +74,7 @@ impl Request {
         Self {
             serial,
             hashes: Vec::new(),
-            tables: vec![Table::default(); num_groups],
+            tables: vec![BlockTable::default(); num_groups],
             num_granted_tokens: 0,
             is_running: false,
             is_delayed: false,
@@ -81,14 +84,14 @@ impl Request {
     }
 
     /// Makes this a request without blocks, with another serial. Returns the tables it had.
-    pub(super) fn restart(&mut self, serial: u64) -> Vec<Table> {
-        let tables = vec![Table::default(); self.tables.len()];
+    pub(super) fn restart(&mut self, serial: u64) -> Vec<BlockTable> {
+        let tables = vec![BlockTable::default(); self.tables.len()];
         (self.serial, self.num_granted_tokens) = (serial, 0);
         (self.is_running, self.is_delayed) = (false, false);
         std::mem::replace(&mut self.tables, tables)
     }
 
-    /// Refuses a context that does not go with the hashes, or with what was given before.
+    /// Refuses a context that does not match the hashes, or the context of earlier hashes.
     pub(super) fn check_extension(
         &self,
         hashes: &Hashes,
@@ -130,7 +133,7 @@ impl Request {
         }
     }
 
-    /// Refuses more tokens than are granted.
+    /// Refuses more tokens than were granted.
     pub(super) fn check_granted(
         &self,
         request_id: &str,
@@ -146,24 +149,24 @@ impl Request {
         Ok(())
     }
 
-    /// Tokens, from the first, that are published in some group.
+    /// Number of tokens, from the first, that are published in some group.
     pub(super) fn num_published_tokens(&self, model: &Model) -> usize {
         let tables = self.tables.iter().zip(model.groups());
         tables.map(|(table, group)| table.num_published * group.block_size).max().unwrap_or(0)
     }
 
-    /// Publishes, in every group, the full blocks among the first `num_tokens` tokens whose hashes
-    /// are known and that a hit can need.
+    /// Publishes, in every group, the full blocks of the first `num_tokens` tokens that have hashes
+    /// and that a hit can need.
     #[inline]
     pub(super) fn publish(&mut self, pool: &mut BlockPool, num_tokens: usize, model: &Model) {
         let num_tokens = num_tokens.min(self.hashes.len() * model.hash_block_size());
-        let is_behind = |(table, group): (&Table, &Group)| {
+        let is_behind = |(table, group): (&BlockTable, &Group)| {
             num_tokens >= (table.num_published + 1) * group.block_size
         };
         if !self.tables.iter().zip(model.groups()).any(is_behind) {
-            return; // as in most steps of a decoding request
+            return; // in most steps of a decoding request
         }
-        // A hit ends at these multiples: no block behind the last of them can be found.
+        // Hits end at these multiples, so no hit needs a block after the last of them.
         let num_tokens = num_tokens - num_tokens % model.hit_block_size();
         for (id, group) in model.enumerate() {
             let table = &self.tables[usize::from(id.0)];
@@ -189,7 +192,7 @@ impl Request {
         }
     }
 
-    /// What events tell of the blocks at `run`.
+    /// What events report about the blocks at `run`.
     fn origin(&self, run: Range<usize>, block_size: usize, hashes_per_block: usize) -> Origin {
         let tokens = self.tokens.as_ref();
         let has_keys = self.extra_keys.iter().any(Option::is_some);

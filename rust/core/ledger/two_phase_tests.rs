@@ -1,48 +1,40 @@
-//! What two phases are for. In each case the hits of a request stand at the head of the free queue,
-//! next to be taken, when it is given hit and external tokens (vLLM issue 33775). Each case runs
-//! twice: as the ledger does it, where all must hold, and with [`INTERLEAVED`] set, where it must
-//! not: so the case does show what it is about.
+//! What two phases prevent (vLLM issue 33775). In each case the hits of a request are at the head of
+//! the free queue when the request gets slots for hit and external tokens. Each case runs twice. It
+//! must pass as the ledger is, and must fail with [`INTERLEAVED`] set, so it can detect the defect.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::cell::Cell;
-
+use super::allocate::tests::INTERLEAVED;
 use super::{AllocateArgs, BlockLedger, Context, PrefixHit};
 use crate::group::{Attention, Group};
 use crate::ids::BlockId;
 use crate::key::Hashes;
 
-thread_local! {
-    /// Whether each group takes its external blocks right after it touched its own hits: the
-    /// mistake that two phases avoid.
-    pub(super) static INTERLEAVED: Cell<bool> = const { Cell::new(false) };
-}
-
 const BLOCK_SIZE: usize = 4;
 
-/// The block that stands at two places of a request's tables.
+/// The block that is at two places of a request's tables.
 #[derive(Debug, PartialEq)]
 struct InTwoPlaces(BlockId);
 
-/// Runs a case both ways.
+/// Runs a case with two phases, and with interleaved phases.
 fn shows(case: fn() -> Result<(), InTwoPlaces>) {
     assert_eq!(case(), Ok(()));
     INTERLEAVED.set(true);
     let result = case();
     INTERLEAVED.set(false);
-    assert!(matches!(result, Err(InTwoPlaces(_))), "the case holds without two phases too");
+    assert!(matches!(result, Err(InTwoPlaces(_))), "the case passes without two phases too");
 }
 
 fn full() -> Group {
     Group::new(Attention::Full, BLOCK_SIZE).unwrap()
 }
 
-/// A window that reads so many blocks before the one in which the next token stands.
+/// A window that reads this many blocks before the block of the next token.
 fn window(num_blocks: usize) -> Group {
     let window = num_blocks * BLOCK_SIZE + 1;
     Group::new(Attention::SlidingWindow { window }, BLOCK_SIZE).unwrap()
 }
 
-/// A prompt's hashes: as no chained digest does, no name stands at two positions.
+/// A prompt's hashes. As with chained digests, each belongs to one position.
 fn prompt(chain: u8, num_blocks: u8) -> Hashes {
     let mut hashes = Hashes::default();
     for at in 0..num_blocks {
@@ -57,9 +49,9 @@ fn grant(ledger: &mut BlockLedger, name: &str, num_blocks: usize) {
     ledger.allocate(name, &args).unwrap().unwrap();
 }
 
-/// A ledger whose free queue holds first the blocks of a prompt of `num_blocks`, group by group and
-/// each tail first, and then those of another, `num_others` in each group: none are left without a
-/// key that could be taken before.
+/// A ledger whose free queue holds the blocks of a prompt of `num_blocks`, group by group and each
+/// tail first, and then the blocks of another, `num_others` in each group. All blocks have keys, so
+/// the queue begins with the first prompt.
 fn hits_at_head(groups: Vec<Group>, num_blocks: u8, num_others: u8) -> BlockLedger {
     let num_usable = groups.len() * usize::from(num_blocks + num_others);
     let mut ledger = BlockLedger::new(1 + num_usable, groups, None, false).unwrap();
@@ -72,7 +64,7 @@ fn hits_at_head(groups: Vec<Group>, num_blocks: u8, num_others: u8) -> BlockLedg
     ledger
 }
 
-/// Adds a request, and gives it what is cached of it, `num_external` and `num_new` blocks.
+/// Adds a request, and allocates its hit, `num_external` and `num_new` blocks.
 fn admit(
     ledger: &mut BlockLedger,
     name: &str,
@@ -93,7 +85,7 @@ fn admit(
     Ok(hit)
 }
 
-/// No block of a request stands at two places, and the hits in its tables hold what they did.
+/// Verifies that no block is at two places of a request, and that its hits still hold their keys.
 fn verify(ledger: &BlockLedger, name: &str, hit: &PrefixHit) -> Result<(), InTwoPlaces> {
     let request = ledger.requests.get(name).unwrap();
     let mut seen = Vec::new();
@@ -117,7 +109,7 @@ fn verify(ledger: &BlockLedger, name: &str, hit: &PrefixHit) -> Result<(), InTwo
 #[test]
 fn local_hit_and_external_over_window_and_full() {
     shows(|| {
-        // One hit falls out of the window: of two external blocks it is the first.
+        // One hit falls out of the window, and becomes the first of two external blocks.
         let mut ledger = hits_at_head(vec![window(5), full()], 4, 4);
         let hit = admit(&mut ledger, "next", &prompt(1, 6), 2, 0)?;
         assert_eq!(hit.num_tokens, 4 * BLOCK_SIZE);
@@ -127,7 +119,7 @@ fn local_hit_and_external_over_window_and_full() {
 
 #[test]
 fn local_hit_and_external_over_three_groups() {
-    // Whichever group comes first takes what those after it have hit.
+    // The group that comes first would allocate the hits of the others.
     shows(|| admit_over_three(vec![full(), window(5), window(6)]));
     shows(|| admit_over_three(vec![window(6), full(), window(5)]));
     shows(|| admit_over_three(vec![window(5), window(6), full()]));
@@ -152,8 +144,8 @@ fn three_groups_preempted_and_reallocated() {
     shows(|| preempt_and_reallocate(vec![window(5), full(), window(4)]));
 }
 
-/// Two requests preempt each other: what one had computed is its hit when it comes back, a tier has
-/// two more blocks, and one is new.
+/// Two requests preempt each other. When one resumes, its computed blocks are its hit, a tier has
+/// two more blocks, and one block is new.
 fn preempt_and_reallocate(groups: Vec<Group>) -> Result<(), InTwoPlaces> {
     let mut ledger = BlockLedger::new(1 + 11 * groups.len(), groups, None, false).unwrap();
     let (a, b) = (prompt(1, 7), prompt(2, 7));
@@ -161,7 +153,7 @@ fn preempt_and_reallocate(groups: Vec<Group>) -> Result<(), InTwoPlaces> {
         ledger.add(name, hashes, Context::default()).unwrap();
         grant(&mut ledger, name, num_blocks);
     }
-    // All blocks are taken and cached: what is freed first is at the head.
+    // All blocks are allocated and cached, so the first blocks freed are at the head.
     ledger.free("a").unwrap();
     ledger.free("rest").unwrap();
     let hit = admit(&mut ledger, "a", &a, 2, 1)?;
@@ -176,11 +168,11 @@ fn preempt_and_reallocate(groups: Vec<Group>) -> Result<(), InTwoPlaces> {
 #[test]
 fn evictable_cached_blocks_are_not_allocated_twice() {
     shows(|| {
-        // Hits, external blocks and a new one of each group: all blocks there are.
+        // Hits, external blocks and a new block of each group are all blocks of the pool.
         let mut ledger = hits_at_head(vec![full(), full()], 4, 3);
         ledger.add("large", &prompt(1, 6), Context::default()).unwrap();
         let hit = ledger.lookup("large", usize::MAX).unwrap();
-        // A hit that sits in the queue is no block to take: one more does not fit.
+        // A hit in the queue is not a block to allocate, so one more block does not fit.
         let args = AllocateArgs {
             hit: Some(&hit),
             num_external_tokens: 2 * BLOCK_SIZE,
@@ -199,15 +191,15 @@ fn evictable_cached_blocks_are_not_allocated_twice() {
 fn hits_that_fall_out_of_the_window_are_not_touched() {
     shows(|| {
         let mut ledger = hits_at_head(vec![full(), window(3)], 5, 5);
-        // Another request holds the blocks 0 to 2 of both groups.
+        // Another request references the blocks 0 to 2 of both groups.
         admit(&mut ledger, "short", &prompt(1, 3), 0, 0)?;
-        // Seven blocks are computed, of which the window reads three: one of the hits.
+        // The window reads three of the seven computed blocks; one of them is a hit.
         let hit = admit(&mut ledger, "next", &prompt(1, 7), 2, 0)?;
         let [.., held, free, kept] = hit.blocks[1][..] else { unreachable!("five are hit") };
         let table = ledger.block_table("next", 1).unwrap();
         assert_eq!(table[..5], [BlockId::NULL, BlockId::NULL, BlockId::NULL, BlockId::NULL, kept]);
-        assert_eq!(ledger.pool.num_refs(held), 1, "the other request's alone");
-        // It kept its place in the queue: at the head, once the hits before it had left.
+        assert_eq!(ledger.pool.num_refs(held), 1, "only the other request references it");
+        // It kept its place in the queue, so it was next once the hits before it had left.
         assert_eq!(ledger.block_table("next", 0).unwrap()[5], free);
         Ok(())
     });
