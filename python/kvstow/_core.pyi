@@ -328,7 +328,7 @@ class BlockPool:
             InvalidBlock: a block that is already free, or an id outside the pool.
         """
     def pin(self, ids: _Ints) -> None:
-        """Hold each block for a copy. It keeps its place in the queue, and `allocate` skips it."""
+        """Hold each block for a copy. It keeps its place in the queue; `allocate` skips it."""
     def unpin(self, ids: _Ints) -> None:
         """Drop one pin on each block. Raises `InvalidBlock` for a block that has none."""
     def cache(self, ids: _Ints, hashes: Sequence[bytes], *, group: int = 0) -> None:
@@ -348,7 +348,7 @@ class BlockPool:
     def evict(self, ids: _Ints) -> None:
         """Drop the keys of these blocks, referenced or not. A free block keeps its place."""
     def reset(self) -> bool:
-        """Drop every key. Return False and change nothing while a block is referenced or pinned."""
+        """Drop every key. Return False and change nothing if a block is referenced or pinned."""
     def ref_counts(self, ids: _Ints) -> _Ids:
         """Return the number of references on each block."""
     def pin_counts(self, ids: _Ints) -> _Ids:
@@ -376,14 +376,14 @@ class PrefixHit:
 
 @final
 class StepAllocation:
-    """The blocks that `BlockLedger.allocate_step` took."""
+    """The blocks that `BlockLedger.allocate_step` allocated."""
 
     @property
     def num_granted(self) -> int:
         """Number of requests, from the first, that got their slots."""
     @property
     def ids(self) -> _Ids:
-        """The newly taken block ids of these requests, request by request, group by group."""
+        """The newly allocated block ids of these requests, request by request, group by group."""
     @property
     def offsets(self) -> _Ids:
         """Where each (request, group) begins in `ids`: `num_granted * num_groups + 1` entries."""
@@ -394,32 +394,32 @@ class LedgerPool:
 
     @property
     def num_blocks(self) -> int:
-        """As `BlockPool.num_blocks`."""
+        """Number of blocks, the null block included."""
     @property
     def num_free(self) -> int:
-        """As `BlockPool.num_free`."""
+        """Blocks that `allocate` can take: neither referenced nor pinned."""
     @property
     def num_cached(self) -> int:
-        """As `BlockPool.num_cached`."""
+        """Blocks that hold a key, referenced or not."""
     @property
     def num_evicted(self) -> int:
-        """As `BlockPool.num_evicted`."""
+        """Blocks that have lost their key to an `allocate`, since construction."""
     def pin(self, ids: _Ints) -> None:
-        """As `BlockPool.pin`."""
+        """Hold each block for a copy. It keeps its place in the queue; `allocate` skips it."""
     def unpin(self, ids: _Ints) -> None:
-        """As `BlockPool.unpin`."""
+        """Drop one pin on each block. Raises `InvalidBlock` for a block that has none."""
     def evict(self, ids: _Ints) -> None:
-        """As `BlockPool.evict`."""
+        """Drop the keys of these blocks, referenced or not. A free block keeps its place."""
     def reset(self) -> bool:
-        """As `BlockPool.reset`."""
+        """Drop every key. Return False and change nothing if a block is referenced or pinned."""
     def ref_counts(self, ids: _Ints) -> _Ids:
-        """As `BlockPool.ref_counts`."""
+        """Return the number of references on each block."""
     def pin_counts(self, ids: _Ints) -> _Ids:
-        """As `BlockPool.pin_counts`."""
+        """Return the number of pins on each block."""
     def free_order(self) -> _Ids:
-        """As `BlockPool.free_order`."""
+        """Return the free queue, the next block to take first, pinned blocks included."""
     def take_events(self) -> list[_Event]:
-        """As `BlockPool.take_events`."""
+        """Return the events since the last call, oldest first. Empty without `events=True`."""
 
 @final
 class BlockLedger:
@@ -532,7 +532,7 @@ class BlockLedger:
             must_fit_tokens: refuse unless slots for that many tokens would fit as well.
 
         Returns:
-            The newly taken block ids per group, without the blocks of the hit. None if the pool
+            The newly allocated block ids per group, without the blocks of the hit. None if the pool
             cannot serve the request; then the request keeps what it held.
 
         Raises:

@@ -1,4 +1,4 @@
-//! Between Python's sequences and arrays and the core's lists.
+//! Conversion between Python's sequences and arrays and the core's lists.
 
 use kvstow_core::error::Error;
 use kvstow_core::ids::{BlockId, GroupId, JobId};
@@ -27,7 +27,7 @@ impl<'py> FromPyObject<'_, 'py> for Count {
             Ok(count) => Ok(Self(count)),
             Err(error) if error.is_instance_of::<PyOverflowError>(obj.py()) => {
                 Err(ConfigError::new_err(format!(
-                    "a count of {}: it must be 0 to {}",
+                    "a count is {}: it must be 0 to {}",
                     shown(&obj),
                     usize::MAX
                 )))
@@ -37,16 +37,16 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     }
 }
 
-/// The most items a call takes: ids and counts name blocks and requests, of which there are fewer.
+/// The most items in a call. A pool has no more blocks.
 const MAX_ITEMS: usize = MAX_BLOCKS;
 
-/// Room to set aside for a caller's sequence: its `__len__` is only a hint, and may lie.
+/// The capacity to reserve for a caller's sequence, whose `__len__` may be wrong.
 fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
     obj.len().unwrap_or(0).min(1 << 20)
 }
 
-/// Integers from any sequence of ints or any one-dimensional integer array; `too_large` says what
-/// is wrong with one beyond 64 bits.
+/// Integers from any sequence of ints or any one-dimensional integer array. `too_large` makes the
+/// error for an int that exceeds 64 bits.
 fn ints(
     obj: &Bound<'_, PyAny>,
     too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
@@ -58,7 +58,7 @@ fn ints(
         {
             return Ok(items);
         }
-        // Another width, sign or byte order, or not contiguous: numpy makes ints of it.
+        // numpy converts other widths, signs, byte orders and arrays that are not contiguous.
         return sequence_of_ints(&obj.call_method0("tolist")?, too_large);
     }
     sequence_of_ints(obj, too_large)
@@ -72,11 +72,11 @@ fn sequence_of_ints(
     let num_items = items.len().unwrap_or(usize::MAX);
     if num_items > MAX_ITEMS {
         return Err(ConfigError::new_err(format!(
-            "{num_items} integers in one call: at most {MAX_ITEMS} are taken"
+            "{num_items} integers in one call: pass at most {MAX_ITEMS}"
         )));
     }
     let mut numbers = Vec::with_capacity(capacity_hint(obj));
-    // A step's requests nearly all want as many tokens, and Python has one object for a small int.
+    // Most requests of a step have equal counts, and Python has one object for a small int.
     let mut last: Option<(Bound<'_, PyAny>, i64)> = None;
     each_item(obj, "integers", |item| {
         if let Some((same, number)) = &last
@@ -87,14 +87,14 @@ fn sequence_of_ints(
         }
         if item.is_exact_instance_of::<PyBool>() {
             return Err(ConfigError::new_err(format!(
-                "{item} is no integer: give ids, not a mask"
+                "{item} is not an integer: pass ids, not a mask"
             )));
         }
         let number = item.extract::<i64>().map_err(|_| {
             if item.is_instance_of::<PyInt>() {
                 return too_large(item);
             }
-            ConfigError::new_err(format!("{} is no integer", shown(item)))
+            ConfigError::new_err(format!("{} is not an integer", shown(item)))
         })?;
         numbers.push(number);
         last = Some((item.clone(), number));
@@ -103,7 +103,7 @@ fn sequence_of_ints(
     Ok(numbers)
 }
 
-/// How Python shows an object; its type where it cannot.
+/// Python's `repr` of an object, or its type if `repr` fails.
 fn shown(obj: &Bound<'_, PyAny>) -> String {
     obj.repr().map_or_else(|_| obj.get_type().to_string(), |text| text.to_string())
 }
@@ -113,7 +113,7 @@ pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>) -> PyResult
     let kind = array.dtype().kind();
     if array.ndim() != 1 || !matches!(kind, b'i' | b'u') {
         return Err(ConfigError::new_err(format!(
-            "an array of {} dimensions and dtype {}: give a one-dimensional integer array",
+            "an array has {} dimensions and dtype {}: pass a one-dimensional integer array",
             array.ndim(),
             array.dtype()
         )));
@@ -128,7 +128,7 @@ fn sequence<'a, 'py>(
     let is_text = obj.is_instance_of::<PyString>() || obj.is_instance_of::<PyBytes>();
     obj.cast::<PySequence>().ok().filter(|_| !is_text).ok_or_else(|| {
         let kind = obj.get_type();
-        ConfigError::new_err(format!("expected a sequence of {what}, not {kind}"))
+        ConfigError::new_err(format!("got {kind}, not a sequence of {what}"))
     })
 }
 
@@ -139,13 +139,13 @@ fn each_item<'py>(
     mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
 ) -> PyResult<()> {
     if let Ok(list) = obj.cast_exact::<PyList>() {
-        // A tuple's items can be borrowed, which saves two calls an item.
+        // Borrowing a tuple's items saves two calls an item.
         return list.to_tuple().iter_borrowed().try_for_each(|item| visit(&item));
     }
     sequence(obj, what)?.try_iter()?.try_for_each(|item| visit(&item?))
 }
 
-/// Block ids of a pool of `num_blocks`.
+/// Block ids in a pool of `num_blocks`.
 pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<BlockId>> {
     let no_such_block = |id| to_py(Error::NoSuchBlock { id, num_blocks });
     let to_id = |id: i64| match u32::try_from(id) {
@@ -159,10 +159,10 @@ pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<Blo
     ints(obj, |item| no_such_block(shown(item)))?.into_iter().map(to_id).collect()
 }
 
-/// Counts, one per request: 0 or more.
+/// Counts of 0 or more, one per request.
 pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let refused = |count: String| {
-        ConfigError::new_err(format!("a count of {count}: it must be 0 to {}", i64::MAX))
+        ConfigError::new_err(format!("a count is {count}: it must be 0 to {}", i64::MAX))
     };
     let to_count = |count: i64| usize::try_from(count).map_err(|_| refused(count.to_string()));
     ints(obj, |item| refused(shown(item)))?.into_iter().map(to_count).collect()
@@ -177,14 +177,14 @@ pub(crate) fn bools(obj: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
     each_item(obj, "bools", |item| {
         let is_true = item.extract::<bool>();
         items.push(is_true.map_err(|_| {
-            ConfigError::new_err(format!("{} is no bool: give True or False", shown(item)))
+            ConfigError::new_err(format!("{} is not a bool: pass True or False", shown(item)))
         })?);
         Ok(())
     })?;
     Ok(items)
 }
 
-/// The id of a job: one that no job can have is that of none in flight.
+/// The id of a job. An int that no job id can be is not in flight.
 pub(crate) fn job_id(obj: &Bound<'_, PyAny>) -> PyResult<JobId> {
     obj.extract().map(JobId).map_err(|error: PyErr| {
         if error.is_instance_of::<PyOverflowError>(obj.py()) {
@@ -195,7 +195,7 @@ pub(crate) fn job_id(obj: &Bound<'_, PyAny>) -> PyResult<JobId> {
     })
 }
 
-/// A name from Python: an option's value, say.
+/// A name from Python, for example an option's value.
 pub(crate) struct Name(pub(crate) String);
 
 impl<'py> FromPyObject<'_, 'py> for Name {
@@ -207,7 +207,7 @@ impl<'py> FromPyObject<'_, 'py> for Name {
     }
 }
 
-/// One request id.
+/// A request id.
 pub(crate) struct RequestId(PyBackedStr);
 
 impl std::ops::Deref for RequestId {
@@ -228,37 +228,42 @@ impl<'py> FromPyObject<'_, 'py> for RequestId {
 }
 
 fn not_text(obj: &Bound<'_, PyAny>) -> PyErr {
-    ConfigError::new_err(format!("a request id is a str, not {}", obj.get_type()))
+    ConfigError::new_err(format!("a request id is of type {}: pass a str", obj.get_type()))
 }
 
 fn not_unicode(obj: &Bound<'_, PyAny>) -> PyErr {
-    ConfigError::new_err(format!("{} holds a lone surrogate, which is no text", shown(obj)))
+    ConfigError::new_err(format!("{} holds a lone surrogate: pass valid Unicode", shown(obj)))
 }
 
-/// The position of a group in a model's list of groups.
+/// The id of a group: its position in the model's list of groups.
 pub(crate) fn group_id(group: Count) -> PyResult<GroupId> {
     u16::try_from(group.0).map(GroupId).map_err(|_| {
-        ConfigError::new_err(format!("group {}: groups count from 0 to {}", group.0, u16::MAX))
+        ConfigError::new_err(format!(
+            "group {} is too large: groups count from 0 to {}",
+            group.0,
+            u16::MAX
+        ))
     })
 }
 
-/// Block hashes, one width each list.
+/// Block hashes. All of a list have one width.
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
     let mut hashes = Hashes::with_capacity(capacity_hint(obj));
     each_item(obj, "block hashes", |item| {
-        // The exact type is a comparison of two pointers; a subclass takes a call.
+        // The exact type costs one comparison of pointers, a subclass a call.
         let digest = item.cast_exact::<PyBytes>().or_else(|_| item.cast::<PyBytes>());
         match digest {
             Ok(digest) => hashes.push(digest.as_bytes()).map_err(to_py),
-            Err(_) => {
-                Err(ConfigError::new_err(format!("a block hash is bytes, not {}", item.get_type())))
-            }
+            Err(_) => Err(ConfigError::new_err(format!(
+                "a block hash is of type {}: pass bytes",
+                item.get_type()
+            ))),
         }
     })?;
     Ok(hashes)
 }
 
-/// Request ids; borrow them with [`as_strs`].
+/// Request ids. [`as_strs`] borrows them.
 pub(crate) fn request_ids<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
     if let Ok(list) = obj.cast_exact::<PyList>() {
         return Ok(list.to_tuple());
@@ -282,11 +287,11 @@ pub(crate) fn as_strs<'a>(request_ids: &'a Bound<'_, PyTuple>) -> PyResult<Vec<&
     Ok(texts)
 }
 
+/// Block ids, or counts of blocks, as Python gets them.
+pub(crate) type Int32Array<'py> = Bound<'py, PyArray1<i32>>;
+
 /// Ids as an `int32` array.
-pub(crate) fn to_array(
-    py: Python<'_>,
-    ids: impl IntoIterator<Item = BlockId>,
-) -> Bound<'_, PyArray1<i32>> {
+pub(crate) fn to_array(py: Python<'_>, ids: impl IntoIterator<Item = BlockId>) -> Int32Array<'_> {
     // Ids are below 2^31: a pool has no more blocks.
     ids.into_iter().map(|id| id.0.cast_signed()).collect::<Vec<_>>().into_pyarray(py)
 }

@@ -1,4 +1,4 @@
-//! The one place where a core error becomes a Python exception.
+//! Python's exceptions, and the exception for each core error.
 
 use kvstow_core::error::Error;
 use pyo3::PyErr;

@@ -1,4 +1,4 @@
-//! Groups as Python names them.
+//! Groups of layers as Python classes.
 
 use kvstow_core::group::{Attention, Group};
 use pyo3::prelude::*;
@@ -160,7 +160,7 @@ impl StateSpace {
     }
 }
 
-/// A group of any kind.
+/// A group of any kind, as Python passes it.
 #[derive(FromPyObject)]
 pub(crate) enum AnyGroup<'py> {
     Full(PyRef<'py, FullAttention>),
@@ -169,7 +169,7 @@ pub(crate) enum AnyGroup<'py> {
     State(PyRef<'py, StateSpace>),
 }
 
-/// A model's groups.
+/// The core's groups for a model's groups in Python.
 pub(crate) fn groups(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Group>> {
     let group = |given: &Bound<'_, PyAny>| match given.extract() {
         Ok(AnyGroup::Full(group)) => Ok(group.0),
@@ -177,7 +177,7 @@ pub(crate) fn groups(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Group>> {
         Ok(AnyGroup::Chunked(group)) => Ok(group.group),
         Ok(AnyGroup::State(group)) => Ok(group.0),
         Err(_) => Err(ConfigError::new_err(format!(
-            "a group is a FullAttention, SlidingWindow, ChunkedLocal or StateSpace, not {}",
+            "a group is of type {}: pass FullAttention, SlidingWindow, ChunkedLocal or StateSpace",
             given.get_type()
         ))),
     };

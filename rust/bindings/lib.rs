@@ -1,8 +1,10 @@
 //! `kvstow._core`: the accounting core as a Python extension module.
 //!
-//! The classes are thin and frozen. Each method converts its arguments, locks, calls the core,
-//! and converts what comes back; no Python object is touched while the lock is held. What takes
-//! long runs without the interpreter lock (`lock.rs`).
+//! The classes are thin and frozen. Each method converts its arguments, locks, calls the core, and
+//! converts the result. No method touches a Python object while it holds the lock of a core object.
+//! Long work runs without the interpreter lock (`lock.rs`).
+//!
+//! May import: kvstow_core.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are docstrings: Python's help shows them")]
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
@@ -16,12 +18,9 @@ mod group;
 mod hash;
 mod job;
 mod ledger;
+mod lock;
 mod offload;
 mod pool;
-
-mod lock;
-
-use lock::{detached, lock};
 
 /// The accounting core, in Rust. Import these names from `kvstow`, not from here.
 ///
@@ -33,11 +32,11 @@ mod _core {
     use numpy::{IntoPyArray, PyArrayMethods};
     use pyo3::prelude::{Bound, PyAnyMethods, PyModule, PyResult};
 
-    /// Load what rust-numpy loads when it is first used: an interrupt at that moment is a panic.
+    /// Load what rust-numpy loads at its first use, because an interrupt at that moment is a panic.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
-        // First by a call that returns its error: numpy may be missing, or the import interrupted.
+        // This call returns its error if numpy is missing or the import is interrupted.
         py.import("numpy.lib")?.getattr("NumpyVersion")?;
         Vec::<i32>::new().into_pyarray(py).readonly();
         Ok(())
@@ -61,15 +60,15 @@ mod _core {
     #[pymodule_export]
     use super::job::{CacheStoreCommitted, Job, JobEnd, TransferCompleted, TransferInitiated};
     #[pymodule_export]
-    use super::ledger::{BlockLedger, LedgerPool, PrefixHit, StepAllocation};
+    use super::ledger::{BlockLedger, PrefixHit, StepAllocation};
     #[pymodule_export]
     use super::offload::OffloadScheduler;
     #[pymodule_export]
-    use super::pool::BlockPool;
+    use super::pool::{BlockPool, LedgerPool};
 
     /// The version of the package.
     #[pymodule_export]
-    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    #[expect(non_upper_case_globals, reason = "a Python name")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
     /// Whether the binary was built without optimisation.

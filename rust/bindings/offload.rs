@@ -18,9 +18,9 @@ use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
 use crate::group::groups;
 use crate::job::{Job, JobEnd, event_to_py, to_end, to_job, unnamed};
-use crate::ledger::{BlockLedger, LedgerPool};
-use crate::pool::{BlockPool, SharedPool};
-use crate::{detached, lock};
+use crate::ledger::BlockLedger;
+use crate::lock::{detached, lock};
+use crate::pool::{BlockPool, LedgerPool, SharedPool};
 
 /// The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
 ///

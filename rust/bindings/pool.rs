@@ -1,33 +1,34 @@
-//! `BlockPool`, and what it shares with a ledger's view of its pool.
+//! `BlockPool` and `LedgerPool`, and the methods that both have.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use kvstow_core::error::Result;
 use kvstow_core::event::Medium;
 use kvstow_core::ids::BlockId;
+use kvstow_core::ledger::BlockLedger;
 use kvstow_core::pool;
-use numpy::{IntoPyArray, PyArray1};
+use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::convert::{Count, group_id, hashes, ids, to_array};
+use crate::convert::{Count, Int32Array, group_id, hashes, ids, to_array};
 use crate::error::to_py;
 use crate::event::Batch;
-use crate::{detached, lock};
+use crate::lock::{detached, lock};
 
-/// A pool behind a lock, its own or a ledger's.
+/// A pool behind a lock: its own, or that of a ledger.
 pub(crate) trait SharedPool {
-    /// Locks, and calls.
+    /// Locks the pool, and calls.
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R;
 
-    /// Locks and calls without the interpreter lock.
+    /// Locks the pool, and calls without the interpreter lock.
     fn with_detached<R: Send>(
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
     ) -> R;
 
-    /// Converts ids, locks, and calls.
+    /// Converts ids, locks the pool, and calls.
     fn with_ids<R>(
         &self,
         given: &Bound<'_, PyAny>,
@@ -37,34 +38,93 @@ pub(crate) trait SharedPool {
         self.with(|pool| call(pool, &ids)).map_err(to_py)
     }
 
-    /// References held on each.
-    fn ref_counts_of<'py>(&self, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let counts = self.with_ids(given, |pool, ids| {
+    /// A count of each block.
+    fn counts<'py>(
+        &self,
+        given: &Bound<'py, PyAny>,
+        count: fn(&pool::BlockPool, BlockId) -> u32,
+    ) -> PyResult<Int32Array<'py>> {
+        let counts: Vec<i32> = self.with_ids(given, |pool, ids| {
             pool.check_ids(ids)?;
-            Ok(ids.iter().map(|&id| pool.num_refs(id).cast_signed()).collect::<Vec<_>>())
+            Ok(ids.iter().map(|&id| count(pool, id).cast_signed()).collect())
         })?;
         Ok(counts.into_pyarray(given.py()))
     }
+}
 
-    /// Pins held on each.
-    fn pin_counts_of<'py>(&self, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let counts = self.with_ids(given, |pool, ids| {
-            pool.check_ids(ids)?;
-            Ok(ids.iter().map(|&id| pool.num_pins(id).cast_signed()).collect::<Vec<_>>())
-        })?;
-        Ok(counts.into_pyarray(given.py()))
-    }
+/// Python's methods of a [`SharedPool`]: those that every pool has, and the class's own.
+macro_rules! pool_methods {
+    ($class:ident { $($own:tt)* }) => {
+        #[pymethods]
+        impl $class {
+            $($own)*
 
-    /// The free queue.
-    fn free_order_in<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        let order: Vec<_> = self.with(|pool| pool.free_order().collect());
-        to_array(py, order)
-    }
+            /// Number of blocks, the null block included.
+            #[getter]
+            fn num_blocks(&self) -> usize {
+                self.with(|pool| pool.num_blocks())
+            }
 
-    /// The events since the last call.
-    fn events_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.with(Batch::of_pool).into_list(py)
-    }
+            /// Blocks that `allocate` can take: neither referenced nor pinned.
+            #[getter]
+            fn num_free(&self) -> usize {
+                self.with(|pool| pool.num_free())
+            }
+
+            /// Blocks that hold a key, referenced or not.
+            #[getter]
+            fn num_cached(&self) -> usize {
+                self.with(|pool| pool.num_cached())
+            }
+
+            /// Blocks that have lost their key to an `allocate`, since construction.
+            #[getter]
+            fn num_evicted(&self) -> usize {
+                self.with(|pool| pool.num_evicted())
+            }
+
+            /// Hold each block for a copy. It keeps its place in the queue; `allocate` skips it.
+            fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+                self.with_ids(ids, pool::BlockPool::pin)
+            }
+
+            /// Drop one pin on each block. Raises `InvalidBlock` for a block that has none.
+            fn unpin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+                self.with_ids(ids, pool::BlockPool::unpin)
+            }
+
+            /// Drop the keys of these blocks, referenced or not. A free block keeps its place.
+            fn evict(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+                self.with_ids(ids, pool::BlockPool::evict)
+            }
+
+            /// Drop every key. Return False and change nothing if a block is referenced or pinned.
+            fn reset(&self, py: Python<'_>) -> bool {
+                self.with_detached(py, pool::BlockPool::reset)
+            }
+
+            /// Return the number of references on each block.
+            fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Int32Array<'py>> {
+                self.counts(ids, pool::BlockPool::num_refs)
+            }
+
+            /// Return the number of pins on each block.
+            fn pin_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Int32Array<'py>> {
+                self.counts(ids, pool::BlockPool::num_pins)
+            }
+
+            /// Return the free queue, the next block to take first, pinned blocks included.
+            fn free_order<'py>(&self, py: Python<'py>) -> Int32Array<'py> {
+                let order: Vec<_> = self.with(|pool| pool.free_order().collect());
+                to_array(py, order)
+            }
+
+            /// Return the events since the last call, oldest first. Empty without `events=True`.
+            fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+                self.with(Batch::of_pool).into_list(py)
+            }
+        }
+    };
 }
 
 /// All blocks of one memory: reference counts, eviction order, and the prefixes they hold.
@@ -96,37 +156,12 @@ impl SharedPool for BlockPool {
     }
 }
 
-#[pymethods]
-impl BlockPool {
+pool_methods!(BlockPool {
     #[new]
     #[pyo3(signature = (num_blocks, *, events = false))]
     fn new(num_blocks: Count, events: bool) -> PyResult<Self> {
         let medium = events.then_some(Medium::Device);
         Ok(Self(Mutex::new(pool::BlockPool::new(num_blocks.0, medium).map_err(to_py)?)))
-    }
-
-    /// Number of blocks, the null block included.
-    #[getter]
-    fn num_blocks(&self) -> usize {
-        self.with(|pool| pool.num_blocks())
-    }
-
-    /// Blocks that `allocate` can take: neither referenced nor pinned.
-    #[getter]
-    fn num_free(&self) -> usize {
-        self.with(|pool| pool.num_free())
-    }
-
-    /// Blocks that hold a key, referenced or not.
-    #[getter]
-    fn num_cached(&self) -> usize {
-        self.with(|pool| pool.num_cached())
-    }
-
-    /// Blocks that have lost their key to an `allocate`, since construction.
-    #[getter]
-    fn num_evicted(&self) -> usize {
-        self.with(|pool| pool.num_evicted())
     }
 
     /// Bytes of memory that the accounting itself takes.
@@ -144,7 +179,7 @@ impl BlockPool {
     ///
     /// Raises:
     ///     OutOfBlocks: fewer than `n` blocks are free.
-    fn allocate<'py>(&self, py: Python<'py>, n: Count) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    fn allocate<'py>(&self, py: Python<'py>, n: Count) -> PyResult<Int32Array<'py>> {
         let mut allocated = Vec::new();
         self.with(|pool| pool.allocate(n.0, &mut allocated)).map_err(to_py)?;
         Ok(to_array(py, allocated))
@@ -167,16 +202,6 @@ impl BlockPool {
     ///     InvalidBlock: a block that is already free, or an id outside the pool.
     fn free(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_ids(ids, pool::BlockPool::free)
-    }
-
-    /// Hold each block for a copy. It keeps its place in the queue, and `allocate` skips it.
-    fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_ids(ids, pool::BlockPool::pin)
-    }
-
-    /// Drop one pin on each block. Raises `InvalidBlock` for a block that has none.
-    fn unpin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_ids(ids, pool::BlockPool::unpin)
     }
 
     /// Publish full blocks: `ids[i]` holds the KV that `hashes[i]` names.
@@ -212,44 +237,34 @@ impl BlockPool {
         &self,
         hashes: &Bound<'py, PyAny>,
         group: Count,
-    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    ) -> PyResult<Int32Array<'py>> {
         let (py, hashes, group) = (hashes.py(), self::hashes(hashes)?, group_id(group)?);
         let found = self.with(|pool| pool.lookup(&hashes, group)).map_err(to_py)?;
         Ok(to_array(py, found))
-    }
-
-    /// Drop the keys of these blocks, referenced or not. A free block keeps its place.
-    fn evict(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_ids(ids, pool::BlockPool::evict)
-    }
-
-    /// Drop every key. Return False and change nothing while a block is referenced or pinned.
-    fn reset(&self, py: Python<'_>) -> bool {
-        self.with_detached(py, pool::BlockPool::reset)
-    }
-
-    /// Return the number of references on each block.
-    fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        self.ref_counts_of(ids)
-    }
-
-    /// Return the number of pins on each block.
-    fn pin_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        self.pin_counts_of(ids)
-    }
-
-    /// Return the free queue, the next block to take first, pinned blocks included.
-    fn free_order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.free_order_in(py)
     }
 
     /// Verify every invariant in O(num_blocks). Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.with_detached(py, |pool| pool.check()).map_err(to_py)
     }
+});
 
-    /// Return the events since the last call, oldest first. Empty without `events=True`.
-    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.events_in(py)
+/// The pool of a ledger. The ledger alone takes and drops references in it.
+#[pyclass(module = "kvstow", frozen)]
+pub(crate) struct LedgerPool(pub(crate) Arc<Mutex<BlockLedger>>);
+
+impl SharedPool for LedgerPool {
+    fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
+        call(lock(&self.0).pool_mut())
+    }
+
+    fn with_detached<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
+    ) -> R {
+        detached(py, &self.0, |ledger| call(ledger.pool_mut()))
     }
 }
+
+pool_methods!(LedgerPool {});

@@ -1,5 +1,5 @@
-//! What changed in a pool's index, in vLLM's vocabulary: an event tells what a lookup can find
-//! now and could not before, or the other way round. A second block under a key tells nothing.
+//! Events in vLLM's vocabulary. They report which keys lookups can find now, and which they can no
+//! longer find. A duplicate of a key causes no event.
 
 use std::ops::Range;
 
@@ -7,43 +7,43 @@ use crate::hash::ExtraKey;
 use crate::ids::GroupId;
 use crate::key::{BlockHash, BlockKey};
 
-/// Which memory a pool's blocks lie in.
+/// The memory of a pool's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Medium {
-    /// The GPU's own memory; vLLM calls it "GPU".
+    /// Device memory; vLLM calls it "GPU".
     Device,
-    /// The host's memory; vLLM calls it "CPU".
+    /// Host memory; vLLM calls it "CPU".
     Host,
 }
 
-/// One change of what a pool's lookup can find.
+/// A change of the keys that lookups can find.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// Keys became findable.
+    /// Lookups can find these keys now.
     Stored(BlockStored),
-    /// Keys are held by no block any more.
+    /// No block holds these keys any more.
     Removed {
-        /// The hashes, in the order they went.
+        /// The hashes, in the order in which they were dropped.
         hashes: Vec<BlockHash>,
         /// The group of all of them.
         group: GroupId,
     },
-    /// Every key was dropped at once.
+    /// The pool dropped every key.
     Cleared,
 }
 
-/// Keys that became findable: consecutive blocks of one prefix.
+/// Consecutive blocks of one prefix that lookups can find now.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockStored {
     /// The hashes, first block first.
     pub hashes: Vec<BlockHash>,
     /// The group of all of them.
     pub group: GroupId,
-    /// What is known besides.
+    /// Their place in the prompt.
     pub origin: Origin,
 }
 
-/// Where stored blocks stand in their prompt, as far as the pool's owner knows.
+/// The place of stored blocks in their prompt, as far as the pool's owner knows it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Origin {
     /// The hash before the first.
@@ -56,10 +56,10 @@ pub struct Origin {
     pub block_size: Option<usize>,
 }
 
-/// A pool's events until somebody takes them.
+/// A pool's events until the caller takes them.
 #[derive(Clone, Debug)]
 pub struct EventLog {
-    /// The memory that the events speak of.
+    /// The memory that the events name.
     pub medium: Medium,
     pending: Vec<Event>,
 }
@@ -75,7 +75,7 @@ impl EventLog {
         std::mem::take(&mut self.pending)
     }
 
-    /// `hashes[run]` became findable.
+    /// Records that lookups can find `hashes[run]`.
     pub(crate) fn stored(
         &mut self,
         hashes: &[BlockHash],
@@ -87,7 +87,7 @@ impl EventLog {
         self.pending.push(Event::Stored(BlockStored { hashes, group, origin }));
     }
 
-    /// A key is held by no block any more. Neighbours in time share one event.
+    /// Records that no block holds a key any more. Consecutive records share one event.
     pub(crate) fn removed(&mut self, key: &BlockKey) {
         match self.pending.last_mut() {
             Some(Event::Removed { hashes, group }) if *group == key.group => {
@@ -99,7 +99,7 @@ impl EventLog {
         }
     }
 
-    /// Every key was dropped.
+    /// Records that the pool dropped every key.
     pub(crate) fn cleared(&mut self) {
         self.pending.push(Event::Cleared);
     }

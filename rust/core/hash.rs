@@ -1,9 +1,9 @@
-//! Tokens to chained block hashes, bit-identical to vLLM's.
+//! Chained block hashes of tokens, bit-identical to vLLM's.
 //!
-//! The reference is `hash_block_tokens` of vLLM 0.32 (`vllm/v1/core/kv_cache_utils.py`) with the hash
-//! functions `sha256_cbor` and `xxhash_cbor` (`vllm/utils/hashing.py`). A block's digest is
-//! `H(cbor((previous, tokens, extra)))`, where H is SHA-256, or XXH3-128 with its digest big-endian.
-//! The CBOR is RFC 8949's deterministic form, heads as short as they can be, lengths definite:
+//! The reference is `hash_block_tokens` of vLLM 0.32 (`vllm/v1/core/kv_cache_utils.py`) with the
+//! hash functions `sha256_cbor` and `xxhash_cbor` (`vllm/utils/hashing.py`). A block's digest is
+//! `H(cbor((previous, tokens, extra)))`, where H is SHA-256, or XXH3-128 with its digest
+//! big-endian. The CBOR is RFC 8949's deterministic form, with shortest heads and definite lengths:
 //!
 //! ```text
 //! 83                    an array of three:
@@ -12,10 +12,10 @@
 //!   f6                    no extra keys; or an array of them, 80 if it is empty
 //! ```
 //!
-//! The first block has no previous one; `H(cbor(seed))`, the seed a text string, stands in for it.
-//! Keys from elsewhere match only if the seed does: vLLM's is `PYTHONHASHSEED` where that is set,
-//! else [`DEFAULT_SEED`] for `sha256_cbor` and a random string per process for `xxhash_cbor`, which
-//! is not collision resistant.
+//! The first block's previous digest is `H(cbor(seed))`, where the seed is a text string. Hashes of
+//! two programs match only if their seeds do. vLLM's seed is `PYTHONHASHSEED` if it is set.
+//! Otherwise it is [`DEFAULT_SEED`] for `sha256_cbor`, and a random string per process for
+//! `xxhash_cbor`, which is not collision resistant.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -30,14 +30,14 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::error::{Error, Result};
 use crate::key::{BlockHash, Hashes, MAX_HASH_BYTES};
 
-/// The seed vLLM takes for `sha256_cbor` when `PYTHONHASHSEED` is not set.
+/// vLLM's seed for `sha256_cbor` if `PYTHONHASHSEED` is not set.
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
-/// The largest token id that is hashed.
+/// The largest token id.
 pub const MAX_TOKEN: u64 = 1 << 63;
 
-/// How deep extra keys may nest; vLLM's own are two deep. Encoding them recurses, so a bound keeps
-/// the stack safe.
+/// The depth to which extra keys may nest. vLLM's own are two deep. Encoding recurses, so the bound
+/// protects the stack.
 pub const MAX_EXTRA_KEY_DEPTH: usize = 32;
 
 /// The function that turns an encoded block into a digest.
@@ -46,7 +46,7 @@ pub enum Algorithm {
     /// SHA-256, 32 bytes.
     #[default]
     Sha256Cbor,
-    /// XXH3-128, 16 bytes: quick, but an adversary can make two prompts collide.
+    /// XXH3-128, 16 bytes: fast, but an adversary can make two prompts collide.
     XxhashCbor,
 }
 
@@ -89,7 +89,7 @@ impl FromStr for Algorithm {
             "xxhash_cbor" => Ok(Self::XxhashCbor),
             _ => Err(Error::Config(format!(
                 "hash algorithm {name:?} is not known: use \"sha256_cbor\" or \"xxhash_cbor\", and \
-                 start vLLM with --prefix-caching-hash-algo set to the same"
+                 start vLLM with the same --prefix-caching-hash-algo"
             ))),
         }
     }
@@ -101,12 +101,12 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// What a block's KV depends on besides its tokens: an adapter, an image, a cache salt.
+/// A value besides tokens that a block's KV depends on: an adapter, an image, a cache salt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExtraKey {
     /// Python's `None`.
     Null,
-    /// A truth value.
+    /// A bool.
     Bool(bool),
     /// An integer. Outside -2^64 to 2^64 - 1 it is encoded as CBOR's big number.
     Int(i128),
@@ -118,7 +118,7 @@ pub enum ExtraKey {
     Sequence(Vec<ExtraKey>),
 }
 
-/// The extra keys of one block. None and an empty list differ, as they do in vLLM.
+/// The extra keys of one block. None and an empty list differ, as in vLLM.
 pub type BlockExtraKeys = Option<Vec<ExtraKey>>;
 
 impl ExtraKey {
@@ -156,8 +156,8 @@ impl<'b, C> Decode<'b, C> for ExtraKey {
 }
 
 impl ExtraKey {
-    /// Reads one that nests at most `levels` sequences: whoever wrote it must not choose how deep
-    /// the stack gets.
+    /// Reads a key that nests at most `levels` sequences, because its writer must not control the
+    /// depth of the stack.
     fn decode_nested(decoder: &mut Decoder<'_>, levels: usize) -> Result<Self, DecodeError> {
         Ok(match decoder.datatype()? {
             Type::Null => decoder.null().map(|()| Self::Null)?,
@@ -166,7 +166,7 @@ impl ExtraKey {
             Type::String => Self::Text(decoder.str()?.to_owned()),
             Type::Array => {
                 let Some(levels) = levels.checked_sub(1) else {
-                    return Err(DecodeError::message("an extra key that is nested too deeply"));
+                    return Err(DecodeError::message("an extra key nests too deeply"));
                 };
                 let num_keys = decoder.array()?.unwrap_or(0);
                 let keys = (0..num_keys).map(|_| Self::decode_nested(decoder, levels));
@@ -177,7 +177,7 @@ impl ExtraKey {
     }
 }
 
-/// What digests depend on besides tokens. The default is a prompt's start under `sha256_cbor`.
+/// What digests depend on besides tokens. The default is the start of a prompt with `sha256_cbor`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HashOptions<'a> {
     /// The hash function.
@@ -186,11 +186,11 @@ pub struct HashOptions<'a> {
     pub parent: Option<&'a [u8]>,
     /// One entry per full block.
     pub extra_keys: Option<&'a [BlockExtraKeys]>,
-    /// What the first block's previous digest is made from; [`DEFAULT_SEED`] if None.
+    /// Determines the previous digest of a prompt's first block; [`DEFAULT_SEED`] if None.
     pub seed: Option<&'a str>,
 }
 
-/// Hashes the full blocks of `tokens`; a partial last block is left out.
+/// Hashes the full blocks of `tokens`. A partial last block gets no digest.
 ///
 /// ```
 /// use kvstow_core::hash::{HashOptions, hash_tokens};
@@ -199,24 +199,23 @@ pub struct HashOptions<'a> {
 /// let whole = hash_tokens(&tokens, 16, HashOptions::default())?;
 /// assert_eq!(whole.len(), 2);
 ///
-/// // The chain goes on from any digest.
-/// let first = whole.width().digest(&whole.as_slice()[0]);
-/// assert_eq!(first[..4], [0xdc, 0x91, 0x8a, 0x88]);
-/// let rest = hash_tokens(&tokens[16..], 16, HashOptions { parent: Some(first), ..Default::default() })?;
-/// assert_eq!(rest.as_slice(), &whole.as_slice()[1..]);
+/// // A chain continues from any digest. let first = whole.width().digest(&whole.as_slice()[0]);
+/// assert_eq!(first[..4], [0xdc, 0x91, 0x8a, 0x88]); let rest = hash_tokens(&tokens[16..], 16,
+/// HashOptions { parent: Some(first), ..Default::default() })?; assert_eq!(rest.as_slice(),
+/// &whole.as_slice()[1..]);
 /// # Ok::<(), kvstow_core::error::Error>(())
 /// ```
 ///
 /// # Errors
 /// [`Error::Config`] for a block size of 0, a token above 2^63, a parent of another width than the
-/// algorithm's digests, extra keys for another number of blocks than there are full ones, or extra
-/// keys nested too deep.
+/// algorithm's digests, a number of extra keys other than the number of full blocks, or extra keys
+/// that nest too deeply.
 pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<Hashes> {
     let num_blocks = check(tokens, block_size, options)?;
     let HashOptions { algorithm, parent, extra_keys, seed } = options;
 
     let width = algorithm.digest_bytes();
-    let mut encoder = Encoder::new(Vec::new()); // one buffer, emptied for each block
+    let mut encoder = Encoder::new(Vec::new()); // one buffer for all blocks
     let mut previous = [0; MAX_HASH_BYTES];
     if let Some(digest) = parent.filter(|digest| !digest.is_empty()) {
         previous[..width].copy_from_slice(digest);
@@ -236,7 +235,7 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
     Ok(hashes)
 }
 
-/// How many full blocks there are, once nothing is left that could be refused.
+/// Refuses impossible arguments. Returns the number of full blocks.
 fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<usize> {
     let HashOptions { algorithm, parent, extra_keys, .. } = options;
     if block_size == 0 {
@@ -273,12 +272,12 @@ fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<
     }
 }
 
-/// The one message for a token that cannot be hashed, whatever form it came in.
+/// The error for a token that is out of bounds, whatever type it came in.
 pub fn token_out_of_bounds(position: usize, token: &impl fmt::Display) -> Error {
     Error::Config(format!("token {position} is {token}: token ids go from 0 to 2**63"))
 }
 
-/// The one message for extra keys nested deeper than [`MAX_EXTRA_KEY_DEPTH`].
+/// The error for extra keys that nest deeper than [`MAX_EXTRA_KEY_DEPTH`].
 pub fn extra_keys_too_deep(block: usize) -> Error {
     Error::Config(format!(
         "the extra keys of block {block} nest deeper than {MAX_EXTRA_KEY_DEPTH} levels: flatten them"
@@ -297,10 +296,10 @@ fn encode_block(
     encoder.encode(extra)?.ok()
 }
 
-/// Appends integers in their shortest forms, as [`Encoder::u64`] would, but without a branch: which
-/// of two lengths a token id takes is as random as the id, and a wrong guess costs more than always
-/// writing nine bytes and keeping those that count: 2.5 times as quick, with ids drawn evenly from
-/// a vocabulary of 150,000.
+/// Appends integers in their shortest forms, as [`Encoder::u64`] would, but without a branch. The
+/// length of a token id is as random as the id, so branch prediction fails. It is faster to write
+/// nine bytes every time and keep those that count: 2.5 times as fast, with ids drawn evenly from a
+/// vocabulary of 150,000.
 fn push_tokens(message: &mut Vec<u8>, tokens: &[u64]) {
     let mut end = message.len();
     message.resize(end + 9 * tokens.len(), 0);
@@ -310,7 +309,7 @@ fn push_tokens(message: &mut Vec<u8>, tokens: &[u64]) {
         let body_bytes = usize::from(in_body + in_two + 2 * in_four + 4 * in_eight);
         let [.., low_byte] = token.to_be_bytes();
         let head = if in_body == 0 { low_byte } else { 23 + steps.iter().sum::<u8>() };
-        let body = token << ((64 - 8 * body_bytes) % 64); // its first bytes are the ones that count
+        let body = token << ((64 - 8 * body_bytes) % 64); // its first bytes count
         if let Some([first, rest @ ..]) = message.get_mut(end..end + 9) {
             *first = head;
             rest.copy_from_slice(&body.to_be_bytes());
@@ -320,7 +319,7 @@ fn push_tokens(message: &mut Vec<u8>, tokens: &[u64]) {
     message.truncate(end);
 }
 
-/// Writing to memory does not fail, but the encoder's signature says it can.
+/// Writing to memory cannot fail, but the encoder's signature has an error.
 #[expect(clippy::needless_pass_by_value, reason = "the signature that map_err calls")]
 fn unencodable(error: EncodeError<Infallible>) -> Error {
     Error::Broken(format!("a block's CBOR form could not be written: {error}"))

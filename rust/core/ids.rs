@@ -1,4 +1,4 @@
-//! Newtypes over integers, so that a block id is never taken for a count or a group.
+//! Newtypes over integers, so that no call confuses a block id with a count or a group.
 
 use std::fmt;
 
@@ -11,10 +11,10 @@ use minicbor::{Decode, Encode};
 pub struct BlockId(#[n(0)] pub u32);
 
 impl BlockId {
-    /// The placeholder block, id 0.
+    /// The null block, id 0.
     pub const NULL: Self = Self(0);
 
-    /// Whether this is the placeholder.
+    /// Whether this is the null block.
     #[inline]
     pub const fn is_null(self) -> bool {
         self.0 == 0
@@ -33,11 +33,12 @@ impl fmt::Display for BlockId {
     }
 }
 
-/// A group's position in the ledger's list of groups: layers that share a block table.
+/// A group's position in the model's list of groups. A group is the layers that share a block
+/// table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
 #[cbor(transparent)]
 pub struct GroupId(#[n(0)] pub u16);
 
-/// A store or a load in flight. Ids count up from 1 and are never used twice.
+/// The id of a store or a load in flight. Ids count up from 1, and no id returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobId(pub u64);

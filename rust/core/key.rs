@@ -1,7 +1,7 @@
 //! Block hashes and keys.
 //!
-//! A hash is 1 to 32 bytes, one width per object; inside, every hash is padded with zeros to 32
-//! bytes so that keys lie in flat arrays.
+//! A hash has 1 to 32 bytes, and all hashes of an object have one width. The core pads every hash
+//! with zeros to 32 bytes, so that keys lie in flat arrays.
 
 use minicbor::{Decode, Encode};
 
@@ -14,7 +14,7 @@ pub const MAX_HASH_BYTES: usize = 32;
 /// A digest chained over the whole prefix, padded with zeros to 32 bytes.
 pub type BlockHash = [u8; MAX_HASH_BYTES];
 
-/// What a cached block is found by: its hash and the group whose KV it holds.
+/// The key of a cached block: its hash, and the group whose KV it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
 pub struct BlockKey {
     /// The digest over the block's tokens and everything before them.
@@ -48,7 +48,7 @@ impl Hashes {
         if digest.len() != usize::from(self.width.0) || digest.is_empty() {
             self.width.agree(HashWidth::of(digest.len())?)?;
         }
-        // A copy of known length is a move or two; one of any length is a call.
+        // A copy of constant length is a move or two, any other copy is a call.
         let hash = match digest.first_chunk::<MAX_HASH_BYTES>() {
             Some(whole) => *whole,
             None => pad(digest),
@@ -57,7 +57,7 @@ impl Hashes {
         Ok(())
     }
 
-    /// The hashes, padded.
+    /// The padded hashes.
     pub fn as_slice(&self) -> &[BlockHash] {
         &self.hashes
     }
@@ -67,12 +67,12 @@ impl Hashes {
         self.width
     }
 
-    /// How many there are.
+    /// Number of hashes.
     pub fn len(&self) -> usize {
         self.hashes.len()
     }
 
-    /// Whether there are none.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.hashes.is_empty()
     }
@@ -89,7 +89,7 @@ fn pad(digest: &[u8]) -> BlockHash {
     hash
 }
 
-/// The width of an object's hashes in bytes, unknown until the first one is seen.
+/// The width of an object's hashes in bytes; unknown before the first hash.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(transparent)]
 pub struct HashWidth(#[n(0)] u8);
@@ -107,7 +107,7 @@ impl HashWidth {
         }
     }
 
-    /// Whether `other` may stand beside hashes of this width; changes nothing.
+    /// Refuses a width that differs from this one. Changes nothing.
     ///
     /// # Errors
     /// [`Error::HashWidth`] if both are known and differ.
@@ -119,7 +119,7 @@ impl HashWidth {
         Err(Error::HashWidth { expected: Some(self.0), got: usize::from(other.0) })
     }
 
-    /// Takes on `other`'s width if this one is unknown.
+    /// Adopts `other` if this width is unknown.
     ///
     /// # Errors
     /// As [`HashWidth::check`].
@@ -132,24 +132,24 @@ impl HashWidth {
         Ok(())
     }
 
-    /// Refuses a width that no hash has: one that was read from somewhere.
+    /// Whether a hash can have this width, which came from a snapshot.
     pub(crate) fn is_sound(self) -> bool {
         usize::from(self.0) <= MAX_HASH_BYTES
     }
 
-    /// Whether a padded hash is one of this width: one that was read from somewhere.
+    /// Whether a padded hash, which came from a snapshot, has this width.
     pub(crate) fn fits(self, hash: &BlockHash) -> bool {
         let (digest, padding) = hash.split_at(usize::from(self.0));
         !digest.is_empty() && padding.iter().all(|&byte| byte == 0)
     }
 
-    /// The first `width` bytes of a padded hash: the digest as it was given.
+    /// The digest that the caller gave: the first bytes of a padded hash.
     pub fn digest(self, hash: &BlockHash) -> &[u8] {
         &hash[..usize::from(self.0)]
     }
 }
 
-/// Hashes in a snapshot: one after the other, as one string of bytes.
+/// Hashes in a snapshot: one byte string with all of them.
 pub(crate) mod flat {
     use minicbor::decode::{self, Decoder};
     use minicbor::encode::{self, Encoder, Write};
@@ -170,7 +170,7 @@ pub(crate) mod flat {
     ) -> Result<Vec<BlockHash>, decode::Error> {
         match decoder.bytes()?.as_chunks::<MAX_HASH_BYTES>() {
             (hashes, []) => Ok(hashes.to_vec()),
-            _ => Err(decode::Error::message("a part of a hash")),
+            _ => Err(decode::Error::message("a byte string of hashes that ends inside a hash")),
         }
     }
 }

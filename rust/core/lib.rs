@@ -1,22 +1,24 @@
 //! Block accounting for an LLM server's KV cache.
 //!
-//! A [`BlockPool`](pool::BlockPool) knows who references each block of one memory and what it
-//! holds. A [`BlockLedger`](ledger::BlockLedger) keeps a device's requests, their block tables and
+//! A [`BlockPool`](pool::BlockPool) counts the references on each block of one memory and keeps its
+//! key. A [`BlockLedger`](ledger::BlockLedger) keeps a device's requests, their block tables and
 //! the prefixes they share. An [`OffloadScheduler`](offload::OffloadScheduler) decides what the
 //! host tier stores, loads and evicts. A [`HitCurve`](curve::HitCurve) shows how many blocks a
-//! cache of any capacity would hit. None of them knows the time, draws a random number, starts a
-//! thread or moves a byte; every operation is all or nothing.
+//! cache of any capacity would hit. None of them reads a clock, draws a random number, starts a
+//! thread or moves a byte. Every operation is all or nothing.
 //!
-//! Each module uses only those above it in this list:
+//! Each module imports only from the floors below its own:
 //!
 //! | floor | modules |
 //! |---|---|
-//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`] |
+//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`], `requests` |
 //! | 1 | [`pool`], [`curve`] |
 //! | 2 | [`group`] |
 //! | 3 | [`ledger`] |
 //! | 4 | [`offload`] |
 //! | 5 | [`snapshot`] |
+//!
+//! May import: nothing else of kvstow.
 
 pub mod curve;
 pub mod error;

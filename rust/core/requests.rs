@@ -1,4 +1,4 @@
-//! Requests by their caller's name. The hasher has no key: the core draws no randomness.
+//! Requests by the caller's id. The hasher has no key, because the core uses no randomness.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -8,8 +8,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::error::{Error, Result};
 
-/// Requests side by side, and each one's place by its id: a call that names many of them looks up
-/// each once. When one is removed, the last takes its place. Nothing may depend on their order.
+/// Requests in a vector, and the place of each by its id. So a call that names many requests looks
+/// up each once. When a request is removed, the last takes its place: no caller may depend on the
+/// order.
 #[derive(Clone, Debug)]
 pub(crate) struct Requests<T> {
     places: HashMap<Arc<str>, usize, BuildHasherDefault<NameHasher>>,
@@ -23,14 +24,14 @@ impl<T> Default for Requests<T> {
 }
 
 impl<T> Requests<T> {
-    /// Where a request is until one is removed.
+    /// The place of a request. It is valid until a request is removed.
     #[inline]
     pub(crate) fn place(&self, request_id: &str) -> Result<usize> {
         self.places.get(request_id).copied().ok_or_else(|| unknown(request_id))
     }
 
-    /// As [`Requests::place`], trying the place after `before` first: steps name requests in the
-    /// order in which they came.
+    /// As [`Requests::place`], but tries the place after `before` first. Steps name requests in the
+    /// order in which they were added.
     #[inline]
     pub(crate) fn place_after(&self, before: Option<usize>, request_id: &str) -> Result<usize> {
         let next = before.map_or(0, |place| place + 1);
@@ -70,17 +71,17 @@ impl<T> Requests<T> {
         Ok(request)
     }
 
-    /// Refuses a request that is known already.
+    /// Refuses an id that a request has.
     pub(crate) fn check_new(&self, request_id: &str) -> Result<()> {
         if self.places.contains_key(request_id) {
             return Err(Error::State(format!(
-                "request {request_id:?} is known already: free or finish it before adding it again"
+                "request {request_id:?} was added before: free or finish it before you add it again"
             )));
         }
         Ok(())
     }
 
-    /// Keeps a request that [`Requests::check_new`] has let pass.
+    /// Inserts a request whose id [`Requests::check_new`] has accepted.
     pub(crate) fn insert(&mut self, request_id: &str, request: T) {
         let name: Arc<str> = request_id.into();
         self.places.insert(Arc::clone(&name), self.requests.len());
@@ -105,7 +106,7 @@ impl<T> Requests<T> {
     }
 }
 
-/// For ids, which are short: the standard hasher takes several times as long.
+/// A hasher for ids, which are short. The standard hasher takes several times as long.
 #[derive(Clone, Copy, Debug, Default)]
 struct NameHasher(u64);
 
@@ -115,7 +116,7 @@ impl Hasher for NameHasher {
         self.0 = xxh3_64_with_seed(bytes, self.0);
     }
 
-    /// Ends a text, so that two in a row are told apart: here there is one.
+    /// `str` ends with this byte, which separates strings. Here is only one.
     #[inline]
     fn write_u8(&mut self, _: u8) {}
 

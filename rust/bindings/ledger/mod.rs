@@ -1,144 +1,27 @@
-//! `BlockLedger`, its view of its pool, and what its methods return.
+//! `BlockLedger`, what its methods take (`arguments`), and what they return (`allocation`).
+//!
+//! May import: convert, error, group, hash, lock, pool.
+
+mod allocation;
+mod arguments;
+
+pub(crate) use allocation::{PrefixHit, StepAllocation};
 
 use std::sync::{Arc, Mutex};
 
-use kvstow_core::ids::BlockId;
-use kvstow_core::ledger::{self, AllocateArgs, Allocation, Context, NewIds, Publish};
-use kvstow_core::pool::{self, MAX_BLOCKS};
-use numpy::{IntoPyArray, PyArray1};
+use kvstow_core::ledger::{self, AllocateArgs, NewIds};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::convert::{Count, Name, RequestId, as_strs, counts, hashes, ids, request_ids, to_array};
-use crate::error::{ConfigError, to_py};
+use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, hashes, request_ids, to_array};
+use crate::error::to_py;
 use crate::group::groups;
-use crate::hash::{extra_keys_from_py, extra_keys_to_py, tokens_from_py};
-use crate::pool::SharedPool;
-use crate::{detached, lock};
+use crate::hash::extra_keys_to_py;
+use crate::lock::{detached, lock};
+use crate::pool::LedgerPool;
 
-type Shared = Arc<Mutex<ledger::BlockLedger>>;
-type Ids<'py> = Bound<'py, PyArray1<i32>>;
-
-/// The prefix that `BlockLedger.lookup` found.
-///
-/// A hit holds no references. `BlockLedger.allocate` takes them when you pass it the hit.
-#[pyclass(module = "kvstow", frozen)]
-pub(crate) struct PrefixHit(ledger::PrefixHit);
-
-#[pymethods]
-impl PrefixHit {
-    /// Tokens in the prefix.
-    #[getter]
-    fn num_tokens(&self) -> usize {
-        self.0.num_tokens
-    }
-
-    /// One array of block ids per group. 0 stands where the group needs no block.
-    #[getter]
-    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.0.blocks.iter().map(|ids| to_array(py, ids.iter().copied())))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("PrefixHit(num_tokens={})", self.0.num_tokens)
-    }
-}
-
-/// The blocks that `BlockLedger.allocate_step` took.
-#[pyclass(module = "kvstow", frozen, get_all)]
-pub(crate) struct StepAllocation {
-    /// Number of requests, from the first, that got their slots.
-    num_granted: usize,
-    /// The newly allocated block ids of these requests, request by request, group by group.
-    ids: Py<PyArray1<i32>>,
-    /// Where each (request, group) begins in `ids`: `num_granted * num_groups + 1` entries.
-    offsets: Py<PyArray1<i32>>,
-}
-
-/// The pool of a ledger. The ledger alone takes and drops references in it.
-#[pyclass(module = "kvstow", frozen)]
-pub(crate) struct LedgerPool(Shared);
-
-impl SharedPool for LedgerPool {
-    fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
-        call(lock(&self.0).pool_mut())
-    }
-
-    fn with_detached<R: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
-    ) -> R {
-        detached(py, &self.0, |ledger| call(ledger.pool_mut()))
-    }
-}
-
-#[pymethods]
-impl LedgerPool {
-    /// As `BlockPool.num_blocks`.
-    #[getter]
-    fn num_blocks(&self) -> usize {
-        self.with(|pool| pool.num_blocks())
-    }
-
-    /// As `BlockPool.num_free`.
-    #[getter]
-    fn num_free(&self) -> usize {
-        self.with(|pool| pool.num_free())
-    }
-
-    /// As `BlockPool.num_cached`.
-    #[getter]
-    fn num_cached(&self) -> usize {
-        self.with(|pool| pool.num_cached())
-    }
-
-    /// As `BlockPool.num_evicted`.
-    #[getter]
-    fn num_evicted(&self) -> usize {
-        self.with(|pool| pool.num_evicted())
-    }
-
-    /// As `BlockPool.pin`.
-    fn pin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_ids(ids, pool::BlockPool::pin)
-    }
-
-    /// As `BlockPool.unpin`.
-    fn unpin(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_ids(ids, pool::BlockPool::unpin)
-    }
-
-    /// As `BlockPool.evict`.
-    fn evict(&self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_ids(ids, pool::BlockPool::evict)
-    }
-
-    /// As `BlockPool.reset`.
-    fn reset(&self, py: Python<'_>) -> bool {
-        self.with_detached(py, pool::BlockPool::reset)
-    }
-
-    /// As `BlockPool.ref_counts`.
-    fn ref_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        self.ref_counts_of(ids)
-    }
-
-    /// As `BlockPool.pin_counts`.
-    fn pin_counts<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        self.pin_counts_of(ids)
-    }
-
-    /// As `BlockPool.free_order`.
-    fn free_order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.free_order_in(py)
-    }
-
-    /// As `BlockPool.take_events`.
-    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.events_in(py)
-    }
-}
+use allocation::per_group;
+use arguments::{IdChoice, context, counts_for, new_ids, publish_from_py};
 
 /// The accounting of a device: requests, their block tables, and the prefixes they share.
 ///
@@ -161,7 +44,7 @@ impl LedgerPool {
 ///     ConfigError: no groups, block sizes whose common multiple exceeds 2**30, or a number of
 ///         blocks that `BlockPool` refuses.
 #[pyclass(module = "kvstow", frozen)]
-pub(crate) struct BlockLedger(Shared);
+pub(crate) struct BlockLedger(Arc<Mutex<ledger::BlockLedger>>);
 
 #[pymethods]
 impl BlockLedger {
@@ -343,17 +226,7 @@ impl BlockLedger {
         let allocated = lock(&self.0)
             .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
             .map_err(to_py)?;
-        // Allocation blocks are each in one table, and so fewer than the pool has: below 2^31.
-        let offsets: Vec<i32> = allocated
-            .offsets
-            .iter()
-            .map(|&offset| i32::try_from(offset).unwrap_or(i32::MAX))
-            .collect();
-        Ok(StepAllocation {
-            num_granted: allocated.num_granted,
-            ids: to_array(py, allocated.ids).unbind(),
-            offsets: offsets.into_pyarray(py).unbind(),
-        })
+        Ok(StepAllocation::new(py, allocated))
     }
 
     /// Publish the request's blocks up to `num_tokens` computed tokens.
@@ -401,7 +274,7 @@ impl BlockLedger {
         py: Python<'py>,
         request_id: RequestId,
         group: Count,
-    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    ) -> PyResult<Int32Array<'py>> {
         let table = lock(&self.0).block_table(&request_id, group.0).map(<[_]>::to_vec);
         Ok(to_array(py, table.map_err(to_py)?))
     }
@@ -545,7 +418,7 @@ impl BlockLedger {
         py: Python<'py>,
         snapshot: &[u8],
         block_ids: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<(Ids<'py>, Ids<'py>)> {
+    ) -> PyResult<(Int32Array<'py>, Int32Array<'py>)> {
         let choice = block_ids.map(new_ids).transpose()?.unwrap_or(IdChoice::Same);
         let ids = match &choice {
             IdChoice::Same => NewIds::Same,
@@ -572,64 +445,4 @@ impl BlockLedger {
     pub(crate) fn with<R>(&self, call: impl FnOnce(&ledger::BlockLedger) -> R) -> R {
         call(&lock(&self.0))
     }
-}
-
-/// As [`NewIds`], owned.
-enum IdChoice {
-    Same,
-    Packed,
-    Given(Vec<BlockId>),
-}
-
-fn publish_from_py(given: Option<Name>) -> PyResult<Publish> {
-    match given.as_ref().map_or("granted", |name| name.0.as_str()) {
-        "granted" => Ok(Publish::Granted),
-        "computed" => Ok(Publish::Computed),
-        other => Err(ConfigError::new_err(format!(
-            "publish is {other:?}: it is \"granted\" or \"computed\""
-        ))),
-    }
-}
-
-/// One count per request.
-fn counts_for(names: &[&str], given: &Bound<'_, PyAny>, what: &str) -> PyResult<Vec<usize>> {
-    let tokens = counts(given)?;
-    if names.len() != tokens.len() {
-        return Err(ConfigError::new_err(format!(
-            "{} requests and {} numbers of {what} tokens: give one number per request",
-            names.len(),
-            tokens.len()
-        )));
-    }
-    Ok(tokens)
-}
-
-fn new_ids(given: &Bound<'_, PyAny>) -> PyResult<IdChoice> {
-    let Ok(name) = given.cast::<PyString>() else {
-        return Ok(IdChoice::Given(ids(given, MAX_BLOCKS)?));
-    };
-    match name.to_str() {
-        Ok("same") => Ok(IdChoice::Same),
-        Ok("packed") => Ok(IdChoice::Packed),
-        _ => Err(ConfigError::new_err(format!(
-            "block_ids is {}: it is \"same\", \"packed\" or the ids to take",
-            name.repr()?
-        ))),
-    }
-}
-
-fn context(
-    tokens: Option<&Bound<'_, PyAny>>,
-    extra_keys: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Context> {
-    Ok(Context {
-        tokens: tokens.map(tokens_from_py).transpose()?,
-        extra_keys: extra_keys.map(extra_keys_from_py).transpose()?,
-    })
-}
-
-/// One request's newly allocated ids, an array per group.
-fn per_group<'py>(py: Python<'py>, allocated: &Allocation) -> PyResult<Bound<'py, PyTuple>> {
-    let ranges = allocated.offsets.windows(2).map(|ends| &allocated.ids[ends[0]..ends[1]]);
-    PyTuple::new(py, ranges.map(|ids| to_array(py, ids.iter().copied())).collect::<Vec<_>>())
 }

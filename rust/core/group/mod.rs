@@ -1,5 +1,5 @@
-//! The kinds of attention: what a hit needs, which blocks a request skips, how many it holds.
-//! A kind is one file and one arm of [`Attention`]. `search` finds a kind's longest hit, `model` the
+//! The kinds of attention: what a hit needs, which blocks a request skips, how many it holds. A
+//! kind is one file and one arm of [`Attention`]. `search` finds a kind's longest hit, `model` the
 //! longest hit of all groups.
 //!
 //! May import: error, ids, key, pool.
@@ -168,8 +168,8 @@ impl Group {
         num_unread_tokens / self.block_size
     }
 
-    /// The most blocks that a request holds while it computes `num_in_flight` tokens at a time. None
-    /// if there is no bound.
+    /// The most blocks that a request holds while it computes `num_in_flight` tokens at a time.
+    /// None if there is no bound.
     #[inline]
     pub(crate) fn max_held_blocks(self, num_in_flight: usize) -> Option<usize> {
         match self.attention {

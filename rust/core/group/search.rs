@@ -15,7 +15,8 @@ pub(super) struct Search<'a> {
     cached: Cached<'a>,
     /// Hits end at its multiples, in blocks.
     step: usize,
-    /// Every group has all blocks from here up to the end of the hit. None before the first attempt.
+    /// Every group has all blocks from here up to the end of the hit. None before the first
+    /// attempt.
     known: Option<usize>,
     /// The blocks that the first attempt found, per group, if none was missing.
     found: Vec<Vec<BlockId>>,

@@ -33,8 +33,8 @@ pub struct AllocateArgs<'a> {
     pub num_external_tokens: usize,
     /// Tokens that get slots, but are neither granted nor published.
     pub num_lookahead_tokens: usize,
-    /// Publish and grant nothing more until [`BlockLedger::cache`], because a load has still to fill
-    /// the blocks.
+    /// Publish and grant nothing more until [`BlockLedger::cache`], because a load has still to
+    /// fill the blocks.
     pub delay_caching: bool,
     /// Blocks that must stay free.
     pub reserve: usize,
@@ -315,8 +315,8 @@ impl Grant<'_> {
     }
 
     /// Number of blocks that leave the free queue for slots of `num_tokens`: allocated blocks, and
-    /// hits without references. With `max_in_flight`, a group counts no more blocks than it can hold
-    /// at once.
+    /// hits without references. With `max_in_flight`, a group counts no more blocks than it can
+    /// hold at once.
     fn num_needed(
         &self,
         num_tokens: usize,
@@ -341,8 +341,8 @@ impl Grant<'_> {
         self.model.groups().iter().enumerate().map(need).sum()
     }
 
-    /// Phase 1: puts the hits of every group into its table and touches them. Hits before the window
-    /// of hit and external tokens become null, and are not touched.
+    /// Phase 1: puts the hits of every group into its table and touches them. Hits before the
+    /// window of hit and external tokens become null, and are not touched.
     fn touch_hits(&mut self, num_computed: usize) -> Result<()> {
         for (index, group) in self.model.groups().iter().enumerate() {
             let table = &mut self.request.tables[index];

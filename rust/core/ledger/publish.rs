@@ -6,9 +6,9 @@
 //!   Computed  cache, cache_step publish  a lookup finds only blocks that the caller reported
 //! ```
 //!
-//! vLLM publishes granted tokens, so requests of one step share a prefix that this step computes. If
-//! the step is dropped, blocks have keys but no KV. [`BlockLedger::free_computed`] drops these keys
-//! and names the requests that have hit the blocks.
+//! vLLM publishes granted tokens, so requests of one step share a prefix that this step computes.
+//! If the step is dropped, blocks have keys but no KV. [`BlockLedger::free_computed`] drops these
+//! keys and names the requests that have hit the blocks.
 
 use crate::error::Result;
 use crate::ids::BlockId;

@@ -1,6 +1,7 @@
-//! What two phases prevent (vLLM issue 33775). In each case the hits of a request are at the head of
-//! the free queue when the request gets slots for hit and external tokens. Each case runs twice. It
-//! must pass as the ledger is, and must fail with [`INTERLEAVED`] set, so it can detect the defect.
+//! What two phases prevent (vLLM issue 33775). In each case the hits of a request are at the head
+//! of the free queue when the request gets slots for hit and external tokens. Each case runs twice.
+//! It must pass as the ledger is, and must fail with [`INTERLEAVED`] set, so it can detect the
+//! defect.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use super::allocate::tests::INTERLEAVED;

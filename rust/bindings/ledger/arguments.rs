@@ -1,0 +1,69 @@
+//! The arguments of `BlockLedger`'s methods.
+
+use kvstow_core::ids::BlockId;
+use kvstow_core::ledger::{Context, Publish};
+use kvstow_core::pool::MAX_BLOCKS;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use crate::convert::{Name, counts, ids};
+use crate::error::ConfigError;
+use crate::hash::{extra_keys_from_py, tokens_from_py};
+
+/// As [`NewIds`], owned.
+pub(super) enum IdChoice {
+    Same,
+    Packed,
+    Given(Vec<BlockId>),
+}
+
+pub(super) fn publish_from_py(given: Option<Name>) -> PyResult<Publish> {
+    match given.as_ref().map_or("granted", |name| name.0.as_str()) {
+        "granted" => Ok(Publish::Granted),
+        "computed" => Ok(Publish::Computed),
+        other => Err(ConfigError::new_err(format!(
+            "publish is {other:?}: it is \"granted\" or \"computed\""
+        ))),
+    }
+}
+
+/// One count per request.
+pub(super) fn counts_for(
+    names: &[&str],
+    given: &Bound<'_, PyAny>,
+    what: &str,
+) -> PyResult<Vec<usize>> {
+    let tokens = counts(given)?;
+    if names.len() != tokens.len() {
+        return Err(ConfigError::new_err(format!(
+            "{} requests and {} numbers of {what} tokens: give one number per request",
+            names.len(),
+            tokens.len()
+        )));
+    }
+    Ok(tokens)
+}
+
+pub(super) fn new_ids(given: &Bound<'_, PyAny>) -> PyResult<IdChoice> {
+    let Ok(name) = given.cast::<PyString>() else {
+        return Ok(IdChoice::Given(ids(given, MAX_BLOCKS)?));
+    };
+    match name.to_str() {
+        Ok("same") => Ok(IdChoice::Same),
+        Ok("packed") => Ok(IdChoice::Packed),
+        _ => Err(ConfigError::new_err(format!(
+            "block_ids is {}: it is \"same\", \"packed\" or the ids to take",
+            name.repr()?
+        ))),
+    }
+}
+
+pub(super) fn context(
+    tokens: Option<&Bound<'_, PyAny>>,
+    extra_keys: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Context> {
+    Ok(Context {
+        tokens: tokens.map(tokens_from_py).transpose()?,
+        extra_keys: extra_keys.map(extra_keys_from_py).transpose()?,
+    })
+}
