@@ -371,7 +371,7 @@ def test_load_that_does_not_fit_now_is_no_error() -> None:
     ("use", "problem"),
     [
         (lambda e: e.add(7, []), "request_id is 7, expected a str"),
-        (lambda e: e.add("new", ["x"]), "a block hash is bytes"),
+        (lambda e: e.add("new", ["x"]), "a block hash is of type"),
         (lambda e: e.add("new", [], tokens=["x"]), "token 0 is of type str"),
         (lambda e: e.admit("added", "x", 1, after=READY), "num_tokens must be an integer, got 'x'"),
         (lambda e: e.admit("added", 5.0, 1, after=READY), "num_tokens must be an integer"),

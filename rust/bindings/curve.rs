@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PySequence};
 use crate::convert::{Count, check_integer_array, counts, hashes};
 use crate::error::{ConfigError, to_py};
 use crate::hash::native_copy;
-use crate::{detached, lock};
+use crate::lock::{detached, lock};
 
 /// Hits of an LRU cache at every capacity, from the requests added so far.
 ///

@@ -113,7 +113,7 @@ fn a_pool_that_is_too_small_is_refused_and_the_snapshot_stays_good() {
     restored(7, NewIds::Given(&given)).unwrap();
     for (wrong, why) in [
         (ids(&[1, 2, 3]), "3 new ids for 6 blocks"),
-        (ids(&[1, 2, 3, 4, 5, 5]), "is given to two blocks"),
+        (ids(&[1, 2, 3, 4, 5, 5]), "is the new id of two blocks"),
         (ids(&[0, 1, 2, 3, 4, 5]), "null block"),
         (ids(&[1, 2, 3, 4, 5, 7]), "ids go from 0 to 6"),
     ] {

@@ -252,7 +252,7 @@ def test_store_fails_as_a_whole_if_one_block_does() -> None:
         ([True], "1 outcomes for the 3 blocks of job 2"),
         ([True] * 4, "4 outcomes for the 3 blocks"),
         ([], "0 outcomes"),
-        ([True, None, True], "None is no bool"),
+        ([True, None, True], "None is not a bool"),
         ("yes", "sequence of bools"),
         (7, "sequence of bools"),
     ],
