@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.test_sleep import BLOCK, WHO, World, prompt, put_to_sleep
+from tests.engine.test_sleep import BLOCK, WHO, World, prompt, put_to_sleep
 
 from kvstow import SnapshotError, hash_tokens
 from kvstow.cli import main
@@ -287,8 +287,8 @@ def kill_writers(path: Path, moments: random.Random, found: dict[int, int], writ
 FORKING_WRITER = """
 import os, sys
 import numpy
-from tests.test_snapshot_file import one_of_two
-from tests.test_sleep import WHO
+from tests.engine.test_snapshot_file import one_of_two
+from tests.engine.test_sleep import WHO
 
 def write_until_killed():
     worlds = [one_of_two(which) for which in (0, 1)]

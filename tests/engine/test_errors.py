@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.test_engine import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, world
+from tests.engine.test_requests import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, world
 
 from kvstow import (
     AdmissionState,
