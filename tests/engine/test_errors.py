@@ -1,15 +1,14 @@
-"""What an `Engine` does after an error in the middle of an operation, and with wrong arguments."""
+"""An `Engine` after an error in the middle of an operation, late copies, and damaged slots."""
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine.test_requests import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, world
+from tests.engine.world import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, world
 
 from kvstow import (
     AdmissionState,
@@ -22,11 +21,10 @@ from kvstow import (
     StateError,
     StateSpace,
     TransferError,
-    UnknownRequest,
     hash_tokens,
 )
 from kvstow.engine.state import State
-from kvstow.transfer import READY, BlockLayout, Event, HostEvent, HostMover, mover_for
+from kvstow.transfer import READY, BlockLayout, HostEvent, HostMover, mover_for
 
 OTHER = list(range(50, 66))
 
@@ -48,7 +46,6 @@ class Raises:
 
 
 ERRORS = [RuntimeError("cudaErrorLaunchFailure"), MemoryError(), KeyboardInterrupt()]
-
 
 # -- errors in the middle ----------------------------------------------------------------------
 
@@ -362,121 +359,6 @@ def test_load_that_does_not_fit_now_is_no_error() -> None:
         it.engine.add("long", hash_tokens([*DOCUMENT, *OTHER, 1], BLOCK))
         with pytest.raises(OutOfBlocks, match="needs 9 blocks"):
             it.engine.admit("long", 33, 100, after=READY)
-
-
-# -- wrong types -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("use", "problem"),
-    [
-        (lambda e: e.add(7, []), "request_id is 7, expected a str"),
-        (lambda e: e.add("new", ["x"]), "a block hash is of type"),
-        (lambda e: e.add("new", [], tokens=["x"]), "token 0 is of type str"),
-        (lambda e: e.admit("added", "x", 1, after=READY), "num_tokens must be an integer, got 'x'"),
-        (lambda e: e.admit("added", 5.0, 1, after=READY), "num_tokens must be an integer"),
-        (lambda e: e.admit("added", 9, "3", after=READY), "max_new_tokens must be an integer"),
-        (
-            lambda e: e.admit("added", 9, 9, after=READY, must_fit_tokens="9"),
-            "must_fit_tokens must be",
-        ),
-        (lambda e: e.admit("added", 9, 9, after=READY, reserve="9"), "reserve must be an integer"),
-        (lambda e: e.computed("ab", [1, 1], after=READY), r"pass \['ab'\]"),
-        (lambda e: e.computed(["runs"], ["x"], after=READY), "expected a sequence of integers"),
-        (lambda e: e.computed(["runs"], 3, after=READY), "expected a sequence of integers"),
-        (lambda e: e.step("ab", [1, 1]), r"pass \['ab'\]"),
-        (lambda e: e.step(["runs"], 1), "sequence of integers"),
-        (lambda e: e.sleep(after=READY, timeout_s="1"), "timeout_s is '1'"),
-    ],
-)
-def test_wrong_type_raises_config_error(use: Callable[[Engine], object], problem: str) -> None:
-    with world() as it:
-        it.admit("runs", DOCUMENT)
-        it.engine.add("added", hash_tokens(DOCUMENT, BLOCK))
-        with pytest.raises(ConfigError, match=problem):
-            use(it.engine)
-        assert not it.engine._state.change.is_torn
-        it.engine.check()
-        assert it.engine.admit("added", 16, 100, after=READY).state is RUNS
-
-
-def test_request_id_of_a_wrong_type_is_unknown() -> None:
-    with world() as it:
-        wrongs: list[Any] = [7, None, [], {}]
-        for wrong in wrongs:
-            with pytest.raises(UnknownRequest):
-                it.engine.finish(wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"groups": FullAttention(4)}, r"groups is FullAttention.*pass one for each block table"),
-        ({"groups": [4]}, r"groups is \[4\]"),
-        ({"load_timeout_s": "3"}, "load_timeout_s is '3'"),
-        ({"store_timeout_s": 0}, "store_timeout_s is 0"),
-        ({"store_timeout_s": float("inf")}, "store_timeout_s is inf"),
-        ({"mode": "lazy", "horizon_blocks": "x"}, "horizon_blocks must be an integer, got 'x'"),
-        ({"mode": "foo"}, 'mode "foo"'),
-        ({"clock": 3}, "clock is 3, expected a callable"),
-        ({"mover": HostMover.__name__}, "mover is 'HostMover', expected a callable"),
-        ({"world_size": "2"}, "world_size"),
-        ({"num_host_blocks": "2"}, "num_host_blocks must be an integer, got '2'"),
-        ({"num_device_blocks": "8"}, "num_device_blocks must be an integer, got '8'"),
-        ({"blocks_per_slot": None}, "blocks_per_slot must be an integer"),
-        ({"layouts": 3}, "layouts"),
-    ],
-)
-def test_option_of_a_wrong_type_raises_config_error(options: dict[str, Any], problem: str) -> None:
-    num_threads = threading.active_count()
-    given: dict[str, Any] = {
-        "num_device_blocks": 8,
-        "num_host_blocks": 8,
-        "groups": [FullAttention(4)],
-        "layouts": [BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])],
-    }
-    with pytest.raises(ConfigError, match=problem):
-        Engine(**(given | options))
-    assert threading.active_count() <= num_threads
-
-
-def test_ticket_refuses_a_timeout_that_is_no_number() -> None:
-    with world(mover=HostMover) as it:
-        it.admit("one", DOCUMENT)
-        it.compute("one", DOCUMENT)
-        [transfer] = it.engine.transfers
-        for ticket in transfer.tickets:
-            wrongs: list[Any] = ["1", [], float("nan")]
-            for wrong in wrongs:
-                with pytest.raises(ConfigError, match=r"timeout_s is .*: pass seconds, or None"):
-                    ticket.wait(wrong)
-
-
-# -- futures -----------------------------------------------------------------------------------
-
-
-def test_error_for_a_future_names_host_event_of() -> None:
-    future: Future[None] = Future()
-    with world(mover=HostMover) as it:
-        it.admit("one", DOCUMENT)
-        with pytest.raises(ConfigError, match=r"pass HostEvent.of\(future\)"):
-            it.compute("one", DOCUMENT, after=future)  # type: ignore[arg-type]
-        it.compute("one", DOCUMENT, after=HostEvent.of(future))
-        assert it.engine.poll() == NOTHING
-        future.set_result(None)
-        assert polled(it.engine).num_stored_blocks == 4
-
-
-@pytest.mark.parametrize("end", ["fails", "is cancelled"])
-def test_event_of_a_future_fails_as_the_future_does(end: str) -> None:
-    future: Future[None] = Future()
-    event: Event = HostEvent.of(future)
-    if end == "fails":
-        future.set_exception(ValueError("no compute"))
-    else:
-        assert future.cancel()
-    with pytest.raises(TransferError, match=r"no compute|Cancelled"):
-        event.wait()
 
 
 # -- other threads -----------------------------------------------------------------------------

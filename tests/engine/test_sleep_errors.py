@@ -1,0 +1,146 @@
+"""Sleep and wake that are refused, fail or are interrupted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.sleep_world import WHO, FailingMover, prompt, state, world
+
+from kvstow import (
+    ConfigError,
+    OutOfBlocks,
+    SnapshotError,
+    StateError,
+    TransferError,
+)
+from kvstow.transfer import (
+    READY,
+)
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_sleep_changes_nothing_if_the_host_is_too_small() -> None:
+    with world(num_host=4) as it:
+        it.run("a", prompt(1, 18))
+        it.run("b", prompt(3, 18))
+        it.settle()
+        before = state(it.engine)
+        with pytest.raises(OutOfBlocks, match="preempt requests first"):
+            it.engine.sleep(after=READY)
+        assert state(it.engine) == before
+        it.go_on("a", 5)
+        it.check()
+        it.engine.preempt("b")
+        del it.texts["b"]
+        it.settle()
+        it.engine.reset()
+        with pytest.raises(OutOfBlocks):
+            it.engine.sleep(after=READY)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_failed_copies_leave_the_engine_as_it_was(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(ranks=ranks, mover=FailingMover) as it:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        before = state(it.engine)
+        monkeypatch.setattr(FailingMover, "fails", "store")
+        with pytest.raises(TransferError, match=r"could not be stored.*no store today"):
+            it.engine.sleep(after=READY)
+        assert state(it.engine) == before
+        monkeypatch.setattr(FailingMover, "fails", "")
+        it.sleep()
+        monkeypatch.setattr(FailingMover, "fails", "load")
+        for _ in range(2):
+            with pytest.raises(TransferError, match=r"could not be loaded.*no load today"):
+                it.wake()
+        monkeypatch.setattr(FailingMover, "fails", "")
+        it.wake()
+        it.check()
+
+
+def test_engine_is_awake_without_copies_after_sleep_was_interrupted() -> None:
+    class Interrupted:
+        def wait(self) -> None:
+            raise AssertionError("movers do not block in it")
+
+        def add_done_callback(self, callback: Callable[[], None]) -> None:
+            self.callback = callback
+
+    event = Interrupted()
+    with world() as it, pytest.MonkeyPatch.context() as patch:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        tables = it.engine.tables("a")[0].tolist()
+        movers = list(it.engine.movers)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("kvstow.engine.sleep._finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            it.engine.sleep(after=event)
+        it.engine.check()
+        assert it.engine.tables("a")[0].tolist() == tables
+        assert it.engine.scheduler.num_resident == len(it.engine.scheduler.used_slots())
+        with pytest.raises(StateError, match="this HostMover is closed"):
+            movers[0].load([0], [1], after=READY)
+        event.callback()
+        it.go_on("a", 5)
+        it.check()
+
+
+def test_wake_raises_unless_the_engine_sleeps() -> None:
+    with world() as it:
+        with pytest.raises(StateError, match="does not sleep"):
+            it.wake()
+        it.sleep()
+        it.wake()
+        with pytest.raises(StateError, match="does not sleep"):
+            it.wake()
+        it.sleep()
+        it.engine.close()
+        with pytest.raises(StateError, match="is closed"):
+            it.wake()
+        with pytest.raises(StateError, match="is closed"):
+            it.sleep()
+
+
+def test_wake_refuses_another_model_or_other_layouts() -> None:
+    with world() as it:
+        it.run("a", prompt(1, 18))
+        it.sleep(**WHO)
+        it.memory = it.new_memory(24, per_block=8)
+        with pytest.raises(SnapshotError, match="give layouts of the model that slept"):
+            it.engine.wake(it.layouts, after=READY, **WHO)
+        with pytest.raises(ConfigError, match="1 groups but 2 layouts"):
+            it.engine.wake(it.layouts * 2, after=READY, **WHO)
+        with pytest.raises(SnapshotError, match="is of 'a model', not of 'b'"):
+            it.wake(identity="b", weights_version="7")
+        with pytest.raises(SnapshotError, match=r"weights version '7', not of '8'.*reset it"):
+            it.wake(identity="a model", weights_version="8")
+        with pytest.raises(ConfigError, match="expected an Event"):
+            it.wake(after=None, **WHO)
+        it.wake(**WHO)
+        it.check()
+
+
+def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:
+    with world() as it:
+        halves: list[dict[str, Any]] = [{}, {"identity": "a"}, {"weights_version": "1"}]
+        for options in halves:
+            with pytest.raises(ConfigError, match="a file needs both"):
+                it.engine.sleep(after=READY, to=tmp_path / "image", **options)
+        for place in 5, None, b"image", "im\0age":
+            with pytest.raises(ConfigError, match="pass HOST, or the name of a file"):
+                it.engine.sleep(after=READY, to=place, **WHO)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="pass strings"):
+            it.engine.sleep(after=READY, identity=b"a", weights_version="1")  # type: ignore[arg-type]
+        with pytest.raises(SnapshotError, match="cannot be written: No such file"):
+            it.engine.sleep(after=READY, to=tmp_path / "no" / "image", **WHO)
+        it.run("a", prompt(1, 9))
+        it.check()
