@@ -84,8 +84,10 @@ def map_on_threads(
         work.run()
 
     to_start = iter(range(min(num_threads, len(work.waiting))))
-    while not work.is_over():
+    while True:
         try:
+            if work.is_over():
+                break
             for _ in to_start:
                 threading.Thread(target=run, name=name, daemon=True).start()
             work.wakes.get(timeout=_LOOK_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstow.threads import map_on_threads
+from kvstow.threads import _Work, map_on_threads
 from kvstow.transfer import BlockLayout, HostArena, HostMover, Mover, ProvingMover
 from kvstow.transfer import VerifiedMover as Verified
 
@@ -124,6 +124,30 @@ def test_interrupted_map_begins_no_more_items_and_ends_those_under_way() -> None
         signal.signal(signal.SIGALRM, before)
     assert sorted(begun) == sorted(ended)
     assert len(begun) < 10
+
+
+def test_map_interrupted_outside_its_wait_ends_the_items_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended, real, num_looks = threading.Event(), threading.Event(), _Work.is_over, 0
+
+    def call(_: int) -> None:
+        begun.set()
+        threading.Event().wait(0.3)
+        ended.set()
+
+    def look(work: _Work[int, None]) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 2:
+            begun.wait(LONG_S)
+            raise KeyboardInterrupt
+        return real(work)
+
+    monkeypatch.setattr(_Work, "is_over", look)
+    with pytest.raises(KeyboardInterrupt):
+        map_on_threads(call, [0], 1, "kvstow-test")
+    assert ended.is_set()
 
 
 def test_map_raises_the_error_of_an_item_and_keeps_the_order_of_results() -> None:
