@@ -1,6 +1,7 @@
 //! Curves against the scheduler, a naive LRU list, and a search of all that a cache can do.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 
 use kvstow_core::curve::{Clairvoyant, HitCurve, HitCurveConfig, MIN_KEYS, Prompts, keys_of};
 use kvstow_core::group::{Attention, Group};
@@ -236,7 +237,7 @@ proptest! {
 /// A third of the requests are popular, a third are new, and a third repeat one of the new ones.
 fn long_trace(num_requests: u64) -> Requests {
     let chain = |root: u64| (0..20).map(|depth| root * 100 + depth).collect::<Vec<_>>();
-    let spread = |at: u64| at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    let spread = |at: u64| BuildHasherDefault::<DefaultHasher>::default().hash_one(at);
     let prompt = |at: u64| match at % 3 {
         0 => chain(at % 10),
         1 => chain(1000 + at),
@@ -253,6 +254,23 @@ fn curve_of_bounded_memory_stays_within_its_bytes() {
         assert!(curve.rate() < 1.0, "it is full");
         assert!(curve.memory_bytes() <= max_bytes, "{} of {max_bytes}", curve.memory_bytes());
         assert!(curve.memory_bytes() >= max_bytes / 4, "the memory is used");
+    }
+}
+
+#[test]
+fn sampled_curve_is_near_the_exact_one() {
+    let requests = long_trace(20_000);
+    let capacities: Vec<_> = (1..40).map(|step| step * 2000).collect();
+    let unbounded = exact(&requests);
+    let expected = unbounded.hits(&capacities);
+    for seed in 0..20 {
+        let config = HitCurveConfig { max_keys: Some(8000), seed, ..Default::default() };
+        let curve = curve_of(&requests, config);
+        assert!(curve.rate() < 0.1);
+        for (hits, expected) in curve.hits(&capacities).into_iter().zip(&expected) {
+            let thousandths = hits.abs_diff(*expected) * 1000 / curve.num_lookups();
+            assert!(thousandths < 15, "seed {seed}: {hits} hits, {expected} expected");
+        }
     }
 }
 
