@@ -202,7 +202,7 @@ def test_piped_data_without_a_dash_is_refused(script: str, trace: Path) -> None:
     done = shell(script, str(trace))
     assert (done.returncode, done.stdout) == (USAGE, "")
     assert done.stderr.startswith("kvstow: standard input has data")
-    assert "pass - to replay it" in done.stderr
+    assert "pass - to replay the data" in done.stderr
 
 
 def test_data_on_a_socket_without_a_dash_is_refused() -> None:
