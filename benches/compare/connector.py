@@ -263,8 +263,8 @@ class Prompts:
         yield step(vllm_side.step([(request, table)], num_tokens=chunk), chunk)
         # Then come the other chunks, and the last token, in whose step the last stores begin.
         for num_tokens in [chunk] * (NUM_TOKENS // chunk - 1) + [1]:
-            taken = manager.allocate_slots(request, num_tokens).get_block_ids(allow_none=True)
-            output = vllm_side.step(running=[(request, taken)], num_tokens=num_tokens)
+            allocated = manager.allocate_slots(request, num_tokens).get_block_ids(allow_none=True)
+            output = vllm_side.step(running=[(request, allocated)], num_tokens=num_tokens)
             yield step(output, num_tokens)
         side.finish(request, what)
         manager.reset_prefix_cache()

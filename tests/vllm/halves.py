@@ -49,11 +49,13 @@ WINDOW = SlidingWindowSpec(
 PAGE_BYTES = FULL.page_size_bytes
 
 
-def cache_config(*specs: Any, retention: int | None = 0) -> KVCacheConfig:
+def cache_config(
+    *specs: Any, num_blocks: int = NUM_BLOCKS, retention: int | None = 0
+) -> KVCacheConfig:
     """Return groups of one layer each in one allocation, as vLLM lays hybrids out."""
-    size = PAGE_BYTES * NUM_BLOCKS
+    size = PAGE_BYTES * num_blocks
     return KVCacheConfig(
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(size, [str(at)], layer_stride=size, block_stride=PAGE_BYTES)
             for at in range(len(specs))
@@ -138,7 +140,7 @@ class Scheduler:
         found = self.half.lookup(request, num_local)
         assert found is not None
         num_new = 0 if found else request.num_tokens - num_local
-        taken = self.manager.allocate_slots(
+        allocated = self.manager.allocate_slots(
             request,
             num_new,
             num_new_computed_tokens=num_local,
@@ -146,7 +148,7 @@ class Scheduler:
             num_external_computed_tokens=found,
             delay_cache_blocks=found > 0,
         )
-        assert taken is not None
+        assert allocated is not None
         self.half.allocated(request, self.manager.get_blocks(request.request_id), found)
         request.num_computed_tokens = num_local + found
         return found

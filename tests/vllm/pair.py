@@ -204,14 +204,14 @@ class Pair:
             return
         hits = {block for blocks in hit.blocks for block in blocks.tolist()}
         kept: set[int] = set()
-        for table, taken in zip(self.tables(id), ours, strict=True):
-            assert taken.tolist() == table[len(table) - len(taken) :]
-            kept.update(table[: len(table) - len(taken)])
+        for table, allocated in zip(self.tables(id), ours, strict=True):
+            assert allocated.tolist() == table[len(table) - len(allocated) :]
+            kept.update(table[: len(table) - len(allocated)])
             self.seen["skipped blocks"] += table.count(0)
         assert kept <= hits | {0}
-        assert kept.isdisjoint(id for taken in ours for id in taken.tolist())
+        assert kept.isdisjoint(id for allocated in ours for id in allocated.tolist())
         self.seen["hit tokens"] += hit.num_tokens
-        self.seen["hits taken from the queue"] += len(kept & free_before)
+        self.seen["hits in the free queue"] += len(kept & free_before)
         self.seen["hits out of the window"] += len(hits - kept - {0})
         self.seen["external tokens"] += external
         request.num_computed_tokens = num_local + external + num_new

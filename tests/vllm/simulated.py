@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.vllm.halves import BLOCK_SIZE, FULL, PAGE_BYTES, cache_config
 from tests.vllm.movers import LateMover, LateTicket
 from tests.vllm.setting import CONNECTOR
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -27,13 +28,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -42,14 +36,8 @@ from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
 
-BLOCK_SIZE = 16
 VOCAB_SIZE = 50
 NUM_DRAFTS = 3
-FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
-WINDOW = SlidingWindowSpec(
-    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
-)
-PAGE_BYTES = FULL.page_size_bytes
 
 
 class WrongKV(AssertionError):
@@ -82,17 +70,7 @@ class Simulated:
         self.dice = random.Random(self.seed)
         size = PAGE_BYTES * self.num_blocks
         names = [str(at) for at in range(len(self.specs))]
-        cache = KVCacheConfig(
-            num_blocks=self.num_blocks,
-            kv_cache_tensors=[
-                KVCacheTensor(size, [name], layer_stride=size, block_stride=PAGE_BYTES)
-                for name in names
-            ],
-            kv_cache_groups=[
-                KVCacheGroupSpec([name], spec) for name, spec in zip(names, self.specs, strict=True)
-            ],
-            prefix_cache_retention_interval=0,  # vLLM's default
-        )
+        cache = cache_config(*self.specs, num_blocks=self.num_blocks)
         config = self._config()
         config.cache_config.num_gpu_blocks = self.num_blocks
         kind = AsyncScheduler if self.num_in_flight > 1 else Scheduler

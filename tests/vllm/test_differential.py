@@ -72,7 +72,7 @@ def test_ledger_equals_vllms_manager(model: Model) -> None:
         seen += run(model, seed)
     expected = {
         "hit tokens",
-        "hits taken from the queue",
+        "hits in the free queue",
         "external tokens",
         "loads",
         "failed loads",

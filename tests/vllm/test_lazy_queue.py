@@ -49,7 +49,7 @@ class Pool:
         self.num_changed += len(blocks)
 
     def _take(self, num_blocks: int) -> None:
-        """Offer before the blocks that are taken exceed the horizon, as steps do."""
+        """Offer before the allocated blocks exceed the horizon, as steps do."""
         self.num_taken += num_blocks
         if self.num_taken >= self.lazy.horizon_blocks:
             self.offer()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.simulated import FULL, WINDOW, Simulated, tokens
+from tests.vllm.halves import FULL, WINDOW
+from tests.vllm.simulated import Simulated, tokens
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 

@@ -8,7 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.vllm.simulated import FULL, WINDOW, Simulated, WrongKV, tokens
+from tests.vllm.halves import FULL, WINDOW
+from tests.vllm.simulated import Simulated, WrongKV, tokens
 from vllm.v1.request import Request
 
 from kvstow.vllm.connector import _hashes_sessions_correctly
