@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 
 import click
 
@@ -52,8 +53,10 @@ def is_behind_vllm(key: str) -> bool:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Return a Markdown table, without columns that are empty."""
+    rows = list(rows)
+    used = [any(row[column] for row in rows) for column in range(len(head))]
+    lines = [list(compress(line, used)) for line in (head, ["---"] * len(head), *rows)]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
