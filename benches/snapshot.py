@@ -1,16 +1,16 @@
-"""How long does an engine need to sleep and to wake, and is a snapshot as fast as a file copy?
+"""How long does an engine take to sleep and to wake, and is a snapshot as fast as a file copy?
 
     .venv/bin/python -m benches.snapshot [--gb 4] [--folder FOLDER]     (needs twice as much memory)
 
-One request fills the device pool. Nothing of it is on the host yet (a lazy engine), so that all of
-it is copied; "stored before" is an eager engine, of which only the last part of a block is. Blocks
-are of 2 MiB, in 16 regions as of 8 layers, and hold random bytes.
+One request fills the device pool. The engine is lazy, so the host has none of its blocks, and sleep
+copies all of them. For "stored before" the engine is eager, so sleep copies only the partial last
+block. Blocks have 2 MiB, in 16 regions as for 8 layers, and hold random bytes.
 
-In a file, `sleep` ends when the file is on the disk; so does the plain copy, of a file of the same
-size, by `shutil.copyfile` and fsync. `wake` from a file reads it once, and compares every slot
-with its checksum. The files are read from the page cache, as far as they fit there.
+With a file, `sleep` ends when the file is on the disk. So does the plain copy of a file of this
+size, which uses `shutil.copyfile` and fsync. `wake` from a file reads it once, and compares every
+slot with its checksum. The files are read from the page cache, as far as they fit there.
 
-The condition: from or to a file, no slower than half the plain copy.
+The condition: sleep to a file and wake from it take at most twice the time of the plain copy.
 """
 
 import argparse
@@ -37,7 +37,7 @@ REQUIRED_SHARE = 0.5
 
 
 class Device:
-    """Device memory that can go and come back, and what it should hold."""
+    """Device memory that can be released and allocated again, and a sample of its content."""
 
     def __init__(self, num_blocks: int) -> None:
         self.shape = (NUM_REGIONS, num_blocks, BLOCK_BYTES // NUM_REGIONS)
@@ -47,7 +47,7 @@ class Device:
         for begin in range(0, len(flat), len(page)):
             part = flat[begin : begin + len(page)]
             part[:] = page[: len(part)]
-            part[::4096] = begin // len(page) % 251  # no two pages alike
+            part[::4096] = begin // len(page) % 251  # no two pages are equal
         self.sample = self.memory[:, 1::97, ::4093].copy()
 
     def go(self) -> None:

@@ -1,8 +1,8 @@
 """An engine's loop with random turns: the KV of each token is known, and every read is compared.
 
-The device is a queue of computes, as a CUDA stream is. A compute that was launched runs later, in
-order, and only then writes its tokens and happens. What a token's KV is depends on all tokens up
-to it, so a block that nobody wrote, or that somebody else wrote, never compares equal.
+The device is a queue of computes, as a CUDA stream is. A launched compute runs later, in order.
+Only then it writes its tokens and sets its event. A token's KV depends on all tokens up to it. So a
+block that no request wrote, or that another request wrote, never compares equal.
 """
 
 import random
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Request:
-    """What the loop knows of a request.
+    """A request, as the loop knows it.
 
     Attributes:
         tokens: known so far.
@@ -57,7 +57,7 @@ class Request:
     values: list[int] = field(default_factory=list)
 
     def kv(self, group: int, rank: int) -> npt.NDArray[np.int64]:
-        """KV of all known tokens."""
+        """Return the KV of all known tokens."""
         known = self.values[-1] if self.values else 0
         for token in self.tokens[len(self.values) :]:
             known = zlib.crc32(token.to_bytes(4, "little"), known)
@@ -106,7 +106,7 @@ class Loop:
 
     @property
     def last(self) -> Event:
-        """What a load must wait for."""
+        """The event that a load must wait for."""
         return self.launched[-1][1] if self.launched else READY
 
     def launch(self, parts: list[tuple[str, int, int]]) -> HostEvent:
@@ -156,7 +156,7 @@ class Loop:
     # -- the loop ------------------------------------------------------------------------------
 
     def add(self) -> None:
-        """Add a request whose prompt begins like others."""
+        """Add a request whose prompt shares its begin with others."""
         head = self.chances.choice([1, 2, 3])
         num_shared = self.chances.randrange(0, 25)
         tail = [self.chances.randrange(50) for _ in range(self.chances.randrange(1, 8))]
@@ -202,7 +202,7 @@ class Loop:
             self.engine.preempt(name)
 
     def compute(self, names: list[str]) -> None:
-        """Launch the compute of all that was granted, and report it."""
+        """Launch the compute of all granted tokens, and report it."""
         parts = []
         for name in names:
             granted = self.engine.ledger.num_granted_tokens(name)
@@ -230,7 +230,7 @@ class Loop:
             assert self.state(name) == "running"
 
     def sleep(self) -> None:
-        """Sleep and wake over other memory, under other ids."""
+        """Sleep, and wake over other memory and under other ids."""
         to: dict[str, Any] = {}
         if self.folder is not None and self.chances.random() < 0.5:
             to = {"to": self.folder / "image"}
@@ -253,7 +253,7 @@ class Loop:
         self.engine.wake(self.layouts, after=READY, block_ids=block_ids, **who)
 
     def turn(self) -> None:
-        """One random operation."""
+        """Carry out one random operation."""
         chance = self.chances.random()
         running, added = self.names("running"), self.names("added")
         if chance < 0.15 and len(self.requests) < 8:
@@ -285,7 +285,7 @@ class Loop:
             self.engine.reset()
 
     def serve_all(self) -> None:
-        """Serve every request to its end, and a new one for each prompt."""
+        """Serve every request to its end, and three new ones."""
         for _ in range(3):
             self.add()
         for _ in range(10_000):
@@ -310,7 +310,7 @@ class Loop:
             self.run_one()
 
     def adopt(self) -> None:
-        """Go on after an operation was cut short: see which requests the engine knows."""
+        """Go on after an operation was cut short, with the requests that the engine knows."""
         for name in list(self.requests):
             try:
                 self.engine.preempt(name)
@@ -332,7 +332,7 @@ class Loop:
 
 
 def turns(loop: Loop, num_turns: int) -> None:
-    """Take random turns, checking all of the engine now and then."""
+    """Take random turns, and check the engine after every fifth."""
     for number in range(num_turns):
         loop.turn()
         if number % 5 == 0:

@@ -1,4 +1,4 @@
-"""A forked child that checks something, and does not hang."""
+"""Checks in a forked child, which must not hang."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ LONG_S = 60
 
 
 def in_child(check: Callable[[], None]) -> None:
-    """Fork, and run `check` in the child; fail with what it raises, and if it hangs or crashes."""
+    """Run `check` in a forked child. Fail if it raises, hangs or crashes."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -8,7 +8,7 @@ from kvstow.transfer.mover import Ints
 
 
 class ManualTicket(Ticket):
-    """A copy that is made, or fails, when the test says so."""
+    """A copy that the test lets land or fail."""
 
     def __init__(self, copy: Callable[[], Ticket]) -> None:
         self._copy = copy
@@ -21,11 +21,11 @@ class ManualTicket(Ticket):
         self._ended = True
 
     def release(self) -> None:
-        """The source was read; the bytes are still on the way."""
+        """Release the source, while the bytes are still on the way."""
         self._read = True
 
     def fail(self) -> None:
-        self._error = TransferError("the test says so")
+        self._error = TransferError("the test made it fail")
         self._ended = True
 
     def poll(self) -> bool:
@@ -45,7 +45,7 @@ class ManualTicket(Ticket):
 
 
 class ManualMover(HostMover):
-    """Keeps every copy on its ticket."""
+    """Makes no copy before the test asks for it on the ticket."""
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
         super().__init__(layout, arena)

@@ -1,9 +1,9 @@
-"""An `Engine` under everything at once: Ctrl-C at random moments, forks, and a reader of `stats`.
+"""Stress an `Engine` with Ctrl-C at random moments, forks, and a thread that reads `stats`.
 
     python -m tests.stress --seconds 600 [--seed 7]
 
-Every token that a request reads is compared, and `check` runs after each interrupt. Ends with
-status 1 after a wrong token, a failed check, or a hang.
+It compares every token that a request reads, and calls `check` after each interrupt. The exit
+status is 1 after a wrong token, a failed check, or a hang.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Stress:
         self.is_over = False
 
     def run(self, seconds: float) -> None:
-        """Raise what goes wrong."""
+        """Live until the time is over. Raise the first error."""
         end_s = time.monotonic() + seconds
         reader = threading.Thread(target=self.read_stats, daemon=True)
         reader.start()
@@ -56,7 +56,7 @@ class Stress:
         assert not reader.is_alive(), "the thread that reads stats hangs"
 
     def interrupt(self, *_: object) -> None:
-        """Do what Ctrl-C does, but not to the device."""
+        """Raise what Ctrl-C raises, but not while the device computes."""
         if self.loop is not None and self.loop.is_device_busy:
             signal.setitimer(signal.ITIMER_REAL, 0.0002)
             return
@@ -71,7 +71,7 @@ class Stress:
             faulthandler.dump_traceback_later(_HANG_S, exit=True)
             self.counts["turns"] += 1
             try:
-                # An interrupt, as Ctrl-C is one, within the turns that follow.
+                # The timer interrupts one of the turns that follow.
                 signal.setitimer(signal.ITIMER_REAL, self.chances.uniform(0.00001, 0.02))
                 for _ in range(self.chances.randrange(1, 100)):
                     loop.turn()
@@ -89,18 +89,18 @@ class Stress:
         loop.close()
 
     def go_on(self, loop: Loop) -> None:
-        """Go on after an interrupt, wherever it came."""
+        """Go on after an interrupt at any place."""
         loop.engine.check()
         if loop.engine._state.asleep is not None:
             loop.wake({"identity": "a model", "weights_version": "1"})
             loop.engine.check()
         loop.adopt()
-        while loop.launched:  # also one that was running: its writes are made again
+        while loop.launched:  # a compute that the interrupt hit runs again
             loop.run_one()
         loop.engine.check()
 
     def fork(self, loop: Loop) -> None:
-        """Fork children that leave at once, or that touch the engine first."""
+        """Fork a child that exits at once, or that uses the engine first."""
         self.counts["forks"] += 1
         touches = self.chances.random() < 0.5
         child = os.fork()
@@ -131,21 +131,21 @@ class Stress:
             if loop is not None:
                 stats: dict[str, Any] = loop.engine.stats()
                 if loop.engine is engine:
-                    assert stats["device_evicted_blocks"] >= evicted, "counted less than before"
+                    assert stats["device_evicted_blocks"] >= evicted, "the count went down"
                 evicted, engine = stats["device_evicted_blocks"], loop.engine
                 self.counts["stats"] += 1
             time.sleep(0.0005)
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Whether an interrupt is behind an error: Python's own conditions raise RuntimeError then."""
+    """Return whether an interrupt caused an error. After one, conditions may raise RuntimeError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def main() -> int:
-    """Run it, and print what was done."""
+    """Run, and print what was done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))

@@ -1,4 +1,4 @@
-"""What memory is free, on machines that a folder describes, and what is refused for lack of it."""
+"""Free memory of machines that a folder describes, and the refusal of more than that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000
 
 
 class Machine:
-    """A root folder with what Linux says of memory."""
+    """A root folder with the files in which Linux reports memory."""
 
     def __init__(self, root: Path, *, available: int = 100 * GIB, cgroup: str = "0::/\n") -> None:
         self.root = root
@@ -32,7 +32,7 @@ class Machine:
     def group(
         self, path: str, limit: int | str, used: int, stat: Mapping[str, int] | None = None
     ) -> None:
-        """A group of version 2."""
+        """Add a control group of version 2."""
         folder = f"sys/fs/cgroup/{path}"
         self._write(f"{folder}/memory.max", f"{limit}\n")
         self._write(f"{folder}/memory.current", f"{used}\n")
@@ -40,7 +40,7 @@ class Machine:
             self._write(f"{folder}/memory.stat", _lines(stat))
 
     def old_group(self, path: str, limit: int, used: int, stat: Mapping[str, int]) -> None:
-        """A group of version 1."""
+        """Add a control group of version 1."""
         folder = f"sys/fs/cgroup/memory/{path}"
         self._write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
         self._write(f"{folder}/memory.usage_in_bytes", f"{used}\n")
@@ -63,7 +63,7 @@ def test_files_in_the_page_cache_do_not_count_as_used(tmp_path: Path) -> None:
     stat = {"anon": 2 * GIB, "file": 7 * GIB, "active_file": 2 * GIB, "inactive_file": 4 * GIB}
     machine.group("", 10 * GIB, 9 * GIB, stat)
     assert machine.free() == 7 * GIB
-    # Shared memory is a file to the system, and is not dropped: it is on neither list.
+    # Shared memory counts as a file, but on neither list, because the system cannot drop it.
     machine.group("", 10 * GIB, 9 * GIB, stat | {"shmem": 3 * GIB, "active_file": 0})
     assert machine.free() == 5 * GIB
 

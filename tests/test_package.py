@@ -1,4 +1,4 @@
-"""What `import kvstow` costs and promises, each measured in an interpreter of its own."""
+"""What `import kvstow` costs and provides. Each test starts a new interpreter."""
 
 import importlib.metadata
 import os
@@ -30,7 +30,7 @@ def printed(code: str) -> str:
 
 
 def test_import_needs_only_numpy() -> None:
-    # torch and vLLM are installed where the tests run: an optional import of them would show here.
+    # torch and vLLM are installed where the tests run, so an optional import would show here.
     loaded = printed(
         """
         import sys
@@ -55,8 +55,8 @@ def test_import_adds_under_20_ms_to_numpys_own() -> None:
 
 
 def test_import_of_a_debug_build_warns() -> None:
-    # The binary under test is a release build (else nothing here could be imported, warnings being
-    # errors), so the loader makes it say otherwise.
+    # The binary under test is a release build: a debug build could not be imported here, because
+    # warnings are errors. So the loader sets the flag of a debug build.
     completed = python(
         """
         import sys
@@ -100,7 +100,7 @@ def test_type_checkers_find_the_types() -> None:
 
 
 def test_wheel_stays_under_2_mb() -> None:
-    # A wheel is these files, each deflated; its own records add about 20 kB.
+    # A wheel has these files, each deflated. Its own records add about 20 kB.
     files = [f for f in PACKAGE.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
     assert any(f.suffix == ".so" for f in files)
     assert sum(len(zlib.compress(f.read_bytes())) for f in files) < 1_980_000
@@ -121,7 +121,7 @@ def test_folders_of_the_repository_win_over_installed_packages_of_their_names(
 
 
 def test_interrupt_of_the_first_call_with_an_array_does_not_panic() -> None:
-    # Whatever is still imported then, an interrupt can hit.
+    # The call may import modules at first use, and an interrupt can hit such an import.
     printed(
         """
         import builtins

@@ -1,4 +1,4 @@
-"""A short run of `tests.stress` with fixed seeds; `make stress` is the long one."""
+"""A short run of `tests.stress` with fixed seeds. `make stress` runs for longer."""
 
 import subprocess
 import sys

@@ -35,7 +35,7 @@ Memory = list[list[npt.NDArray[np.int64]]]
 
 
 def prompt(name: int, num_tokens: int) -> list[int]:
-    """All prompts begin with the same two blocks."""
+    """Return a prompt. All prompts begin with the same two blocks."""
     return [*range(8), *range(100 * name, 100 * name + num_tokens)][:num_tokens]
 
 
@@ -66,7 +66,7 @@ class World:
         return ranks if self.ranks > 1 else ranks[0]
 
     def run(self, name: str, text: list[int], *, drafts: int = 0) -> None:
-        """Admit a request and compute all its tokens; its blocks become due for a store."""
+        """Admit a request, compute all its tokens, and report them."""
         self.texts[name] = list(text)
         self.engine.add(name, hash_tokens(text, BLOCK))
         admitted = self.engine.admit(
@@ -76,7 +76,7 @@ class World:
         self.write(name, admitted.num_hit_tokens)
 
     def go_on(self, name: str, num_tokens: int) -> None:
-        """Generate so many tokens."""
+        """Generate this many tokens."""
         text = self.texts[name]
         known = len(text)
         text += [7 * known + at for at in range(num_tokens)]
@@ -98,7 +98,7 @@ class World:
         return np.array(text) + 10_000 * (rank + 1) + 1_000_000 * group
 
     def check(self, *names: str) -> None:
-        """Every token that a request still reads is where its tables say."""
+        """Compare every token that a request still reads with what it has computed."""
         self.engine.check()
         for name in names or self.texts:
             text, tables = self.texts[name], self.engine.tables(name)
@@ -114,7 +114,7 @@ class World:
     def sleep(self, **options: Any) -> None:
         self.engine.sleep(**({"after": READY} | options))
         for group in (group for own in self.memory for group in own):
-            group[:] = GARBAGE  # whoever has it now
+            group[:] = GARBAGE  # another process uses the memory now
 
     def wake(self, num_blocks: int | None = None, **options: Any) -> Awake:
         size = num_blocks or len(self.memory[0][0])
@@ -138,7 +138,7 @@ def world(*sizes: int, **options: Any) -> Iterator[World]:
 
 
 def state(engine: Engine) -> object:
-    """What a refused call must not change."""
+    """Return what a refused call must not change."""
     tables = {name: [t.tolist() for t in engine.tables(name)] for name in engine._state.requests}
     pool = engine.ledger.pool
     order = pool.free_order().tolist()
@@ -157,7 +157,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def put_to_sleep(path: Path, **shape: Any) -> None:
-    """An engine with two requests and a cached prompt, in a file."""
+    """Write a file of an engine with two running requests and a cached prompt."""
     with world(**shape) as it:
         it.run("a", prompt(1, 18))
         it.run("gone", prompt(2, 17))
@@ -170,7 +170,7 @@ def put_to_sleep(path: Path, **shape: Any) -> None:
 
 
 class FailingMover(HostMover):
-    """Refuses what it is told to."""
+    """Fails stores or loads, as `fails` names them."""
 
     fails: str = ""
 

@@ -292,7 +292,7 @@ def test_engine_is_imported_at_its_first_use() -> None:
 
 
 def test_block_that_left_the_window_before_it_was_computed_is_not_stored() -> None:
-    """Its memory on the device may hold another block by then."""
+    """The device may have given its memory to another block by then."""
     arrays = [np.zeros((16, BLOCK), np.int64) for _ in range(2)]
     groups: list[FullAttention | SlidingWindow] = [FullAttention(BLOCK), SlidingWindow(BLOCK, 6)]
     layouts = [BlockLayout.from_arrays([array]) for array in arrays]

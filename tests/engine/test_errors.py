@@ -63,7 +63,7 @@ def test_store_fails_if_its_event_raises_and_the_engine_goes_on(error: BaseExcep
         it.engine.step(["one"], [4])
         it.engine.extend("one", hash_tokens([*DOCUMENT, 1, 2, 3, 4], BLOCK)[4:])
         it.compute("one", [*DOCUMENT, 1, 2, 3, 4])
-        assert polled(it.engine).num_stored_blocks == 5, "all of it is stored now"
+        assert polled(it.engine).num_stored_blocks == 5, "the next store takes all blocks"
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
@@ -84,7 +84,7 @@ def test_request_recomputes_if_the_event_of_its_load_raises(error: BaseException
 
 
 def test_interrupt_between_two_ranks_ends_the_copy_of_the_first() -> None:
-    """Its blocks are not given to others before that."""
+    """No other request gets its blocks before that."""
     never = HostEvent()
 
     class Queued(Raises):
@@ -103,7 +103,7 @@ def test_interrupt_between_two_ranks_ends_the_copy_of_the_first() -> None:
         before = engine.movers
         with pytest.raises(KeyboardInterrupt):
             engine.computed(["one"], [16], after=Queued(KeyboardInterrupt(), begin=2))
-        assert engine.ledger.pool.pin_counts(range(17)).sum() == 4, "a copy is under way"
+        assert engine.ledger.pool.pin_counts(range(17)).sum() == 4, "a copy is in flight"
         assert engine.poll().num_failed_stores == 1
         assert engine.ledger.pool.pin_counts(range(17)).sum() == 0
         for mover in before:
@@ -148,7 +148,9 @@ def test_next_poll_reports_what_a_poll_that_raised_had_found() -> None:
         it.engine._copies._clock = lambda: 2.0
         it.engine.finish("two")
         found = it.engine.poll()
-        assert (found.loaded, found.num_stored_blocks) == (["one"], 2), "two was finished since"
+        assert (found.loaded, found.num_stored_blocks) == (["one"], 2), (
+            "request two has finished since"
+        )
         assert it.engine.poll() == NOTHING
 
 
@@ -193,7 +195,7 @@ def test_close_closes_every_part_even_if_one_raises(
 def test_extension_that_was_cut_short_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its caller extends again: the ledger must not have the hashes of a block twice."""
+    """The ledger must not have the hashes of a block twice when the caller extends again."""
     hashes = hash_tokens([*DOCUMENT, *OTHER], BLOCK)
     with world(mover=HostMover) as it:
         it.engine.add("one", hashes[:4])
@@ -214,7 +216,7 @@ def test_extension_that_was_cut_short_can_be_repeated(
         it.engine.check()
         it.engine.extend("one", hashes[4:])
         assert it.engine.ledger.known("one")[0] == hashes
-        assert it.engine.poll().failed == ["one"], "it was preempted"
+        assert it.engine.poll().failed == ["one"], "recovery restarted it"
         assert it.engine.admit("one", 32, 100, after=READY).state is RUNS
 
 
@@ -233,7 +235,7 @@ def test_late_store_is_reported_once_and_its_blocks_stay_pinned() -> None:
         stats = it.engine.stats()
         assert (stats["late_jobs"], stats["quarantined_jobs"], stats["jobs_in_flight"]) == (1, 1, 0)
         assert it.engine.ledger.pool.num_free == 4, "the copy may still read its blocks"
-        # Who has the same prefix brings it to the host.
+        # Another request with this prefix stores it.
         assert it.admit("two", [*DOCUMENT, 91]).num_hit_tokens == 16
         transfer = it.engine.computed(["two"], [17], after=READY)
         assert transfer is not None
@@ -301,7 +303,9 @@ def test_damaged_slot_is_dropped_and_stored_again(world_size: int) -> None:
         engine.arenas[-1].slots[slots[1], 0] ^= 1
         assert serve("fails") is LOADS
         stats = engine.stats()
-        assert (stats["failed_loads"], stats["stored_blocks"]) == (1, 5), "one block anew"
+        assert (stats["failed_loads"], stats["stored_blocks"]) == (1, 5), (
+            "one block is stored again"
+        )
         assert serve("loads") is LOADS
         assert engine.stats()["failed_loads"] == 1
         engine.check()
@@ -314,7 +318,7 @@ GROUPS = [FullAttention(4), SlidingWindow(4, 6), ChunkedLocal(4, 8), StateSpace(
 
 @pytest.mark.parametrize("group", GROUPS, ids=repr)
 def test_admission_raises_out_of_blocks_only_if_it_can_never_fit(group: FullAttention) -> None:
-    """A request that runs to its end, alone and token by token, is not refused."""
+    """A request that could run to its end alone, token by token, must not be refused."""
     layouts = [BlockLayout.from_arrays([np.zeros((6, 8), np.uint8)])] * 2
     hashes = hash_tokens(range(100), 4)
     refused, impossible = set(), set()
@@ -365,7 +369,7 @@ def test_load_that_does_not_fit_now_is_no_error() -> None:
 
 
 def test_stats_from_another_thread_count_an_eviction_once() -> None:
-    """Whatever the moment at which it reads: every attribute that `wake` sets is read after it."""
+    """Another thread may read at any moment, so this reads after each attribute that is set."""
     with world(num_device_blocks=9, mover=HostMover) as it:
         for number in range(6):
             name, tokens = str(number), [number] * 16

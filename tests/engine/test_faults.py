@@ -1,4 +1,4 @@
-"""An `Engine` whose k-th call fails, for every k: it stays usable or closes, and leaks nothing.
+"""An `Engine` whose k-th call fails, for every k, stays usable or closes, and leaks nothing.
 
 The calls are those that it makes of its ledger, scheduler, movers, tickets, events, clock, event
 file and arenas. A call fails before it does anything, or after it has done all of it.
@@ -36,7 +36,7 @@ WHO: dict[str, Any] = {"identity": "a model", "weights_version": "1"}
 
 
 class Injected(Exception):
-    """What no part of kvstow raises."""
+    """An error that no part of kvstow raises."""
 
 
 class Faults:
@@ -138,7 +138,7 @@ class Life:
         pass
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Be an event that has happened."""
+        """Call back at once, as an event that has happened."""
         self.faults.call(callback)
 
     def serve(self, name: str, tokens: list[int]) -> None:
@@ -160,7 +160,7 @@ class Life:
         self.settle()
 
     def settle(self) -> list[str]:
-        """Poll until nothing is in flight; the requests whose load has failed."""
+        """Poll until nothing is in flight. Return the requests whose load has failed."""
         failed: list[str] = []
         for _ in range(2000):
             failed += self.engine.poll().failed
@@ -205,7 +205,7 @@ class Life:
         self.engine.close()
 
     def recover(self) -> None:
-        """The engine is usable, or closed; and its requests can be finished."""
+        """Check that the engine is usable or closed, and that its requests can be finished."""
         self.faults.is_on = False
         engine = self.engine
         engine.check()
@@ -233,13 +233,13 @@ class Life:
 
 
 def held() -> tuple[int, int, int]:
-    """Threads, descriptors, and KiB of host memory that this process has."""
+    """Return the threads, descriptors and KiB of host memory that this process has."""
     gc.collect()
     mapped_kib = size_kib = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith("Size:"):
             size_kib = int(line.split()[1])
-        # Arenas alone are wiped on fork, or not copied to a child where they lie in a file.
+        # Only arenas have these flags, which keep their content from a forked child.
         elif line.startswith("VmFlags:") and {"wf", "dc"} & set(line.split()):
             mapped_kib += size_kib
     return threading.active_count(), len(os.listdir("/proc/self/fd")), mapped_kib
@@ -248,12 +248,12 @@ def held() -> tuple[int, int, int]:
 def lived(
     at: int, error: type[BaseException], *, after: bool, folder: Path, patch: pytest.MonkeyPatch
 ) -> int:
-    """The number of calls in a life whose call `at` fails."""
+    """Return the number of calls in a life whose call `at` fails."""
     faults = Faults(at, error, after=after)
     with patch.context() as own:
         life = Life(faults, folder, own)
         faults.is_on = True
-        # Of a copy on a mover's thread the error is a TransferError.
+        # An error on a mover's thread becomes a TransferError.
         with suppress(error, TransferError):
             life.run()
         life.recover()
@@ -273,7 +273,7 @@ def test_every_call_may_fail(
     assert num_calls > 100
     before = held()
     with HostArena(1, 1 << 20) as arena:
-        assert held()[2] >= before[2] + (arena.num_bytes >> 10), "it would show"
+        assert held()[2] >= before[2] + (arena.num_bytes >> 10), "held() sees an arena"
     for at in range(1, num_calls + 1):
         try:
             lived(at, error, after=after, folder=tmp_path, patch=monkeypatch)

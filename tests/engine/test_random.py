@@ -14,7 +14,7 @@ NUM_TURNS = 600
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_request_reads_kv_that_is_not_its_own(shape: str, tmp_path: Path) -> None:
-    """Requests leave before their step is computed, between compute and report, and after."""
+    """Requests finish before their step is computed, between compute and report, and after."""
     for _ in range(4):
         seed = random.SystemRandom().randrange(2**32)
         print(f"seed {seed}")
@@ -26,7 +26,7 @@ def test_no_request_reads_kv_that_is_not_its_own(shape: str, tmp_path: Path) -> 
 
 
 def ledger_that_publishes_at_the_grant(*args: Any, **options: Any) -> BlockLedger:
-    """Build what the test above must find."""
+    """Return a ledger with the fault that the test above must find."""
     return BlockLedger(*args, **(options | {"publish": "granted"}))
 
 

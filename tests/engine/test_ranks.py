@@ -19,7 +19,7 @@ NOTHING = Landed([], [], 0, 0)
 
 
 class Shards:
-    """An engine whose ranks each hold two layers of a width of their own.
+    """An engine whose ranks hold two layers each, with a width for each rank.
 
     What a token's KV is depends on rank and layer, so that no shard can stand for another.
     """
@@ -67,7 +67,7 @@ class Shards:
                 assert (memory[blocks, at % BLOCK] == expected).all(), (rank, layer)
 
     def forget(self) -> None:
-        """Evict every block of the device, and spoil what it held."""
+        """Evict every block of the device, and overwrite its memory."""
         assert self.engine.ledger.pool.reset()
         for layers in self.kv:
             for memory in layers:
@@ -116,7 +116,7 @@ def test_stored_blocks_come_back_on_every_rank(
     tokens = list(range(1, num_tokens + 1))
     num_whole = num_tokens // BLOCK // blocks_per_slot * blocks_per_slot
     with shards(world_size, blocks_per_slot=blocks_per_slot) as it:
-        # So that the slots of the prompt are not the first ones.
+        # It takes the first slots, so the prompt gets others.
         it.put_on_the_host([99] * (BLOCK * blocks_per_slot))
         assert it.admit("first", tokens) is RUNS
         it.compute("first", tokens)
@@ -140,7 +140,7 @@ def test_load_brings_only_the_blocks_of_a_slot_that_the_device_lacks(num_local: 
     with shards(2, blocks_per_slot=3) as it:
         it.put_on_the_host(tokens)
         begin = [*tokens[: num_local * BLOCK], 1000]
-        # It loads its whole slots, and computes the rest.
+        # It loads whole slots, and computes the rest.
         if it.admit("begin", begin) is LOADS:
             it.landed()
             num_granted = it.engine.ledger.num_granted_tokens("begin")
@@ -186,7 +186,7 @@ def test_slot_is_a_run_of_host_memory() -> None:
         for rank, arena in enumerate(it.engine.arenas):
             block_bytes = 2 * BLOCK * (3 + rank) * 4
             assert (arena.num_slots, arena.slot_bytes) == (64 * 4, block_bytes)
-            assert arena.slot_stride_bytes == 1024, "four to a page, not a page for each"
+            assert arena.slot_stride_bytes == 1024, "four slots share a page"
             assert arena.base_address % 4096 == 0
 
 
@@ -199,7 +199,7 @@ def test_request_recomputes_if_its_load_fails_on_one_rank(bad_rank: int) -> None
         it.put_on_the_host(DOCUMENT)
         assert it.admit("again", [*DOCUMENT, 7]) is LOADS
         it.movers[1 - bad_rank].loads[0].land()
-        assert it.engine.poll() == NOTHING, "one rank copies still"
+        assert it.engine.poll() == NOTHING, "one rank still copies"
         it.movers[bad_rank].loads[0].fail()
         assert it.engine.poll() == Landed([], ["again"], 0, 0)
         assert it.admit("again", [*DOCUMENT, 7]) is RUNS
@@ -207,7 +207,7 @@ def test_request_recomputes_if_its_load_fails_on_one_rank(bad_rank: int) -> None
         it.compute("again", [*DOCUMENT, 7])
         it.engine.finish("again")
         it.forget()
-        # The host's copy is as good as before.
+        # The host still has the blocks.
         assert it.admit("next", [*DOCUMENT, 8]) is LOADS
         for mover in it.movers:
             mover.loads[-1].land()
@@ -254,7 +254,7 @@ def test_blocks_stay_pinned_until_the_last_rank_has_ended(
         it.compute("other", other)
 
         it.movers[late_rank].loads[0].land()
-        assert it.engine.poll() == NOTHING, "nobody waits for it any more"
+        assert it.engine.poll() == NOTHING, "no request waits for it any more"
         it.assert_cached("other", other)
         assert it.engine.stats()["quarantined_blocks"] == 0
         it.engine.finish("other")

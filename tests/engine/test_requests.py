@@ -62,7 +62,7 @@ def test_prefix_is_stored_on_the_host_and_loaded_again() -> None:
         step = it.engine.step(["again"], [1])
         assert (step.num_granted, len(step.ids)) == (1, 1)
         third = it.admit("third", [*DOCUMENT, 92])
-        assert (third.num_hit_tokens, third.num_new_tokens) == (16, 1), "what was loaded is cached"
+        assert (third.num_hit_tokens, third.num_new_tokens) == (16, 1), "loaded blocks are cached"
 
 
 def test_copies_wait_for_their_events() -> None:
@@ -132,7 +132,7 @@ def test_generated_blocks_are_stored_too() -> None:
 
 
 def test_load_brings_only_the_blocks_that_each_group_reads() -> None:
-    """A window of 6 tokens in blocks of 2, beside full attention in blocks of 4."""
+    """The model has a window of 6 tokens in blocks of 2, and full attention in blocks of 4."""
     full, window = np.zeros((40, 4), np.int64), np.zeros((40, 2), np.int32)
     layouts = [BlockLayout.from_arrays([full]), BlockLayout.from_arrays([window])]
     groups: list[FullAttention | SlidingWindow] = [FullAttention(4), SlidingWindow(2, 6)]
@@ -164,7 +164,7 @@ def test_lazy_engine_stores_the_blocks_that_the_device_evicts_next() -> None:
     with world(num_device_blocks=9, mode="lazy", horizon_blocks=6) as it:
         it.admit("first", DOCUMENT)
         it.compute("first", DOCUMENT)
-        assert not it.engine.transfers, "nothing of it can be evicted"
+        assert not it.engine.transfers, "no block of it can be evicted"
         first = it.engine.tables("first")[0].tolist()
         it.engine.finish("first")
         transfer = it.engine.computed([], [], after=READY)
@@ -228,7 +228,7 @@ def test_late_load_fails_once_and_its_blocks_stay_pinned() -> None:
         it.engine.finish("again")
 
         it.mover.loads[0].land()
-        assert it.engine.poll() == NOTHING, "nobody waits for it any more"
+        assert it.engine.poll() == NOTHING, "no request waits for it any more"
         assert it.cached("other", 16) == list(range(50, 66))
         it.engine.finish("other")
         it.mover.stores[-1].land()
@@ -257,7 +257,7 @@ def test_failed_store_is_counted_and_gives_no_hit() -> None:
 
 
 class RefusingMover(ManualMover):
-    """Takes on no loads."""
+    """Refuses loads."""
 
     def load(self, host_slots: Ints, block_ids: Ints, *, after: Event) -> Ticket:
         raise TransferError("the device is gone")
@@ -281,7 +281,9 @@ def test_blocks_of_a_store_stay_pinned_when_their_request_finishes() -> None:
         it.admit("writer", DOCUMENT)
         it.compute("writer", DOCUMENT)
         it.engine.finish("writer")
-        assert it.admit("other", [50]).state is NO_ROOM, "a block was taken from under its copy"
+        assert it.admit("other", [50]).state is NO_ROOM, (
+            "a block was allocated while a copy used it"
+        )
         it.engine.check()
         it.mover.stores[0].land()
         assert it.engine.poll().num_stored_blocks == 4
@@ -303,7 +305,7 @@ def test_request_may_finish_while_it_loads(how: str, end: Callable[[ManualTicket
         if how == "preempt":
             assert it.admit("again", [*DOCUMENT, 91]).state is PENDING
         end(it.mover.loads[0])
-        assert it.engine.poll() == NOTHING, "nobody waits for it"
+        assert it.engine.poll() == NOTHING, "no request waits for it"
         assert it.engine.ledger.pool.num_free == 5
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
@@ -315,7 +317,7 @@ def test_preempted_request_finds_its_blocks_again() -> None:
         it.engine.extend("one", hash_tokens([*DOCUMENT, 1, 2, 3, 4], BLOCK)[4:])
         it.engine.step(["one"], [4])
         it.engine.preempt("one")
-        it.engine.preempt("one")  # again does nothing
+        it.engine.preempt("one")  # a second call does nothing
         assert it.engine.ledger.pool.num_free == 16 - 4, "only the copies hold blocks"
         with pytest.raises(StateError, match="is added and does not run"):
             it.engine.step(["one"], [1])
@@ -357,12 +359,14 @@ def test_no_room_changes_nothing(limit: dict[str, int]) -> None:
 
 
 def test_host_keeps_the_hit_of_one_refused_request_only() -> None:
-    """Or those that wait would fill the host tier with what they have pinned."""
+    """Otherwise the pins of waiting requests would fill the host tier."""
     with world(num_device_blocks=9, num_host_blocks=4) as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("other", list(range(50, 70)))
         assert it.admit("again", [*DOCUMENT, 91]).state is NO_ROOM
-        assert it.engine.computed(["other"], [20], after=READY) is None, "it was not held"
+        assert it.engine.computed(["other"], [20], after=READY) is None, (
+            "the host did not keep its hit"
+        )
         assert it.admit("third", list(range(80, 97))).state is NO_ROOM
         assert it.engine.step(["other"], [4]).num_granted == 1
         assert it.engine.computed(["other"], [24], after=READY) is not None

@@ -80,7 +80,7 @@ def test_restart_without_requests_warms_the_host_only(tmp_path: Path) -> None:
 
 
 def test_restart_reads_no_slot_before_its_load(tmp_path: Path) -> None:
-    """A slot that is damaged fails the loads that want it, and no others."""
+    """A damaged slot fails the loads that read it, and no others."""
     path = tmp_path / "image"
     put_to_sleep(path)
     found = hash_tokens(prompt(2, 17), BLOCK)
@@ -101,7 +101,9 @@ def test_restart_reads_no_slot_before_its_load(tmp_path: Path) -> None:
         again = tmp_path / "again"
         it.sleep(to=again, **WHO)
         with SnapshotFile(again) as file:
-            assert file.damaged_slots() == [(0, slot)], "it keeps the checksum that it has not met"
+            assert file.damaged_slots() == [(0, slot)], (
+                "the file keeps the checksum that the slot does not match"
+            )
         it.wake(**WHO)
         it.engine.add("other", found[:3])
         assert it.engine.admit("other", 13, 100, after=READY).state is LOADS
@@ -141,7 +143,7 @@ def test_restart_needs_a_new_engine_with_equal_options(tmp_path: Path) -> None:
             it.engine.restart(path, after=READY, **WHO)
     with world(mode="lazy", horizon_blocks=1) as it:
         it.run("a", prompt(1, 9))
-        it.engine.finish("a")  # its blocks are cached on the device alone
+        it.engine.finish("a")  # only the device caches its blocks
         assert not len(it.engine.scheduler.used_slots())
         with pytest.raises(StateError, match="restart one that was just built"):
             it.engine.restart(path, after=READY, **WHO)
@@ -237,7 +239,7 @@ def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: 
         assert it.engine.admit("again", 17, 100, after=READY).state is LOADS
         it.settle()
         assert "again" in it.engine._state.running
-        # What is damaged in memory is not found sound because a file was made of it.
+        # A slot that is damaged in memory is still damaged in the file.
         it.engine.arenas[0].slots[slot, 3] ^= 1
         it.sleep(to=tmp_path / "image", **WHO)
         with SnapshotFile(tmp_path / "image") as file:

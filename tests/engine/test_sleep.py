@@ -60,7 +60,8 @@ def test_requests_wake_with_their_tables_and_tokens(
             it.check()
             assert granted == {n: it.engine.ledger.num_granted_tokens(n) for n in granted}
             num_free = it.engine.ledger.pool.num_free
-            assert num_free == len(it.memory[0][0]) - 1 - len(awake.new_ids), "drafts keep slots"
+            num_held = len(it.memory[0][0]) - 1 - num_free
+            assert num_held == len(awake.new_ids), "lookahead slots are still allocated"
             assert (awake.old_ids.tolist() == awake.new_ids.tolist()) or block_ids == "packed"
         it.go_on("b", 7)
         it.go_on("a", 9)
@@ -74,7 +75,7 @@ def test_requests_wake_with_their_tables_and_tokens(
 
 
 def test_tail_is_lost_without_the_copies_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: nothing but the image's loads brings back what is compared above."""
+    """This shows that only the loads of the image restore what the tests above compare."""
     with world() as it:
         it.run("a", prompt(1, 18))
         it.sleep()
@@ -213,7 +214,7 @@ def test_copies_end_before_sleep_and_the_next_poll_reports_them() -> None:
         it.texts["a"] = [*prompt(1, 16), 5]
         it.engine.add("a", hash_tokens(it.texts["a"], BLOCK))
         assert it.engine.admit("a", 17, 100, after=READY).state is LOADS
-        it.run("b", list(range(500, 513)))  # and a store
+        it.run("b", list(range(500, 513)))  # a store is in flight too
         assert len(it.engine.transfers) == 2
         it.sleep()
         it.wake(block_ids="packed")
@@ -247,7 +248,7 @@ def test_copy_past_the_timeout_has_failed_and_cannot_land_later() -> None:
 
 
 def test_store_that_released_its_blocks_can_still_time_out() -> None:
-    """It has unpinned them, and does not once more when it is given up."""
+    """The engine has unpinned them, and must not do so again when it gives the store up."""
 
     class Released(Ticket):
         def __init__(self, ticket: Ticket) -> None:
@@ -323,4 +324,4 @@ def test_request_that_was_loading_is_reported_as_failed_without_preserve() -> No
         it.wake()
         landed = it.engine.poll()
         assert (landed.loaded, landed.failed) == ([], ["a"])
-        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS, "the host has it still"
+        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS, "the host still has it"

@@ -1,4 +1,4 @@
-"""The file that an engine sleeps in: whole or refused, whatever happens to it or to its writer."""
+"""Snapshot files: a reader gets a whole file or refuses it, even if its writer was killed."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ PAGE = 4096
 
 
 def refusal(path: Path) -> str | None:
-    """Why a new engine does not start from a file; None: it did, and everything in it is whole."""
+    """Return the error of a restart from a file, or None if it succeeds and all bytes are right."""
     it = World()
     try:
         it.engine.restart(path, after=READY, requests=True, **WHO)
@@ -112,13 +112,13 @@ def test_error_for_a_foreign_file_says_what_it_is(content: bytes, why: str, tmp_
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Another header, under a checksum that is right."""
+    """Replace the header, with a valid checksum."""
     whole = path.read_bytes()
     [num_bytes] = struct.unpack_from("<I", whole, 12)
     fields = json.loads(whole[20 : 20 + num_bytes])
     changed = change(fields)
     header = json.dumps(fields if changed is None else changed).encode()
-    assert 20 + len(header) <= PAGE, "what comes next stays where it is"
+    assert 20 + len(header) <= PAGE, "the parts after the header stay where they are"
     crc = zlib.crc32(header, zlib.crc32(struct.pack("<II", 1, len(header))))
     prefix = struct.pack("<8sIII", whole[:8], 1, len(header), crc)
     path.write_bytes((prefix + header).ljust(PAGE, b"\0") + whole[PAGE:])
@@ -226,7 +226,7 @@ def test_other_weights_are_refused(image: Path) -> None:
 
 
 def one_of_two(which: int) -> World:
-    """An engine whose file is told from the other's, some hundred pages long."""
+    """Return one of two engines whose files differ. Each file has some hundred pages."""
     it = World(num_blocks=200, num_host=400)
     it.run(f"request {which}", list(range(1000 * which, 1000 * which + 700 + which)))
     return it
@@ -248,7 +248,7 @@ def test_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> Non
 
 
 def seconds_to_write(path: Path) -> float:
-    """How long the writers below take for a file, of which one is there then."""
+    """Return how long the writers below take for a file. It leaves one such file."""
     it = one_of_two(0)
     begin_s = time.perf_counter()
     it.sleep(to=path, **WHO)
@@ -257,7 +257,7 @@ def seconds_to_write(path: Path) -> float:
 
 
 def kill_writers(path: Path, moments: random.Random, found: dict[int, int], write_s: float) -> int:
-    """Fork many writers from one that is ready; how many left what they were writing."""
+    """Fork and kill writers. Return how many left a temporary file behind."""
     code, num_torn = FORKING_WRITER, 0
     with subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -270,7 +270,7 @@ def kill_writers(path: Path, moments: random.Random, found: dict[int, int], writ
             parent.stdin.flush()
             writer = int(parent.stdout.readline())
             time.sleep(moments.uniform(0.0, 4 * write_s))
-            # On a busy machine they would all be killed too early: some may write both.
+            # On a busy machine all would be killed too early, so some get time to write both files.
             while turn % 10 == 0 and which_of_two(path) == 0:
                 time.sleep(0.001)
             os.kill(writer, signal.SIGKILL)
@@ -282,7 +282,7 @@ def kill_writers(path: Path, moments: random.Random, found: dict[int, int], writ
     return num_torn
 
 
-# A process without threads may fork: engines, which have some, are built in the child.
+# Only a process without threads forks safely. Engines have threads, so the child builds them.
 FORKING_WRITER = """
 import os, sys
 import numpy
@@ -307,7 +307,7 @@ for line in sys.stdin:
 
 
 def which_of_two(path: Path) -> int:
-    """Which engine's file this is; it is whole, to the last slot."""
+    """Return which engine wrote the file, and check every slot of it."""
     it = World(num_blocks=200, num_host=400)
     try:
         it.engine.restart(path, after=READY, requests=True, **WHO)
@@ -323,7 +323,7 @@ def which_of_two(path: Path) -> int:
 def test_writer_keeps_its_temporary_file_while_another_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two that write one name the last has it, and neither takes the other's file."""
+    """Of two writers of one name, the last gets it. Neither removes the other's file."""
     path, replace = tmp_path / "image", os.replace
 
     def replace_after_another(one: str, other: Path) -> None:
@@ -345,7 +345,7 @@ def test_writer_makes_another_file_if_its_first_was_removed_as_left_over(
 
     def lock_too_late(file: int, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", lock)
-        put_to_sleep(path)  # it finds one that nobody has locked yet
+        put_to_sleep(path)  # it finds a file that its writer has not locked yet
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", lock_too_late)
@@ -385,7 +385,7 @@ def test_new_file_has_the_name_if_its_folder_cannot_be_synced(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         if status == errno.EIO:
-            # The old file is gone: the message must not say otherwise.
+            # The old file is gone, so the message must not say that it is unchanged.
             with pytest.raises(SnapshotError, match="is written, but its folder cannot be synced"):
                 it.engine.sleep(after=READY, to=image, **WHO)
         else:
@@ -397,7 +397,7 @@ def test_new_file_has_the_name_if_its_folder_cannot_be_synced(
 
 def test_file_can_be_mapped_with_larger_pages(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class LargePages(mmap.mmap):
-        """As on a machine with pages of 64 KiB."""
+        """Behaves as on a machine with pages of 64 KiB."""
 
         def __new__(cls, *args: Any, offset: int = 0, **kwargs: Any) -> "LargePages":
             if offset % (64 << 10):
@@ -407,7 +407,9 @@ def test_file_can_be_mapped_with_larger_pages(image: Path, monkeypatch: pytest.M
     monkeypatch.setattr(mmap, "mmap", LargePages)
     monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", 64 << 10)
     with SnapshotFile(image) as file:
-        assert any(arena.offset % (64 << 10) for arena in file._arenas), "the case is met"
+        assert any(arena.offset % (64 << 10) for arena in file._arenas), (
+            "an offset is not aligned to a large page"
+        )
         assert file.damaged_slots() == []
         for arena in file.map_arenas():
             assert arena.memory.shape == (arena.num_bytes,)

@@ -52,7 +52,7 @@ class World:
         return mover
 
     def admit(self, name: str, tokens: list[int], after: Event = READY) -> Admission:
-        """Add a request that is not known, and admit it whole."""
+        """Admit all tokens of a request. Add it first if it is not known."""
         try:
             self.engine.tables(name)
         except UnknownRequest:
@@ -60,19 +60,19 @@ class World:
         return self.engine.admit(name, len(tokens), 1000, after=after)
 
     def compute(self, name: str, tokens: list[int], after: Event = READY) -> None:
-        """Write all tokens of a request, and tell."""
+        """Write all tokens of a request, and report them as computed."""
         at = np.arange(len(tokens))
         self.kv[self.engine.tables(name)[0][at // BLOCK], at % BLOCK] = tokens
         self.engine.computed([name], [len(tokens)], after=after)
 
     def cached(self, name: str, num_tokens: int) -> list[int]:
-        """What the request's blocks hold."""
+        """Return what the request's blocks hold."""
         at = np.arange(num_tokens)
         found: list[int] = self.kv[self.engine.tables(name)[0][at // BLOCK], at % BLOCK].tolist()
         return found
 
     def put_on_the_host(self, tokens: list[int]) -> None:
-        """Compute and store a prompt, and let the device forget it."""
+        """Compute and store a prompt, and evict it from the device."""
         assert self.admit("writer", tokens).state is RUNS
         self.compute("writer", tokens)
         self.engine.finish("writer")
@@ -101,7 +101,7 @@ def world(
 
 
 def polled(engine: Engine) -> Landed:
-    """What lands next; copies of real movers take a moment."""
+    """Poll until something has landed, because copies of real movers take a moment."""
     while (landed := engine.poll()) == NOTHING:
         time.sleep(0.001)
     return landed
