@@ -1,7 +1,5 @@
-//! `BlockLedger` against a naive ledger over the naive pool.
-//!
-//! The model does not predict: it takes what is needed from a copy of its pool, and keeps the copy
-//! if there was enough. That the two agree shows that what is predicted is what is allocated.
+//! `BlockLedger` against the naive ledger. The naive ledger does not predict its need, so equality
+//! shows that the ledger's prediction is exact.
 
 use std::collections::BTreeMap;
 
@@ -12,14 +10,13 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 
+use super::ledger_model::{BLOCK_SIZE, ModelLedger, ModelRequest, Want};
 use super::model::ModelPool;
 use super::{hashes, ids, num_cases, raw};
 
-const BLOCK_SIZE: usize = 4;
-
 #[derive(Clone, Debug)]
 enum Op {
-    /// Two lists: what a request begins with, so that prefixes are shared.
+    /// Request, chain and number of hashes.
     Add(usize, usize, usize),
     Extend(usize, usize, usize),
     Admit {
@@ -39,18 +36,18 @@ enum Op {
         new: usize,
     },
     Cache(usize, usize),
-    /// A step of all requests was computed, each up to so many tokens before what it was granted.
+    /// Reports a step of all requests, each this many tokens short of its granted tokens.
     CacheStep(usize),
     Rewind(usize, usize),
     Free(usize),
-    /// As `Free`, with so many computed tokens.
+    /// As `Free`, with this many computed tokens.
     FreeComputed(usize, usize),
-    /// As `Free`, or as `FreeComputed`, of a request that stays added.
+    /// As `Free` or `FreeComputed`, for a request that stays added.
     Restart(usize, Option<usize>),
     Evict(Vec<u32>),
     Pin(Vec<u32>),
     Unpin(Vec<u32>),
-    /// The ledger comes back from a snapshot, its blocks under the same ids or others.
+    /// Restores the ledger from its snapshot, with the same or packed ids.
     Sleep {
         is_packed: bool,
     },
@@ -82,165 +79,11 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The hash names of chain `chain`, `len` blocks: all chains share their first two blocks. No name
-/// stands at two positions, as no chained digest does.
+/// The hash names of `len` blocks of a chain. All chains share their first two blocks. As with
+/// chained digests, each name belongs to one position.
 fn chain(chain: usize, len: usize) -> Vec<u16> {
     let name = |at: usize| u16::try_from(if at < 2 { at } else { 100 * (chain + 1) + at }).unwrap();
     (0..len).map(name).collect()
-}
-
-#[derive(Clone, Debug, Default)]
-struct ModelRequest {
-    names: Vec<u16>,
-    tables: Vec<Vec<u32>>,
-    granted: usize,
-    published: usize,
-    hits: usize,
-    is_running: bool,
-    is_delayed: bool,
-}
-
-struct ModelLedger {
-    pool: ModelPool,
-    publish: Publish,
-    num_groups: usize,
-    requests: BTreeMap<usize, ModelRequest>,
-}
-
-struct Want {
-    new: usize,
-    hit: bool,
-    external: usize,
-    lookahead: usize,
-    delay: bool,
-    reserve: usize,
-    must_fit: usize,
-}
-
-impl ModelLedger {
-    /// The cached prefix that all groups have, one block short of everything hashed.
-    fn lookup(&self, who: usize, max_tokens: usize) -> Vec<Vec<u32>> {
-        let names = &self.requests[&who].names;
-        let names = &names[..names.len().min(max_tokens / BLOCK_SIZE)];
-        let groups = 0..u16::try_from(self.num_groups).unwrap();
-        let mut found: Vec<_> = groups.map(|group| self.pool.lookup(names, group)).collect();
-        let shortest = found.iter().map(Vec::len).min().unwrap();
-        for blocks in &mut found {
-            blocks.truncate(shortest);
-        }
-        found
-    }
-
-    /// What is left of it after sleep: blocks in tables, up to the granted tokens, under new ids.
-    fn sleep(&mut self, new_id: impl Fn(u32) -> u32) {
-        let mut pool = ModelPool::new(u32::try_from(self.pool.refs.len()).unwrap());
-        for request in self.requests.values_mut() {
-            for table in &mut request.tables {
-                table.truncate(request.granted.div_ceil(BLOCK_SIZE));
-                let new: Vec<u32> = table.iter().map(|&id| new_id(id)).collect();
-                assert!(pool.touch(&new));
-                for (&old, &new) in table.iter().zip(&new) {
-                    pool.held[new as usize] = self.pool.held[old as usize];
-                }
-                *table = new;
-            }
-        }
-        pool.clock = self.pool.clock;
-        self.pool = pool;
-    }
-
-    fn publish(&mut self, who: usize, tokens: usize) {
-        let request = self.requests.get_mut(&who).unwrap();
-        let end = request.names.len().min(tokens / BLOCK_SIZE);
-        for at in request.published..end {
-            for (group, table) in (0..).zip(&request.tables) {
-                assert!(self.pool.cache(&[table[at]], &request.names[at..=at], group));
-            }
-        }
-        request.published = request.published.max(end);
-    }
-
-    /// Err: the arguments are refused; None: it does not fit now.
-    fn allocate(&mut self, who: usize, want: &Want) -> Result<Option<Vec<Vec<u32>>>, ()> {
-        let hit = if want.hit { self.lookup(who, usize::MAX) } else { Vec::new() };
-        let request = self.requests.get(&who).ok_or(())?;
-        let num_hit = hit.first().map_or(0, Vec::len);
-        let is_first_only = want.hit || want.external > 0;
-        if request.is_delayed
-            || (request.is_running && is_first_only)
-            || num_hit + want.external + want.new == 0
-            || (want.external > 0 && num_hit + want.external / BLOCK_SIZE > request.names.len())
-        {
-            return Err(());
-        }
-        let num_groups = self.num_groups;
-        let take = |pool: &mut ModelPool, tokens: usize| -> Option<(Vec<Vec<u32>>, usize)> {
-            assert!(hit.iter().all(|blocks| pool.touch(blocks)));
-            let mut allocated = Vec::new();
-            for group in 0..num_groups {
-                let held = request.tables[group].len() + num_hit;
-                allocated.push(pool.allocate(tokens.div_ceil(BLOCK_SIZE).saturating_sub(held))?);
-            }
-            Some((allocated, pool.num_free()))
-        };
-        if take(&mut self.pool.clone(), want.must_fit).is_none() {
-            return Ok(None);
-        }
-        let granted = request.granted + (num_hit * BLOCK_SIZE) + want.external + want.new;
-        let external = num_hit + want.external / BLOCK_SIZE;
-        let mut after = self.pool.clone();
-        let Some((_, left)) = take(&mut after, granted + want.lookahead) else { return Ok(None) };
-        if left < want.reserve {
-            return Ok(None);
-        }
-        // The order in which groups take: all of them external blocks, then all of them new ones.
-        let mut pool = self.pool.clone();
-        assert!(hit.iter().all(|blocks| pool.touch(blocks)));
-        let mut tables = request.tables.clone();
-        for (table, blocks) in tables.iter_mut().zip(&hit) {
-            table.extend(blocks);
-        }
-        let starts: Vec<usize> = tables.iter().map(Vec::len).collect();
-        let slots = (granted + want.lookahead).div_ceil(BLOCK_SIZE);
-        for goal in [if is_first_only { external } else { 0 }, slots] {
-            for table in &mut tables {
-                let missing = goal.saturating_sub(table.len());
-                table.extend(pool.allocate(missing).unwrap());
-            }
-        }
-        let allocated = tables.iter().zip(starts).map(|(table, at)| table[at..].to_vec()).collect();
-        self.pool = pool;
-        let request = self.requests.get_mut(&who).unwrap();
-        request.tables = tables;
-        request.granted = granted;
-        request.hits = request.hits.max(num_hit);
-        request.published = request.published.max(num_hit);
-        (request.is_running, request.is_delayed) = (true, want.delay);
-        if self.publish == Publish::Granted && !want.delay {
-            self.publish(who, granted);
-        }
-        Ok(Some(allocated))
-    }
-
-    /// Frees a request, and names the others that hold a block which it did not compute.
-    fn free(&mut self, who: usize, computed: usize) -> Vec<usize> {
-        let request = self.requests.remove(&who).unwrap();
-        let first = request.hits.max(computed / BLOCK_SIZE);
-        let mut uncomputed = Vec::new();
-        for table in &request.tables {
-            let own = table.get(first..).unwrap_or_default();
-            assert!(self.pool.evict(own));
-            uncomputed.extend_from_slice(own);
-        }
-        for mut table in request.tables {
-            table.reverse();
-            assert!(self.pool.free(&table));
-        }
-        let holds = |request: &ModelRequest| {
-            request.tables.iter().flatten().any(|id| uncomputed.contains(id))
-        };
-        self.requests.iter().filter(|(_, request)| holds(request)).map(|(&who, _)| who).collect()
-    }
 }
 
 fn name(who: usize) -> String {
@@ -271,23 +114,15 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
                 new: *new,
                 hit: true,
                 external: *external,
-                lookahead: 0,
                 delay: *delay,
                 reserve: *reserve,
                 must_fit: *must_fit,
+                ..Want::default()
             };
             admit(*who, &want, ledger, model);
         }
         Op::Continue { who, new, lookahead } => {
-            let want = Want {
-                new: *new,
-                hit: false,
-                external: 0,
-                lookahead: *lookahead,
-                delay: false,
-                reserve: 0,
-                must_fit: 0,
-            };
+            let want = Want { new: *new, lookahead: *lookahead, ..Want::default() };
             let args = AllocateArgs {
                 num_new_tokens: *new,
                 num_lookahead_tokens: *lookahead,
@@ -302,37 +137,11 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
         }
         Op::Sleep { is_packed } => sleep(*is_packed, ledger, model),
         Op::Step { new } => step(*new, ledger, model),
-        Op::Cache(who, tokens) => {
-            let is_ok = model.requests.get(who).is_some_and(|request| *tokens <= request.granted);
-            assert_eq!(ledger.cache(&name(*who), *tokens).is_ok(), is_ok);
-            if is_ok {
-                model.requests.get_mut(who).unwrap().is_delayed = false;
-                model.publish(*who, *tokens);
-            }
-        }
-        Op::Rewind(who, tokens) => {
-            let is_ok = model.requests.get(who).is_some_and(|request| {
-                *tokens <= request.granted && *tokens >= request.published * BLOCK_SIZE
-            });
-            assert_eq!(ledger.rewind(&name(*who), *tokens).is_ok(), is_ok);
-            if is_ok {
-                model.requests.get_mut(who).unwrap().granted = *tokens;
-            }
-        }
-        Op::Free(who) => {
-            let granted = model.requests.get(who).map(|request| request.granted);
-            assert_eq!(ledger.free(&name(*who)).is_ok(), granted.is_some());
-            if granted.is_some() {
-                model.free(*who, usize::MAX);
-            }
-        }
+        Op::Cache(who, tokens) => cache(*who, *tokens, ledger, model),
+        Op::Rewind(who, tokens) => rewind(*who, *tokens, ledger, model),
+        Op::Free(who) => free(*who, None, ledger, model),
         Op::CacheStep(back) => cache_step(*back, ledger, model),
-        Op::FreeComputed(who, computed) => {
-            let is_ok = model.requests.get(who).is_some_and(|request| *computed <= request.granted);
-            let expected =
-                is_ok.then(|| model.free(*who, *computed).into_iter().map(name).collect());
-            assert_eq!(ledger.free_computed(&name(*who), *computed).ok(), expected);
-        }
+        Op::FreeComputed(who, computed) => free(*who, Some(*computed), ledger, model),
         Op::Restart(who, computed) => restart(*who, *computed, ledger, model),
         Op::Evict(some) => {
             assert_eq!(ledger.pool_mut().evict(&ids(some)).is_ok(), model.pool.evict(some));
@@ -346,6 +155,40 @@ fn apply(op: &Op, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     }
 }
 
+fn cache(who: usize, tokens: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
+    let is_ok = model.requests.get(&who).is_some_and(|request| tokens <= request.granted);
+    assert_eq!(ledger.cache(&name(who), tokens).is_ok(), is_ok);
+    if is_ok {
+        model.requests.get_mut(&who).unwrap().is_delayed = false;
+        model.publish(who, tokens);
+    }
+}
+
+fn rewind(who: usize, tokens: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
+    let is_ok = model.requests.get(&who).is_some_and(|request| {
+        tokens <= request.granted && tokens >= request.published * BLOCK_SIZE
+    });
+    assert_eq!(ledger.rewind(&name(who), tokens).is_ok(), is_ok);
+    if is_ok {
+        model.requests.get_mut(&who).unwrap().granted = tokens;
+    }
+}
+
+/// Frees a request that has computed so many tokens; None: all that were granted.
+fn free(who: usize, computed: Option<usize>, ledger: &mut BlockLedger, model: &mut ModelLedger) {
+    let num_computed = computed.unwrap_or(0);
+    let is_ok = model.requests.get(&who).is_some_and(|request| num_computed <= request.granted);
+    let freed = match computed {
+        None => ledger.free(&name(who)).map(|()| Vec::new()),
+        Some(computed) => ledger.free_computed(&name(who), computed),
+    };
+    let expected = is_ok.then(|| {
+        let holders = model.free(who, computed.unwrap_or(usize::MAX));
+        holders.into_iter().map(name).collect::<Vec<_>>()
+    });
+    assert_eq!(freed.ok(), expected);
+}
+
 fn sleep(is_packed: bool, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let ids = if is_packed { NewIds::Packed } else { NewIds::Same };
     let groups = ledger.model().groups().to_vec();
@@ -356,7 +199,7 @@ fn sleep(is_packed: bool, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     *ledger = restored.ledger;
 }
 
-/// A restart is as if the request were freed, and added with the names that it had.
+/// Compares a restart with a request that is freed and added again.
 fn restart(who: usize, computed: Option<usize>, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let hit = ledger.lookup(&name(who), usize::MAX).ok();
     let done = match computed {
@@ -403,7 +246,7 @@ fn admit(who: usize, want: &Want, ledger: &mut BlockLedger, model: &mut ModelLed
     assert_eq!(allocated.map(|allocated| allocated.map(per_group)).map_err(|_| ()), expected);
 }
 
-/// A step of all requests is as if each were asked in turn, up to the first refusal.
+/// Compares a step with one allocation per request, up to the first refusal.
 fn step(new: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let all: Vec<usize> = model.requests.keys().copied().collect();
     let names: Vec<String> = all.iter().map(|&who| name(who)).collect();
@@ -416,15 +259,7 @@ fn step(new: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let allocated = allocated.unwrap();
     let (mut expected, mut num_granted) = (Vec::new(), 0);
     for who in all {
-        let want = Want {
-            new,
-            hit: false,
-            external: 0,
-            lookahead: 1,
-            delay: false,
-            reserve: 0,
-            must_fit: 0,
-        };
+        let want = Want { new, lookahead: 1, ..Want::default() };
         let Some(blocks) = model.allocate(who, &want).unwrap() else { break };
         expected.extend(blocks);
         num_granted += 1;
@@ -433,7 +268,7 @@ fn step(new: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     assert_eq!(per_group(allocated), expected);
 }
 
-/// Nothing is published unless every request was granted what it is said to have computed.
+/// Publishes nothing unless each request's computed tokens were granted.
 fn cache_step(back: usize, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let tokens: Vec<(String, usize)> = model
         .requests

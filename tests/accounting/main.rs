@@ -1,12 +1,13 @@
-//! The core against naive models: one op enum drives both, and everything that can be observed is
-//! compared after each op. A failing case prints its shortest form, and its seed is kept beside
-//! these files, to be run first from then on.
+//! The core against naive models. An op enum drives both, and each test compares all observable
+//! state after every op. A failing case prints its shortest form. Its seed is kept in
+//! `proptest-regressions`, and later runs begin with it.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod computed;
 mod curve;
 mod groups;
 mod ledger;
+mod ledger_model;
 mod model;
 mod offload;
 mod pool;
@@ -15,12 +16,12 @@ mod snapshot;
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
 
-/// Cases per property: what CI runs within seconds, or what `make soak` asks for.
+/// Cases per property: a number that CI runs in seconds, or the number of `make soak`.
 fn num_cases() -> u32 {
     std::env::var("KVSTOW_CASES").map_or(20_000, |cases| cases.parse().unwrap())
 }
 
-/// A digest of this name, one of few so that keys meet.
+/// The digest of a name. Names are few, so keys meet.
 fn digest(name: u16) -> [u8; 8] {
     u64::from(name).to_be_bytes()
 }

@@ -1,6 +1,6 @@
-//! A pool as plainly as it can be said: a list for the queue, a scan for every lookup.
+//! The naive pool: a list for the queue, a scan for every lookup.
 
-/// What a block holds: a hash's name, a group, and when it was published.
+/// A block's hash name and group, and the time of its publication.
 pub(crate) type Held = Option<(u16, u16, u64)>;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -69,7 +69,7 @@ impl ModelPool {
             }
         }
         for (at, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != 0) {
-            // One that is named twice goes where its last reference does.
+            // The last occurrence of a repeated id decides its place.
             if after.refs[id as usize] == 0 && !ids[at + 1..].contains(&id) {
                 if after.held[id as usize].is_some() { &mut cached } else { &mut clean }.push(id);
             }

@@ -24,7 +24,7 @@ enum Op {
     Reset,
 }
 
-/// Ids of a pool of up to 12 blocks, some beyond it, some twice.
+/// Ids of a pool of up to 12 blocks. Some are outside it, some repeat.
 fn some_ids() -> impl Strategy<Value = Vec<u32>> {
     vec(0..13_u32, 0..5)
 }
@@ -47,7 +47,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Applies one op to both and compares what it returned.
+/// Applies an op to both and compares the results.
 fn apply(op: &Op, pool: &mut BlockPool, model: &mut ModelPool) {
     match op {
         Op::Allocate(n) => {
@@ -68,7 +68,7 @@ fn apply(op: &Op, pool: &mut BlockPool, model: &mut ModelPool) {
     }
 }
 
-/// Compares everything that can be observed.
+/// Compares all observable state.
 fn compare(pool: &BlockPool, model: &ModelPool) {
     assert_eq!(pool.num_free(), model.num_free());
     assert_eq!(pool.num_cached(), model.num_cached());
@@ -83,7 +83,7 @@ fn compare(pool: &BlockPool, model: &ModelPool) {
     pool.check().unwrap();
 }
 
-/// What the events say can be found.
+/// Applies events to the set of keys that lookups can find.
 fn follow(events: Vec<Event>, findable: &mut BTreeSet<([u8; 32], u16)>) {
     for event in events {
         match event {
@@ -122,7 +122,7 @@ proptest! {
         }
     }
 
-    /// Many more keys than slots of a small table, so that probes collide and wrap.
+    /// Many more keys than places in a small table, so that probes collide and wrap.
     #[test]
     fn lookup_survives_churn(names in vec(any::<u16>(), 1..200)) {
         let mut pool = BlockPool::new(9, None).unwrap();
@@ -140,10 +140,11 @@ proptest! {
         }
     }
 
-    /// Chains in runs of neighbours, up and down, over several batches: some keys have an older
-    /// holder elsewhere, some blocks have lost theirs, and the run may end at the pool's edge.
+    /// Chains in ascending and descending runs of neighbours, over several batches. Some keys have
+    /// an older holder elsewhere, some blocks have lost their key, and a run may end at the last
+    /// block of the pool.
     #[test]
-    fn a_prefix_is_its_blocks_one_by_one(
+    fn a_prefix_lookup_equals_single_lookups(
         runs in vec((1..40_usize, any::<bool>()), 1..6),
         older in vec(0..200_u16, 0..4),
         lost in vec(0..200_u16, 0..2),
@@ -174,7 +175,7 @@ proptest! {
     }
 }
 
-/// Among so many keys some agree in the 32 bits that the table holds of them, and in their slot.
+/// With this many keys, some have equal fingerprints and equal places in the table.
 #[test]
 fn a_lookup_never_confuses_two_keys() {
     let digests = |numbers: std::ops::Range<u64>| {
@@ -187,7 +188,7 @@ fn a_lookup_never_confuses_two_keys() {
     pool.allocate(200_000, &mut allocated).unwrap();
     pool.cache(&allocated, &digests(0..200_000), GroupId(0)).unwrap();
     for number in 200_000..800_000 {
-        let absent = digests(number..number + 2); // more than one are looked up in another way
+        let absent = digests(number..number + 2); // a batch takes another path than a single key
         assert_eq!(pool.lookup(&absent, GroupId(0)).unwrap(), []);
         assert_eq!(pool.get(&absent.as_slice()[0], GroupId(0)), None);
     }
@@ -195,7 +196,7 @@ fn a_lookup_never_confuses_two_keys() {
 
 #[test]
 fn a_block_costs_at_most_100_bytes() {
-    // The table's size is a power of two: just above one is the worst case.
+    // The table's size is a power of two, so one block more is the worst case.
     for num_blocks in [1 << 20, (1 << 20) + 1, 1_000_000] {
         let pool = BlockPool::new(num_blocks, None).unwrap();
         let memory_bytes = pool.memory_bytes();
