@@ -1,4 +1,4 @@
-"""Snapshots that were changed on purpose, with a checksum that is right again."""
+"""Forged snapshots: changed fields with a correct checksum."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HEADER_BYTES = 24
 
 
 def opened(snapshot: bytes) -> Any:
-    """The fields of a snapshot, by number."""
+    """Return the fields of a snapshot, by number."""
     return cbor2.loads(snapshot[HEADER_BYTES:])
 
 
 def sealed(snapshot: bytes, fields: object) -> bytes:
-    """The snapshot with other fields."""
+    """Return the snapshot with other fields."""
     body = cbor2.dumps(fields)
     prefix = snapshot[: PREFIX_BYTES - 8] + struct.pack("<Q", len(body))
     seed = xxhash.xxh3_64_intdigest(prefix)

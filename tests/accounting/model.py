@@ -1,7 +1,7 @@
-"""A pool as plainly as it can be said, after the documented rules and not after the code.
+"""The naive pool, written from the documented rules: a list for the queue, a scan for every lookup.
 
-A list for the queue, a scan for every lookup. Where the real pool must raise, the model raises
-`Refused`, and like the real one it has then changed nothing.
+It also records events with parents and tokens, which `model.rs` does not. Where the real pool must
+raise, the model raises `Refused` and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvstow import AllBlocksCleared, BlockRemoved, BlockStored
 Key: TypeAlias = tuple[bytes, int]
 """A hash and its group."""
 Happening: TypeAlias = tuple[object, ...]
-"""One key stored, with its parent and tokens; one key removed; or all cleared."""
+"""A key that was stored, with its parent and tokens; a key that was removed; or all cleared."""
 
 
 class Refused(Exception):
@@ -47,12 +47,12 @@ class ModelPool:
     def allocate(self, n: int) -> list[int]:
         if n > self.num_free:
             raise Refused
-        taken = [id for id in self.queue if self.pins[id] == 0][:n]
-        self.queue = [id for id in self.queue if id not in taken]
-        self.evict(taken)
-        for id in taken:
+        allocated = [id for id in self.queue if self.pins[id] == 0][:n]
+        self.queue = [id for id in self.queue if id not in allocated]
+        self.evict(allocated)
+        for id in allocated:
             self.refs[id] = 1
-        return taken
+        return allocated
 
     def touch(self, ids: Sequence[int]) -> None:
         self.check_ids(ids)
@@ -62,7 +62,7 @@ class ModelPool:
 
     def free(self, ids: Sequence[int]) -> None:
         self._decrement(self.refs, ids)
-        # The first id is evicted first. One that is given twice goes where its last reference does.
+        # The first id is evicted first. The last occurrence of a repeated id decides its place.
         last = [id for at, id in enumerate(ids) if id not in ids[at + 1 :]]
         gone = [id for id in last if id and self.refs[id] == 0]
         cached = [id for id in gone if id in self.held]
@@ -126,7 +126,7 @@ class ModelPool:
 
 
 def flat(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> list[Happening]:
-    """Key by key, however they were put into events."""
+    """Return events of one key each."""
     happened: list[Happening] = []
     for event in events:
         if isinstance(event, BlockStored):

@@ -1,4 +1,4 @@
-"""Counts of pins and of blocks, each against a count one by one."""
+"""Counts of pins and blocks against naive counts."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ GROUPS = st.lists(FULL | WINDOWS, min_size=1, max_size=3)
 
 
 def num_read(group: FullAttention | SlidingWindow, num_tokens: int, num_computed: int) -> int:
-    """Blocks of a request with a token that a token after `num_computed` reads or writes."""
+    """Count blocks with a token that a token after `num_computed` reads or writes."""
     window = group.window if isinstance(group, SlidingWindow) else num_tokens
     read = range(max(0, num_computed - window + 1), num_tokens)
     return len({position // group.block_size for position in read})

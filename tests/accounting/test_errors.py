@@ -409,7 +409,7 @@ def test_store_refuses(
 
 
 @pytest.mark.parametrize(("says", "id"), [("surrogate", "\ud800"), ("int", 3), ("None", None)])
-def test_a_request_id_that_is_no_text_is_refused(says: str, id: str) -> None:
+def test_a_request_id_that_is_not_a_str_is_refused(says: str, id: str) -> None:
     error = ConfigError if says == "surrogate" else TypeError
     refused(LedgerWorld, lambda w: w.ledger.add(id, [DIGEST]), error, says)
     refused(TierWorld, lambda w: w.tier.add(id, [DIGEST]), error, says)
@@ -418,7 +418,7 @@ def test_a_request_id_that_is_no_text_is_refused(says: str, id: str) -> None:
     refused(TierWorld, lambda w: w.tier.store([id], [4], [9], [0, 1]), ConfigError, says)
 
 
-def test_a_refusal_with_a_trace_would_be_noticed() -> None:
+def test_the_check_notices_a_refusal_that_changes_state() -> None:
     def pin(world: PoolWorld) -> None:
         world.pool.pin([9])
         raise StateError
@@ -475,7 +475,7 @@ def test_absurd_sizes_are_refused(make: Callable[[int], object], size: int) -> N
 
 @makers
 @pytest.mark.parametrize("size", [4.0, "4", None, b"4", [4]])
-def test_a_size_that_is_no_int_is_a_type_error(
+def test_a_size_that_is_not_an_int_is_a_type_error(
     make: Callable[[object], object], size: object
 ) -> None:
     with pytest.raises(TypeError, match=type(size).__name__):
@@ -490,7 +490,7 @@ def test_a_pool_of_the_null_block_alone_is_refused() -> None:
     assert OffloadScheduler(1, [GROUP]).num_host_blocks == 1
 
 
-def test_groups_and_options_that_do_not_fit_are_refused() -> None:
+def test_impossible_groups_and_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="groups is empty"):
         BlockLedger(8, [])
     with pytest.raises(ConfigError, match="a group is of type <class 'int'>: pass FullAttention"):
@@ -537,7 +537,7 @@ def test_a_refused_hash_sets_no_width() -> None:
     tier.add("a", [DIGEST])
 
 
-def test_the_family_has_one_base() -> None:
+def test_all_errors_have_one_base() -> None:
     for error in (ConfigError, OutOfBlocks, InvalidBlock, UnknownRequest, StateError):
         assert error.__mro__[1:3] == (KvstowError, Exception)
 
@@ -594,7 +594,7 @@ PARAMETERS: dict[type[World], dict[str, tuple[int, list[str]]]] = {
 
 @pytest.mark.parametrize("kind", PARAMETERS)
 @given(data=st.data())
-def test_whatever_is_given_errors_are_ours_and_leave_no_trace(
+def test_any_argument_raises_only_kvstow_errors_and_changes_nothing(
     kind: type[World], data: st.DataObject
 ) -> None:
     world = kind()
@@ -637,7 +637,7 @@ except (KvstowError, MemoryError) as error:
         "OffloadScheduler(2**31 - 2, [group])",
     ],
 )
-def test_what_no_memory_can_hold_does_not_end_the_process(call: str) -> None:
+def test_a_size_beyond_memory_does_not_end_the_process(call: str) -> None:
     code = IN_LITTLE_MEMORY.format(call=call)
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

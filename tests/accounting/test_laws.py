@@ -1,7 +1,7 @@
-"""Laws of two tiers on a real trace, in pure accounting: whole blocks, one request after the other.
+"""Laws of two tiers on a real trace, in pure accounting: whole blocks, one request after another.
 
-A request uses the whole blocks of its prompt: what the device has, then what the host has right
-after it, then what it computes. Copies land before the next request comes.
+A request uses the whole blocks of its prompt. It hits blocks of the device, then of the host right
+after them, and computes the rest. Copies complete before the next request comes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def num_distinct() -> int:
     return len({hash for hashes in prompts() for hash in hashes})
 
 
-def test_the_slice_can_tell_laws_apart() -> None:
+def test_the_slice_of_the_trace_fills_most_tiers() -> None:
     """Every prompt fits every tier, most tiers fill up, and the larger ones hit more."""
     assert longest() <= min(*DEVICES, *HOSTS)
     assert max(DEVICES) < num_distinct() < NEVER_FULL
@@ -176,7 +176,7 @@ def test_lazy_stores_no_more_than_eager(num_device: int, num_host: int) -> None:
 
 
 @pytest.mark.parametrize("num_device", DEVICES)
-def test_lazy_spares_what_the_device_still_has_in_hand(num_device: int) -> None:
+def test_lazy_stores_only_blocks_that_the_device_is_about_to_evict(num_device: int) -> None:
     """A horizon of the largest prompt loses nothing, and stores what it has seen and no more.
 
     Nothing leaves the device unstored, as no request takes more than the horizon; at the end the
@@ -192,9 +192,7 @@ def test_lazy_spares_what_the_device_still_has_in_hand(num_device: int) -> None:
 
 @pytest.mark.parametrize("num_device", DEVICES)
 @pytest.mark.parametrize("num_host", [5000, NEVER_FULL])
-def test_with_the_whole_device_in_view_lazy_serves_what_eager_serves(
-    num_device: int, num_host: int
-) -> None:
+def test_lazy_with_the_device_as_horizon_equals_eager(num_device: int, num_host: int) -> None:
     """Request by request and tier by tier.
 
     When a request has left, all its blocks stand in the free queue, and lazy stores what eager has

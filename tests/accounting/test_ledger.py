@@ -514,7 +514,7 @@ def test_external_blocks_are_published_once_their_load_has_landed() -> None:
     assert num_found(ledger, names) == 3
 
 
-def test_a_load_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_load_leaves_no_keys() -> None:
     ledger = ledger_of(8)
     order = ledger.pool.free_order().tolist()
     names, _ = chain(1, 0, 3)
@@ -528,7 +528,7 @@ def test_a_load_that_failed_leaves_nothing_behind() -> None:
     assert num_found(ledger, names) == 3
 
 
-def test_rejected_drafts_are_taken_back_and_never_published() -> None:
+def test_rejected_drafts_are_rewound_and_never_published() -> None:
     ledger = ledger_of(8)
     names, _ = chain(1, 0, 2)
     ledger.add("a", names[:1])
@@ -547,7 +547,7 @@ def test_rejected_drafts_are_taken_back_and_never_published() -> None:
     assert num_found(ledger, names) == 2
 
 
-def test_lookahead_has_slots_and_no_more() -> None:
+def test_lookahead_tokens_get_slots_but_are_not_granted() -> None:
     ledger = ledger_of(8)
     names, _ = chain(1, 0, 2)
     ledger.add("a", names)
@@ -588,7 +588,7 @@ def test_reserve_and_must_fit_refuse_at_their_bound(num_hit: int) -> None:
     assert served(num_free - num_asked, num_free * BLOCK_SIZE)
 
 
-def test_a_step_is_as_if_each_were_asked_in_turn() -> None:
+def test_allocate_step_equals_allocations_in_turn() -> None:
     ids, counts = ["a", "b", "c", "d"], [3 * BLOCK_SIZE, 1, 4 * BLOCK_SIZE, 1]
     at_once, in_turn = ledger_of(8, 2), ledger_of(8, 2)
     for ledger in (at_once, in_turn):
@@ -604,7 +604,7 @@ def test_a_step_is_as_if_each_were_asked_in_turn() -> None:
     assert {array.dtype for array in (taken.ids, taken.offsets)} == {np.dtype(np.int32)}
 
 
-def test_a_request_that_leaves_before_its_step_leaves_no_keys() -> None:
+def test_a_request_freed_before_its_step_leaves_no_keys() -> None:
     for publish in ("granted", "computed"):
         ledger = BlockLedger(8, [FullAttention(BLOCK_SIZE)], publish=publish)
         names, _ = chain(1, 0, 3)
@@ -616,7 +616,7 @@ def test_a_request_that_leaves_before_its_step_leaves_no_keys() -> None:
         ledger.check()
 
 
-def test_free_names_who_has_hit_a_block_that_was_never_computed() -> None:
+def test_free_names_requests_that_hit_uncomputed_blocks() -> None:
     ledger = ledger_of(16)
     names = publish(ledger, "a", 3)
     for id in ("hits all", "hits one"):
@@ -657,7 +657,7 @@ def test_computed_blocks_are_published_step_by_step() -> None:
         ledger.cache("a", 3 * BLOCK_SIZE)
 
 
-def test_a_snapshot_is_restored_only_where_keys_mean_the_same() -> None:
+def test_a_snapshot_is_restored_only_with_equal_publish() -> None:
     granted, computed = ledger_of(8), BlockLedger(8, [FullAttention(4)], publish="computed")
     publish(granted, "a", 2)
     with pytest.raises(SnapshotError, match="publishes Granted tokens"):
@@ -687,7 +687,7 @@ def test_a_hit_of_another_ledger_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [2**40 + 1, 2**63, 2**64 - 1])
-def test_more_tokens_in_flight_than_can_be_counted_are_refused(count: int) -> None:
+def test_too_many_tokens_in_flight_are_refused(count: int) -> None:
     with pytest.raises(ConfigError, match=f"max_in_flight_tokens is {count}, more than {2**40}"):
         BlockLedger(8, [SlidingWindow(16, 64)], max_in_flight_tokens=count)
     ledger = BlockLedger(8, [SlidingWindow(16, 64)], max_in_flight_tokens=2**40)
@@ -695,7 +695,7 @@ def test_more_tokens_in_flight_than_can_be_counted_are_refused(count: int) -> No
     assert ledger.allocate("a", 16, must_fit_tokens=1600) is None
 
 
-def test_tokens_of_many_allocations_are_bounded_together() -> None:
+def test_the_sum_of_tokens_of_a_request_is_bounded() -> None:
     ledger = BlockLedger(4096, [FullAttention(2**30)])
     ledger.add("a", [])
     assert ledger.allocate("a", 2**40) is not None
@@ -705,7 +705,7 @@ def test_tokens_of_many_allocations_are_bounded_together() -> None:
         ledger.allocate_step(["a"], [2**40], num_lookahead_tokens=2**40)
 
 
-def test_what_comes_out_is_the_callers_own() -> None:
+def test_the_caller_owns_returned_arrays() -> None:
     ledger = ledger_of(8)
     names = publish(ledger, "a", 3)
     ledger.add("b", names)
@@ -717,7 +717,7 @@ def test_what_comes_out_is_the_callers_own() -> None:
     ledger.check()
 
 
-def test_events_tell_parents_tokens_extra_keys_and_sizes() -> None:
+def test_events_report_parents_tokens_extra_keys_and_sizes() -> None:
     ledger = ledger_of(8, events=True)
     names, tokens = chain(1, 0, 3)
     keys = [("salt", 7, b"x", ("nested", None)), None]
@@ -741,7 +741,7 @@ def test_events_tell_parents_tokens_extra_keys_and_sizes() -> None:
     assert cleared.medium == "GPU"
 
 
-def test_a_hit_ends_where_blocks_of_every_size_do() -> None:
+def test_a_hit_ends_at_a_block_end_of_every_group() -> None:
     ledger = BlockLedger(64, [FullAttention(8), FullAttention(4)])
     names = [bytes([at + 1] * 8) for at in range(4)]
     ledger.add("a", names)

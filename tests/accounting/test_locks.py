@@ -1,4 +1,4 @@
-"""The interpreter goes on while a scheduler works on all of its slots, and no two locks meet."""
+"""Other threads run while a scheduler works on all of its slots, and no two threads deadlock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def full_tier() -> OffloadScheduler:
 
 @pytest.fixture
 def _no_forced_switch() -> Iterator[None]:
-    """A thread keeps the interpreter until it waits or gives it up."""
+    """Let a thread keep the interpreter lock until it waits or releases the lock."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -38,7 +38,7 @@ def _no_forced_switch() -> Iterator[None]:
 
 
 def goes_on_meanwhile(call: Callable[[], object]) -> bool:
-    """Whether this thread runs Python while another is in `call`."""
+    """Return whether this thread runs Python while another is in `call`."""
     begun, state = threading.Event(), ["waits"]
 
     def work() -> None:
@@ -75,7 +75,7 @@ def test_interpreter_goes_on_while_a_large_tier_is_walked(name: str) -> None:
 
 @pytest.mark.usefixtures("_no_forced_switch")
 def test_thread_that_waits_for_a_scheduler_lets_others_go_on() -> None:
-    """One walks the tier, one waits for it: this one runs."""
+    """This thread runs while one thread walks the tier and another waits for it."""
     tier = full_tier()
 
     def lets_others_go_on() -> bool:

@@ -1,4 +1,4 @@
-"""`BlockPool` against the naive pool, and what it takes and gives as ids and hashes."""
+"""`BlockPool` against the naive pool, and the forms of ids and hashes that it accepts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ groups = st.integers(0, NUM_GROUPS - 1)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """One op drives both; then everything that can be observed is compared."""
+    """Drive both with each op, then compare all observable state."""
 
     @initialize(num_blocks=st.integers(2, MAX_BLOCKS))
     def build(self, num_blocks: int) -> None:
@@ -124,9 +124,9 @@ TestPool.settings = settings(max_examples=200, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ids_come_in_any_integer_form(form: str) -> None:
+def test_ids_are_accepted_in_any_integer_form(form: str) -> None:
     pool = BlockPool(8)
-    taken = pool.allocate(6).tolist()
+    allocated = pool.allocate(6).tolist()
     ids = FORMS[form]([5, 2, 3])
     pool.touch(ids)
     pool.pin(ids)
@@ -135,27 +135,27 @@ def test_ids_come_in_any_integer_form(form: str) -> None:
     assert pool.lookup(NAMES[:4]).tolist() == [5, 2, 3]
     assert pool.ref_counts(ids).tolist() == [2, 2, 2]
     pool.free(ids)
-    pool.free(taken)
-    # Without a key to the head, with one to the tail, both in the order given.
+    pool.free(allocated)
+    # Blocks without a key go to the head, blocks with a key to the tail, both in order.
     assert pool.free_order().tolist() == [1, 4, 6, 7, 2, 3, 5]
     pool.evict(ids)
     assert pool.num_cached == 0
     pool.check()
 
 
-def test_only_what_an_allocation_takes_counts_as_evicted() -> None:
+def test_num_evicted_counts_only_allocations() -> None:
     pool = BlockPool(6)
     pool.cache(pool.allocate(4), NAMES[:4])
     assert pool.num_evicted == 0
     pool.free([1, 2, 3, 4])
     pool.evict([1])
-    pool.allocate(1)  # the one that never held anything
+    pool.allocate(1)  # the block that never held a key
     pool.allocate(3)
     assert pool.num_evicted == 2
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "numpy" not in form])
-def test_no_ids_are_fine_in_any_form(form: str) -> None:
+def test_empty_ids_are_accepted_in_any_form(form: str) -> None:
     pool = BlockPool(4)
     none = FORMS[form]([])
     for call in (pool.touch, pool.free, pool.pin, pool.unpin, pool.evict):
@@ -165,7 +165,7 @@ def test_no_ids_are_fine_in_any_form(form: str) -> None:
     pool.check()
 
 
-def test_a_range_and_a_repeated_id_are_ids() -> None:
+def test_ranges_and_repeated_ids_are_accepted() -> None:
     pool = BlockPool(8)
     assert pool.ref_counts(range(8)).tolist() == [0] * 8
     pool.touch(np.broadcast_to(np.int32(3), 2))
@@ -174,11 +174,11 @@ def test_a_range_and_a_repeated_id_are_ids() -> None:
     assert pool.ref_counts([3]).tolist() == [1]
 
 
-def test_ids_come_out_as_int32_arrays_of_the_callers_own() -> None:
+def test_returned_ids_are_int32_arrays_that_the_caller_owns() -> None:
     pool = BlockPool(8)
-    taken = pool.allocate(3)
-    pool.cache(taken, NAMES[:3])
-    outputs = [taken, pool.lookup(NAMES[:3]), pool.free_order(), pool.ref_counts(taken)]
+    allocated = pool.allocate(3)
+    pool.cache(allocated, NAMES[:3])
+    outputs = [allocated, pool.lookup(NAMES[:3]), pool.free_order(), pool.ref_counts(allocated)]
     for array in outputs:
         assert (array.dtype, array.ndim, len(array) > 0) == (np.dtype(np.int32), 1, True)
         array[:] = 7
@@ -189,11 +189,11 @@ def test_ids_come_out_as_int32_arrays_of_the_callers_own() -> None:
 
 @pytest.mark.parametrize("width", [1, 16, 31, 32])
 @pytest.mark.parametrize("form", [list, tuple])
-def test_hashes_of_every_width_come_in_lists_and_tuples(
+def test_hashes_of_every_width_are_accepted_in_lists_and_tuples(
     width: int, form: Callable[[list[bytes]], Sequence[bytes]]
 ) -> None:
     pool = BlockPool(4, events=True)
-    # That the last byte counts shows that none is cut off, leading zeros that none is added.
+    # Digests differ in their last byte and begin with zeros, so lost or added bytes show.
     digests = [b"\0" * (width - 1) + bytes([last]) for last in range(3)]
     pool.cache(pool.allocate(3), form(digests))
     assert pool.lookup(form(digests)).tolist() == [1, 2, 3]
@@ -205,7 +205,7 @@ def test_hashes_of_every_width_come_in_lists_and_tuples(
     ]
 
 
-def test_a_pinned_block_keeps_its_place_and_is_passed_over() -> None:
+def test_allocate_skips_a_pinned_block_which_keeps_its_place() -> None:
     pool = BlockPool(6)
     pool.pin([1, 3])
     assert (pool.num_free, pool.free_order().tolist()) == (3, [1, 2, 3, 4, 5])
@@ -218,7 +218,7 @@ def test_a_pinned_block_keeps_its_place_and_is_passed_over() -> None:
     assert pool.allocate(3).tolist() == [1, 3, 5]
 
 
-def test_of_two_blocks_with_one_key_the_older_is_found_until_it_loses_it() -> None:
+def test_lookup_returns_the_oldest_duplicate_that_is_still_cached() -> None:
     pool = BlockPool(6, events=True)
     ids = pool.allocate(3).tolist()
     for id in reversed(ids):
@@ -227,11 +227,11 @@ def test_of_two_blocks_with_one_key_the_older_is_found_until_it_loses_it() -> No
         assert pool.lookup(NAMES[:1]).tolist() == [oldest]
         pool.evict([oldest])
     assert pool.lookup(NAMES[:1]).tolist() == []
-    # What can be found changed twice, not six times.
+    # Duplicates cause no events.
     assert flat(pool.take_events()) == [("stored", NAMES[0], 0, None), ("removed", NAMES[0], 0)]
 
 
-def test_without_events_none_are_kept() -> None:
+def test_a_pool_without_events_records_none() -> None:
     pool = BlockPool(4)
     pool.cache(pool.allocate(2), NAMES[:2])
     assert pool.take_events() == []

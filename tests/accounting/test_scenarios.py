@@ -391,7 +391,7 @@ class Rig:
 
 
 @every_model
-def test_eager_what_was_stored_comes_back(groups: list[Group]) -> None:
+def test_eager_stores_are_loaded_again(groups: list[Group]) -> None:
     rig = Rig(groups)
     rig.serve("first", "abcde")
     assert rig.on_host == rig.names("abcde")
@@ -410,7 +410,7 @@ def test_eager_what_was_stored_comes_back(groups: list[Group]) -> None:
 
 
 @every_model
-def test_lazy_what_was_stored_comes_back(groups: list[Group]) -> None:
+def test_lazy_stores_are_loaded_again(groups: list[Group]) -> None:
     rig = Rig(groups, mode="lazy")
     rig.add("first", "abcde")
     rig.admit("first")
@@ -441,7 +441,7 @@ def test_lazy_what_was_stored_comes_back(groups: list[Group]) -> None:
 @every_model
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.parametrize("is_landed", [True, False])
-def test_what_the_host_has_or_is_being_given_is_not_stored_again(
+def test_a_key_on_the_host_or_in_flight_is_not_stored_again(
     groups: list[Group], mode: Literal["eager", "lazy"], is_landed: bool
 ) -> None:
     rig = Rig(groups, mode=mode)
@@ -480,7 +480,7 @@ def filled(groups: list[Group]) -> Rig:
 
 @every_model
 @pytest.mark.parametrize("num_new", [1, 3, 4, 5, 8, 10])
-def test_the_least_recent_prompt_goes_first_its_tail_before_its_root(
+def test_eviction_takes_the_least_recent_prompt_tail_before_root(
     groups: list[Group], num_new: int
 ) -> None:
     rig = filled(groups)
@@ -496,7 +496,7 @@ def test_the_least_recent_prompt_goes_first_its_tail_before_its_root(
 
 @every_model
 @pytest.mark.parametrize("use", ["loaded", "found on the device", "computed again", "looked at"])
-def test_blocks_that_were_used_again_survive(groups: list[Group], use: str) -> None:
+def test_blocks_used_again_survive_eviction(groups: list[Group], use: str) -> None:
     rig = filled(groups)
     if use in ("loaded", "computed again"):
         rig.forget_device()
@@ -685,7 +685,7 @@ def test_after_a_local_prefix_exactly_the_middle_is_loaded(
 
 @every_model
 @pytest.mark.parametrize("num_accepted", [1, 2, 3])
-def test_of_a_load_of_fewer_blocks_than_found_the_rest_can_be_evicted(
+def test_found_blocks_that_are_not_loaded_can_be_evicted(
     groups: list[Group], num_accepted: int
 ) -> None:
     prompt = "abcde"
@@ -834,9 +834,7 @@ def test_preempted_in_the_middle_of_a_chunked_prefill_and_resumed(
 
 @every_model
 @pytest.mark.parametrize("is_half", [False, True], ids=["from a full block", "from half a block"])
-def test_a_decode_step_stores_the_block_that_it_fills_and_no_other_stores(
-    groups: list[Group], is_half: bool
-) -> None:
+def test_only_a_decode_step_that_fills_a_block_stores(groups: list[Group], is_half: bool) -> None:
     prompt, size = "abcdef", groups[0].block_size
     rig = Rig(groups)
     rig.add("it", prompt, 2 * size + (size // 2 if is_half else 0))

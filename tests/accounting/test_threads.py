@@ -1,4 +1,4 @@
-"""Calls that look at every block let other threads run, and no two threads wait for each other."""
+"""Calls that read every block let other threads run, and no two threads deadlock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALLS: dict[str, Callable[[], Callable[[], object]]] = {
 
 @pytest.fixture
 def nobody_is_interrupted() -> Iterator[None]:
-    """A thread of Python runs until it gives the interpreter lock back."""
+    """Let a Python thread run until it releases the interpreter lock."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     yield
@@ -49,7 +49,7 @@ def nobody_is_interrupted() -> Iterator[None]:
 
 
 def num_ticks_during(call: Callable[[], object]) -> int:
-    """How often another thread ran within these calls, which stop once it has."""
+    """Return how often another thread ran during these calls, which stop once it has."""
     ticks, num_ticks, stop = [0], 0, threading.Event()
 
     def tick() -> None:
@@ -88,7 +88,7 @@ NUM_THREADS = 5
 
 
 def num_ended(calls: list[Callable[[], object]], seconds: float) -> int:
-    """How many threads get through all the calls, each in an order of its own."""
+    """Return how many threads finish all calls, each in an order of its own."""
     num_rounds, ended = 25, []
 
     def run(start: int) -> None:

@@ -1,4 +1,4 @@
-"""Objects in states where much can go wrong, and what it means that a call is refused."""
+"""Objects in states with many possible errors, and a check that refused calls change nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names(which: int, num_blocks: int) -> list[bytes]:
 
 
 def num_pins(pool: BlockPool | LedgerPool, id: int) -> int:
-    """Counts them by taking them off, and puts them back."""
+    """Count them by removing them, and put them back."""
     for num in range(9):
         try:
             pool.unpin([id])
@@ -64,7 +64,7 @@ def outcome(call: Callable[[], object]) -> object:
 
 
 class World(Protocol):
-    """An object in a state where much can go wrong."""
+    """An object in a state with many possible errors."""
 
     def look(self) -> Seen: ...
     def check(self) -> None: ...
@@ -224,7 +224,7 @@ W = TypeVar("W", bound=World)
 def refused(
     make: Callable[[], W], call: Callable[[W], object], error: type[Exception], says: str
 ) -> None:
-    """Such a call raises exactly this error, whose message matches, and leaves no trace.
+    """Verify that a call raises exactly this error with this text, and changes nothing.
 
     It is made on one of two equal objects. Both must look the same afterwards and go on the same
     way, so that hidden state (the order of eviction, what is published) counts as well.
