@@ -1,9 +1,9 @@
-//! What does a request cost the ledger, and a finished step the offload scheduler?
+//! How long does the ledger take for a request, and the offload scheduler for a finished step?
 //!
-//! The request is a prompt of 131,072 tokens (8,192 blocks) in a device that is full of cached
-//! blocks, so whatever is allocated is evicted first. The steps are those of 256 decoding requests, of
-//! which 16 enter a new block, and for the scheduler one in which nothing is due: it must not cost
-//! more than a look at each request.
+//! The request is a prompt of 131,072 tokens (8,192 blocks). The device is full of cached blocks, so
+//! each allocation evicts. The steps have 256 decoding requests, of which 16 enter a new block. The
+//! scheduler also runs a step with nothing to store, which must cost no more than a check of each
+//! request.
 #![expect(clippy::unwrap_used, reason = "a bench that fails has nothing to measure")]
 
 mod common;
@@ -26,8 +26,7 @@ fn groups() -> Vec<Group> {
     vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()]
 }
 
-/// One prompt more than fits the device or the host: by the time the first comes round again it
-/// has been evicted.
+/// One prompt more than fits the device or the host. So each prompt is evicted before its next turn.
 fn prompts() -> Vec<Hashes> {
     (0..5).map(|which| prompt(which, NUM_PROMPT_BLOCKS)).collect()
 }
@@ -36,7 +35,7 @@ fn add(ledger: &mut BlockLedger, hashes: &Hashes) {
     ledger.add("request", hashes, Context::default()).unwrap();
 }
 
-/// Takes and publishes a whole prompt.
+/// Allocates and publishes a whole prompt.
 fn allocate(ledger: &mut BlockLedger) {
     let args = AllocateArgs { num_new_tokens: NUM_PROMPT_TOKENS, ..AllocateArgs::default() };
     black_box(ledger.allocate("request", &args).unwrap().unwrap());
@@ -138,7 +137,7 @@ fn bench_step(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// A scheduler, and where the request in hand is.
+/// A scheduler, and the block table of the current request.
 struct Host {
     scheduler: OffloadScheduler,
     /// Per group.
@@ -171,7 +170,7 @@ impl Host {
         self.scheduler.finish("request").unwrap();
     }
 
-    /// Ends what is under way, and makes the next prompt known.
+    /// Completes jobs in flight, and adds the next prompt.
     fn turn_to(&mut self, hashes: &Hashes) {
         self.complete();
         self.finish();

@@ -1,8 +1,8 @@
-//! What does one operation of the pool cost per block, in a pool that has long been in use?
+//! How long does an operation of the pool take per block, in a server that has run for long?
 //!
 //! Every operation handles the 8,192 blocks of a prompt of 131,072 tokens, in a pool of four times
-//! as many whose free queue has been shuffled: in a server that has run for an hour neighbours in
-//! a block table are no neighbours in memory. `build` asks what a pool of a million costs.
+//! as many. The free queue is shuffled, because after an hour neighbours in a block table are not
+//! neighbours in memory. `build` measures the construction of a pool of a million blocks.
 #![expect(clippy::unwrap_used, reason = "a bench that fails has nothing to measure")]
 
 mod common;
@@ -18,14 +18,14 @@ use common::{NUM_DEVICE_BLOCKS, NUM_PROMPT_BLOCKS, prompt, time};
 
 const GROUP: GroupId = GroupId(0);
 
-/// A pool, and the blocks that the prompt in hand holds.
+/// A pool, and the blocks of the current prompt.
 struct State {
     pool: BlockPool,
     held: Vec<BlockId>,
 }
 
 impl State {
-    /// All blocks free, without keys, out of order.
+    /// A pool with all blocks free, without keys, and in random order.
     fn shuffled() -> Self {
         let mut pool = BlockPool::new(NUM_DEVICE_BLOCKS + 1, None).unwrap();
         let mut all = Vec::new();

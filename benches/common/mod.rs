@@ -1,4 +1,4 @@
-//! What the benches share: their sizes and inputs, and a timer for operations that change state.
+//! The benches' sizes and inputs, and a timer for operations that change state.
 
 use std::time::{Duration, Instant};
 
@@ -22,8 +22,8 @@ pub(crate) fn prompt(which: usize, num_blocks: usize) -> Hashes {
     hash_tokens(&tokens, BLOCK_SIZE, HashOptions::default()).unwrap()
 }
 
-/// Times `operation` alone. `prepare` brings the state back to where the operation starts, in
-/// place: a fresh copy of it would be cold in the caches, and no running server's state is.
+/// Times `operation` alone. `prepare` restores the state in place, because a fresh copy would be
+/// cold in the caches, unlike the state of a running server.
 pub(crate) fn time<S>(
     bencher: &mut Bencher<'_>,
     state: &mut S,
@@ -42,7 +42,7 @@ pub(crate) fn time<S>(
     });
 }
 
-/// Settings that keep a whole `cargo bench` within a minute.
+/// Settings with which `cargo bench` ends within a minute.
 pub(crate) fn criterion() -> Criterion {
     Criterion::default()
         .warm_up_time(Duration::from_millis(300))

@@ -1,24 +1,24 @@
-"""How much quicker than vLLM's own block accounting is kvstow's, doing the same work?
+"""How much faster than vLLM's block accounting is kvstow's, for the same work?
 
-Both sides do the same requests in one process, taking turns, and must come to the same block ids: a
-rival that does something else is no rival. vLLM's side is its `KVCacheManager`, called as its
-scheduler calls it. What is counted, and what is not:
+Both sides serve the same requests in one process, in turns, and must return the same block ids.
+vLLM's side is its `KVCacheManager`, called as its scheduler calls it. These rules apply:
 
-- Block hashes are vLLM's own (`request.block_hashes`), made beforehand and counted on neither side.
-  vLLM reads them where they are; kvstow is handed them (`BlockLedger.add`, and `extend` as blocks
-  fill), so rows come with and without that call. `BlockPool.lookup` takes them anew in each call.
-- vLLM takes request objects and returns block objects, kvstow takes request ids and returns arrays
-  of block ids. Making ids of the objects is not counted; a step has a row in which it is.
-- The pools are full of other prompts' blocks, so that an allocation evicts; "nothing cached" is
-  right after a reset. Once the free queues are in order, as in a server that has just started,
-  and once they are shuffled, as in one that has long been up.
-- The garbage collector is on, as in production. What was made before the measurement is frozen, as
-  vLLM's engine does when it starts, and each turn begins with a collection that is not timed.
+- vLLM's own hash function makes the block hashes (`request.block_hashes`) beforehand. The time
+  counts on neither side. vLLM reads the hashes in place; kvstow gets them through
+  `BlockLedger.add`, and through `extend` as blocks fill. So there are rows with and without these
+  calls. `BlockPool.lookup` gets the hashes in each call.
+- vLLM takes request objects and returns block objects. kvstow takes request ids and returns arrays
+  of block ids. The conversion of objects to ids does not count, except in one row of a step.
+- The pools are full of other prompts' blocks, so each allocation evicts. "Nothing cached" is the
+  state right after a reset. The free queues are in order in some rows, as in a new server, and
+  shuffled in others, as in an old one.
+- The garbage collector is on, as in production. Objects from before the measurement are frozen, as
+  vLLM's engine does when it starts. Each turn begins with a collection that is not timed.
 - Events and statistics are off on both sides.
-- What the rows of the host tier count beyond that stands in `offload`.
+- `offload` says what the rows of the host tier count in addition.
 
-Medians count. "cold" is the ratio of the medians of each turn's first: the other side's turn has
-just been through the caches, as other work has in a server.
+The results are medians. "cold" is the ratio of the medians of each turn's first call: the other
+side's turn has just used the caches, as other work does in a server.
 
 Run it from the project's folder: `python -m benches.compare.accounting [--json]`.
 """
