@@ -3,24 +3,22 @@
 //! The scheduler names device blocks and never owns them: a [`Job`] says which ones to pin while
 //! it is in flight, and [`OffloadScheduler::complete`] which ones to unpin.
 
-mod chains;
 mod image;
 mod job;
 mod lazy;
 mod load;
-mod policy;
-mod rank;
+mod recency;
 mod record;
+mod request;
 mod store;
 mod tier;
-mod tracked;
 mod transfer;
 
 pub use image::ImageCopies;
 pub use job::{Job, JobEnd, Outcome};
-pub use policy::EvictionPolicy;
 pub(crate) use record::SchedulerRecord;
 pub use store::Progress;
+pub use tier::EvictionPolicy;
 pub use transfer::{Direction, TransferEvent};
 
 use std::collections::BTreeMap;
@@ -38,8 +36,8 @@ use crate::requests::Requests;
 use image::Image;
 use job::InFlight;
 use lazy::ComputedBlocks;
+use request::{Held, Table, Tracked};
 use tier::HostTier;
-use tracked::{Held, Table, Tracked};
 
 /// The most device blocks that a slot holds.
 pub const MAX_BLOCKS_PER_SLOT: usize = 1 << 10;

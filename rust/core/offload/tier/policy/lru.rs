@@ -16,7 +16,7 @@ use super::order::EvictionOrder;
 /// last still stands together, and moves as a whole without a look at each of its slots: a prompt
 /// that is stored in many chunks is ranked after each. 17 bytes a slot.
 #[derive(Clone, Debug)]
-pub(in crate::offload) struct Lru {
+pub(in crate::offload::tier) struct Lru {
     pub(super) order: EvictionOrder,
     /// By root: the first slot, in this order, of the chain that was ranked last; null where parts of
     /// it stand elsewhere. It counts while [`Lru::roots`] agrees.

@@ -49,7 +49,7 @@ const DECAY: f64 = 0.95;
 /// The two orders of resident slots, the ghosts of those that went, and what was learned. 93 bytes
 /// a slot. All is O(1), but a victim is looked for past slots that may not go.
 #[derive(Clone, Debug)]
-pub(in crate::offload) struct HitDensity {
+pub(in crate::offload::tier) struct HitDensity {
     /// [`NEW`] and [`USED`], by last rank.
     pub(super) orders: [EvictionOrder; 2],
     pub(super) densities: [Density; 2],

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use crate::group::{Attention, Group};
 use crate::ids::GroupId;
 use crate::key::Hashes;
-use crate::offload::policy::AnyPolicy;
+use crate::offload::tier::policy::AnyPolicy;
 use crate::offload::{EvictionPolicy, OffloadConfig, OffloadScheduler, Progress};
 
 use super::*;

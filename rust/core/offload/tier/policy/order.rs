@@ -14,7 +14,7 @@ use crate::pool::FreeQueue;
 
 /// Slots in the order in which they go. 9 bytes a slot.
 #[derive(Clone, Debug)]
-pub(in crate::offload) struct EvictionOrder {
+pub(in crate::offload::tier) struct EvictionOrder {
     queue: FreeQueue,
     /// Whether a slot stands between the head and `passed`, both included.
     is_passed: Vec<bool>,

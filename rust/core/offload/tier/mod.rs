@@ -14,6 +14,10 @@
 //! A resident slot that proves damaged loses its key and its place at once, and is empty when its
 //! last pin ends.
 
+mod chains;
+mod policy;
+mod record;
+
 use std::cmp::Reverse;
 use std::ops::Range;
 
@@ -24,8 +28,10 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::{BLOCK_BYTES, BlockPool, MAX_BLOCKS, check_memory};
 
-use super::chains::Chains;
-use super::policy::{AnyPolicy, EvictionPolicy};
+use chains::Chains;
+use policy::AnyPolicy;
+pub use policy::EvictionPolicy;
+pub(super) use record::TierRecord;
 
 /// What the slots of a store are being filled with, known from its plan on.
 #[derive(Clone, Debug, Default)]
@@ -43,15 +49,15 @@ const SLOT_BYTES: usize = Chains::SLOT_BYTES + 5;
 /// At most 130 bytes a slot, taken at construction; 206 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct HostTier {
-    pub(super) pool: BlockPool,
-    pub(super) chains: Chains,
+    pool: BlockPool,
+    chains: Chains,
     /// Loads that read the slot.
     num_loads: Vec<u32>,
     /// Whether a store is filling the slot: then its key is in the pool's index, to be found by
     /// stores and by no lookup.
     is_filling: Vec<bool>,
     num_filling: usize,
-    pub(super) policy: AnyPolicy,
+    policy: AnyPolicy,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
     /// How often resident slots have gone though there was room: by a reset, or damaged.
@@ -150,6 +156,11 @@ impl HostTier {
         let Self { policy, chains, pool, .. } = self;
         let may_go = |slot: &BlockId| chains.is_leaf(*slot) && pool.num_pins(*slot) == 0;
         policy.may_go_again(slots.iter().copied().filter(may_go));
+    }
+
+    /// Which policy it evicts by.
+    pub(super) fn policy(&self) -> EvictionPolicy {
+        self.policy.kind()
     }
 
     /// Whether a load reads the slot.
@@ -479,7 +490,7 @@ impl HostTier {
     pub(super) fn slots(&self) -> impl Iterator<Item = BlockId> + use<> {
         let slots = (1..=u32::try_from(self.num_slots()).unwrap_or(0)).map(BlockId);
         #[cfg(test)]
-        let slots = slots.inspect(|_| super::chains::looks::count());
+        let slots = slots.inspect(|_| chains::looks::count());
         slots
     }
 
@@ -539,7 +550,7 @@ impl HostTier {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use super::super::chains::looks;
+    use super::chains::looks;
     use super::*;
 
     fn hashes(chain: u16, len: u16) -> Vec<BlockHash> {
