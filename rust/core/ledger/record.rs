@@ -195,7 +195,7 @@ impl BlockLedger {
             if group != key.group || self.pool.key(new).is_some() {
                 return damaged("a block has a key of another group, or two keys");
             }
-            self.pool.hide(new, &key);
+            self.pool.insert_unreported(&[new], &[key.hash], key.group);
         }
         self.check_keys()?;
         self.check().or_else(|error| damaged(&error.to_string()))?;

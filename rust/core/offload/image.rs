@@ -1,8 +1,8 @@
-//! The sleep image: the device's blocks on the host while the device is away.
+//! The sleep image: the device's blocks on the host while the device sleeps.
 //!
-//! A block whose key is resident stays in that slot, which is pinned; every other one, the part of
-//! a block at a request's end included, takes a place in a slot of the image's own, which no lookup
-//! finds. Both are let go when the device has its bytes back.
+//! A block whose key is resident stays in that slot, which is pinned. Every other block, the
+//! partial one at a request's end included, gets a place in a slot of the image's own, which no
+//! lookup finds. Both are released when the device has its bytes back.
 
 use std::collections::BTreeSet;
 
@@ -14,11 +14,12 @@ use crate::key::BlockKey;
 use crate::ledger::{BlockLedger, damaged};
 use crate::pool::MAX_BLOCKS;
 
+use super::OffloadScheduler;
 use super::job::slot_at;
-use super::{Held, OffloadScheduler};
+use super::request::HeldSlots;
 
-/// Copies between device blocks and places on the host: `block_ids[i]` and `host_slots[i]` are the
-/// two ends of one, as in a [`Job`](super::Job).
+/// Copies between device blocks and places on the host. `block_ids[i]` and `host_slots[i]` are the
+/// two ends of a copy, as in a [`Job`](super::Job).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct ImageCopies {
     /// Device blocks.
@@ -32,13 +33,13 @@ pub struct ImageCopies {
     pub offsets: Vec<usize>,
 }
 
-/// What is kept of a device that sleeps.
+/// The blocks of a device that sleeps.
 #[derive(Clone, Debug, Encode, Decode)]
 pub(super) struct Image {
-    /// Slots that hold nothing else.
+    /// Slots that hold only this image.
     #[n(0)]
     pub(super) own: Vec<BlockId>,
-    /// Resident slots that hold blocks of it; each is pinned as often as it stands here.
+    /// Resident slots that hold blocks of the image. Each is pinned as often as it is listed here.
     #[n(1)]
     pub(super) shared: Vec<BlockId>,
     #[n(2)]
@@ -48,21 +49,21 @@ pub(super) struct Image {
     pub(super) is_damaged: bool,
 }
 
-/// Where one block of the device is to lie.
-struct Placed {
+/// A block of the device, and the slot that holds it.
+struct ImageBlock {
     group: usize,
     block: BlockId,
-    /// The resident slot that holds it, and its place in there.
+    /// The resident slot that holds it, and its place in that slot.
     shared: Option<(BlockId, usize)>,
 }
 
 impl OffloadScheduler {
-    /// Sets slots aside for every block that stands in a table of `ledger`, and tells which ones
-    /// are to be copied there: the tier has the others. Evicts for them; what lookups hold is
-    /// released. [`release_image`](Self::release_image) lets them go.
+    /// Reserves slots for every block in a table of `ledger`. Returns the copies to make: the tier
+    /// has the other blocks. Evicts slots, and releases what lookups hold.
+    /// [`release_image`](Self::release_image) gives the slots back.
     ///
     /// # Errors
-    /// [`Error::NoRoomForImage`] where the tier cannot hold them all; [`Error::State`] while jobs
+    /// [`Error::NoRoomForImage`] if the tier cannot hold them all; [`Error::State`] while jobs
     /// are in flight or an image is held; [`Error::Config`] for a ledger of other groups.
     pub fn hold_image(&mut self, ledger: &BlockLedger) -> Result<ImageCopies> {
         if self.image.is_some() || !self.jobs.is_empty() {
@@ -73,7 +74,7 @@ impl OffloadScheduler {
         }
         if ledger.model().groups() != self.model.groups() {
             return Err(Error::Config(
-                "the ledger is of other groups than this scheduler: build both for one model"
+                "the ledger has other groups than this scheduler: build both for one model"
                     .to_owned(),
             ));
         }
@@ -81,29 +82,29 @@ impl OffloadScheduler {
         let shared: Vec<BlockId> =
             placed.iter().filter_map(|placed| placed.shared).map(|(slot, _)| slot).collect();
         let num_slots = (placed.len() - shared.len()).div_ceil(self.blocks_per_slot);
-        // What lookups hold may go, unless there is no room all the same.
+        // The slots that lookups hold may be evicted. If the room is still short, they stay.
         let held: Vec<BlockId> =
             self.requests.values().flat_map(|request| &request.held.slots).copied().collect();
-        self.tier.unpin(&held)?;
-        self.tier.pin(&shared)?;
-        let own = match self.tier.reserve_all(num_slots) {
+        self.host.unpin(&held)?;
+        self.host.pin(&shared)?;
+        let own = match self.host.reserve_all(num_slots) {
             Ok(own) => own,
             Err(error) => {
-                self.tier.unpin(&shared)?;
-                self.tier.pin(&held)?;
+                self.host.unpin(&shared)?;
+                self.host.pin(&held)?;
                 return Err(error);
             }
         };
         for request in self.requests.values_mut() {
-            request.held = Held::default();
+            request.held = HeldSlots::default();
         }
         let (missing, copies) = self.image_copies_of(&placed, &own);
         self.image = Some(Image { own, shared, copies, is_damaged: false });
         Ok(missing)
     }
 
-    /// Each block of the ledger's tables, and where the tier has it.
-    fn placed(&self, ledger: &BlockLedger) -> Vec<Placed> {
+    /// Each block of the ledger's tables, and the slot that has it.
+    fn placed(&self, ledger: &BlockLedger) -> Vec<ImageBlock> {
         let per_slot = self.blocks_per_slot;
         let placed = ledger.table_blocks().map(|block| {
             let group = usize::from(block.group.0);
@@ -113,15 +114,19 @@ impl OffloadScheduler {
                 .hashes
                 .get(last)
                 .filter(|_| block.is_published)
-                .and_then(|&hash| self.tier.resident(&BlockKey { hash, group: block.group }));
+                .and_then(|&hash| self.host.resident(&BlockKey { hash, group: block.group }));
             let shared = slot.map(|slot| (slot, block.index % per_slot));
-            Placed { group, block: block.id, shared }
+            ImageBlock { group, block: block.id, shared }
         });
         placed.collect()
     }
 
-    /// The copies into `own` slots, and all copies.
-    fn image_copies_of(&self, placed: &[Placed], own: &[BlockId]) -> (ImageCopies, ImageCopies) {
+    /// Returns the copies into `own` slots, and all copies.
+    fn image_copies_of(
+        &self,
+        placed: &[ImageBlock],
+        own: &[BlockId],
+    ) -> (ImageCopies, ImageCopies) {
         let per_slot = self.blocks_per_slot;
         let mut free = own.iter().flat_map(|&slot| (0..per_slot).map(move |at| (slot, at)));
         let (mut missing, mut all) = (ImageCopies::default(), ImageCopies::default());
@@ -145,10 +150,10 @@ impl OffloadScheduler {
         (missing, all)
     }
 
-    /// All copies of the image that is held: each the other way brings its block back.
+    /// All copies of the held image. The reverse of each brings its block back.
     ///
     /// # Errors
-    /// [`Error::State`] where none is held, or a block of it proved damaged in the tier.
+    /// [`Error::State`] if no image is held, or a block of it proved damaged in the tier.
     pub fn image(&self) -> Result<&ImageCopies> {
         match &self.image {
             Some(image) if image.is_damaged => Err(Error::State(
@@ -157,32 +162,41 @@ impl OffloadScheduler {
                     .to_owned(),
             )),
             Some(image) => Ok(&image.copies),
-            None => Err(Error::State("no sleep image is held: nothing is to be woken".to_owned())),
+            None => {
+                Err(Error::State("no sleep image is held: hold one before you wake".to_owned()))
+            }
         }
     }
 
-    /// The slots that hold anything, counted from 0, ascending: what lookup finds, what stores fill,
-    /// and what the image holds, also where a reset has emptied the tier since.
+    /// The slots in use, counted from 0, ascending: those that lookup finds, that stores fill, and
+    /// that the image holds, also if a reset has emptied the tier since.
     pub fn used_slots(&self) -> impl Iterator<Item = u32> {
         let mut shared = self.image.as_ref().map_or(Vec::new(), |image| image.shared.clone());
         shared.sort_unstable();
         let is_used = move |slot: &BlockId| {
-            self.tier.is_referenced(*slot) || shared.binary_search(slot).is_ok()
+            self.host.slots().is_referenced(*slot) || shared.binary_search(slot).is_ok()
         };
-        self.tier.slots().filter(is_used).map(|slot| slot.0 - 1)
+        self.host.slots().iter().filter(is_used).map(|slot| slot.0 - 1)
     }
 
-    /// Lets the image go, if one is held: the device has its blocks, or will never need them.
+    /// Releases the image, if any, because the device has its blocks or never needs them.
     ///
     /// # Errors
     /// None that a caller can cause.
     pub fn release_image(&mut self) -> Result<()> {
         let Some(image) = self.image.take() else { return Ok(()) };
-        self.tier.unpin(&image.shared)?;
-        self.tier.give_back(&image.own)
+        self.host.unpin(&image.shared)?;
+        self.host.give_back(&image.own)
     }
 
-    /// Refuses an image that does not fit this scheduler: one that was read from somewhere.
+    /// Whether a slot holds a block of a group, or is empty.
+    fn holds_group(&self, slot: BlockId, group: usize) -> bool {
+        let slots = self.host.slots();
+        let is_of_group = |key: BlockKey| usize::from(key.group.0) == group;
+        slots.contains(slot) && slots.key(slot).is_none_or(is_of_group)
+    }
+
+    /// Refuses an image of a snapshot that does not fit this scheduler.
     pub(super) fn check_image(&self, image: &Image) -> Result<()> {
         let ImageCopies { block_ids, host_slots, offsets } = &image.copies;
         let is_covered = offsets.first() == Some(&0)
@@ -200,15 +214,15 @@ impl OffloadScheduler {
         }
         let own: BTreeSet<BlockId> = image.own.iter().copied().collect();
         let (mut places, mut shared) = (BTreeSet::new(), Vec::new());
-        let mut is_held =
-            own.len() == image.own.len() && own.iter().all(|&slot| self.tier.is_unfindable(slot));
+        let mut is_held = own.len() == image.own.len()
+            && own.iter().all(|&slot| self.host.slots().is_unkeyed(slot));
         for (group, ends) in offsets.windows(2).enumerate() {
             for &place in &host_slots[ends[0]..ends[1]] {
                 let slot = slot_at(place, self.blocks_per_slot);
                 if own.contains(&slot) {
                     is_held &= places.insert(place);
                 } else {
-                    is_held &= self.tier.holds_group(slot, group);
+                    is_held &= self.holds_group(slot, group);
                     shared.push(slot);
                 }
             }

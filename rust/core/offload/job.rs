@@ -1,4 +1,10 @@
-//! Jobs: one store or one load in flight, from its plan to its end.
+//! Jobs: a store or a load in flight, from its plan to its end.
+//!
+//! ```text
+//!   begin --> [ in flight ] --- complete, all ranks ---> JobEnd, ok or failed
+//!                  | expire                                  ^
+//!                  +---> [ quarantine ] --- complete, all ---+  end_all ends both at once
+//! ```
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, JobId};
@@ -6,14 +12,14 @@ use crate::ids::{BlockId, JobId};
 use super::tier::Filling;
 use super::{OffloadScheduler, TransferEvent};
 
-/// The copies that one job asks for: `block_ids[i]` and `host_slots[i]` are the two ends of one.
+/// The copies of one job: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Job {
-    /// Names the job when it ends.
+    /// Id of the job.
     pub job_id: JobId,
-    /// Device blocks: to be pinned until the job ends.
+    /// Device blocks to pin until the job ends.
     pub block_ids: Vec<BlockId>,
-    /// Places on the host, counted from 0: of the slots, and within a slot of several blocks.
+    /// Places on the host, counted from 0. A slot of several blocks has several places.
     pub host_slots: Vec<u32>,
     /// Where each group's copies begin, and the end of the last.
     pub offsets: Vec<usize>,
@@ -39,7 +45,7 @@ impl Copies {
         self.host_slots.reserve(num_copies);
     }
 
-    /// One between a device block and the place `at` of a slot.
+    /// Adds a copy between a device block and the place `at` of a slot.
     pub(super) fn push(&mut self, block: BlockId, slot: BlockId, at: usize, per_slot: usize) {
         // The inverse of `slot_at`.
         let place = (slot.index() - 1) * per_slot + at;
@@ -47,7 +53,7 @@ impl Copies {
         self.host_slots.push(u32::try_from(place).unwrap_or(u32::MAX));
     }
 
-    /// What follows is the next group's.
+    /// Ends the copies of a group.
     pub(super) fn end_group(&mut self) {
         self.offsets.push(self.block_ids.len());
     }
@@ -56,9 +62,9 @@ impl Copies {
 /// How one rank's part of a job went.
 #[derive(Clone, Copy, Debug)]
 pub enum Outcome<'a> {
-    /// All of it alike. A failure says nothing about what the host holds.
+    /// The outcome of the whole part. A failure does not mean that the host's bytes are damaged.
     Whole(bool),
-    /// Block by block, in the job's order. False for a block of a load: what its slot holds is
+    /// Block by block, in the job's order. False for a block of a load means that its slot is
     /// damaged.
     Blocks(&'a [bool]),
 }
@@ -85,10 +91,10 @@ pub struct JobEnd {
     pub job_id: JobId,
     /// Device blocks to unpin.
     pub block_ids: Vec<BlockId>,
-    /// Whether its copies count: false for a job that failed, that was late, or that a reset
-    /// overtook. Blocks of such a load must be recomputed.
+    /// Whether the copies count. False for a job that failed, was late, or was in flight at a
+    /// reset. Blocks of such a load must be recomputed.
     pub is_ok: bool,
-    /// Whether it was past its deadline: its request has been failed already.
+    /// Whether the job missed its deadline, so that its request has failed already.
     pub is_late: bool,
 }
 
@@ -103,33 +109,33 @@ pub(super) struct InFlight {
     reported: Vec<bool>,
     /// Whether a rank has reported a failure.
     pub(super) has_failed: bool,
-    /// Whether the tier was reset since: the result does not count.
+    /// Whether the tier was reset since, so that the result does not count.
     pub(super) is_fenced: bool,
-    /// Whether the deadline has passed: the job is in quarantine.
+    /// Whether the job missed its deadline and is in quarantine.
     pub(super) is_late: bool,
 }
 
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     Load {
-        /// Of each block, its place on the host.
+        /// The place of each block on the host.
         host_slots: Vec<u32>,
     },
     Store {
-        /// What each slot is to hold.
+        /// What each slot will hold.
         filling: Filling,
-        /// The last slot of each chain's part: whole chains are ranked from there.
+        /// The last slot of each chain's part, from which the whole chain becomes recent.
         tails: Vec<BlockId>,
     },
 }
 
 impl InFlight {
-    /// Slots that this job was given to fill, void or not.
+    /// Number of slots that this job fills, dropped ones included.
     pub(super) fn num_storing(&self) -> usize {
         self.slots.len() - self.num_loading()
     }
 
-    /// The slots of the blocks that an outcome calls damaged.
+    /// The slots of the blocks that an outcome reports as damaged.
     fn damaged(
         &self,
         job_id: JobId,
@@ -150,7 +156,7 @@ impl InFlight {
         Ok(damaged.map(|(&place, _)| slot_at(place, per_slot)).collect())
     }
 
-    /// Slots that this job pins.
+    /// Number of slots that this job pins.
     pub(super) fn num_loading(&self) -> usize {
         match self.kind {
             Kind::Load { .. } => self.slots.len(),
@@ -159,14 +165,14 @@ impl InFlight {
     }
 }
 
-/// The slot in which a place on the host lies: slot i lies in block i + 1 of the tier's pool, whose
-/// block 0 is its null block.
+/// The slot that contains a place on the host. Slot i is block i + 1 of the tier's pool, because
+/// block 0 is the null block.
 pub(super) fn slot_at(place: u32, per_slot: usize) -> BlockId {
     BlockId(u32::try_from(place as usize / per_slot + 1).unwrap_or(u32::MAX))
 }
 
 impl OffloadScheduler {
-    /// Enters a job into the books.
+    /// Begins a job.
     pub(super) fn begin(
         &mut self,
         copies: Copies,
@@ -179,7 +185,7 @@ impl OffloadScheduler {
         let Copies { block_ids, host_slots, offsets } = copies;
         let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
         let (direction, num_blocks) = (kind.direction(), block_ids.len());
-        self.tell(TransferEvent::Initiated { job_id, direction, num_blocks });
+        self.report(TransferEvent::Initiated { job_id, direction, num_blocks });
         let reported = vec![false; self.world_size];
         let in_flight = InFlight {
             block_ids,
@@ -195,20 +201,20 @@ impl OffloadScheduler {
         job
     }
 
-    /// One rank's worker says that its part of a job has ended, or never began. None until all
-    /// ranks have: then the job ends, and it failed if any part did. Of a store the slots become
-    /// visible to lookup and their chains are ranked, or they are given back.
+    /// Reports that a rank's part of a job has ended, or never began. Returns None until all ranks
+    /// have reported. Then the job ends, and it failed if any part did. The slots of a store become
+    /// visible to lookup and their chains recent, or they become empty.
     ///
-    /// Of a load, the slot of each block that is reported as damaged leaves the tier at once, also
-    /// if the job is late; its memory is empty when its last pin ends. The slots below it stay, and
-    /// the next store of that block brings it back.
+    /// The slot of each damaged block of a load leaves the tier at once, also if the job is late.
+    /// Its memory is empty when its last pin ends. The slots below it stay, and the next store of
+    /// that block brings it back.
     ///
-    /// Reports of jobs that [`end_all`](Self::end_all) has ended are swallowed.
+    /// Reports of jobs that [`end_all`](Self::end_all) has ended are ignored.
     ///
     /// # Errors
     /// [`Error::UnknownJob`] for a job that is not in flight; [`Error::Config`] for a rank outside
-    /// the world, and for another number of outcomes than the job has blocks; [`Error::State`] for a
-    /// rank that has reported this job already.
+    /// the world, and for another number of outcomes than the job has blocks; [`Error::State`] for
+    /// a rank that has reported this job already.
     pub fn complete<'a>(
         &mut self,
         job_id: JobId,
@@ -218,17 +224,17 @@ impl OffloadScheduler {
         let outcome = outcome.into();
         if rank >= self.world_size {
             return Err(Error::Config(format!(
-                "rank {rank} of {}: ranks count from 0",
+                "rank {rank} of {}: ranks count from 0, so pass a lower one",
                 self.world_size
             )));
         }
         let Some(job) = self.jobs.get_mut(&job_id) else {
-            let is_swallowed = (1..=self.num_ended_jobs).contains(&job_id.0);
-            return if is_swallowed { Ok(None) } else { Err(Error::UnknownJob { job_id }) };
+            let is_ignored = (1..=self.num_ended_jobs).contains(&job_id.0);
+            return if is_ignored { Ok(None) } else { Err(Error::UnknownJob { job_id }) };
         };
         if job.reported[rank] {
             return Err(Error::State(format!(
-                "rank {rank} has reported job {} already: every rank reports once",
+                "rank {rank} has reported job {} already: each rank reports once",
                 job_id.0
             )));
         }
@@ -241,23 +247,24 @@ impl OffloadScheduler {
         ended.map(|job| self.end(job_id, job)).transpose()
     }
 
-    /// Takes slots out of the tier whose content a load found damaged. A sleep image that shares
-    /// one serves nobody any more.
+    /// Drops slots that a load found damaged. A sleep image that shares one cannot be used any
+    /// more.
     fn drop_damaged(&mut self, slots: &[BlockId]) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
         }
-        let dropped = self.tier.drop_damaged(slots)?;
+        let dropped = self.host.drop_damaged(slots)?;
         if let Some(image) = &mut self.image {
             image.is_damaged |= dropped.iter().any(|slot| image.shared.contains(slot));
         }
         self.counters.damaged += dropped.len() * self.blocks_per_slot;
-        self.tier.give_back(&dropped)
+        self.host.give_back(&dropped)
     }
 
-    /// Jobs whose deadline lies before `now`, on the caller's clock, each told once: their requests
-    /// fail. Slots and device blocks stay pinned, in quarantine, until every rank has reported: a
-    /// late copy must not land in blocks that are someone else's. No lookup waits for them.
+    /// Returns the jobs whose deadline is before `now`, on the caller's clock, each of them once.
+    /// Their requests fail. Slots and device blocks stay pinned, in quarantine, until every rank
+    /// has reported, because a late copy must not overwrite blocks of another request. No lookup
+    /// waits for these jobs.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -270,16 +277,16 @@ impl OffloadScheduler {
             job.is_late = true;
             late.push(job_id);
             match &job.kind {
-                Kind::Load { .. } => self.tier.end_loads(&job.slots),
-                Kind::Store { .. } => self.tier.fence(&job.slots)?,
+                Kind::Load { .. } => self.host.end_loads(&job.slots),
+                Kind::Store { .. } => self.host.fence(&job.slots)?,
             }
         }
         self.counters.late_jobs += late.len();
         Ok(late)
     }
 
-    /// Ends every job, in quarantine or not, as failed: for movers that have been stopped, and
-    /// copy nothing any more. What their workers report later is swallowed.
+    /// Ends every job as failed, also in quarantine, after the movers have stopped. Later reports
+    /// of these jobs are ignored.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -295,9 +302,9 @@ impl OffloadScheduler {
         match &job.kind {
             Kind::Load { .. } => {
                 if !job.is_late {
-                    self.tier.end_loads(&job.slots);
+                    self.host.end_loads(&job.slots);
                 }
-                self.tier.unpin(&job.slots)?;
+                self.host.unpin(&job.slots)?;
                 if is_ok {
                     self.counters.loaded += job.block_ids.len();
                 } else {
@@ -305,21 +312,21 @@ impl OffloadScheduler {
                 }
             }
             Kind::Store { filling, tails } if is_ok => {
-                let num_slots = self.tier.publish(&job.slots, filling, &self.slot_model)?;
+                let num_slots = self.host.publish(&job.slots, filling, &self.slot_model)?;
                 let num_blocks = num_slots * self.blocks_per_slot;
                 self.counters.stored += num_blocks;
-                self.tell(TransferEvent::Committed { job_id, num_blocks });
-                // No hits: those its request's own lookup has found, and they are told of once.
-                // Where some groups skip blocks this would put one group's chain before all others'.
+                self.report(TransferEvent::Committed { job_id, num_blocks });
+                // No hits here: the policy learns of the request's own lookup, once. If groups skip
+                // blocks, this would make one group's chain more recent than all others.
                 if self.is_full_attention() {
                     for &tail in tails {
-                        self.tier.rank_chain(tail, usize::MAX);
+                        self.host.make_chain_recent(tail, usize::MAX);
                     }
                 }
             }
             Kind::Store { .. } => {
-                self.tier.fence(&job.slots)?;
-                self.tier.give_back(&job.slots)?;
+                self.host.fence(&job.slots)?;
+                self.host.give_back(&job.slots)?;
                 for &id in &job.block_ids {
                     self.forget_seen(id);
                 }
@@ -327,7 +334,7 @@ impl OffloadScheduler {
             }
         }
         let direction = job.kind.direction();
-        self.tell(TransferEvent::Completed { job_id, direction, is_ok });
+        self.report(TransferEvent::Completed { job_id, direction, is_ok });
         let InFlight { block_ids, is_late, .. } = job;
         Ok(JobEnd { job_id, block_ids, is_ok, is_late })
     }

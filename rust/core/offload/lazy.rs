@@ -1,9 +1,9 @@
-//! Lazy store planning: what the device is about to evict, and the tier does not have.
+//! Lazy stores: blocks that the device is about to evict and that the tier does not have.
 //!
 //! ```text
 //!   device's free queue   head [ ][a][b][ ][c] ... tail
 //!                              |<- horizon ->|
-//!                               stored: a, b          the queue stays as it is: copies pin
+//!                               stored: a, b          copies pin, so the queue stays as it is
 //! ```
 
 use std::collections::HashMap;
@@ -13,30 +13,31 @@ use crate::group::Attention;
 use crate::ids::BlockId;
 use crate::key::{BlockHash, BlockKey};
 
+use super::request::ReportedTable;
 use super::store::Part;
-use super::{Job, Mode, OffloadScheduler, Table};
+use super::{Job, Mode, OffloadScheduler};
 
-/// What is known of a device block whose KV has been computed, also when its request is gone.
+/// A device block whose KV has been computed, kept also after its request has left.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Computed {
     key: BlockKey,
     /// The hash of the block before it.
     parent: Option<BlockHash>,
-    /// The tier's losses when it was looked at: it is stored once for each time that it was used,
-    /// and again if the tier has lost slots since.
+    /// The tier's losses at the last look at the block. It is stored once each time that it is
+    /// used, and again if the tier has lost slots since.
     seen: Option<u64>,
 }
 
-/// Of each device block, the last KV that was computed into it.
+/// For each device block, the last KV that was computed into it.
 pub(super) type ComputedBlocks = HashMap<BlockId, Computed>;
 
 impl OffloadScheduler {
-    /// Plans the stores of blocks that the device will evict next: `candidates`, next to go first,
-    /// each with the key it holds. None when there is nothing to store.
+    /// Plans the stores of `candidates`, blocks that the device will evict next, each with its key.
+    /// Returns None if there is nothing to store.
     ///
-    /// Stored is what [`store`](Self::store) was told of as computed, whose key the tier neither has
-    /// nor is being given. With slots short those that go first are stored, the rest is looked at
-    /// again.
+    /// Stores blocks that were reported to [`store`](Self::store) as computed, unless the tier has
+    /// their key or a store is filling a slot with it. If slots are short, it stores the first
+    /// candidates, and looks at the others again in the next call.
     ///
     /// # Errors
     /// [`Error::State`] in eager mode.
@@ -47,41 +48,42 @@ impl OffloadScheduler {
     ) -> Result<Option<Job>> {
         if self.mode != Mode::Lazy {
             return Err(Error::State(
-                "this scheduler stores eagerly, as soon as blocks are computed: make it lazy"
+                "the scheduler is in eager mode, which stores blocks once they are computed: use \
+                 mode lazy"
                     .to_owned(),
             ));
         }
         let mut due: Vec<(BlockId, Computed)> = Vec::new();
         for (id, key) in candidates {
             let Some(known) = self.computed.get_mut(&id) else { continue };
-            let seen = Some(self.tier.num_losses());
+            let seen = Some(self.host.num_losses());
             if known.key != key || known.seen == seen {
                 continue;
             }
             known.seen = seen;
-            if self.tier.resident_or_in_flight(&key).is_none() {
+            if self.host.resident_or_filling(&key).is_none() {
                 due.push((id, *known));
             }
         }
-        // Two blocks may hold one key.
+        // Duplicates share a key.
         let mut keys: Vec<BlockKey> = due.iter().map(|(_, computed)| computed.key).collect();
         keys.sort_unstable();
         keys.dedup();
         let parents = self.resident_parents(&due);
-        self.tier.pin(&parents)?;
-        let slots = self.tier.reserve(keys.len());
-        self.tier.unpin(&parents)?;
+        self.host.pin(&parents)?;
+        let slots = self.host.reserve(keys.len());
+        self.host.unpin(&parents)?;
         let mut slots = slots?.into_iter();
         let mut parts = vec![Part::default(); self.model.groups().len()];
         for &(id, Computed { key, parent, .. }) in &due {
-            if self.tier.resident_or_in_flight(&key).is_some() {
+            if self.host.resident_or_filling(&key).is_some() {
                 continue;
             }
             let Some(slot) = slots.next() else {
                 self.forget_seen(id);
                 continue;
             };
-            self.tier.fill_below(slot, key, parent.filter(|_| self.is_chained(&key)));
+            self.host.fill_below(slot, key, parent.filter(|_| self.is_chained(&key)));
             let part = &mut parts[usize::from(key.group.0)];
             part.block_ids.push(id);
             part.slots.push(slot);
@@ -89,15 +91,15 @@ impl OffloadScheduler {
             part.filling.parents.push(parent);
             part.filling.ends.push(0);
         }
-        // What goes first from the device is a prompt's tail: its root is to be the most recent.
+        // The device evicts a prompt's tail first. The root becomes the most recent.
         parts.iter_mut().for_each(Part::reverse);
         Ok(self.begin_store(parts, Vec::new(), deadline))
     }
 
-    /// Remembers what a request's newly confirmed blocks hold.
+    /// Records what a request's newly confirmed blocks hold.
     pub(super) fn record(
         computed: &mut ComputedBlocks,
-        table: &mut Table,
+        table: &mut ReportedTable,
         key: impl Fn(usize) -> BlockKey,
     ) {
         for at in table.num_kept..table.num_confirmed {
@@ -107,7 +109,7 @@ impl OffloadScheduler {
                 parent: at.checked_sub(1).map(|before| key(before).hash),
                 seen: None,
             };
-            // A hit is told of again: it may be stored again, if the host has evicted it since.
+            // A hit is recorded anew: it is stored again if the host has evicted it since.
             if !id.is_null() {
                 computed.insert(id, known);
             }
@@ -115,9 +117,8 @@ impl OffloadScheduler {
         table.num_kept = table.num_kept.max(table.num_confirmed);
     }
 
-    /// Forgets what was computed into device blocks, because they are about to be overwritten: a
-    /// block that holds the same key again may not have been computed since. Eager mode keeps no
-    /// such record.
+    /// Forgets what was computed into device blocks, because they are about to be overwritten. A
+    /// block that gets the same key again may not be computed yet. Eager mode keeps no such record.
     ///
     /// # Errors
     /// [`Error::NoSuchBlock`] for an id outside the device pool.
@@ -135,18 +136,18 @@ impl OffloadScheduler {
         }
     }
 
-    /// A store that came to nothing is looked at again.
+    /// Lets the next call look again at a block whose store did not succeed.
     pub(super) fn forget_seen(&mut self, id: BlockId) {
         if let Some(known) = self.computed.get_mut(&id) {
             known.seen = None;
         }
     }
 
-    /// The slots that hold what comes right before these blocks: not to be evicted for them.
+    /// The slots of these blocks' parents, which must not be evicted for them.
     fn resident_parents(&self, due: &[(BlockId, Computed)]) -> Vec<BlockId> {
         let parent = |(_, computed): &(BlockId, Computed)| {
             let key = BlockKey { hash: computed.parent?, group: computed.key.group };
-            self.tier.resident_or_in_flight(&key)
+            self.host.resident_or_filling(&key)
         };
         due.iter().filter_map(parent).collect()
     }

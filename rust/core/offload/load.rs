@@ -1,22 +1,23 @@
-//! Lookup of what the host can serve, and loads of it.
+//! Lookups in the host tier, and loads of what they found.
 
 use crate::error::{Error, Result};
 use crate::group::Source;
 use crate::ids::BlockId;
 
 use super::job::{Copies, Kind};
-use super::{Held, Job, OffloadScheduler};
+use super::request::HeldSlots;
+use super::{Job, OffloadScheduler};
 
 impl OffloadScheduler {
-    /// How many tokens right after the local hit the host can serve, up to `max_tokens` of the
-    /// whole request. What is found stays pinned until [`load`](Self::load),
+    /// Returns the number of tokens after the local hit that the host can serve, up to `max_tokens`
+    /// of the whole request. The slots stay pinned until [`load`](Self::load),
     /// [`release`](Self::release), [`finish`](Self::finish) or the next lookup of this request.
     ///
-    /// None means pending: some of it is just being loaded for another request, and will be a
-    /// local hit when that job has ended. Nothing is pinned then.
+    /// None means pending: another request is loading some of the blocks, and they are a local hit
+    /// once that job has ended. Then nothing is pinned.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::Config`] if `num_local_tokens` is no multiple of the
+    /// [`Error::UnknownRequest`]; [`Error::Config`] if `num_local_tokens` is not a multiple of the
     /// block size.
     pub fn lookup(
         &mut self,
@@ -26,35 +27,35 @@ impl OffloadScheduler {
     ) -> Result<Option<usize>> {
         self.check_multiple("local", num_local_tokens)?;
         let request = self.requests.get_mut(request_id)?;
-        self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
+        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
         let (end, found) =
-            self.slot_model.longest_hit(&self.tier, &request.hashes, num_local_tokens, max_tokens);
+            self.slot_model.longest_hit(&self.host, &request.hashes, num_local_tokens, max_tokens);
         let slots: Vec<BlockId> = found.into_iter().flatten().filter(|id| !id.is_null()).collect();
-        if slots.iter().any(|&slot| self.tier.is_loading(slot)) {
+        if slots.iter().any(|&slot| self.host.slots().is_loading(slot)) {
             self.counters.pending_lookups += 1;
             return Ok(None);
         }
-        self.tier.pin(&slots)?;
+        self.host.pin(&slots)?;
         let hit_block_size = self.model.hit_block_size();
         let num_known = request.hashes.len() * self.model.hash_block_size();
         let num_whole = max_tokens.min(num_known) / hit_block_size * hit_block_size;
         request.num_queried = num_whole.saturating_sub(num_local_tokens);
         request.num_hit_tokens = end.max(num_local_tokens);
         let num_tokens = end.saturating_sub(num_local_tokens);
-        request.held = Held { slots, num_local_tokens, num_tokens };
+        request.held = HeldSlots { slots, num_local_tokens, num_tokens };
         Ok(Some(num_tokens))
     }
 
     /// Loads the first `num_tokens` of what lookup found into the device blocks of each group, in
-    /// order; the rest is unpinned. A group that skips blocks loads only those that the token
-    /// after the load reads. Ranks the whole chain.
+    /// order, and unpins the rest. A group that skips blocks loads only those that the token after
+    /// the load reads. Makes the whole chain recent.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`]; [`Error::State`] without a lookup, where a window before an
-    /// earlier end is not on the host, and where what was found proved damaged since; [`Error::Config`] for no tokens, more than were found, a
-    /// number that is no multiple of the block size, or another number of groups or blocks;
-    /// [`Error::NoSuchBlock`] for an id outside the device pool, [`Error::InvalidBlock`] for a null
-    /// or repeated block.
+    /// [`Error::UnknownRequest`]; [`Error::State`] if lookup found nothing to load, if the window
+    /// before an earlier end is not on the host, and if a found block proved damaged since;
+    /// [`Error::Config`] for no tokens, more than were found, a number that is not a multiple of
+    /// the block size, or another number of groups or blocks; [`Error::NoSuchBlock`] for an id
+    /// outside the device pool, [`Error::InvalidBlock`] for a null or repeated block.
     pub fn load(
         &mut self,
         request_id: &str,
@@ -73,8 +74,8 @@ impl OffloadScheduler {
         }
         if num_tokens == 0 || num_tokens > held.num_tokens {
             return Err(Error::Config(format!(
-                "request {request_id:?}: {num_tokens} tokens of {} found: load at least one \
-                 block, at most what was found",
+                "request {request_id:?}: {num_tokens} tokens to load, {} found: load at least one \
+                 block, and at most what was found",
                 held.num_tokens
             )));
         }
@@ -99,11 +100,11 @@ impl OffloadScheduler {
             let slot_group = self.slot_model.groups()[usize::from(id.0)];
             let needed = first / per_slot..end.div_ceil(per_slot);
             let own = self.slot_model.own_hashes(slot_group, &request.hashes, needed.clone());
-            let found = self.tier.prefix(&own, id);
+            let found = self.host.prefix(&own, id);
             if found.len() < needed.len() {
                 return Err(Error::State(format!(
-                    "request {request_id:?}: what comes before token {} is not on the host in \
-                     group {}: load all that was found, or look up again if some of it proved \
+                    "request {request_id:?}: blocks before token {} are not on the host in group \
+                     {}: load all tokens that were found, or look up again if a block proved \
                      damaged since",
                     start + num_tokens,
                     id.0
@@ -121,10 +122,10 @@ impl OffloadScheduler {
             copies.end_group();
         }
         check_targets(&block_ids.concat())?;
-        self.tier.pin(&slots)?;
+        self.host.pin(&slots)?;
         let request = self.requests.get_mut(request_id)?;
-        self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
-        self.tier.begin_loads(&slots);
+        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
+        self.host.begin_loads(&slots);
         for blocks in block_ids {
             Self::forget_computed(&mut self.computed, blocks);
         }
@@ -133,26 +134,26 @@ impl OffloadScheduler {
         request.num_hit_tokens = 0;
         let hashes = std::mem::take(&mut request.hashes);
         let end = start + num_tokens;
-        self.rank(&hashes[..end / self.model.hash_block_size()], end);
+        self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
         self.requests.get_mut(request_id)?.hashes = hashes;
         let kind = Kind::Load { host_slots: copies.host_slots.clone() };
         Ok(self.begin(copies, slots, kind, deadline))
     }
 
-    /// Gives back what a request's lookup holds.
+    /// Unpins what a request's lookup holds.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
     pub fn release(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
-        self.tier.unpin(&std::mem::take(&mut request.held).slots)
+        self.host.unpin(&std::mem::take(&mut request.held).slots)
     }
 
     fn check_multiple(&self, what: &str, num_tokens: usize) -> Result<()> {
         let block_size = self.model.hit_block_size();
         if !num_tokens.is_multiple_of(block_size) {
             return Err(Error::Config(format!(
-                "{num_tokens} {what} tokens are no multiple of the block size {block_size}"
+                "{num_tokens} {what} tokens: it must be a multiple of the block size {block_size}"
             )));
         }
         Ok(())
@@ -164,10 +165,16 @@ fn check_targets(block_ids: &[BlockId]) -> Result<()> {
     let mut sorted = block_ids.to_vec();
     sorted.sort_unstable();
     if let Some(&id) = sorted.first().filter(|id| id.is_null()) {
-        return Err(Error::InvalidBlock { id, why: "is the null block: nothing is loaded there" });
+        return Err(Error::InvalidBlock {
+            id,
+            why: "is the null block: give a block to load into",
+        });
     }
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::InvalidBlock { id: pair[0], why: "is the target of two copies" }),
+        Some(pair) => Err(Error::InvalidBlock {
+            id: pair[0],
+            why: "is the target of two copies: give each block once",
+        }),
         None => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Recency: which slots a prompt makes the most recent ones.
+//! Recency: which slots a prompt makes most recent.
 
 use std::cmp::Reverse;
 
@@ -8,18 +8,18 @@ use crate::key::{BlockHash, BlockKey};
 use super::OffloadScheduler;
 
 impl OffloadScheduler {
-    /// Makes what the tier has of a prompt its most recent blocks: in every group the first of all
-    /// goes last. Those that end within `num_hit_tokens` are hits.
-    pub(super) fn rank(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
+    /// Makes the blocks that the tier has of a prompt most recent, the prompt's first block most of
+    /// all in every group. Blocks that end within `num_hit_tokens` are hits.
+    pub(super) fn make_recent(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
         if self.is_full_attention() {
-            return self.rank_chains(hashes, num_hit_tokens);
+            return self.make_chains_recent(hashes, num_hit_tokens);
         }
         let mut slots = Vec::new();
         for (id, group) in self.slot_model.enumerate() {
             let per_block = self.slot_model.hashes_per_block(group);
             let own = hashes.chunks_exact(per_block).filter_map(<[_]>::last);
             let kept =
-                own.map(|&hash| self.tier.resident_or_in_flight(&BlockKey { hash, group: id }));
+                own.map(|&hash| self.host.resident_or_filling(&BlockKey { hash, group: id }));
             let with_end =
                 |(index, slot): (usize, Option<_>)| Some(((index + 1) * group.block_size, slot?));
             if group.attention == Attention::Full {
@@ -28,10 +28,10 @@ impl OffloadScheduler {
                 slots.extend(kept.enumerate().filter_map(with_end));
             }
         }
-        // By where they end in the prompt, whatever their group: what is left when some have gone
+        // Sorted by their end in the prompt, whatever their group. So what is left after evictions
         // is a shorter prefix that every group still serves.
         slots.sort_by_key(|&(end, _)| Reverse(end));
-        self.tier.ranked(slots.into_iter().map(|(end, slot)| (slot, end <= num_hit_tokens)));
+        self.host.make_recent(slots.into_iter().map(|(end, slot)| (slot, end <= num_hit_tokens)));
     }
 
     /// Whether no group skips blocks.
@@ -39,13 +39,14 @@ impl OffloadScheduler {
         self.model.groups().iter().all(|group| group.attention == Attention::Full)
     }
 
-    /// As [`rank`](Self::rank) where all groups are full attention: the tier knows their chains.
-    fn rank_chains(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
+    /// As [`make_recent`](Self::make_recent) if all groups are full attention: the tier knows their
+    /// chains.
+    fn make_chains_recent(&mut self, hashes: &[BlockHash], num_hit_tokens: usize) {
         for (id, group) in self.slot_model.enumerate() {
             let per_block = self.slot_model.hashes_per_block(group);
             let slot = |index: usize| {
                 let hash = hashes[(index + 1) * per_block - 1];
-                self.tier.resident_or_in_flight(&BlockKey { hash, group: id })
+                self.host.resident_or_filling(&BlockKey { hash, group: id })
             };
             let (mut num_kept, mut end) = (0, hashes.len() / per_block);
             while num_kept < end {
@@ -54,7 +55,7 @@ impl OffloadScheduler {
             }
             if let Some(tail) = num_kept.checked_sub(1).and_then(slot) {
                 let num_missed = num_kept.saturating_sub(num_hit_tokens / group.block_size);
-                self.tier.rank_chain(tail, num_missed);
+                self.host.make_chain_recent(tail, num_missed);
             }
         }
     }

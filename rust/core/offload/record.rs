@@ -1,10 +1,10 @@
-//! A scheduler as plain data, for snapshots: what is kept of it, and how it is built anew.
+//! A scheduler as plain data, for snapshots.
 //!
 //! ```text
-//!   kept      the tier: keys, chains, order of eviction, what its policy learned; requests and
+//!   kept      the tier: keys, chains, eviction order, what its policy learned; requests and
 //!             how far they are stored; the sleep image; counters
-//!   not kept  jobs, in quarantine or not (as if they had failed), what lookups hold, and the
-//!             device's blocks: whole tables are told again
+//!   not kept  jobs (as if they had failed), what lookups hold, and the device's blocks, so the
+//!             caller reports whole tables again
 //! ```
 
 use std::borrow::Cow;
@@ -18,10 +18,12 @@ use crate::key::BlockHash;
 use crate::ledger::damaged;
 
 use super::image::Image;
-use super::tier::TierRecord;
-use super::{Counters, EvictionPolicy, MAX_READ_COUNT, Mode, OffloadScheduler, Table, Tracked};
+use super::request::{ReportedTable, RequestState};
+use super::stats::Counters;
+use super::tier::{MAX_READ_COUNT, TierRecord};
+use super::{EvictionPolicy, Mode, OffloadScheduler};
 
-/// What is kept of a scheduler.
+/// The parts of a scheduler that a snapshot keeps.
 #[derive(Clone, Debug, Encode, Decode)]
 pub(crate) struct SchedulerRecord {
     #[n(0)]
@@ -31,14 +33,14 @@ pub(crate) struct SchedulerRecord {
     #[n(2)]
     image: Option<Image>,
     #[n(3)]
-    requests: Vec<(String, TrackedRecord)>,
+    requests: Vec<(String, RequestRecord)>,
     #[n(4)]
     num_jobs: u64,
     #[n(5)]
     counters: Counters,
 }
 
-/// What a scheduler was made for: only one made for the same can take its place.
+/// The configuration that a scheduler must share with the one that it restores.
 #[derive(Clone, Debug, Encode, Decode)]
 struct Shape {
     #[n(0)]
@@ -56,7 +58,7 @@ struct Shape {
 }
 
 #[derive(Clone, Debug, Encode, Decode)]
-struct TrackedRecord {
+struct RequestRecord {
     #[n(0)]
     #[cbor(with = "crate::key::flat")]
     hashes: Vec<BlockHash>,
@@ -79,11 +81,11 @@ impl OffloadScheduler {
         if self.image.as_ref().is_some_and(|image| image.is_damaged) {
             quiet.to_mut().release_image()?;
         }
-        let kept = |(name, request): (&str, &Tracked)| {
-            // Lazy, what was told of blocks goes with them.
+        let kept = |(name, request): (&str, &RequestState)| {
+            // In lazy mode the records of device blocks go with the blocks.
             let is_eager = self.mode == Mode::Eager;
             let num_kept = |at| if is_eager { quiet.num_kept(request, at) } else { 0 };
-            let record = TrackedRecord {
+            let record = RequestRecord {
                 hashes: request.hashes.clone(),
                 num_kept: (0..request.tables.len()).map(num_kept).collect(),
                 num_queried: request.num_queried,
@@ -93,7 +95,7 @@ impl OffloadScheduler {
         };
         Ok(SchedulerRecord {
             shape: self.shape(),
-            tier: quiet.tier.to_record(),
+            tier: quiet.host.to_record(),
             image: quiet.image.clone(),
             requests: quiet.requests.iter().map(kept).collect(),
             num_jobs: quiet.num_jobs,
@@ -103,30 +105,30 @@ impl OffloadScheduler {
 
     fn shape(&self) -> Shape {
         Shape {
-            num_host_blocks: self.tier.num_slots(),
+            num_host_blocks: self.host.slots().len(),
             groups: self.model.groups().to_vec(),
             blocks_per_slot: self.blocks_per_slot,
             mode: self.mode,
-            policy: self.tier.policy(),
+            policy: self.host.policy(),
             world_size: self.world_size,
         }
     }
 
-    /// Fills this scheduler, which must be new, with what was kept of another.
+    /// Fills this new scheduler from the record of another.
     pub(crate) fn fill(mut self, record: SchedulerRecord) -> Result<Self> {
         record.shape.check(&self.shape())?;
         if record.num_jobs >= MAX_READ_COUNT as u64 || !record.counters.is_sound() {
             return damaged("it counts more than can have happened");
         }
         let own = record.image.as_ref().map_or(&[][..], |image| &image.own);
-        self.tier.fill_from(record.tier, own.len(), &self.model)?;
+        self.host.fill_from(record.tier, own.len(), &self.model)?;
         for (name, request) in record.requests {
             self.requests.check_new(&name).or_else(|_| damaged("a request stands in it twice"))?;
             self.requests.insert(&name, request.build(&self)?);
         }
         if let Some(image) = record.image {
             self.check_image(&image)?;
-            self.tier.pin(&image.shared)?;
+            self.host.pin(&image.shared)?;
             self.image = Some(image);
         }
         (self.num_jobs, self.num_ended_jobs) = (record.num_jobs, record.num_jobs);
@@ -137,7 +139,7 @@ impl OffloadScheduler {
 }
 
 impl Shape {
-    /// Refuses another shape than is wanted, and names what differs.
+    /// Refuses a shape other than `wanted`, and names the difference.
     fn check(&self, wanted: &Self) -> Result<()> {
         fn differs(what: &str, given: &impl Debug, wanted: &impl Debug) -> Result<()> {
             let (given, wanted) = (format!("{given:?}"), format!("{wanted:?}"));
@@ -145,8 +147,8 @@ impl Shape {
                 return Ok(());
             }
             Err(Error::Snapshot(format!(
-                "the snapshot's {what} is {given}, not {wanted}: restore it with what it was made \
-                 with"
+                "the snapshot's {what} is {given}, not {wanted}: restore it with the \
+                 configuration that it was made with"
             )))
         }
         differs("number of host blocks", &self.num_host_blocks, &wanted.num_host_blocks)?;
@@ -158,8 +160,8 @@ impl Shape {
     }
 }
 
-impl TrackedRecord {
-    fn build(self, scheduler: &OffloadScheduler) -> Result<Tracked> {
+impl RequestRecord {
+    fn build(self, scheduler: &OffloadScheduler) -> Result<RequestState> {
         let model = &scheduler.slot_model;
         let is_hashed = |(&num_kept, &group): (&usize, &Group)| {
             num_kept <= self.hashes.len() / model.hashes_per_block(group)
@@ -169,20 +171,20 @@ impl TrackedRecord {
         {
             return damaged("a request has more on the host than it has hashes for");
         }
-        let width = scheduler.tier.hash_width();
+        let width = scheduler.host.slots().hash_width();
         if !self.hashes.iter().all(|hash| width.fits(hash)) {
             return damaged("a request's hash is of another width than the tier's");
         }
         if self.num_queried > self.hashes.len().saturating_mul(model.hash_block_size()) {
             return damaged("a request has asked for more tokens than it has hashes for");
         }
-        let table = |num_kept| Table { num_kept, ..Table::default() };
-        Ok(Tracked {
+        let table = |num_kept| ReportedTable { num_kept, ..ReportedTable::default() };
+        Ok(RequestState {
             hashes: self.hashes,
             tables: self.num_kept.into_iter().map(table).collect(),
             num_queried: self.num_queried,
             num_hit_tokens: self.num_hit_tokens,
-            ..Tracked::default()
+            ..RequestState::default()
         })
     }
 }

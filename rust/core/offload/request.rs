@@ -1,4 +1,4 @@
-//! What is kept of live requests: their hashes, how far they are stored, what their lookup holds.
+//! The state of live requests: their hashes, how far they are stored, what their lookup holds.
 
 use crate::error::{Error, Result};
 use crate::group::Attention;
@@ -7,17 +7,18 @@ use crate::key::{BlockHash, Hashes};
 
 use super::{Mode, OffloadScheduler};
 
-/// What is kept of a live request.
+/// The state of a live request.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tracked {
+pub(super) struct RequestState {
     pub(super) hashes: Vec<BlockHash>,
     /// Per group.
-    pub(super) tables: Vec<Table>,
-    pub(super) held: Held,
-    /// Tokens its last lookup asked for. They count once it is served: who waits asks again.
+    pub(super) tables: Vec<ReportedTable>,
+    pub(super) held: HeldSlots,
+    /// Tokens that its last lookup asked for. They count once it is served, because a request that
+    /// waits asks again.
     pub(super) num_queried: usize,
-    /// Tokens, from the first, that device and host had when it was last looked up, and that no rank
-    /// has told the policy of yet: once per request.
+    /// Tokens, from the first, that device and host had at its last lookup. 0 once the policy knows
+    /// these hits, because each request counts once.
     pub(super) num_hit_tokens: usize,
     /// The tier's losses when `tables` was last compared with it.
     pub(super) num_losses: u64,
@@ -25,42 +26,42 @@ pub(super) struct Tracked {
 
 /// A request's blocks in one group.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Table {
-    /// On the device, as far as they were told; null where they were skipped.
+pub(super) struct ReportedTable {
+    /// Device blocks, as far as reported; null where they were skipped.
     pub(super) blocks: Vec<BlockId>,
     /// Slots, from the first, whose blocks are all computed, hashed and allocated.
     pub(super) num_confirmed: usize,
-    /// Slots, from the first, that need no store: the tier had them or was given them when it was
-    /// last looked at, or has not room for them.
+    /// Slots, from the first, that need no store: the tier had them or got them at the last store,
+    /// or had no room for them.
     pub(super) num_kept: usize,
 }
 
-/// What a request's last lookup found.
+/// The slots that a request's last lookup found.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Held {
-    /// Pinned; all groups'.
+pub(super) struct HeldSlots {
+    /// Pinned slots of all groups.
     pub(super) slots: Vec<BlockId>,
     pub(super) num_local_tokens: usize,
-    /// Tokens found, those before them not counted.
+    /// Tokens found after the local ones.
     pub(super) num_tokens: usize,
 }
 
 impl OffloadScheduler {
-    /// Makes a request known, with the hashes of its blocks known so far.
+    /// Adds a request with the hashes of its blocks known so far.
     ///
     /// # Errors
     /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width.
     pub fn add(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         self.requests.check_new(request_id)?;
-        self.tier.agree_width(hashes.width())?;
+        self.host.agree_width(hashes.width())?;
         self.track(request_id, hashes.as_slice().to_vec());
         Ok(())
     }
 
     fn track(&mut self, request_id: &str, hashes: Vec<BlockHash>) {
-        let tables = vec![Table::default(); self.model.groups().len()];
-        let num_losses = self.tier.num_losses();
-        let request = Tracked { hashes, tables, num_losses, ..Tracked::default() };
+        let tables = vec![ReportedTable::default(); self.model.groups().len()];
+        let num_losses = self.host.num_losses();
+        let request = RequestState { hashes, tables, num_losses, ..RequestState::default() };
         self.requests.insert(request_id, request);
     }
 
@@ -70,14 +71,14 @@ impl OffloadScheduler {
     /// [`Error::UnknownRequest`], [`Error::HashWidth`].
     pub fn extend(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
-        self.tier.agree_width(hashes.width())?;
+        self.host.agree_width(hashes.width())?;
         request.hashes.extend_from_slice(hashes.as_slice());
         Ok(())
     }
 
-    /// Keeps the first `num_hashes` hashes of a request, because its last tokens were dropped: a
-    /// streaming session replaces them. What was confirmed beyond them is not due any more, and
-    /// what was stored of it stays under its own key. What its lookup holds is released.
+    /// Keeps the first `num_hashes` hashes of a request, because a streaming session replaces its
+    /// last tokens. Later blocks are not due any more. Stored blocks stay under their own key.
+    /// Releases what its lookup holds.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for more hashes than are known.
@@ -87,13 +88,13 @@ impl OffloadScheduler {
         if num_hashes > num_known {
             return Err(Error::Config(format!(
                 "request {request_id:?}: {num_hashes} of {num_known} hashes cannot be kept: \
-                 truncate to at most {num_known}, and extend for more"
+                 truncate to at most {num_known}, or extend for more"
             )));
         }
         if num_hashes == num_known {
             return Ok(());
         }
-        self.tier.unpin(&std::mem::take(&mut request.held).slots)?;
+        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
         request.hashes.truncate(num_hashes);
         let num_tokens = num_hashes * self.model.hash_block_size();
         request.num_queried = request.num_queried.min(num_tokens);
@@ -102,7 +103,7 @@ impl OffloadScheduler {
             let num_slots = num_hashes / self.slot_model.hashes_per_block(group);
             let dropped = num_slots.min(table.num_confirmed)..table.num_confirmed;
             if self.mode == Mode::Lazy {
-                // Its slots hold one block each.
+                // In lazy mode a slot holds one block.
                 Self::forget_computed(&mut self.computed, &table.blocks[dropped]);
             }
             table.num_confirmed = table.num_confirmed.min(num_slots);
@@ -111,18 +112,18 @@ impl OffloadScheduler {
         Ok(())
     }
 
-    /// Forgets a request that finished, was preempted or aborted, and ranks its chain. What its
-    /// lookup holds is released; its jobs go on.
+    /// Forgets a request that finished, was preempted or was aborted, and makes its chain recent.
+    /// Releases what its lookup holds. Its jobs continue.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
     pub fn finish(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.remove(request_id)?;
-        self.tier.unpin(&request.held.slots)?;
+        self.host.unpin(&request.held.slots)?;
         for table in &request.tables {
             self.counters.dropped += table.num_confirmed - table.num_kept.min(table.num_confirmed);
         }
-        self.rank(&request.hashes, request.num_hit_tokens);
+        self.make_recent(&request.hashes, request.num_hit_tokens);
         Ok(())
     }
 
@@ -138,18 +139,19 @@ impl OffloadScheduler {
         Ok(())
     }
 
-    /// Slots of a request's table, from the first, that need no store. After a loss none is known to
-    /// be in the tier, except that blocks of a window may be gone from the device: they are not due
-    /// again.
-    pub(super) fn num_kept(&self, request: &Tracked, at: usize) -> usize {
+    /// Slots of a request's table, from the first, that need no store. After a loss none is known
+    /// to be in the tier. Blocks of a window are not due again even then, because they may have
+    /// left the device.
+    pub(super) fn num_kept(&self, request: &RequestState, at: usize) -> usize {
         let is_lost = self.mode == Mode::Eager
-            && request.num_losses != self.tier.num_losses()
+            && request.num_losses != self.host.num_losses()
             && self.model.groups()[at].attention == Attention::Full;
         if is_lost { 0 } else { request.tables[at].num_kept }
     }
 
-    /// The tier has lost slots since this request was last looked at, perhaps some of its own.
-    pub(super) fn look_again(&mut self, request_id: &str) -> Result<()> {
+    /// Reconsiders what is due, because the tier has lost slots since this request's last store,
+    /// perhaps some of its own.
+    pub(super) fn reconsider(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.get(request_id)?;
         let num_kept: Vec<usize> =
             (0..request.tables.len()).map(|at| self.num_kept(request, at)).collect();
@@ -157,7 +159,7 @@ impl OffloadScheduler {
         for (table, num_kept) in request.tables.iter_mut().zip(num_kept) {
             table.num_kept = num_kept;
         }
-        request.num_losses = self.tier.num_losses();
+        request.num_losses = self.host.num_losses();
         Ok(())
     }
 }

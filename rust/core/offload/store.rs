@@ -1,4 +1,4 @@
-//! Eager store planning: what earlier steps have computed, and the tier does not have.
+//! Eager stores: blocks that earlier steps have computed and that the tier does not have.
 
 use crate::error::{Error, Result};
 use crate::group::{Attention, Group, Model};
@@ -6,8 +6,9 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 
 use super::job::{Copies, Kind};
-use super::tier::{Filling, HostTier};
-use super::{Job, Mode, OffloadScheduler, Table};
+use super::request::ReportedTable;
+use super::tier::{Filling, Tier};
+use super::{Job, Mode, OffloadScheduler};
 
 /// What a finished step changed for one request.
 #[derive(Clone, Copy, Debug)]
@@ -16,22 +17,22 @@ pub struct Progress<'a> {
     pub request_id: &'a str,
     /// Tokens whose KV earlier steps have written.
     pub num_computed_tokens: usize,
-    /// Per group, device ids appended to its block table since it was last named, hits and loads
-    /// included; null where they were skipped.
+    /// Per group, device ids appended to its block table since the request was last named, hits and
+    /// loads included; null where they were skipped.
     pub new_blocks: &'a [&'a [BlockId]],
 }
 
 /// The stores of one group.
 #[derive(Clone, Default)]
 pub(super) struct Part {
-    /// Of each slot all its blocks.
+    /// All blocks of each slot.
     pub(super) block_ids: Vec<BlockId>,
     pub(super) slots: Vec<BlockId>,
     pub(super) filling: Filling,
 }
 
 impl Part {
-    /// What is planned already, and then `other`.
+    /// Appends `other`.
     fn append(&mut self, mut other: Self) {
         if self.slots.is_empty() {
             *self = other;
@@ -44,7 +45,7 @@ impl Part {
         self.filling.ends.append(&mut other.filling.ends);
     }
 
-    /// Puts the last slot first. For slots of one block.
+    /// Puts the last slot first. Requires slots of one block.
     pub(super) fn reverse(&mut self) {
         self.block_ids.reverse();
         self.slots.reverse();
@@ -55,14 +56,14 @@ impl Part {
 }
 
 impl OffloadScheduler {
-    /// Plans the stores that a step has made due, all in one job; None when there are none, as
-    /// always in lazy mode, where this only tells what was computed. Every request in which a block
-    /// has become full needs naming, before the device's next allocation: that frees what falls out
-    /// of a window.
+    /// Plans the stores that a step has made due, all in one job. Returns None if there are none,
+    /// and in lazy mode, which only records what was computed. Name every request in which a block
+    /// has become full, before the device's next allocation, because that frees blocks that have
+    /// left a window.
     ///
-    /// A key that is on the host or in flight is not stored again. With slots short, of a
-    /// full-attention group a prefix of what is due is stored, and the rest is tried when the
-    /// request is next named; of a window the last blocks are, and the rest is dropped. Only whole
+    /// A key that is on the host or in flight is not stored again. If slots are short, the first
+    /// due blocks of a full-attention group are stored, and the others when the request is next
+    /// named. Of a window, the last due blocks are stored and the others are dropped. Only whole
     /// slots are stored.
     ///
     /// # Errors
@@ -88,10 +89,10 @@ impl OffloadScheduler {
         }
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
-        let num_losses = self.tier.num_losses();
+        let num_losses = self.host.num_losses();
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             if self.requests.get(request_id)?.num_losses != num_losses {
-                self.look_again(request_id)?;
+                self.reconsider(request_id)?;
             }
             let request = self.requests.get_mut(request_id)?;
             self.counters.query_tokens += std::mem::take(&mut request.num_queried);
@@ -112,16 +113,16 @@ impl OffloadScheduler {
                 if self.mode == Mode::Lazy {
                     Self::record(&mut self.computed, table, |at| plan.key(at));
                 } else if group.attention == Attention::Full {
-                    tails.extend(plan.chain(table, &mut self.tier)?);
+                    tails.extend(plan.chain(table, &mut self.host)?);
                 } else {
-                    self.counters.dropped += plan.window(table, &mut self.tier)?;
+                    self.counters.dropped += plan.window(table, &mut self.host)?;
                 }
             }
         }
         Ok(self.begin_store(parts, tails, deadline))
     }
 
-    /// Enters a store into the books, group after group; None if there is nothing to store.
+    /// Begins one job for the stores of all groups. Returns None if there is nothing to store.
     pub(super) fn begin_store(
         &mut self,
         parts: Vec<Part>,
@@ -157,7 +158,7 @@ impl OffloadScheduler {
         let known = self.model.groups().len();
         if given != known {
             return Err(Error::Config(format!(
-                "block ids for {given} groups: the model has {known}, give one list for each"
+                "block ids for {given} groups: the model has {known}, so give one list for each"
             )));
         }
         Ok(())
@@ -175,16 +176,16 @@ struct Plan<'a> {
 }
 
 impl Plan<'_> {
-    /// Adds what is due of a full-attention group, each block below the one before it. Returns the
-    /// last slot that was given.
-    fn chain(&mut self, table: &mut Table, tier: &mut HostTier) -> Result<Option<BlockId>> {
+    /// Adds the due blocks of a full-attention group, each below the block before it. Returns the
+    /// last slot that was filled.
+    fn chain(&mut self, table: &mut ReportedTable, tier: &mut Tier) -> Result<Option<BlockId>> {
         if table.num_kept >= table.num_confirmed {
             return Ok(None);
         }
-        // What the tier once had of this chain it may have evicted since: then the walk starts
-        // over, because a block without its prefix serves nobody.
+        // The tier may have evicted what it had of this chain. Then the walk starts over, because
+        // no request can use a block without its prefix.
         let last_kept = table.num_kept.checked_sub(1).map(|at| self.key(at));
-        let parent = last_kept.and_then(|key| tier.resident_or_in_flight(&key));
+        let parent = last_kept.and_then(|key| tier.resident_or_filling(&key));
         let first = if parent.is_some() { table.num_kept } else { 0 };
         let due = self.model.own_hashes(self.group, self.hashes, first..table.num_confirmed);
         let above = parent.unwrap_or(BlockId::NULL);
@@ -196,14 +197,15 @@ impl Plan<'_> {
         Ok(last)
     }
 
-    /// Adds what is due of a group that skips blocks, whose slots hold one. Returns how many there was no room for.
-    fn window(&mut self, table: &mut Table, tier: &mut HostTier) -> Result<usize> {
+    /// Adds the due blocks of a group that skips blocks, one per slot. Returns the number of blocks
+    /// without room.
+    fn window(&mut self, table: &mut ReportedTable, tier: &mut Tier) -> Result<usize> {
         let is_reachable = self.model.reachable(self.group);
         let mut due = Vec::new();
         for at in table.num_kept..table.num_confirmed {
             if !table.blocks[at].is_null()
                 && is_reachable.as_ref().is_none_or(|is_reachable| is_reachable(at))
-                && tier.resident_or_in_flight(&self.key(at)).is_none()
+                && tier.resident_or_filling(&self.key(at)).is_none()
             {
                 due.push(at);
             }
@@ -213,8 +215,8 @@ impl Plan<'_> {
         let num_dropped = due.len() - slots.len();
         let mut placed = Vec::with_capacity(slots.len());
         for (&at, slot) in due[num_dropped..].iter().zip(slots) {
-            // The same key may stand twice in a list that is no true chain.
-            if tier.resident_or_in_flight(&self.key(at)).is_some() {
+            // A list that is no true chain may hold a key twice.
+            if tier.resident_or_filling(&self.key(at)).is_some() {
                 tier.give_back(&[slot])?;
                 continue;
             }
@@ -225,8 +227,8 @@ impl Plan<'_> {
         Ok(num_dropped)
     }
 
-    /// Adds slots that were given, each with its place in the table.
-    fn add(&mut self, table: &Table, placed: &[(usize, BlockId)]) {
+    /// Adds filled slots, each with its index in the table.
+    fn add(&mut self, table: &ReportedTable, placed: &[(usize, BlockId)]) {
         let per_hash = self.model.hashes_per_block(self.group);
         let hash = |at: usize| self.hashes[(at + 1) * per_hash - 1];
         let Part { block_ids, slots, filling } = &mut *self.part;

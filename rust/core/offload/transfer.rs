@@ -1,5 +1,4 @@
-//! What happens to jobs, for whoever watches them: every transfer that is initiated is completed
-//! once, well or not.
+//! Events of jobs. Every initiated transfer has exactly one completed event, successful or not.
 
 use crate::ids::JobId;
 
@@ -17,29 +16,29 @@ pub enum Direction {
 /// One event of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferEvent {
-    /// It was planned.
+    /// The scheduler planned the job.
     Initiated {
         /// The job.
         job_id: JobId,
-        /// Which way it copies.
+        /// Which way the job copies.
         direction: Direction,
-        /// How many device blocks.
+        /// Number of device blocks.
         num_blocks: usize,
     },
-    /// What a store brought can be found.
+    /// Lookups can find the blocks of a store.
     Committed {
         /// The job.
         job_id: JobId,
-        /// How many device blocks; less than were planned where some were dropped meanwhile.
+        /// Number of device blocks. Fewer than planned if some were dropped meanwhile.
         num_blocks: usize,
     },
-    /// It has ended.
+    /// The job has ended.
     Completed {
         /// The job.
         job_id: JobId,
-        /// Which way it copied.
+        /// Which way the job copied.
         direction: Direction,
-        /// Whether its copies count.
+        /// Whether the copies count.
         is_ok: bool,
     },
 }

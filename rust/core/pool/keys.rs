@@ -105,14 +105,8 @@ impl BlockPool {
         }
     }
 
-    /// Gives a block that holds none a key of which no event tells: it is not to be served yet.
-    pub(crate) fn hide(&mut self, id: BlockId, key: &BlockKey) {
-        let inserted = self.index.insert_all(&[id], &[key.hash], key.group, |_| ());
-        debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
-    }
-
-    /// As [`BlockPool::hide`] for many. False, and nothing changed, unless each key is new.
-    pub(crate) fn hide_all(
+    /// Gives blocks without a key one each, and records no event. Returns whether every key is new.
+    pub(crate) fn insert_unreported(
         &mut self,
         ids: &[BlockId],
         hashes: &[BlockHash],
@@ -120,21 +114,17 @@ impl BlockPool {
     ) -> bool {
         let mut num_new = 0;
         let inserted = self.index.insert_all(ids, hashes, group, |_| num_new += 1);
-        debug_assert!(inserted.is_ok(), "a slot that is filled anew holds no key");
-        let is_all_new = num_new == ids.len();
-        if !is_all_new {
-            self.index.remove_all(ids, |_| ());
-        }
-        is_all_new
+        debug_assert!(inserted.is_ok(), "a block that gets a key holds none");
+        num_new == ids.len()
     }
 
-    /// How many of `hashes` are held, hidden or not.
+    /// Number of `hashes` that blocks hold.
     pub(crate) fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
         self.index.num_held(hashes, group)
     }
 
-    /// Tells of keys that were hidden until now.
-    pub(crate) fn reveal(
+    /// Records the events of keys that were inserted without.
+    pub(crate) fn report_stored(
         &mut self,
         hashes: &[BlockHash],
         group: GroupId,
@@ -145,8 +135,8 @@ impl BlockPool {
         }
     }
 
-    /// Takes away keys that were hidden.
-    pub(crate) fn forget_hidden(&mut self, ids: &[BlockId]) {
+    /// Drops keys of which no event reports, and records none.
+    pub(crate) fn remove_unreported(&mut self, ids: &[BlockId]) {
         self.index.remove_all(ids, |_| ());
     }
 

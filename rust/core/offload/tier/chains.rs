@@ -1,10 +1,10 @@
-//! Which slot stands below which: the prefix trees of the host tier.
+//! Parents and children of slots: the prefix trees of a tier.
 //!
 //! ```text
 //!   root <-- a <-- b        a slot's parent holds the block before it
 //!             ^--- c        children of one slot are linked to one another
 //!
-//!   d waits for key k       the tier does not have the block before d: d is a root until k comes
+//!   d awaits key k          the tier does not have the block before d: d is a root until k comes
 //! ```
 
 use std::collections::HashMap;
@@ -24,22 +24,22 @@ const CHILD: usize = 1;
 const OLDER: usize = 2;
 const NEWER: usize = 3;
 
-/// Parents and children of slots, and the slots that wait for a parent. 16 bytes a slot.
+/// Parents and children of slots, and the slots that await a parent. 16 bytes a slot.
 #[derive(Clone, Debug)]
 pub(super) struct Chains {
-    /// Of each slot, four others. Side by side, because a slot that goes needs them all. Arrays,
-    /// because only then does a vector of zeros come from the system as it is.
+    /// Four neighbours of each slot, side by side because a slot that leaves needs them all. Only a
+    /// vector of plain integers or arrays gets its zeros from the system without a write.
     links: Vec<[u32; 4]>,
-    /// Roots whose parent is not on the host, and its key.
+    /// Roots whose parent is not in the tier, and its key.
     awaited: Map<BlockId, BlockKey>,
-    /// The same by that key.
+    /// These roots by the key that they await.
     awaiting: Map<BlockKey, Vec<BlockId>>,
 }
 
 impl Chains {
     pub(super) const SLOT_BYTES: usize = 16;
 
-    /// For slots `1..num_blocks`, all of them roots without children.
+    /// Chains of slots `1..num_blocks`, all of them roots without children.
     pub(super) fn new(num_blocks: usize) -> Self {
         Self {
             links: vec![[0; 4]; num_blocks],
@@ -76,7 +76,7 @@ impl Chains {
         at
     }
 
-    /// Whether `slot` is `other`, or stands below it.
+    /// Whether `slot` is `other` or a descendant of it.
     fn is_below(&self, slot: BlockId, other: BlockId) -> bool {
         let mut at = slot;
         while !at.is_null() && at != other {
@@ -85,7 +85,7 @@ impl Chains {
         at == other
     }
 
-    /// A root goes below `parent`; below null it stays a root.
+    /// Makes a root a child of `parent`. It stays a root if that is null.
     #[inline]
     pub(super) fn attach(&mut self, slot: BlockId, parent: BlockId) {
         self.links[slot.index()][PARENT] = parent.0;
@@ -99,24 +99,24 @@ impl Chains {
         }
     }
 
-    /// Whether any slot waits for its parent.
+    /// Whether any slot awaits its parent.
     #[inline]
-    pub(super) fn has_waiting(&self) -> bool {
+    pub(super) fn has_awaited(&self) -> bool {
         !self.awaiting.is_empty()
     }
 
-    /// Puts below `slot`, which holds `key` from now on, what has waited for that key. Returns the
-    /// slots that were roots.
+    /// Makes the slots that await `key` children of `slot`, which holds it from now on. Returns
+    /// these former roots.
     #[inline]
     pub(super) fn adopt(&mut self, slot: BlockId, key: &BlockKey) -> Vec<BlockId> {
-        if !self.has_waiting() {
+        if !self.has_awaited() {
             return Vec::new();
         }
         let mut adopted = self.awaiting.remove(key).unwrap_or_default();
         for child in &adopted {
             self.awaited.remove(child);
         }
-        // In a list that is no true chain the two would be each other's parents.
+        // In a list that is no true chain, the two would be parents of each other.
         adopted.retain(|&child| !self.is_below(slot, child));
         for &child in &adopted {
             self.attach(child, slot);
@@ -124,8 +124,8 @@ impl Chains {
         adopted
     }
 
-    /// A root waits for its parent. False if it waits already.
-    pub(super) fn wait(&mut self, root: BlockId, parent: BlockKey) -> bool {
+    /// Lets a root await its parent. Returns false if it awaits one already.
+    pub(super) fn await_key(&mut self, root: BlockId, parent: BlockKey) -> bool {
         let is_new = self.awaited.insert(root, parent).is_none();
         if is_new {
             self.awaiting.entry(parent).or_default().push(root);
@@ -133,7 +133,7 @@ impl Chains {
         is_new
     }
 
-    /// Takes a slot out of its place. Returns its parent.
+    /// Removes a slot from its chain. Returns its parent.
     #[inline]
     pub(super) fn leave(&mut self, slot: BlockId) -> BlockId {
         let [parent, _, older, newer] = self.links(slot);
@@ -158,7 +158,7 @@ impl Chains {
         BlockId(parent)
     }
 
-    /// Makes the neighbours of a child that leaves neighbours of one another.
+    /// Links the siblings on both sides of a child that leaves.
     #[cold]
     fn close_gap(&mut self, slot: BlockId, older: u32, newer: u32) {
         if older != 0 {
@@ -171,18 +171,18 @@ impl Chains {
         self.links[slot.index()][NEWER] = 0;
     }
 
-    /// The children of a slot that held `key` become roots, and wait for it to come back.
+    /// Makes the children of a slot that held `key` roots that await the key.
     pub(super) fn abandon(&mut self, slot: BlockId, key: BlockKey) {
         let mut child = BlockId(std::mem::take(&mut self.links[slot.index()][CHILD]));
         while !child.is_null() {
             let [_, below, older, _] = self.links(child);
             self.links[child.index()] = [0, below, 0, 0];
-            self.wait(child, key);
+            self.await_key(child, key);
             child = BlockId(older);
         }
     }
 
-    /// These slots and all below them, ascending.
+    /// These slots and all their descendants, ascending.
     pub(super) fn below(&self, slots: &[BlockId]) -> Vec<BlockId> {
         let mut all = slots.to_vec();
         all.sort_unstable();
@@ -203,21 +203,21 @@ impl Chains {
         all
     }
 
-    /// Every slot becomes a root without children.
+    /// Makes every slot a root without children.
     pub(super) fn clear(&mut self) {
         self.links.fill([0; 4]);
         self.awaited.clear();
         self.awaiting.clear();
     }
 
-    /// The slots that wait, and for what, ascending.
-    pub(super) fn waiting(&self) -> Vec<(BlockId, BlockKey)> {
-        let mut waiting: Vec<_> = self.awaited.iter().map(|(&slot, &key)| (slot, key)).collect();
-        waiting.sort_unstable();
-        waiting
+    /// The slots that await a parent and its key, ascending.
+    pub(super) fn awaited(&self) -> Vec<(BlockId, BlockKey)> {
+        let mut awaited: Vec<_> = self.awaited.iter().map(|(&slot, &key)| (slot, key)).collect();
+        awaited.sort_unstable();
+        awaited
     }
 
-    /// Whether a slot stands below itself.
+    /// Whether a slot is its own ancestor.
     pub(super) fn has_loop(&self) -> bool {
         let mut is_done = vec![false; self.links.len()];
         let mut is_on_path = vec![false; self.links.len()];
@@ -237,7 +237,7 @@ impl Chains {
         false
     }
 
-    /// Verifies that links agree, and that only slots that are kept have a place.
+    /// Verifies that links agree, and that only kept slots have any.
     ///
     /// # Errors
     /// [`Error::Broken`] names the first invariant that does not hold.
@@ -246,7 +246,7 @@ impl Chains {
         is_kept: impl Fn(BlockId) -> bool,
         holds: impl Fn(&BlockKey) -> bool,
     ) -> Result<()> {
-        let broken = |what: String| Err(Error::Broken(format!("host tier: {what}")));
+        let broken = |what: String| Err(Error::Broken(format!("chains: {what}")));
         let mut num_children = 0;
         for slot in (1..).map(BlockId).take(self.links.len() - 1) {
             let parent = self.parent(slot);
@@ -262,7 +262,9 @@ impl Chains {
             while child != 0 {
                 let at = child as usize;
                 if self.links[at][PARENT] != slot.0 || self.links[at][NEWER] != newer {
-                    return broken(format!("slot {child} is no child of {slot}, or out of order"));
+                    return broken(format!(
+                        "slot {child} is not a child of {slot}, or out of order"
+                    ));
                 }
                 num_children = num_children.wrapping_sub(1);
                 (newer, child) = (child, self.links[at][OLDER]);
@@ -273,22 +275,24 @@ impl Chains {
         }
         let num_awaiting: usize = self.awaiting.values().map(Vec::len).sum();
         for (slot, parent) in &self.awaited {
-            let waits = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
-            if !is_kept(*slot) || !waits || !self.parent(*slot).is_null() {
-                return broken(format!("slot {slot} does not wait for its parent as it should"));
+            let is_listed = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
+            if !is_kept(*slot) || !is_listed || !self.parent(*slot).is_null() {
+                return broken(format!(
+                    "slot {slot} is listed wrongly among those that await a parent"
+                ));
             }
             if holds(parent) {
-                return broken(format!("slot {slot} waits for a parent that is there"));
+                return broken(format!("slot {slot} awaits a parent that the tier has"));
             }
         }
         if num_awaiting != self.awaited.len() {
-            return broken("slots that wait for their parents are miscounted".to_owned());
+            return broken("slots that await their parents are miscounted".to_owned());
         }
         Ok(())
     }
 }
 
-/// How many slots the tier has looked at, on this thread.
+/// Number of looks at slots on this thread, for tests.
 #[cfg(test)]
 pub(super) mod looks {
     use std::cell::Cell;

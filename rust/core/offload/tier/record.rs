@@ -8,11 +8,13 @@ use crate::ids::BlockId;
 use crate::key::{BlockKey, HashWidth};
 use crate::ledger::damaged;
 
-use super::HostTier;
+use super::Tier;
 use super::policy::PolicyRecord;
-use crate::offload::MAX_READ_COUNT;
 
-/// What is kept of a tier.
+/// Counts of a snapshot stay below this, so that they cannot overflow later.
+pub(in crate::offload) const MAX_READ_COUNT: usize = 1 << 62;
+
+/// A tier as plain data.
 #[derive(Clone, Debug, Encode, Decode)]
 pub(in crate::offload) struct TierRecord {
     #[n(0)]
@@ -31,30 +33,23 @@ pub(in crate::offload) struct TierRecord {
     num_evicted: usize,
 }
 
-impl HostTier {
+impl Tier {
     pub(in crate::offload) fn to_record(&self) -> TierRecord {
         let resident = |slot: BlockId| {
-            let key = self.pool.key(slot).filter(|_| self.policy.contains(slot))?;
+            let key = self.slots.key(slot).filter(|_| self.policy.contains(slot))?;
             Some((slot, key, self.chains.parent(slot)))
         };
         TierRecord {
-            width: self.hash_width(),
-            residents: self.slots().filter_map(resident).collect(),
-            awaited: self.chains.waiting(),
-            empty: self.pool.free_order().collect(),
+            width: self.slots.hash_width(),
+            residents: self.slots.iter().filter_map(resident).collect(),
+            awaited: self.chains.awaited(),
+            empty: self.slots.empty().collect(),
             policy: self.policy.to_record(),
             num_evicted: self.num_evicted,
         }
     }
 
-    /// Whether a slot is in use and cannot be found.
-    pub(in crate::offload) fn is_unfindable(&self, slot: BlockId) -> bool {
-        slot.index() < self.pool.num_blocks()
-            && self.pool.num_refs(slot) > 0
-            && self.pool.key(slot).is_none()
-    }
-
-    /// Fills this tier, which must be new; all slots but `num_own` are resident or empty.
+    /// Fills this new tier. All slots but `num_own` are resident or empty.
     pub(in crate::offload) fn fill_from(
         &mut self,
         record: TierRecord,
@@ -62,8 +57,7 @@ impl HostTier {
         model: &Model,
     ) -> Result<()> {
         let TierRecord { width, residents, awaited, empty, policy, num_evicted } = record;
-        let num_slots = self.num_slots();
-        let is_slot = |slot: BlockId| (1..=num_slots).contains(&slot.index());
+        let num_slots = self.slots.len();
         let num_named = residents.len().saturating_add(empty.len()).saturating_add(num_own);
         if !width.is_sound() || num_named != num_slots || num_evicted >= MAX_READ_COUNT {
             return damaged("its host slots are not those of the tier");
@@ -79,43 +73,41 @@ impl HostTier {
         {
             return damaged("a host slot holds a hash of another width, or of no group");
         }
-        // A block stands below another, or waits for one, in its own group.
+        // A block's parent is of its own group, in the tier or awaited.
         let is_above = |key: &BlockKey, slot_key: Option<BlockKey>| {
             let group = model.groups()[usize::from(key.group.0)];
             group.attention == Attention::Full
                 && slot_key.is_some_and(|slot_key| slot_key.group == key.group)
         };
-        self.pool.agree_width(width)?;
-        self.pool.allocate(num_slots, &mut Vec::with_capacity(num_slots))?;
+        self.slots.agree_width(width)?;
+        self.slots.take(num_slots)?;
         for &(slot, key, _) in &residents {
-            if !is_slot(slot)
-                || self.pool.key(slot).is_some()
-                || self.resident_or_in_flight(&key).is_some()
-            {
+            if !self.slots.restore(slot, &key) {
                 return damaged("a host slot holds two keys, or a key lies in two");
             }
-            self.pool.hide(slot, &key);
         }
         for &(slot, key, parent) in &residents {
-            let is_kept = is_slot(parent) && is_above(&key, self.pool.key(parent));
+            let is_kept = is_above(&key, self.slots.key(parent));
             if !parent.is_null() && !is_kept {
-                return damaged("a host slot stands below an empty one, or one of another group");
+                return damaged("the parent of a host slot is empty, or of another group");
             }
             self.chains.attach(slot, parent);
         }
         if self.chains.has_loop() {
-            return damaged("host slots stand below one another");
+            return damaged("host slots are parents of one another");
         }
-        if empty.iter().any(|&slot| !is_slot(slot) || self.pool.key(slot).is_some()) {
+        let slots = &self.slots;
+        if empty.iter().any(|&slot| !slots.contains(slot) || slots.key(slot).is_some()) {
             return damaged("an empty host slot holds a key");
         }
-        self.pool.free(&empty).or_else(|_| damaged("a host slot is empty twice"))?;
-        let pool = &self.pool;
-        let key_of = |slot| if is_slot(slot) { pool.key(slot) } else { None };
-        self.policy.restore(policy, key_of)?;
+        self.slots.give_back(&empty).or_else(|_| damaged("a host slot is empty twice"))?;
+        let slots = &self.slots;
+        self.policy.restore(policy, |slot| slots.key(slot))?;
         for (slot, parent) in awaited {
-            if !is_above(&parent, key_of(slot)) || !self.chains.wait(slot, parent) {
-                return damaged("an empty host slot waits for its parent, or one of another group");
+            if !is_above(&parent, self.slots.key(slot)) || !self.chains.await_key(slot, parent) {
+                return damaged(
+                    "an empty host slot awaits its parent, or the parent is of another group",
+                );
             }
         }
         self.num_evicted = num_evicted;

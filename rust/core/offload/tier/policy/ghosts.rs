@@ -1,9 +1,8 @@
-//! What the last evictions took: keys without their blocks, for policies that learn from those
-//! that come back.
+//! Ghosts: keys of evicted blocks, for policies that learn from blocks that are stored again.
 //!
 //! ```text
-//!   ring     [ g5 | g6 | -- | g1 | g2 | .. ]     one place per eviction; the oldest is overwritten
-//!                         ^next                  next, whether it is still kept (--: has come back)
+//!   ring     [ g5 | g6 | -- | g1 | g2 | .. ]     one place per eviction; the next one overwrites
+//!                         ^next                  the oldest (--: its block was stored again)
 //!   buckets  [ g2 -> g6 | .. | g1 | .. ]         by fingerprint
 //! ```
 
@@ -12,25 +11,26 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::error::{Error, Result};
 use crate::key::BlockKey;
 
-/// Of a key; never 0, which is no ghost. Two keys in one only mislead a policy.
+/// The fingerprint of a key; never 0, which means no ghost. Two keys with one fingerprint only make
+/// a policy's estimate worse.
 pub(super) fn fingerprint(key: &BlockKey) -> u64 {
     xxh3_64_with_seed(&key.hash, u64::from(key.group.0)) | 1
 }
 
-/// What is kept of a block that went.
+/// What a policy keeps of an evicted block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ghost {
-    /// When it was last ranked.
+    /// When it last became recent.
     pub(super) time: u32,
-    /// In which of its policy's orders it stood.
+    /// The policy's order that contained it.
     pub(super) order: u8,
 }
 
-/// The ghosts of so many evictions. 21 bytes for each, taken at construction: one array per field, as
-/// together they would be padded. Zeroed memory is the empty state of every array.
+/// The ghosts of the last evictions. 21 bytes for each, allocated at construction. One array per
+/// field, because a struct would be padded. Zeroed memory is the empty state of every array.
 #[derive(Clone, Debug)]
 pub(super) struct Ghosts {
-    /// By place in the ring, from 1 on; 0 for none.
+    /// By place in the ring, from 1; 0 means none.
     pub(super) fingerprints: Vec<u64>,
     pub(super) times: Vec<u32>,
     pub(super) orders: Vec<u8>,
@@ -38,7 +38,7 @@ pub(super) struct Ghosts {
     after: Vec<u32>,
     /// The first place in each bucket.
     buckets: Vec<u32>,
-    /// The place before the one that is written next.
+    /// The place that was written last.
     pub(super) last: u32,
     len: usize,
 }
@@ -46,7 +46,7 @@ pub(super) struct Ghosts {
 impl Ghosts {
     pub(super) const GHOST_BYTES: usize = 21;
 
-    /// For the last `num_evictions`, at least one.
+    /// Ghosts of the last `num_evictions`, at least one.
     pub(super) fn new(num_evictions: u32) -> Self {
         let num_places = num_evictions as usize + 1;
         Self {
@@ -60,12 +60,12 @@ impl Ghosts {
         }
     }
 
-    /// How many are kept.
+    /// Number of ghosts.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// A block has gone. Returns the ghost that is too old now, unless it has come back.
+    /// Adds the ghost of an evicted block. Returns the ghost that is too old now, if there is one.
     pub(super) fn push(&mut self, fingerprint: u64, ghost: Ghost) -> Option<Ghost> {
         let place = if self.last as usize == self.buckets.len() { 1 } else { self.last + 1 };
         self.last = place;
@@ -75,7 +75,7 @@ impl Ghosts {
         oldest
     }
 
-    /// Writes a ghost to a place that has none.
+    /// Writes a ghost to an empty place.
     pub(super) fn put(&mut self, place: u32, fingerprint: u64, ghost: Ghost) {
         let (at, bucket) = (place as usize, self.bucket(fingerprint));
         self.fingerprints[at] = fingerprint;
@@ -86,7 +86,7 @@ impl Ghosts {
         self.len += 1;
     }
 
-    /// A block has come: its ghost, if there is one, is none any more.
+    /// Removes and returns the ghost of a block that is stored again, if there is one.
     pub(super) fn take(&mut self, fingerprint: u64) -> Option<Ghost> {
         self.find(fingerprint).map(|place| self.take_at(place))
     }
@@ -140,7 +140,7 @@ impl Ghosts {
             + self.orders.capacity()
     }
 
-    /// Verifies that each can be found, once, and that they are counted.
+    /// Verifies that each ghost can be found once, and that the count is right.
     ///
     /// # Errors
     /// [`Error::Broken`].
@@ -151,12 +151,12 @@ impl Ghosts {
             if fingerprint != 0 {
                 num_kept += 1;
                 if self.find(fingerprint) != Some(place) {
-                    return broken(format!("place {place} is not found, or another is"));
+                    return broken(format!("the ghost at place {place} is not found"));
                 }
             }
         }
         if num_kept != self.len {
-            return broken(format!("{num_kept} kept, {} counted", self.len));
+            return broken(format!("{num_kept} ghosts, {} are counted", self.len));
         }
         Ok(())
     }

@@ -1,24 +1,25 @@
-//! Fewest hits to be expected for the time that it stays, first.
+//! The slot with the fewest expected hits per unit of time first.
 //!
 //! ```text
 //!                  a hit                          each order: least recent ... most recent
 //!   [ new order ] -------> [ used order ]
-//!      ^   |                  ^     |             victim: the first that may go of either order,
-//!   stored | evicted          |     | evicted       the older one if it is new, or else the one
-//!      |   v                  |     v               whose density at its age is lower
+//!      ^   |                  ^     |             victim: of the first evictable slots of the two
+//!   stored | evicted          |     | evicted       orders, the new one if it is as old, else the
+//!      |   v                  |     v               one whose density at its age is lower
 //!   nothing   [ ghosts ] ------ stored again
 //! ```
 //!
-//! Each order keeps two histograms over age: hits, a return from the ghosts included, and ends,
-//! that is ghosts that grew too old. From these follows the density of an age, as in LHD
-//! (Beckmann, Chen, Cidon: LHD, NSDI 2018): hits to come over time to be spent, of all that has
-//! reached it. The orders and their ghosts are those of 2Q (Johnson, Shasha, VLDB 1994) and ARC
-//! (Megiddo, Modha, FAST 2003).
+//! Each order keeps two histograms over age: hits (returns from the ghosts included) and ends
+//! (ghosts that became too old). They give the density of an age, as in LHD (Beckmann, Chen, Cidon:
+//! LHD, NSDI 2018): future hits divided by future time, over all slots that reached the age. The
+//! orders and their ghosts are those of 2Q (Johnson, Shasha, VLDB 1994) and ARC (Megiddo, Modha,
+//! FAST 2003).
 //!
-//! What differs. Of LHD: nothing is sampled, as within an order the least recent is taken; a ghost
-//! counts as if it had stayed, so that what is learned does not depend on what was evicted; and a
-//! used slot never goes before a new one that is as old, which bounds what a wrong density can
-//! cost. Of 2Q and ARC: the orders have no target sizes. Time is counted in blocks stored.
+//! Differences from LHD: it samples nothing, because the victim of an order is its least recent
+//! slot. A ghost counts as if it had stayed, so what is learned does not depend on evictions. A
+//! used slot is never evicted before a new slot of its age, which bounds the cost of a wrong
+//! density. Difference from 2Q and ARC: the orders have no target sizes. Time is counted in stored
+//! blocks.
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
@@ -28,42 +29,43 @@ use super::Policy;
 use super::ghosts::{Ghost, Ghosts, fingerprint};
 use super::order::EvictionOrder;
 
-/// The order of slots that were stored and not hit since.
+/// The order of slots that were not hit since their store.
 const NEW: usize = 0;
-/// The order of slots that were hit, or that came back.
+/// The order of slots that were hit, or that were stored again.
 const USED: usize = 1;
 
-// These were chosen on the Mooncake traces, for which benches/results/policies.txt has the figures.
+// These values were chosen on the Mooncake traces; benches/results/policies.txt has the figures.
 // Neighbouring values do nearly as well: 2.5 to 4 ghosts, 1 to 4 lessons, a decay of 0.9 to 0.97.
 
-/// Ages are told apart up to 8 times the tier's size, in eighths of it.
+/// Bins of age: up to 8 times the tier's size, in eighths of it.
 pub(super) const NUM_BINS: usize = 64;
 const BINS_PER_SIZE: u64 = 8;
-/// Evictions of which ghosts are kept, per slot.
+/// Number of evictions per slot whose ghosts are kept.
 const GHOSTS_PER_SLOT: u32 = 3;
-/// Densities are computed so often in the time that it takes to fill the tier.
+/// How often densities are computed in the time that fills the tier.
 const LESSONS_PER_SIZE: u32 = 2;
-/// What is left of the histograms after each time.
+/// The factor on all histograms after each lesson.
 const DECAY: f64 = 0.95;
 
-/// The two orders of resident slots, the ghosts of those that went, and what was learned. 93 bytes
-/// a slot. All is O(1), but a victim is looked for past slots that may not go.
+/// The two orders of resident slots, the ghosts of evicted blocks, and the learned densities. 93
+/// bytes a slot. All is O(1), except that the search for a victim skips slots that are not
+/// evictable.
 #[derive(Clone, Debug)]
 pub(in crate::offload::tier) struct HitDensity {
-    /// [`NEW`] and [`USED`], by last rank.
+    /// [`NEW`] and [`USED`], least recent first.
     pub(super) orders: [EvictionOrder; 2],
     pub(super) densities: [Density; 2],
     pub(super) ghosts: Ghosts,
-    /// Of the resident slots' keys.
+    /// Fingerprints of the resident slots' keys.
     pub(super) fingerprints: Vec<u64>,
-    /// When a slot was last ranked.
+    /// When a slot last became recent.
     pub(super) times: Vec<u32>,
-    /// Blocks ever stored. It wraps: ages are differences.
+    /// Number of blocks ever stored. It may wrap, because ages are differences.
     pub(super) clock: u32,
 }
 
 impl HitDensity {
-    /// For slots `1..num_blocks`, none of them resident yet.
+    /// A policy for slots `1..num_blocks`, none of them resident yet.
     pub(super) fn new(num_blocks: u32) -> Self {
         let num_ghosts = (num_blocks - 1).saturating_mul(GHOSTS_PER_SLOT).clamp(1, u32::MAX - 1);
         Self {
@@ -80,13 +82,13 @@ impl HitDensity {
         u32::try_from(self.times.len() - 1).unwrap_or(u32::MAX)
     }
 
-    /// The order in which `slot` stands.
+    /// The order that contains `slot`.
     #[inline]
     fn order(&self, slot: BlockId) -> Option<usize> {
         [NEW, USED].into_iter().find(|&order| self.orders[order].contains(slot))
     }
 
-    /// Blocks stored since `time`.
+    /// Number of blocks stored since `time`.
     fn age(&self, time: u32) -> u32 {
         self.clock.wrapping_sub(time)
     }
@@ -96,12 +98,12 @@ impl HitDensity {
         usize::try_from(bin).map_or(NUM_BINS - 1, |bin| bin.min(NUM_BINS - 1))
     }
 
-    /// Whether `slot` was last ranked no later than `other`.
+    /// Whether `slot` is no more recent than `other`.
     fn is_as_old(&self, slot: BlockId, other: BlockId) -> bool {
         self.age(self.times[slot.index()]) >= self.age(self.times[other.index()])
     }
 
-    /// Hits to be expected of a slot for the time that it stays from now on.
+    /// Expected hits of a slot per unit of time from now on.
     fn density(&self, order: usize, slot: BlockId) -> f64 {
         self.densities[order].at[self.bin(self.times[slot.index()])]
     }
@@ -134,7 +136,7 @@ impl Policy for HitDensity {
         }
     }
 
-    fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
+    fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
         for (slot, is_hit) in slots {
             let Some(order) = self.order(slot) else { continue };
             if is_hit {
@@ -157,17 +159,17 @@ impl Policy for HitDensity {
         }
     }
 
-    fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
-        let new = self.orders[NEW].first_that_may_go(&may_go);
+    fn victim(&mut self, is_evictable: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        let new = self.orders[NEW].first_evictable(&is_evictable);
         if let Some(new) = new {
-            // If it is as old as the first used slot it is as old as each: no need to look for one
-            // that may go, past those whose children stand in the other order.
+            // If it is as old as the first used slot, it is as old as every used slot. Then a
+            // search in that order, past slots whose children are in the other order, is needless.
             let first_used = self.orders[USED].first();
             if first_used.is_null() || self.is_as_old(new, first_used) {
                 return Some(new);
             }
         }
-        let used = self.orders[USED].first_that_may_go(&may_go);
+        let used = self.orders[USED].first_evictable(&is_evictable);
         let (Some(new), Some(used)) = (new, used) else { return new.or(used) };
         let is_new_to_go =
             self.is_as_old(new, used) || self.density(NEW, new) < self.density(USED, used);
@@ -175,14 +177,14 @@ impl Policy for HitDensity {
     }
 
     #[inline]
-    fn has_passed(&self, slot: BlockId) -> bool {
-        self.orders.iter().any(|order| order.has_passed(slot))
+    fn has_skipped(&self, slot: BlockId) -> bool {
+        self.orders.iter().any(|order| order.has_skipped(slot))
     }
 
     #[inline]
-    fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
+    fn retry(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
         for order in &mut self.orders {
-            order.may_go_again(slots.clone());
+            order.retry(slots.clone());
         }
     }
 
@@ -213,7 +215,7 @@ impl Policy for HitDensity {
         &self,
         key: impl Fn(BlockId) -> Option<BlockKey>,
         _: impl Fn(BlockId) -> BlockId,
-        may_go: impl Fn(BlockId) -> bool,
+        is_evictable: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("hit density: {what}")));
         self.ghosts.check()?;
@@ -222,11 +224,11 @@ impl Policy for HitDensity {
             return broken(format!("{} ghosts, at most {max_ghosts}", self.ghosts.len()));
         }
         for order in &self.orders {
-            order.check(&may_go)?;
+            order.check(&is_evictable)?;
             let mut age = u32::MAX;
             for slot in order.iter() {
                 if self.orders.iter().filter(|order| order.contains(slot)).count() != 1 {
-                    return broken(format!("slot {slot} stands in both orders"));
+                    return broken(format!("slot {slot} is in both orders"));
                 }
                 if self.age(self.times[slot.index()]) > age {
                     return broken(format!("slot {slot} is older than the one before it"));
@@ -237,7 +239,7 @@ impl Policy for HitDensity {
                     return broken(format!("slot {slot} is resident with another key"));
                 }
                 if self.ghosts.contains(print) {
-                    return broken(format!("slot {slot} is resident and its key a ghost"));
+                    return broken(format!("slot {slot} is resident, but its key is a ghost"));
                 }
             }
         }
@@ -245,12 +247,12 @@ impl Policy for HitDensity {
     }
 }
 
-/// What was learned of the slots in one order, by the age at which they were hit or given up.
+/// What was learned about the slots in one order, by the age at which they were hit or ended.
 #[derive(Clone, Debug)]
 pub(super) struct Density {
     pub(super) hits: [f64; NUM_BINS],
     pub(super) ends: [f64; NUM_BINS],
-    /// Hits to come, per bin of time to be spent.
+    /// Future hits per bin of future time.
     pub(super) at: [f64; NUM_BINS],
 }
 

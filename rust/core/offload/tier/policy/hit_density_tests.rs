@@ -1,4 +1,4 @@
-//! The policy's mechanisms one by one, and all of it beside a naive model, victim by victim.
+//! The policy's mechanisms one by one, and the whole policy beside a naive model.
 #![expect(
     clippy::unwrap_used,
     clippy::float_cmp,
@@ -36,8 +36,8 @@ impl Tier {
         self.check();
     }
 
-    fn rank(&mut self, slots: &[u32], is_hit: bool) {
-        self.0.ranked(slots.iter().map(|&slot| (BlockId(slot), is_hit)));
+    fn make_recent(&mut self, slots: &[u32], is_hit: bool) {
+        self.0.make_recent(slots.iter().map(|&slot| (BlockId(slot), is_hit)));
         self.check();
     }
 
@@ -70,10 +70,10 @@ fn learned(tier: &mut Tier, new: f64, used: f64) {
 }
 
 #[test]
-fn knowing_nothing_it_takes_the_least_recent() {
+fn without_lessons_the_least_recent_slot_is_the_victim() {
     let mut tier = Tier::new(8);
     (1..=3).for_each(|slot| tier.store(slot, 10 + u8::try_from(slot).unwrap()));
-    tier.rank(&[1], true);
+    tier.make_recent(&[1], true);
     let mut order = Vec::new();
     while let Some(slot) = tier.victim() {
         order.push(slot);
@@ -83,20 +83,20 @@ fn knowing_nothing_it_takes_the_least_recent() {
 }
 
 #[test]
-fn a_hit_slot_is_used_and_another_rank_leaves_it_where_it_is() {
+fn a_hit_moves_a_slot_to_the_used_order_for_good() {
     let mut tier = Tier::new(8);
     tier.store(1, 1);
-    tier.rank(&[1], false);
+    tier.make_recent(&[1], false);
     assert_eq!(tier.order(1), Some(NEW));
-    tier.rank(&[1], true);
-    tier.rank(&[1], false);
+    tier.make_recent(&[1], true);
+    tier.make_recent(&[1], false);
     assert_eq!(tier.order(1), Some(USED));
-    tier.rank(&[7], true);
+    tier.make_recent(&[7], true);
     assert_eq!(tier.order(7), None, "not resident");
 }
 
 #[test]
-fn a_block_that_comes_back_is_used() {
+fn a_block_that_is_stored_again_is_used() {
     let mut tier = Tier::new(2);
     tier.store(1, 1);
     tier.remove(1);
@@ -106,33 +106,33 @@ fn a_block_that_comes_back_is_used() {
     assert!(tier.0.densities[NEW].hits.iter().sum::<f64>() > 0.0, "a return counts as a hit");
 }
 
-/// The guard: whatever was learned, a used slot does not go before a new one that is as old.
+/// The guard: whatever the densities are, a new slot of the same age goes first.
 #[test]
-fn a_used_slot_never_goes_before_an_older_new_one() {
+fn a_used_slot_is_never_evicted_before_an_older_new_slot() {
     let mut tier = Tier::new(8);
     tier.store(1, 1);
     tier.store(2, 2);
-    tier.rank(&[2], true);
+    tier.make_recent(&[2], true);
     learned(&mut tier, 1.0, 0.0);
     assert_eq!(tier.victim(), Some(1));
 
-    // The oldest used slot does not count where it may not go.
+    // The oldest used slot does not count if it is not evictable.
     let mut tier = Tier::new(8);
     tier.store(1, 1);
-    tier.rank(&[1], true);
+    tier.make_recent(&[1], true);
     tier.store(2, 2);
     tier.store(3, 3);
-    tier.rank(&[3], true);
+    tier.make_recent(&[3], true);
     learned(&mut tier, 1.0, 0.0);
     let victim = tier.0.victim(|slot| slot.0 != 1);
     assert_eq!(victim, Some(BlockId(2)));
 }
 
 #[test]
-fn an_older_used_slot_goes_if_it_promises_no_more() {
+fn an_older_used_slot_is_evicted_if_its_density_is_not_higher() {
     let mut tier = Tier::new(8);
     tier.store(1, 1);
-    tier.rank(&[1], true);
+    tier.make_recent(&[1], true);
     tier.store(2, 2);
     for (new, used, victim) in [(0.5, 0.4, 1), (0.5, 0.5, 1), (0.4, 0.5, 2)] {
         learned(&mut tier, new, used);
@@ -141,7 +141,7 @@ fn an_older_used_slot_goes_if_it_promises_no_more() {
 }
 
 #[test]
-fn ghosts_are_of_the_last_evictions_and_an_old_one_is_an_end() {
+fn a_ghost_that_is_too_old_counts_as_an_end() {
     let mut tier = Tier::new(1);
     for name in 1..=5 {
         tier.store(1, name);
@@ -157,7 +157,7 @@ fn ghosts_are_of_the_last_evictions_and_an_old_one_is_an_end() {
 }
 
 #[test]
-fn density_is_hits_to_come_over_time_to_be_spent() {
+fn density_is_future_hits_divided_by_future_time() {
     let mut density = Density::NOTHING;
     (density.hits[0], density.hits[2], density.ends[3]) = (2.0, 1.0, 1.0);
     density.learn();
@@ -167,31 +167,31 @@ fn density_is_hits_to_come_over_time_to_be_spent() {
 }
 
 #[test]
-fn searches_look_once_at_a_slot_that_may_not_go() {
+fn searches_look_once_at_a_slot_that_is_not_evictable() {
     let mut tier = Tier::new(8);
     (1..=4).for_each(|slot| tier.store(slot, u8::try_from(slot).unwrap()));
     let looks = std::cell::Cell::new(0);
-    let may_go = |slot: BlockId| {
+    let is_evictable = |slot: BlockId| {
         looks.set(looks.get() + 1);
         slot.0 > 2
     };
     for expected in [Some(3), Some(4), None, None] {
-        let victim = tier.0.victim(may_go).map(|slot| slot.0);
+        let victim = tier.0.victim(is_evictable).map(|slot| slot.0);
         assert_eq!(victim, expected);
         if let Some(slot) = victim {
             tier.remove(slot);
         }
     }
     assert_eq!(looks.get(), 4);
-    // A slot that was never passed over changes nothing; one that was is looked at again.
-    tier.0.may_go_again([BlockId(4)].into_iter());
-    assert_eq!((tier.0.victim(may_go), looks.get()), (None, 4));
-    tier.0.may_go_again([BlockId(2)].into_iter());
-    assert_eq!((tier.0.victim(may_go), looks.get()), (None, 6));
+    // A slot that was never skipped changes nothing. A skipped slot is looked at again.
+    tier.0.retry([BlockId(4)].into_iter());
+    assert_eq!((tier.0.victim(is_evictable), looks.get()), (None, 4));
+    tier.0.retry([BlockId(2)].into_iter());
+    assert_eq!((tier.0.victim(is_evictable), looks.get()), (None, 6));
 }
 
 #[test]
-fn cleared_it_is_as_new() {
+fn clear_restores_the_new_state() {
     let mut tier = Tier::new(2);
     (0..40).for_each(|name| {
         tier.store(1, name % 5);
@@ -207,9 +207,9 @@ fn cleared_it_is_as_new() {
     assert!(tier.0.densities.iter().all(|density| density.at.iter().all(|&at| at == 0.0)));
 }
 
-/// Hits that a scheduler has told its policy of, returns included.
+/// Hits that a scheduler has reported to its policy, returns included.
 fn num_hits(scheduler: &OffloadScheduler) -> f64 {
-    let AnyPolicy::HitDensity(policy) = &scheduler.tier.policy else { return f64::NAN };
+    let AnyPolicy::HitDensity(policy) = &scheduler.host.policy else { return f64::NAN };
     policy.densities.iter().flat_map(|density| density.hits).sum()
 }
 
@@ -226,7 +226,7 @@ fn compute(scheduler: &mut OffloadScheduler, hashes: &Hashes, num_groups: usize)
 }
 
 #[test]
-fn a_request_hits_once_what_it_has_found() {
+fn a_request_hits_each_block_once() {
     let window = Attention::SlidingWindow { window: 8 };
     for attentions in [&[Attention::Full][..], &[Attention::Full, window]] {
         let group = |&attention| Group::new(attention, 4).unwrap();
@@ -241,7 +241,7 @@ fn a_request_hits_once_what_it_has_found() {
         compute(&mut scheduler, &hashes, num_groups);
         assert_eq!(num_hits(&scheduler), 0.0, "no lookup, no hit");
 
-        // It asks twice, loads what it found, and leaves.
+        // The request asks twice, loads what it found, and leaves.
         scheduler.add("b", &hashes).unwrap();
         scheduler.lookup("b", 0, 16).unwrap();
         assert_eq!(scheduler.lookup("b", 0, 16).unwrap(), Some(16));
@@ -260,14 +260,14 @@ fn a_request_hits_once_what_it_has_found() {
         scheduler.finish("b").unwrap();
         assert_eq!(num_hits(&scheduler), f64::from(num_resident));
 
-        // What the device has is a hit as well, told of when the request leaves.
+        // A local hit counts too, when the request leaves.
         scheduler.add("c", &hashes).unwrap();
         assert_eq!(scheduler.lookup("c", 16, 16).unwrap(), Some(0));
         scheduler.release("c").unwrap();
         scheduler.finish("c").unwrap();
         assert_eq!(num_hits(&scheduler), f64::from(2 * num_resident));
 
-        // Of a part of them only that part.
+        // A partial hit counts only its part.
         scheduler.add("d", &hashes).unwrap();
         assert_eq!(scheduler.lookup("d", 8, 8).unwrap(), Some(0));
         scheduler.finish("d").unwrap();
@@ -277,13 +277,13 @@ fn a_request_hits_once_what_it_has_found() {
     }
 }
 
-/// The policy in vectors, with every search from the start and nothing left out.
+/// The policy in vectors, with every search from the start.
 struct Model {
     num_slots: u64,
     clock: u64,
-    /// Slot, key, time of last rank; least recent first.
+    /// Slot, key, time of last use; least recent first.
     orders: [Vec<(u32, u8, u64)>; 2],
-    /// One per eviction: key, time, order; none once the block has come back.
+    /// One per eviction: key, time, order. None once the block is stored again.
     ghosts: VecDeque<Option<(u8, u64, usize)>>,
     hits: [[f64; NUM_BINS]; 2],
     ends: [[f64; NUM_BINS]; 2],
@@ -332,7 +332,7 @@ impl Model {
         }
     }
 
-    fn rank(&mut self, slot: u32, is_hit: bool) {
+    fn make_recent(&mut self, slot: u32, is_hit: bool) {
         let Some((mut order, name, time)) = self.take(slot) else { return };
         if is_hit {
             self.hits[order][self.bin(time)] += 1.0;
@@ -367,9 +367,10 @@ impl Model {
         }
     }
 
-    fn victim(&self, may_go: &BTreeSet<u32>) -> Option<u32> {
+    fn victim(&self, is_evictable: &BTreeSet<u32>) -> Option<u32> {
         let first = |order: usize| {
-            let found = self.orders[order].iter().find(|resident| may_go.contains(&resident.0))?;
+            let found =
+                self.orders[order].iter().find(|resident| is_evictable.contains(&resident.0))?;
             Some((found.0, found.2, self.densities[order][self.bin(found.2)]))
         };
         match (first(0), first(1)) {
@@ -382,13 +383,13 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores these, each in an empty slot, with evictions for those that find none.
+    /// Stores these, each in an empty slot, and evicts for those that find none.
     Store(Vec<u8>),
-    /// Ranks the slots that hold these.
+    /// Makes the slots that hold these recent.
     Rank(Vec<u8>, bool),
-    /// Takes one out that is no victim.
+    /// Removes a slot that is not a victim.
     Remove(u8),
-    /// Evicts so many of the slots that are not among these.
+    /// Evicts so many slots, none of them among these.
     Evict(usize, BTreeSet<u32>),
     Clear,
 }
@@ -401,19 +402,20 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..24_u8).prop_map(Op::Remove),
         4 => (1..4_usize, prop::collection::btree_set(1..9_u32, 0..6))
             .prop_map(|(num_slots, pinned)| Op::Evict(num_slots, pinned)),
-        1 => prop::bool::weighted(0.2).prop_map(|clear| if clear { Op::Clear } else { Op::Store(vec![0]) }),
+        1 => prop::bool::weighted(0.2)
+            .prop_map(|clear| if clear { Op::Clear } else { Op::Store(vec![0]) }),
     ]
 }
 
-/// Both evict until `num_slots` went, and agree on each.
-fn evict(tier: &mut Tier, model: &mut Model, num_slots: usize, may_go: &mut BTreeSet<u32>) {
-    // What is pinned is another set each time.
-    tier.0.may_go_again((1..=tier.0.num_slots()).map(BlockId));
+/// Both evict `num_slots` slots, and agree on each.
+fn evict(tier: &mut Tier, model: &mut Model, num_slots: usize, is_evictable: &mut BTreeSet<u32>) {
+    // Each time, another set of slots is pinned.
+    tier.0.retry((1..=tier.0.num_slots()).map(BlockId));
     for _ in 0..num_slots {
-        let victim = tier.0.victim(|slot| may_go.contains(&slot.0));
-        assert_eq!(victim.map(|slot| slot.0), model.victim(may_go));
+        let victim = tier.0.victim(|slot| is_evictable.contains(&slot.0));
+        assert_eq!(victim.map(|slot| slot.0), model.victim(is_evictable));
         let Some(BlockId(slot)) = victim else { return };
-        may_go.remove(&slot);
+        is_evictable.remove(&slot);
         tier.remove(slot);
         model.remove(slot);
     }
@@ -425,10 +427,12 @@ proptest! {
     ))]
 
     #[test]
-    fn it_evicts_what_the_model_evicts(num_slots in 1..9_u32, ops in vec(op(), 1..120)) {
+    fn policy_and_model_choose_equal_victims(num_slots in 1..9_u32, ops in vec(op(), 1..120)) {
         let (mut tier, mut model) = (Tier::new(num_slots), Model::new(num_slots));
         for op in ops {
-            let slot_of = |tier: &Tier, name| tier.1.iter().find(|(_, of)| **of == name).map(|(&slot, _)| slot);
+            let slot_of = |tier: &Tier, name| {
+                tier.1.iter().find(|(_, of)| **of == name).map(|(&slot, _)| slot)
+            };
             match op {
                 Op::Store(names) => for name in names {
                     if slot_of(&tier, name).is_none() {
@@ -442,16 +446,17 @@ proptest! {
                 },
                 Op::Rank(names, is_hit) => for name in names {
                     let slot = slot_of(&tier, name).unwrap_or(num_slots);
-                    tier.rank(&[slot], is_hit);
-                    model.rank(slot, is_hit);
+                    tier.make_recent(&[slot], is_hit);
+                    model.make_recent(slot, is_hit);
                 },
                 Op::Remove(name) => if let Some(slot) = slot_of(&tier, name) {
                     tier.remove(slot);
                     model.remove(slot);
                 },
                 Op::Evict(num_victims, pinned) => {
-                    let mut may_go = (1..=num_slots).filter(|slot| !pinned.contains(slot)).collect();
-                    evict(&mut tier, &mut model, num_victims, &mut may_go);
+                    let mut is_evictable =
+                        (1..=num_slots).filter(|slot| !pinned.contains(slot)).collect();
+                    evict(&mut tier, &mut model, num_victims, &mut is_evictable);
                 }
                 Op::Clear => {
                     tier.0.clear();

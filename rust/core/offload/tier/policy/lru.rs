@@ -1,4 +1,4 @@
-//! Least recently ranked first.
+//! Least recent first.
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
@@ -7,27 +7,27 @@ use crate::key::BlockKey;
 use super::Policy;
 use super::order::EvictionOrder;
 
-/// Resident slots in the order of their last rank.
+/// Resident slots in order of recency.
 ///
-/// A chain is ranked as a whole, tail before root, so a slot is always less recent than its
-/// parent: the least recent slot that is not pinned is nearly always a leaf.
+/// A chain becomes recent as a whole, tail before root, so a slot is always less recent than its
+/// parent. The least recent slot that is not pinned is nearly always a leaf.
 ///
-/// Chains that have any slot in common have their root in common. So the one of them that was ranked
-/// last still stands together, and moves as a whole without a look at each of its slots: a prompt
-/// that is stored in many chunks is ranked after each. 17 bytes a slot.
+/// Chains that share a slot share their root. So the most recent of them is still contiguous in the
+/// order, and moves as a whole without a look at each of its slots. This matters for a prompt that
+/// is stored in many chunks, because it becomes recent after each. 17 bytes a slot.
 #[derive(Clone, Debug)]
 pub(in crate::offload::tier) struct Lru {
     pub(super) order: EvictionOrder,
-    /// By root: the first slot, in this order, of the chain that was ranked last; null where parts of
-    /// it stand elsewhere. It counts while [`Lru::roots`] agrees.
+    /// By root: the first slot, in this order, of its most recent chain. Null if the chain is not
+    /// contiguous. Valid only while [`Lru::roots`] agrees.
     tails: Vec<u32>,
-    /// By the first slot of a chain that was ranked: its root.
+    /// By the first slot of a chain that became recent: its root.
     roots: Vec<u32>,
     has_chains: bool,
 }
 
 impl Lru {
-    /// For slots `1..num_blocks`, none of them resident yet.
+    /// A policy for slots `1..num_blocks`, none of them resident yet.
     pub(super) fn new(num_blocks: u32) -> Self {
         let none = vec![0; num_blocks as usize];
         Self {
@@ -38,20 +38,20 @@ impl Lru {
         }
     }
 
-    /// Where the chain ends that begins at `slot` and stands together; `slot` if none is known.
+    /// The end of the contiguous chain that begins at `slot`; `slot` if none is known.
     #[inline]
     fn end_of_chain(&self, slot: BlockId) -> BlockId {
         let root = BlockId(self.roots[slot.index()]);
         if !root.is_null() && self.tails[root.index()] == slot.0 { root } else { slot }
     }
 
-    /// Whether a chain begins at `slot` that may stand together.
+    /// Whether a chain that may be contiguous begins at `slot`.
     #[inline]
     fn begins(&self, slot: BlockId) -> bool {
         self.roots[slot.index()] != 0
     }
 
-    /// Slots are ranked one by one, whatever chains they stand in.
+    /// Forgets which chains are contiguous, because slots become recent one by one.
     fn forget_chains(&mut self) {
         if std::mem::take(&mut self.has_chains) {
             self.tails.fill(0);
@@ -60,12 +60,12 @@ impl Lru {
     }
 }
 
-/// Slots that stand together, the first and the last of them, on their way to the back.
+/// The first and the last of contiguous slots that move to the tail.
 #[derive(Default)]
 struct Run(Option<(BlockId, BlockId)>);
 
 impl Run {
-    /// Goes on with the slots from `first` to `last`, which stand together.
+    /// Continues with the contiguous slots from `first` to `last`.
     #[inline]
     fn push(&mut self, order: &mut EvictionOrder, first: BlockId, last: BlockId) {
         self.0 = match self.0 {
@@ -92,7 +92,7 @@ impl Policy for Lru {
         self.order.push_back_all(slots.map(|(slot, _)| slot));
     }
 
-    fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
+    fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
         self.forget_chains();
         let mut run = Run::default();
         for (slot, _) in slots {
@@ -103,7 +103,7 @@ impl Policy for Lru {
         run.end(&mut self.order);
     }
 
-    fn ranked_chain(&mut self, tail: BlockId, parent: impl Fn(BlockId) -> BlockId, _: usize) {
+    fn make_chain_recent(&mut self, tail: BlockId, parent: impl Fn(BlockId) -> BlockId, _: usize) {
         let mut run = Run::default();
         let (mut first, mut root, mut is_whole) = (BlockId::NULL, BlockId::NULL, true);
         let mut at = tail;
@@ -112,7 +112,7 @@ impl Policy for Lru {
             if self.order.contains(at) {
                 end = self.end_of_chain(at);
                 let mut above = parent(end);
-                // One after the other as long as each parent stands right behind its child.
+                // As long as each parent is right behind its child.
                 while self.order.next(end) == above && !above.is_null() && !self.begins(above) {
                     end = above;
                     above = parent(end);
@@ -145,18 +145,18 @@ impl Policy for Lru {
     }
 
     #[inline]
-    fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
-        self.order.first_that_may_go(may_go)
+    fn victim(&mut self, is_evictable: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        self.order.first_evictable(is_evictable)
     }
 
     #[inline]
-    fn has_passed(&self, slot: BlockId) -> bool {
-        self.order.has_passed(slot)
+    fn has_skipped(&self, slot: BlockId) -> bool {
+        self.order.has_skipped(slot)
     }
 
     #[inline]
-    fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
-        self.order.may_go_again(slots);
+    fn retry(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
+        self.order.retry(slots);
     }
 
     fn clear(&mut self) {
@@ -182,9 +182,9 @@ impl Policy for Lru {
         &self,
         _: impl Fn(BlockId) -> Option<BlockKey>,
         parent: impl Fn(BlockId) -> BlockId,
-        may_go: impl Fn(BlockId) -> bool,
+        is_evictable: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
-        self.order.check(may_go)?;
+        self.order.check(is_evictable)?;
         for slot in self.order.iter() {
             let mut at = slot;
             let end = self.end_of_chain(slot);
@@ -192,14 +192,13 @@ impl Policy for Lru {
                 let next = self.order.next(at);
                 if next.is_null() || parent(at) != next {
                     return Err(Error::Broken(format!(
-                        "lru: {slot} to {end} is no chain that stands together: {at} is followed \
-                         by {next}"
+                        "lru: {slot} to {end} is not a contiguous chain: {next} follows {at}"
                     )));
                 }
                 at = next;
             }
             if end != slot && !parent(end).is_null() {
-                return Err(Error::Broken(format!("lru: {end} ends a chain and is no root")));
+                return Err(Error::Broken(format!("lru: {end} ends a chain but is not a root")));
             }
         }
         Ok(())

@@ -1,8 +1,10 @@
-//! Which slot goes when room is needed.
+//! Eviction policies: which slot is evicted when a tier needs room.
 //!
-//! The tier tells a policy what becomes resident, what is used and what goes, and asks it for one
-//! victim after the other; what may go at all (unpinned leaves) the tier alone knows. A policy is a
-//! file with a [`Policy`], and an arm in each of the `match`es below.
+//! The tier reports to a policy which slots become resident, are used and leave, and asks it for
+//! one victim after the other. Only the tier knows which slots are evictable (unpinned leaves). To
+//! add a policy, write a file with a [`Policy`], and an arm in each `match` below.
+//!
+//! May import: error, ids, key, ledger.
 
 mod ghosts;
 mod hit_density;
@@ -23,24 +25,24 @@ use hit_density::HitDensity;
 use lru::Lru;
 pub(super) use record::PolicyRecord;
 
-/// Which slots a host tier gives up first.
+/// Which slots a tier evicts first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub enum EvictionPolicy {
-    /// The least recently ranked ones.
+    /// The least recent slots.
     #[default]
     #[n(0)]
     Lru,
-    /// Of the least recently ranked slot that was never hit and the one that was, the one that
-    /// promises fewer hits for the time that it stays.
+    /// The slot with the fewest expected hits per unit of time, of two: the least recent slot that
+    /// was hit, and the least recent slot that was not.
     #[n(1)]
     HitDensity,
 }
 
 impl EvictionPolicy {
-    /// All there are, the default first.
+    /// All policies, the default first.
     pub const ALL: [Self; 2] = [Self::Lru, Self::HitDensity];
 
-    /// What it is chosen by.
+    /// The name by which users choose it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",
@@ -48,7 +50,7 @@ impl EvictionPolicy {
         }
     }
 
-    /// What it keeps per slot, in bytes.
+    /// Bytes that it takes per slot.
     pub(super) fn slot_bytes(self) -> usize {
         match self {
             Self::Lru => Lru::SLOT_BYTES,
@@ -56,7 +58,7 @@ impl EvictionPolicy {
         }
     }
 
-    /// For slots `1..num_blocks`, none of them resident yet.
+    /// A policy for slots `1..num_blocks`, none of them resident yet.
     pub(super) fn build(self, num_blocks: u32) -> AnyPolicy {
         match self {
             Self::Lru => AnyPolicy::Lru(Lru::new(num_blocks)),
@@ -82,7 +84,7 @@ impl FromStr for EvictionPolicy {
     }
 }
 
-/// How many letters must be put in, taken out or exchanged to make one name the other.
+/// The edit distance between two names: letters to insert, delete or replace.
 fn distance(known: &str, given: &str) -> usize {
     let known: Vec<char> = known.chars().collect();
     let mut row: Vec<usize> = (0..=known.len()).collect();
@@ -98,21 +100,21 @@ fn distance(known: &str, given: &str) -> usize {
     row[known.len()]
 }
 
-/// An order of the resident slots in which they go.
+/// The eviction order of resident slots.
 pub(super) trait Policy {
-    /// What it keeps per slot, in bytes, all of it taken at construction.
+    /// Bytes that it takes per slot, all at construction.
     const SLOT_BYTES: usize;
 
-    /// Slots became resident, the last of them the most recent one.
+    /// Reports slots that became resident, the last of them the most recent.
     fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>);
 
-    /// Slots are the most recent ones now, the last most of all. Each is a hit where a request has
-    /// found it, told once for each request that does. Those not resident are passed over.
-    fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>);
+    /// Makes slots the most recent ones, the last most of all. Each comes with whether a request
+    /// has hit it, reported once per request. Skips slots that are not resident.
+    fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>);
 
-    /// As [`ranked`](Self::ranked), of the chain from `tail` up to its root, whose `parent` is null.
-    /// All but the `num_missed` next to the tail are hits.
-    fn ranked_chain(
+    /// As [`make_recent`](Self::make_recent), for the chain from `tail` up to its root, whose
+    /// `parent` is null. All but the `num_missed` next to the tail are hits.
+    fn make_chain_recent(
         &mut self,
         tail: BlockId,
         parent: impl Fn(BlockId) -> BlockId,
@@ -120,39 +122,41 @@ pub(super) trait Policy {
     ) {
         let above = |slot: &BlockId| Some(parent(*slot));
         let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
-        self.ranked(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
+        self.make_recent(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
     }
 
-    /// The chains below `root` stand together no more: one was put below another slot, or cut.
+    /// Reports that the chains below `root` are no longer as they were: the root got a parent, or a
+    /// chain was cut.
     fn split(&mut self, _root: BlockId) {}
 
-    /// A slot is no longer resident, if it was.
+    /// Reports that a slot is no longer resident, if it was.
     fn removed(&mut self, slot: BlockId);
 
-    /// The slot to go next, of those that may; it stays until it is [`removed`](Self::removed).
-    fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId>;
+    /// The next slot to evict of those that are evictable. It stays until it is
+    /// [`removed`](Self::removed).
+    fn victim(&mut self, is_evictable: impl Fn(BlockId) -> bool) -> Option<BlockId>;
 
-    /// Whether a search for a victim has passed over `slot`, because it could not go.
-    fn has_passed(&self, slot: BlockId) -> bool;
+    /// Whether a search for a victim has skipped `slot`, because it was not evictable.
+    fn has_skipped(&self, slot: BlockId) -> bool;
 
-    /// Slots that could not go may go again, perhaps: a pin has ended, or a child has gone.
-    fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone);
+    /// Reports slots that are evictable again, because a pin has ended or a child has left.
+    fn retry(&mut self, slots: impl Iterator<Item = BlockId> + Clone);
 
-    /// Forgets everything, as at construction.
+    /// Forgets everything.
     fn clear(&mut self);
 
-    /// How many slots are resident.
+    /// Number of resident slots.
     fn len(&self) -> usize;
 
     /// Whether `slot` is resident.
     fn contains(&self, slot: BlockId) -> bool;
 
-    /// Bytes of heap it holds.
+    /// Bytes on the heap.
     #[cfg(test)]
     fn memory_bytes(&self) -> usize;
 
     /// Verifies its own state against the keys and parents of the resident slots, and which of them
-    /// may go.
+    /// are evictable.
     ///
     /// # Errors
     /// [`Error::Broken`] names the first invariant that does not hold.
@@ -160,12 +164,12 @@ pub(super) trait Policy {
         &self,
         key: impl Fn(BlockId) -> Option<BlockKey>,
         parent: impl Fn(BlockId) -> BlockId,
-        may_go: impl Fn(BlockId) -> bool,
+        is_evictable: impl Fn(BlockId) -> bool,
     ) -> Result<()>;
 }
 
-/// One of them, told apart before each loop: slots are ranked by the thousand, and a call for each
-/// would show.
+/// One of the policies. The `match` is outside each loop, because a call becomes slow if it decides
+/// for each of thousands of slots.
 #[derive(Clone, Debug)]
 pub(super) enum AnyPolicy {
     Lru(Lru),
@@ -182,7 +186,7 @@ macro_rules! delegate {
 }
 
 impl AnyPolicy {
-    /// Which one it is.
+    /// Which policy it is.
     pub(super) fn kind(&self) -> EvictionPolicy {
         match self {
             Self::Lru(_) => EvictionPolicy::Lru,
@@ -194,17 +198,17 @@ impl AnyPolicy {
         delegate!(self, policy => policy.stored(slots));
     }
 
-    pub(super) fn ranked(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
-        delegate!(self, policy => policy.ranked(slots));
+    pub(super) fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
+        delegate!(self, policy => policy.make_recent(slots));
     }
 
-    pub(super) fn ranked_chain(
+    pub(super) fn make_chain_recent(
         &mut self,
         tail: BlockId,
         parent: impl Fn(BlockId) -> BlockId,
         num_missed: usize,
     ) {
-        delegate!(self, policy => policy.ranked_chain(tail, parent, num_missed));
+        delegate!(self, policy => policy.make_chain_recent(tail, parent, num_missed));
     }
 
     pub(super) fn split(&mut self, root: BlockId) {
@@ -217,18 +221,18 @@ impl AnyPolicy {
     }
 
     #[inline]
-    pub(super) fn victim(&mut self, may_go: impl Fn(BlockId) -> bool) -> Option<BlockId> {
-        delegate!(self, policy => policy.victim(may_go))
+    pub(super) fn victim(&mut self, is_evictable: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        delegate!(self, policy => policy.victim(is_evictable))
     }
 
     #[inline]
-    pub(super) fn has_passed(&self, slot: BlockId) -> bool {
-        delegate!(self, policy => policy.has_passed(slot))
+    pub(super) fn has_skipped(&self, slot: BlockId) -> bool {
+        delegate!(self, policy => policy.has_skipped(slot))
     }
 
     #[inline]
-    pub(super) fn may_go_again(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
-        delegate!(self, policy => policy.may_go_again(slots));
+    pub(super) fn retry(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
+        delegate!(self, policy => policy.retry(slots));
     }
 
     pub(super) fn clear(&mut self) {
@@ -247,9 +251,9 @@ impl AnyPolicy {
         &self,
         key: impl Fn(BlockId) -> Option<BlockKey>,
         parent: impl Fn(BlockId) -> BlockId,
-        may_go: impl Fn(BlockId) -> bool,
+        is_evictable: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
-        delegate!(self, policy => policy.check(key, parent, may_go))
+        delegate!(self, policy => policy.check(key, parent, is_evictable))
     }
 }
 

@@ -1,36 +1,37 @@
-//! An order in which resident slots go.
+//! An eviction order of resident slots.
 //!
 //! ```text
-//!   head [p][p][p][ ][ ][ ] tail     p: passed over, because it could not go when it was looked at
-//!              ^passed
+//!   head [s][s][s][ ][ ][ ] tail     s: skipped, because it was not evictable
+//!              ^skipped
 //! ```
 //!
-//! A search for a victim begins behind what was passed over, so it looks at a slot that may not go
-//! once, however often room is asked for. When one of them may go again, the search begins anew.
+//! A search for a victim begins behind the skipped slots. So it looks only once at a slot that is
+//! not evictable, however often the tier needs room. When a skipped slot is evictable again, the
+//! next search begins at the head.
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::pool::FreeQueue;
 
-/// Slots in the order in which they go. 9 bytes a slot.
+/// Slots in eviction order. 9 bytes a slot.
 #[derive(Clone, Debug)]
 pub(in crate::offload::tier) struct EvictionOrder {
     queue: FreeQueue,
-    /// Whether a slot stands between the head and `passed`, both included.
-    is_passed: Vec<bool>,
-    /// No slot up to this one may go; null: none is known to be such.
-    passed: BlockId,
+    /// Whether a slot is between the head and `skipped`, both included.
+    is_skipped: Vec<bool>,
+    /// No slot up to this one is evictable. Null if no such run is known.
+    skipped: BlockId,
 }
 
 impl EvictionOrder {
     pub(super) const SLOT_BYTES: usize = 9;
 
-    /// For slots `1..num_blocks`, none of them in it.
+    /// An empty order for slots `1..num_blocks`.
     pub(super) fn new(num_blocks: u32) -> Self {
         Self {
             queue: FreeQueue::empty(num_blocks),
-            is_passed: vec![false; num_blocks as usize],
-            passed: BlockId::NULL,
+            is_skipped: vec![false; num_blocks as usize],
+            skipped: BlockId::NULL,
         }
     }
 
@@ -49,10 +50,10 @@ impl EvictionOrder {
         self.queue.next(slot)
     }
 
-    /// The first slot that was not passed over; the null block if there is none.
+    /// The first slot that was not skipped; the null block if there is none.
     #[inline]
     pub(super) fn first(&self) -> BlockId {
-        self.queue.next(self.passed)
+        self.queue.next(self.skipped)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
@@ -69,11 +70,11 @@ impl EvictionOrder {
         self.queue.push_back_all(slots);
     }
 
-    /// Takes `slot` out. It must be in.
+    /// Removes `slot`, which must be in the order.
     #[inline]
     pub(super) fn remove(&mut self, slot: BlockId) {
-        if std::mem::take(&mut self.is_passed[slot.index()]) && slot == self.passed {
-            self.passed = self.queue.prev(slot);
+        if std::mem::take(&mut self.is_skipped[slot.index()]) && slot == self.skipped {
+            self.skipped = self.queue.prev(slot);
         }
         self.queue.remove(slot);
     }
@@ -81,91 +82,93 @@ impl EvictionOrder {
     /// Moves a run of neighbours to the tail, from its first to its last.
     #[inline]
     pub(super) fn move_run_to_back(&mut self, first: BlockId, last: BlockId) {
-        if self.is_passed[first.index()] {
-            self.leave_passed(first, last);
+        if self.is_skipped[first.index()] {
+            self.leave_skipped(first, last);
         }
         self.queue.move_run_to_back(first, last);
     }
 
-    /// A run that begins among those passed over leaves them.
-    fn leave_passed(&mut self, first: BlockId, last: BlockId) {
+    /// Ends the skipped state of a run that begins among skipped slots.
+    fn leave_skipped(&mut self, first: BlockId, last: BlockId) {
         let before = self.queue.prev(first);
         let mut at = first;
-        while !at.is_null() && std::mem::take(&mut self.is_passed[at.index()]) {
-            if at == self.passed {
-                self.passed = before;
+        while !at.is_null() && std::mem::take(&mut self.is_skipped[at.index()]) {
+            if at == self.skipped {
+                self.skipped = before;
             }
             at = if at == last { BlockId::NULL } else { self.queue.next(at) };
         }
     }
 
-    /// The first slot that may go. It stays.
+    /// The first evictable slot. It stays in the order.
     #[inline]
-    pub(super) fn first_that_may_go(
+    pub(super) fn first_evictable(
         &mut self,
-        may_go: impl Fn(BlockId) -> bool,
+        is_evictable: impl Fn(BlockId) -> bool,
     ) -> Option<BlockId> {
         let mut at = self.first();
         while !at.is_null() {
-            if may_go(at) {
+            if is_evictable(at) {
                 return Some(at);
             }
-            self.is_passed[at.index()] = true;
-            self.passed = at;
+            self.is_skipped[at.index()] = true;
+            self.skipped = at;
             at = self.queue.next(at);
         }
         None
     }
 
-    /// Whether `slot` was passed over.
+    /// Whether `slot` was skipped.
     #[inline]
-    pub(super) fn has_passed(&self, slot: BlockId) -> bool {
-        self.is_passed[slot.index()]
+    pub(super) fn has_skipped(&self, slot: BlockId) -> bool {
+        self.is_skipped[slot.index()]
     }
 
-    /// These slots may go again, perhaps.
+    /// Begins the next search at the head if one of these slots was skipped.
     #[inline]
-    pub(super) fn may_go_again(&mut self, mut slots: impl Iterator<Item = BlockId>) {
-        if !self.passed.is_null() && slots.any(|slot| self.is_passed[slot.index()]) {
-            let mut at = self.passed;
+    pub(super) fn retry(&mut self, mut slots: impl Iterator<Item = BlockId>) {
+        if !self.skipped.is_null() && slots.any(|slot| self.is_skipped[slot.index()]) {
+            let mut at = self.skipped;
             while !at.is_null() {
-                self.is_passed[at.index()] = false;
+                self.is_skipped[at.index()] = false;
                 at = self.queue.prev(at);
             }
-            self.passed = BlockId::NULL;
+            self.skipped = BlockId::NULL;
         }
     }
 
     pub(super) fn clear(&mut self) {
         self.queue.clear();
-        self.is_passed.fill(false);
-        self.passed = BlockId::NULL;
+        self.is_skipped.fill(false);
+        self.skipped = BlockId::NULL;
     }
 
-    /// Bytes of heap it holds.
+    /// Bytes on the heap.
     #[cfg(test)]
     pub(super) fn memory_bytes(&self) -> usize {
-        self.queue.memory_bytes() + self.is_passed.capacity()
+        self.queue.memory_bytes() + self.is_skipped.capacity()
     }
 
-    /// Verifies that exactly the slots from the head to `passed` were passed over, and that none of
-    /// them may go.
+    /// Verifies that exactly the slots from the head to `skipped` are skipped, and that none of
+    /// them is evictable.
     ///
     /// # Errors
     /// [`Error::Broken`].
-    pub(super) fn check(&self, may_go: impl Fn(BlockId) -> bool) -> Result<()> {
+    pub(super) fn check(&self, is_evictable: impl Fn(BlockId) -> bool) -> Result<()> {
         self.queue.check()?;
-        let mut num_passed = 0;
-        let mut at = self.passed;
+        let mut num_skipped = 0;
+        let mut at = self.skipped;
         while !at.is_null() {
-            if !self.queue.contains(at) || !self.is_passed[at.index()] || may_go(at) {
-                return Err(Error::Broken(format!("slot {at} was passed over and may go")));
+            if !self.queue.contains(at) || !self.is_skipped[at.index()] || is_evictable(at) {
+                return Err(Error::Broken(format!(
+                    "slot {at} is skipped although it is evictable"
+                )));
             }
-            num_passed += 1;
+            num_skipped += 1;
             at = self.queue.prev(at);
         }
-        if self.is_passed.iter().filter(|&&is_passed| is_passed).count() != num_passed {
-            return Err(Error::Broken("slots passed over are miscounted".to_owned()));
+        if self.is_skipped.iter().filter(|&&is_skipped| is_skipped).count() != num_skipped {
+            return Err(Error::Broken("skipped slots are miscounted".to_owned()));
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a policy knows as plain data, for snapshots.
+//! A policy as plain data, for snapshots.
 
 use minicbor::{Decode, Encode};
 
@@ -12,7 +12,7 @@ use super::ghosts::{Ghost, Ghosts, fingerprint};
 use super::hit_density::{Density, NUM_BINS};
 use super::order::EvictionOrder;
 
-/// What is kept of a policy; slots in the order in which they go.
+/// A policy as plain data; slots in eviction order.
 #[derive(Clone, Debug, Encode, Decode)]
 #[expect(clippy::large_enum_variant, reason = "there is one at a time, and not for long")]
 pub(in crate::offload) enum PolicyRecord {
@@ -25,7 +25,7 @@ pub(in crate::offload) enum PolicyRecord {
     HitDensity {
         #[n(0)]
         orders: [Vec<BlockId>; 2],
-        /// When each was last ranked.
+        /// When each last became recent.
         #[n(1)]
         times: [Vec<u32>; 2],
         #[n(2)]
@@ -75,8 +75,8 @@ impl AnyPolicy {
         }
     }
 
-    /// Makes this policy, which must be new, what was kept of another of its kind. `key` tells what
-    /// a resident slot holds, None for other slots.
+    /// Fills this new policy from the record of another of its kind. `key` returns the key of a
+    /// resident slot, and None for other slots.
     pub(in crate::offload) fn restore(
         &mut self,
         record: PolicyRecord,
@@ -91,7 +91,9 @@ impl AnyPolicy {
                 for (at, (order, times)) in orders.iter().zip(&times).enumerate() {
                     fill(&mut policy.orders[at], order, &key)?;
                     if times.len() != order.len() {
-                        return damaged("slots were ranked at no time");
+                        return damaged(
+                            "a list of slots and a list of their times differ in length",
+                        );
                     }
                     for (slot, &time) in order.iter().zip(times) {
                         policy.times[slot.index()] = time;
@@ -106,13 +108,13 @@ impl AnyPolicy {
                 policy.ghosts.refill(&ghosts, last)?;
                 policy.clock = clock;
             }
-            _ => return damaged("what it knows belongs to another eviction policy"),
+            _ => return damaged("its eviction order belongs to another policy"),
         }
         Ok(())
     }
 }
 
-/// Fills an empty order with resident slots, none of them twice.
+/// Fills an empty order with resident slots, each once.
 fn fill(
     queue: &mut EvictionOrder,
     order: &[BlockId],
@@ -120,24 +122,24 @@ fn fill(
 ) -> Result<()> {
     for &slot in order {
         if key(slot).is_none() || queue.contains(slot) {
-            return damaged("an order of eviction has an empty slot, or one twice");
+            return damaged("an eviction order has an empty slot, or a slot twice");
         }
         queue.push_back(slot);
     }
     Ok(())
 }
 
-/// 2^53: up to here an `f64` tells whole numbers apart.
+/// 2^53: an `f64` represents every whole number up to it.
 const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
 
 impl DensityRecord {
     fn build(self) -> Result<Density> {
         let bins = |values: Vec<f64>| -> Result<[f64; NUM_BINS]> {
-            // A count that is a whole number to begin with, and decays: infinity is not far above.
+            // A count is a whole number that decays. Above this, sums may become infinite.
             let is_count = |value: &f64| (0.0..=MAX_WHOLE).contains(value);
             let bins = values.try_into().ok();
             let bins = bins.filter(|bins: &[f64; NUM_BINS]| bins.iter().all(is_count));
-            bins.map_or_else(|| damaged("a histogram of hits is none"), Ok)
+            bins.map_or_else(|| damaged("a histogram of hits has a wrong length or value"), Ok)
         };
         Ok(Density { hits: bins(self.hits)?, ends: bins(self.ends)?, at: bins(self.at)? })
     }
@@ -158,7 +160,7 @@ impl Ghosts {
     fn refill(&mut self, ghosts: &[(u32, u64, u32, u8)], last: u32) -> Result<()> {
         let num_places = self.fingerprints.len() - 1;
         if last as usize > num_places {
-            return damaged("the ring of what was evicted has another size");
+            return damaged("the ring of evicted blocks has another size");
         }
         for &(place, fingerprint, time, order) in ghosts {
             let is_sound = (1..=num_places).contains(&(place as usize))
@@ -167,7 +169,7 @@ impl Ghosts {
                 && order <= 1
                 && !self.contains(fingerprint);
             if !is_sound {
-                return damaged("what was evicted was so twice, or nowhere");
+                return damaged("an evicted block is listed twice, or at no place");
             }
             self.put(place, fingerprint, Ghost { time, order });
         }

@@ -1,4 +1,4 @@
-//! What every policy keeps to, and the choice of one.
+//! What holds for every policy, and how users choose one.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use super::*;
@@ -20,7 +20,7 @@ fn a_policy_is_chosen_by_its_name() {
 }
 
 #[test]
-fn names_are_as_far_apart_as_letters_change() {
+fn distance_counts_inserted_deleted_and_replaced_letters() {
     assert_eq!(distance("lru", "lru"), 0);
     assert_eq!(distance("lru", "lur"), 2);
     assert_eq!(distance("lru", "slru"), 1);
@@ -29,7 +29,7 @@ fn names_are_as_far_apart_as_letters_change() {
 }
 
 #[test]
-fn a_policy_takes_what_it_says_and_no_more() {
+fn a_policy_takes_the_bytes_that_it_states() {
     let num_slots = 10_000;
     for (known, policy) in EvictionPolicy::ALL.map(|known| (known, known.build(num_slots + 1))) {
         let memory_bytes = delegate!(&policy, policy => policy.memory_bytes());

@@ -1,0 +1,84 @@
+//! Room for stores: which slots may be evicted, and their eviction.
+
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+
+use super::Tier;
+
+impl Tier {
+    /// Whether a resident slot may be evicted for room: an unpinned leaf.
+    pub(super) fn is_evictable(&self, slot: BlockId) -> bool {
+        self.chains.is_leaf(slot) && self.slots.num_pins(slot) == 0
+    }
+
+    /// Lets the policy consider slots again that have lost a pin or a child.
+    pub(super) fn retry(&mut self, candidates: &[BlockId]) {
+        let Self { policy, chains, slots, .. } = self;
+        let is_evictable = |slot: &BlockId| chains.is_leaf(*slot) && slots.num_pins(*slot) == 0;
+        policy.retry(candidates.iter().copied().filter(is_evictable));
+    }
+
+    /// Reserves exactly `num_slots` slots, evicting for them, while no store fills any.
+    ///
+    /// # Errors
+    /// [`Error::NoRoomForImage`], and nothing changed, where there are too few.
+    pub(in crate::offload) fn reserve_all(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
+        let available = self.slots.num_empty() + self.num_evictable();
+        if num_slots > available {
+            return Err(Error::NoRoomForImage { needed: num_slots, available });
+        }
+        // A slot that is skipped because of a child can be evicted once the child has gone.
+        while self.slots.num_empty() < num_slots {
+            self.make_room(num_slots)?;
+        }
+        self.reserve(num_slots)
+    }
+
+    /// Number of resident slots that can be evicted one after the other: all but pinned slots and
+    /// those above them.
+    fn num_evictable(&self) -> usize {
+        let mut stays = vec![false; self.slots.len() + 1];
+        stays[0] = true;
+        for slot in self.slots.iter().filter(|&slot| self.slots.num_pins(slot) > 0) {
+            let mut at = slot;
+            while !std::mem::replace(&mut stays[at.index()], true) {
+                at = self.chains.parent(at);
+            }
+        }
+        let is_evictable = |slot: &BlockId| self.policy.contains(*slot) && !stays[slot.index()];
+        self.slots.iter().filter(is_evictable).count()
+    }
+
+    /// Reserves at most `num_slots` slots, evicting for them. The caller fills each, or gives it
+    /// back.
+    pub(in crate::offload) fn reserve(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
+        self.make_room(num_slots)?;
+        self.slots.take(num_slots)
+    }
+
+    /// Evicts until `num_slots` are empty, or no slot can be evicted.
+    fn make_room(&mut self, num_slots: usize) -> Result<()> {
+        let num_missing = num_slots.saturating_sub(self.slots.num_empty());
+        let mut victims = Vec::with_capacity(num_missing.min(self.num_resident()));
+        let mut skipped = Vec::new();
+        while victims.len() < num_missing {
+            let Self { policy, chains, slots, .. } = self;
+            let is_evictable = |slot| chains.is_leaf(slot) && slots.num_pins(slot) == 0;
+            let Some(slot) = policy.victim(is_evictable) else { break };
+            let parent = self.forget(slot);
+            if self.policy.has_skipped(parent) {
+                skipped.push(parent);
+            }
+            victims.push(slot);
+        }
+        // Only now: a slot that was skipped because of a child waits until the next call.
+        self.retry(&skipped);
+        // Empty slots are reserved in the order in which they became empty: ascending order makes
+        // long runs.
+        victims.sort_unstable();
+        self.slots.evict(&victims)?;
+        self.slots.release(&victims);
+        self.num_evicted += victims.len();
+        Ok(())
+    }
+}
