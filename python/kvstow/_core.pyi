@@ -665,26 +665,26 @@ class BlockLedger:
 
 @final
 class Job:
-    """One store or load in flight. `block_ids[i]` and `host_slots[i]` name the two ends of a copy.
+    """One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
 
-    Pin `block_ids` in the device pool when the job is planned; unpin what `complete` returns.
+    Pin `block_ids` in the device pool when the job begins. Unpin what `complete` returns.
     """
 
     @property
     def job_id(self) -> int:
-        """Counts up from 1; never used twice. 0 stands for the copies of a sleep image."""
+        """Id of the job: counts up from 1, never used twice. 0 is for copies of a sleep image."""
     @property
     def block_ids(self) -> _Ids:
         """Device block ids."""
     @property
     def host_slots(self) -> _Ids:
-        """Places on the host, one device block each: 0 to `num_host_blocks * blocks_per_slot - 1`.
+        """Places on the host, one per device block: 0 to `num_host_blocks * blocks_per_slot - 1`.
 
-        The blocks of one slot lie side by side.
+        The blocks of one slot are side by side.
         """
     @property
     def offsets(self) -> _Ids:
-        """Where each group's copies begin, and the end of the last: `num_groups + 1` entries."""
+        """Where each group's copies begin, and the end of the last: `num_groups + 1` values."""
     def __len__(self) -> int: ...
 
 @final
@@ -693,79 +693,86 @@ class JobEnd:
 
     @property
     def job_id(self) -> int:
-        """The job."""
+        """Id of the job."""
     @property
     def block_ids(self) -> _Ids:
-        """Device ids to unpin."""
+        """Device block ids to unpin."""
     @property
     def ok(self) -> bool:
-        """Whether its copies count: False if it failed, was late, or a reset overtook it.
+        """Whether the copies count. False if the job failed, was late, or was in flight at a reset.
 
         Blocks of a load that does not count must be recomputed. A store that went well counts even
-        where some of its slots were given back, because the store of a block before them failed.
+        if some of its slots were dropped, because the store of a block before them failed.
         """
     @property
     def late(self) -> bool:
-        """Whether it was past its deadline: `expire` has told of it, its request has failed."""
+        """Whether the job missed its deadline, so that `expire` has returned it."""
 
 @final
 class TransferInitiated:
-    """A job was planned."""
+    """The scheduler planned a job."""
 
     @property
     def job_id(self) -> int:
-        """The job."""
+        """Id of the job."""
     @property
     def direction(self) -> Literal["store", "load"]:
-        """Store copies from the device to the host, load from the host to the device."""
+        """"store" copies from the device to the host, "load" from the host to the device."""
     @property
     def num_blocks(self) -> int:
-        """Device blocks."""
+        """Number of device blocks."""
 
 @final
 class CacheStoreCommitted:
-    """What a store brought can be found."""
+    """Lookups can find the blocks of a store."""
 
     @property
     def job_id(self) -> int:
-        """The job."""
+        """Id of the job."""
     @property
     def num_blocks(self) -> int:
-        """Device blocks; less than were planned where some were dropped meanwhile."""
+        """Number of device blocks. Fewer than planned if some were dropped meanwhile."""
 
 @final
 class TransferCompleted:
-    """A job has ended, well or not: every one that was initiated once."""
+    """A job has ended, successfully or not. Each initiated job has exactly one such event."""
 
     @property
     def job_id(self) -> int:
-        """The job."""
+        """Id of the job."""
     @property
     def direction(self) -> Literal["store", "load"]:
-        """Store copies from the device to the host, load from the host to the device."""
+        """"store" copies from the device to the host, "load" from the host to the device."""
     @property
     def ok(self) -> bool:
-        """As `JobEnd.ok`."""
+        """Whether the copies count, as in `JobEnd.ok`."""
 
 @final
 class OffloadScheduler:
-    """The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
+    """Accounting of the host tier: the blocks it holds, what to store and load, and the jobs.
 
-    It names device blocks and never owns them. Recency is per request: a whole chain is ranked
-    when its store completes, when a lookup is accepted and when the request finishes, and of a
-    full-attention group no slot is evicted for room while a slot of its child is resident. A slot
-    holds one block of one group.
+    The scheduler names device blocks and never owns them. A slot holds one block of one group.
 
-    `num_host_blocks` slots, all usable.
+    A request makes its whole chain recent when its store completes, when its load begins and when
+    it finishes. A slot of a full-attention group is not evicted for room while a child of it is
+    resident.
 
-    Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
-    `store_evictable` plans the stores of what the device is about to evict. Which slots go
-    first is the `policy`'s choice: "lru", or "hit-density", which learns from what comes back
-    and keeps 76 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
-    of one prompt (1 in lazy mode, and unless all groups are full attention); only whole slots
-    are stored, so a shorter tail is not. A job ends when all `world_size` ranks have reported
-    it. Device ids of `num_device_blocks` or more are refused. Raises `ConfigError` as
-    `BlockLedger` does.
+    Args:
+        num_host_blocks: number of slots, all usable.
+        groups: the device's groups.
+        mode: "eager" stores blocks as soon as they are computed. In "lazy" mode, `store` only
+            records what was computed, and `store_evictable` plans the stores of blocks that the
+            device is about to evict.
+        policy: which slots are evicted first. "hit-density" learns from evicted blocks that come
+            back, and takes 76 bytes more per slot than "lru".
+        blocks_per_slot: consecutive blocks of one prompt in a slot. More than 1 requires eager mode
+            and full attention in all groups. Only whole slots are stored, so a shorter tail is not.
+        world_size: ranks that must report a job before it ends.
+        num_device_blocks: blocks of the device pool. The scheduler refuses ids outside it.
+        events: whether to record events for `take_events` and `take_transfer_events`.
+
+    Raises:
+        ConfigError: a value outside its range, or the machine lacks the memory for the accounting.
     """
 
     def __new__(
@@ -785,38 +792,48 @@ class OffloadScheduler:
         """Number of slots."""
     @property
     def num_resident(self) -> int:
-        """Slots that hold a block that `lookup` can find."""
+        """Number of slots that `lookup` can find."""
     def add(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Make a request known, with the hashes of its blocks known so far."""
+        """Add a request with the hashes of its blocks known so far."""
     def extend(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Append hashes as generated tokens fill blocks."""
     def truncate(self, request_id: str, num_hashes: int) -> None:
         """Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
 
-        A streaming session drops its last token when its next chunk arrives: `truncate`, then
-        `extend` with the new hashes. Blocks beyond are not stored any more. What was stored stays
-        under its own hash. What the request's lookup holds is released. Raises `ConfigError` for
-        more hashes than are known.
+        A streaming session drops its last token when its next chunk arrives: call `truncate`, then
+        `extend` with the new hashes. Dropped blocks are not stored any more. Stored blocks stay
+        under their own hash. Releases what the request's lookup holds.
+
+        Raises:
+            ConfigError: more hashes than are known.
         """
     def invalidate(self, block_ids: _Ints) -> None:
-        """Lazy mode: forget what was computed into device blocks that are about to be overwritten.
+        """Lazy mode: forget what was computed into device blocks that will be overwritten.
 
-        Name all blocks that an allocation took, before their request runs. A pool may publish a
-        block's hash when it grants the block; without this call, a request that leaves before its
-        step has run would have blocks stored that nobody has computed. In eager mode it does
-        nothing. The targets of `load` need no call.
+        Name all blocks of an allocation before their request runs. A pool may publish a block's
+        hash when it grants the block. If the request then leaves before its step has run, the block
+        would be stored although nobody has computed it. In eager mode this does nothing. The
+        targets of `load` need no call.
         """
     def lookup(self, request_id: str, num_local_tokens: int, max_tokens: int) -> int | None:
-        """How many tokens right after the local hit the host can serve, and pin them.
+        """Return the number of tokens after the local hit that the host can serve, and pin them.
 
-        At most up to `max_tokens` of the whole request. What is found stays pinned until `load`,
-        `release`, `finish`, `reset` or the next `lookup` of this request.
+        The slots stay pinned until `load`, `release`, `finish`, `reset` or the next `lookup` of
+        this request.
 
-        None means pending: some of it is just being loaded for another request and will be a
-        local hit when that job has ended; nothing is pinned, ask again then.
+        Args:
+            request_id: the request.
+            num_local_tokens: tokens of the local hit.
+            max_tokens: upper bound for the whole request, the local hit included.
 
-        Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size that all
-        groups have in common.
+        Returns:
+            The number of tokens. None means pending: another request is loading some of the blocks,
+            and they are a local hit once that job has ended. Then nothing is pinned, so ask again
+            later.
+
+        Raises:
+            ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
+                in common.
         """
     def load(
         self,
@@ -826,17 +843,25 @@ class OffloadScheduler:
         *,
         deadline: float | None = None,
     ) -> Job:
-        """Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
+        """Load the first `num_tokens` of what `lookup` found, and unpin the rest.
 
-        `block_ids`: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
-        took for these external tokens. A group that skips blocks loads only those that the token
-        after the load reads. Raises `StateError` without a lookup, and for fewer tokens than were
-        found where the window before their end is not on the host; `ConfigError` for more tokens
-        than were found, a number that is not a multiple of the block size or 0, or another number
-        of blocks; `InvalidBlock` for a repeated or null block.
+        Args:
+            request_id: the request.
+            num_tokens: tokens to load: a multiple of the common block size.
+            block_ids: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
+                took for these external tokens. A group that skips blocks loads only those that the
+                token after the load reads.
+            deadline: when `expire` fails the job, on the caller's clock.
+
+        Raises:
+            StateError: `lookup` has found nothing to load, or the window before an end earlier than
+                the found one is not on the host.
+            ConfigError: 0 tokens, more than were found, a number that is not a multiple of the
+                block size, or another number of blocks.
+            InvalidBlock: a repeated or null block.
         """
     def release(self, request_id: str) -> None:
-        """Give back what a request's lookup holds, when none of it is loaded."""
+        """Unpin what a request's lookup holds, because none of it is loaded."""
     def store(
         self,
         request_ids: Sequence[str],
@@ -848,32 +873,40 @@ class OffloadScheduler:
     ) -> Job | None:
         """Plan the stores that a finished step has made due, all in one job.
 
-        Name every request in which a block became full, before the ledger's next allocation: that
-        frees what has fallen out of a window.
+        Name every request in which a block became full, before the ledger's next allocation,
+        because that frees blocks that have left a window.
 
         Args:
+            request_ids: the requests.
             num_computed_tokens: per request, tokens whose KV earlier steps have written.
-            block_ids: the device ids appended to each request's block table since it was last
-                named here, hits and loads included, 0 where a group skips; request by request,
-                group by group.
-            offsets: where each (request, group) begins in `block_ids`, as
+            block_ids: the device ids appended to each request's block table since it was last named
+                here, hits and loads included, 0 where a group skips. Request by request, group by
+                group.
+            offsets: where each (request, group) begins in `block_ids`, as in
                 `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+            deadline: when `expire` fails the job, on the caller's clock.
 
         Returns:
-            The job, or None when there is nothing to store. Keys already on the host or in
-            flight are not stored again; where slots are short, what fits is stored (of a
-            full-attention group the first blocks, of a window the last), and the rest is counted
-            as dropped.
+            The job, or None if there is nothing to store. Keys on the host or in flight are not
+            stored again. If slots are short, the first blocks of a full-attention group are stored
+            and the last blocks of a window. The others count as dropped.
         """
     def store_evictable(
         self, pool: BlockPool | LedgerPool, num_blocks: int, *, deadline: float | None = None
     ) -> Job | None:
-        """Lazy mode: plan the stores of what stands among the next blocks that `pool` will evict.
+        """Lazy mode: plan the stores of blocks that `pool` will evict next.
 
-        `num_blocks`, the horizon, is how many of its free queue are looked at: what the next step
-        may take, its tokens and the loads that may be admitted. Stored is what `store` was told of
-        as computed and the host does not have; the queue stays as it is. Call it after each step.
-        Raises `StateError` in eager mode.
+        Stores what was reported to `store` as computed and is not on the host. The pool's queue
+        stays as it is. Call it after each step.
+
+        Args:
+            pool: the device's pool.
+            num_blocks: how many blocks of its free queue to look at. Cover what the next step may
+                take: its tokens, and loads that may begin.
+            deadline: when `expire` fails the job, on the caller's clock.
+
+        Raises:
+            StateError: the scheduler is in eager mode.
         """
     def store_candidates(
         self,
@@ -883,9 +916,13 @@ class OffloadScheduler:
         group: int = 0,
         deadline: float | None = None,
     ) -> Job | None:
-        """As `store_evictable`, for a pool that is not kvstow's.
+        """As `store_evictable`, for a pool of another library.
 
-        `block_ids` are free blocks, next to be evicted first, and `hashes` what they hold.
+        Args:
+            block_ids: free blocks, the next to be evicted first.
+            hashes: the hash of each block.
+            group: the group of these blocks.
+            deadline: when `expire` fails the job, on the caller's clock.
         """
     def complete(
         self,
@@ -898,104 +935,112 @@ class OffloadScheduler:
 
         Args:
             job_id: the job.
-            ok: how it went: one bool for the whole job, or one for each of its blocks, in the job's
-                order. A whole job that failed drops nothing from the host tier, because a timeout
-                or a device error says nothing about the host's bytes. Of a load, a block that is
-                False has its slot dropped: no lookup finds it from now on, its memory is empty when
-                its last pin ends, the slots of its children stay, and the next store of the block
-                brings it back. Of a store, one False fails it.
-            rank: whose part.
+            ok: one bool for the whole job, or one per block in the job's order. A failed load drops
+                the slot of each block that is False: no lookup finds it, its memory is empty when
+                its last pin ends, its children stay, and the next store of the block brings it
+                back. False for a whole load drops no slot, because a timeout or a device error does
+                not damage the host's bytes. A store fails if any of its blocks does.
+            rank: the rank that reports.
 
         Returns:
             None until all ranks have reported, and for jobs that `end_all` has ended. Then how the
-            job ended: it failed if any part did. Of a store, the slots become visible to `lookup`,
-            or are given back.
+            job ended: it failed if any part did. Slots of a store become visible to `lookup`, or
+            empty.
 
         Raises:
             StateError: the job is not in flight, or this rank has reported it.
-            ConfigError: a rank outside the world, or another number of outcomes than blocks.
+            ConfigError: a rank outside the world, or a number of outcomes other than the blocks'.
         """
     def expire(self, now: float) -> list[int]:
-        """The jobs whose `deadline` lies before `now`, on the caller's own clock, each told once.
+        """Return the ids of jobs whose `deadline` is before `now`, each of them once.
 
         Fail their requests now. Slots and device blocks stay pinned, in quarantine, until every
-        rank has reported: a late copy must not land in blocks that are someone else's. No lookup
-        waits for a job in quarantine, and its result never counts.
+        rank has reported, because a late copy must not overwrite blocks of another request. No
+        lookup waits for a job in quarantine, and its result never counts.
         """
     def end_all(self) -> list[JobEnd]:
-        """End every job as failed, in quarantine or not: call it when the movers have been stopped.
+        """End every job as failed, also in quarantine. Call it after the movers have stopped.
 
-        What their workers report afterwards is swallowed.
+        The scheduler ignores later reports of these jobs.
         """
     def finish(self, request_id: str) -> None:
-        """Forget a request that finished, was preempted or aborted; its jobs go on."""
+        """Forget a request that finished, was preempted or was aborted. Its jobs continue."""
     def restart(self, request_id: str) -> None:
         """Forget what a request computed, as `finish` does, and keep it added with its hashes."""
     def reset(self) -> None:
-        """Empty the tier, at any moment, and release what lookups hold.
+        """Empty the tier at any moment, and release what lookups hold.
 
         Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
         """
     def snapshot(self) -> bytes:
-        """The scheduler as bytes, for `restore`: versioned, and with a checksum.
+        """Return the scheduler as bytes for `restore`, with a version and a checksum.
 
-        In it are the tier with its order of eviction and what its policy learned, the requests, the
-        sleep image and the counters. Jobs are not, in quarantine or not, as if they had failed; nor
-        is what lookups hold.
+        They hold the tier, its eviction order, what its policy learned, the requests, the sleep
+        image and the counters. They hold no jobs, as if these had failed, and nothing that lookups
+        hold.
         """
     def restore(self, snapshot: bytes) -> None:
-        """Fill this scheduler, which must be new, with what a snapshot of another holds.
+        """Fill this new scheduler from a snapshot.
 
-        It knows no device blocks then: `store` is to be told whole tables again. Reports of jobs
-        that were in flight are swallowed.
+        It knows no device blocks then, so report whole tables to `store` again. The scheduler
+        ignores reports of jobs that were in flight.
 
         Raises:
-            SnapshotError: damaged, cut off, of another version, of another number of slots, groups,
-                blocks per slot or ranks, mode or policy, or no snapshot.
+            SnapshotError: not a snapshot, damaged, cut off, of another version, or of another
+                number of slots, groups, blocks per slot, ranks, mode or policy.
             StateError: this scheduler is not new.
         """
     def hold_image(self, ledger: BlockLedger) -> Job:
-        """Set host slots aside for every block in a table of `ledger`: for the time it sleeps.
+        """Reserve host slots for every block in a table of `ledger` while the device sleeps.
 
-        A block whose key the tier has stays in that slot, which is pinned; each other one gets a
-        place that no lookup finds. Evicts for them, and releases what lookups hold.
+        A block whose key is resident stays in that slot, which is pinned. Each other block gets a
+        place that no lookup finds. Evicts slots for them, and releases what lookups hold.
 
         Returns:
-            The copies to make, device to host, as a job whose id is 0 and that nobody reports.
+            The copies to make from device to host, as a job with id 0 that nobody reports.
 
         Raises:
             OutOfBlocks: the tier cannot hold them. Nothing has changed.
-            StateError: jobs are in flight, or an image is held already.
+            StateError: jobs are in flight, or the scheduler holds an image already.
             ConfigError: a ledger of other groups.
         """
     @property
     def image(self) -> Job:
-        """All copies of the image that is held: each the other way brings its block back.
+        """All copies of the held image. The reverse of each brings its block back.
 
-        Block ids are those that the ledger had. Raises `StateError` where none is held.
+        The block ids are those that the ledger had. Raises `StateError` if no image is held.
         """
     def used_slots(self) -> _Ids:
-        """The slots that hold anything, ascending: resident blocks, stores, a sleep image's own.
+        """Return the slots in use, ascending: resident, in a store, or part of a sleep image.
 
-        0 to `num_host_blocks - 1`; slot i is the places i * `blocks_per_slot` and on.
+        Slots count from 0. Slot i holds the places from `i * blocks_per_slot`.
         """
     def release_image(self) -> None:
-        """Let the image go, if one is held: the device has its blocks, or will not need them."""
+        """Release the image, if any, because the device has its blocks or never needs them."""
     def stats(self) -> dict[str, int]:
-        """Counters since construction, and gauges of the moment.
+        """Return counters since construction, and gauges.
 
-        Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
-        the tier had no room), evicted_blocks (for room), failed_stores, failed_loads,
-        damaged_blocks (dropped because a load found them damaged), late_jobs (jobs),
-        pending_lookups, query_tokens (in whole blocks, that a request's last lookup before
-        it loaded or computed asked for), hit_tokens (accepted by loads). Gauges: resident_blocks,
-        storing_blocks, jobs_in_flight, and of late jobs quarantined_jobs and quarantined_blocks.
-        And capacity_tokens: of prompts, where every group keeps all of its blocks.
+        Counters:
+            stored_blocks, loaded_blocks: blocks that were copied.
+            dropped_blocks: blocks that were due when their request left, and had no room.
+            evicted_blocks: slots that were evicted for room.
+            failed_stores, failed_loads, late_jobs: jobs.
+            damaged_blocks: blocks that were dropped because a load found them damaged.
+            pending_lookups: lookups deferred because another request is loading the same blocks.
+            query_tokens: tokens, in whole blocks, that lookups asked for. Of each request, only the
+                last lookup before it was loaded or computed counts.
+            hit_tokens: tokens that loads accepted.
+
+        Gauges:
+            resident_blocks, storing_blocks: slots.
+            jobs_in_flight: jobs, those in quarantine excluded.
+            quarantined_jobs, quarantined_blocks: late jobs, and the device blocks that they pin.
+            capacity_tokens: prompt tokens that fit if every group keeps all of its blocks.
         """
     def take_events(self) -> list[_Event]:
-        """The events since the last call, oldest first; always empty without `events=True`."""
+        """Return the events since the last call, oldest first. Empty without `events=True`."""
     def take_transfer_events(self) -> list[_TransferEvent]:
-        """What has happened to jobs since the last call, oldest first; needs `events=True` too."""
+        """Return job events since the last call, oldest first; none without `events=True`."""
     def check(self) -> None:
         """Verify every invariant. Raises `StateError` if one is broken."""
 

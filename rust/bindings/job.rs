@@ -7,21 +7,21 @@ use pyo3::prelude::*;
 
 use crate::convert::to_array;
 
-/// One store or load in flight. `block_ids[i]` and `host_slots[i]` name the two ends of a copy.
+/// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
 ///
-/// Pin `block_ids` in the device pool when the job is planned; unpin what `complete` returns.
+/// Pin `block_ids` in the device pool when the job begins. Unpin what `complete` returns.
 #[pyclass(module = "kvstow", frozen, get_all)]
 #[expect(clippy::struct_field_names, reason = "the public names")]
 pub(crate) struct Job {
-    /// Counts up from 1; never used twice. 0 stands for the copies of a sleep image.
+    /// Id of the job: counts up from 1, never used twice. 0 is for copies of a sleep image.
     job_id: u64,
     /// Device block ids.
     block_ids: Py<PyArray1<i32>>,
-    /// Places on the host, one device block each: 0 to `num_host_blocks * blocks_per_slot - 1`.
+    /// Places on the host, one per device block: 0 to `num_host_blocks * blocks_per_slot - 1`.
     ///
-    /// The blocks of one slot lie side by side.
+    /// The blocks of one slot are side by side.
     host_slots: Py<PyArray1<i32>>,
-    /// Where each group's copies begin, and the end of the last: `num_groups + 1` entries.
+    /// Where each group's copies begin, and the end of the last: `num_groups + 1` values.
     offsets: Py<PyArray1<i32>>,
 }
 
@@ -39,41 +39,41 @@ impl Job {
 /// How a job ended.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct JobEnd {
-    /// The job.
+    /// Id of the job.
     #[pyo3(get)]
     job_id: u64,
     // An array is made of them only for those who ask: who holds blocks as objects need not.
-    /// Device ids to unpin.
+    /// Device block ids to unpin.
     block_ids: Vec<BlockId>,
-    /// Whether its copies count: False if it failed, was late, or a reset overtook it.
+    /// Whether the copies count. False if the job failed, was late, or was in flight at a reset.
     ///
     /// Blocks of a load that does not count must be recomputed. A store that went well counts even
-    /// where some of its slots were given back, because the store of a block before them failed.
+    /// if some of its slots were dropped, because the store of a block before them failed.
     #[pyo3(get)]
     ok: bool,
-    /// Whether it was past its deadline: `expire` has told of it, its request has failed.
+    /// Whether the job missed its deadline, so that `expire` has returned it.
     #[pyo3(get)]
     late: bool,
 }
 
 #[pymethods]
 impl JobEnd {
-    /// Device ids to unpin.
+    /// Device block ids to unpin.
     #[getter]
     fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         to_array(py, self.block_ids.iter().copied())
     }
 }
 
-/// A job was planned.
+/// The scheduler planned a job.
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct TransferInitiated {
-    /// The job.
+    /// Id of the job.
     job_id: u64,
-    /// Store copies from the device to the host, load from the host to the device.
+    /// "store" copies from the device to the host, "load" from the host to the device.
     direction: &'static str,
-    /// Device blocks.
+    /// Number of device blocks.
     num_blocks: usize,
 }
 
@@ -87,13 +87,13 @@ impl TransferInitiated {
     }
 }
 
-/// What a store brought can be found.
+/// Lookups can find the blocks of a store.
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct CacheStoreCommitted {
-    /// The job.
+    /// Id of the job.
     job_id: u64,
-    /// Device blocks; less than were planned where some were dropped meanwhile.
+    /// Number of device blocks. Fewer than planned if some were dropped meanwhile.
     num_blocks: usize,
 }
 
@@ -104,15 +104,15 @@ impl CacheStoreCommitted {
     }
 }
 
-/// A job has ended, well or not: every one that was initiated once.
+/// A job has ended, successfully or not. Each initiated job has exactly one such event.
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct TransferCompleted {
-    /// The job.
+    /// Id of the job.
     job_id: u64,
-    /// Store copies from the device to the host, load from the host to the device.
+    /// "store" copies from the device to the host, "load" from the host to the device.
     direction: &'static str,
-    /// As `JobEnd.ok`.
+    /// Whether the copies count, as in `JobEnd.ok`.
     ok: bool,
 }
 

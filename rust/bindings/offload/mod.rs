@@ -1,18 +1,18 @@
-//! `OffloadScheduler`.
+//! `OffloadScheduler`: one class, whose docstrings are most of this file.
+
+mod values;
 
 use std::sync::Mutex;
 
-use kvstow_core::ids::BlockId;
 use kvstow_core::key::BlockKey;
-use kvstow_core::offload::{self, Mode, OffloadConfig, Progress};
+use kvstow_core::offload::{self, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{
-    Count, Name, RequestId, as_strs, bools, counts, group_id, hashes, ids, job_id, request_ids,
+    Count, Name, RequestId, as_strs, counts, group_id, hashes, ids, job_id, request_ids,
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::Batch;
@@ -20,25 +20,34 @@ use crate::group::groups;
 use crate::job::{Job, JobEnd, event_to_py, to_end, to_job, unnamed};
 use crate::ledger::BlockLedger;
 use crate::lock::{detached, lock};
-use crate::pool::{BlockPool, LedgerPool, SharedPool};
+use crate::pool::SharedPool;
 
-/// The host tier's accounting: which blocks it holds, what to store, what to load, the jobs.
+use values::{AnyPool, Outcome, check_time, parts, stats_dict};
+
+/// Accounting of the host tier: the blocks it holds, what to store and load, and the jobs.
 ///
-/// It names device blocks and never owns them. Recency is per request: a whole chain is ranked
-/// when its store completes, when a lookup is accepted and when the request finishes, and of a
-/// full-attention group no slot is evicted for room while a slot of its child is resident. A slot
-/// holds one block of one group.
+/// The scheduler names device blocks and never owns them. A slot holds one block of one group.
 ///
-/// `num_host_blocks` slots, all usable.
+/// A request makes its whole chain recent when its store completes, when its load begins and when
+/// it finishes. A slot of a full-attention group is not evicted for room while a child of it is
+/// resident.
 ///
-/// Eager, `store` plans the stores of what was computed; lazy, it only takes note of it, and
-/// `store_evictable` plans the stores of what the device is about to evict. Which slots go
-/// first is the `policy`'s choice: "lru", or "hit-density", which learns from what comes back
-/// and keeps 76 bytes more per slot for that. A slot holds `blocks_per_slot` consecutive blocks
-/// of one prompt (1 in lazy mode, and unless all groups are full attention); only whole slots
-/// are stored, so a shorter tail is not. A job ends when all `world_size` ranks have reported
-/// it. Device ids of `num_device_blocks` or more are refused. Raises `ConfigError` as
-/// `BlockLedger` does.
+/// Args:
+///     num_host_blocks: number of slots, all usable.
+///     groups: the device's groups.
+///     mode: "eager" stores blocks as soon as they are computed. In "lazy" mode, `store` only
+///         records what was computed, and `store_evictable` plans the stores of blocks that the
+///         device is about to evict.
+///     policy: which slots are evicted first. "hit-density" learns from evicted blocks that come
+///         back, and takes 76 bytes more per slot than "lru".
+///     blocks_per_slot: consecutive blocks of one prompt in a slot. More than 1 requires eager mode
+///         and full attention in all groups. Only whole slots are stored, so a shorter tail is not.
+///     world_size: ranks that must report a job before it ends.
+///     num_device_blocks: blocks of the device pool. The scheduler refuses ids outside it.
+///     events: whether to record events for `take_events` and `take_transfer_events`.
+///
+/// Raises:
+///     ConfigError: a value outside its range, or the machine lacks the memory for the accounting.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct OffloadScheduler(Mutex<offload::OffloadScheduler>);
 
@@ -65,17 +74,8 @@ impl OffloadScheduler {
         num_device_blocks: Option<Count>,
         events: bool,
     ) -> PyResult<Self> {
-        let mode = match mode.0.as_str() {
-            "eager" => Mode::Eager,
-            "lazy" => Mode::Lazy,
-            other => {
-                return Err(ConfigError::new_err(format!(
-                    "mode {other:?}: it is \"eager\" or \"lazy\""
-                )));
-            }
-        };
         let config = OffloadConfig {
-            mode,
+            mode: values::mode(&mode.0)?,
             policy: policy.0.parse().map_err(to_py)?,
             blocks_per_slot: blocks_per_slot.0,
             world_size: world_size.0,
@@ -86,24 +86,24 @@ impl OffloadScheduler {
         Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
     }
 
-    /// The scheduler as bytes, for `restore`: versioned, and with a checksum.
+    /// Return the scheduler as bytes for `restore`, with a version and a checksum.
     ///
-    /// In it are the tier with its order of eviction and what its policy learned, the requests, the
-    /// sleep image and the counters. Jobs are not, in quarantine or not, as if they had failed; nor
-    /// is what lookups hold.
+    /// They hold the tier, its eviction order, what its policy learned, the requests, the sleep
+    /// image and the counters. They hold no jobs, as if these had failed, and nothing that lookups
+    /// hold.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let snapshot = detached(py, &self.0, |scheduler| scheduler.snapshot()).map_err(to_py)?;
         Ok(PyBytes::new(py, &snapshot))
     }
 
-    /// Fill this scheduler, which must be new, with what a snapshot of another holds.
+    /// Fill this new scheduler from a snapshot.
     ///
-    /// It knows no device blocks then: `store` is to be told whole tables again. Reports of jobs
-    /// that were in flight are swallowed.
+    /// It knows no device blocks then, so report whole tables to `store` again. The scheduler
+    /// ignores reports of jobs that were in flight.
     ///
     /// Raises:
-    ///     SnapshotError: damaged, cut off, of another version, of another number of slots, groups,
-    ///         blocks per slot or ranks, mode or policy, or no snapshot.
+    ///     SnapshotError: not a snapshot, damaged, cut off, of another version, or of another
+    ///         number of slots, groups, blocks per slot, ranks, mode or policy.
     ///     StateError: this scheduler is not new.
     fn restore(&self, py: Python<'_>, snapshot: &[u8]) -> PyResult<()> {
         let restore = |scheduler: &mut offload::OffloadScheduler| {
@@ -113,35 +113,35 @@ impl OffloadScheduler {
         detached(py, &self.0, restore).map_err(to_py)
     }
 
-    /// Set host slots aside for every block in a table of `ledger`: for the time it sleeps.
+    /// Reserve host slots for every block in a table of `ledger` while the device sleeps.
     ///
-    /// A block whose key the tier has stays in that slot, which is pinned; each other one gets a
-    /// place that no lookup finds. Evicts for them, and releases what lookups hold.
+    /// A block whose key is resident stays in that slot, which is pinned. Each other block gets a
+    /// place that no lookup finds. Evicts slots for them, and releases what lookups hold.
     ///
     /// Returns:
-    ///     The copies to make, device to host, as a job whose id is 0 and that nobody reports.
+    ///     The copies to make from device to host, as a job with id 0 that nobody reports.
     ///
     /// Raises:
     ///     OutOfBlocks: the tier cannot hold them. Nothing has changed.
-    ///     StateError: jobs are in flight, or an image is held already.
+    ///     StateError: jobs are in flight, or the scheduler holds an image already.
     ///     ConfigError: a ledger of other groups.
     fn hold_image(&self, py: Python<'_>, ledger: &BlockLedger) -> PyResult<Job> {
         let copies = ledger.with(|ledger| lock(&self.0).hold_image(ledger)).map_err(to_py)?;
         Ok(to_job(py, unnamed(copies)))
     }
 
-    /// All copies of the image that is held: each the other way brings its block back.
+    /// All copies of the held image. The reverse of each brings its block back.
     ///
-    /// Block ids are those that the ledger had. Raises `StateError` where none is held.
+    /// The block ids are those that the ledger had. Raises `StateError` if no image is held.
     #[getter]
     fn image(&self, py: Python<'_>) -> PyResult<Job> {
         let copies = lock(&self.0).image().cloned().map_err(to_py)?;
         Ok(to_job(py, unnamed(copies)))
     }
 
-    /// The slots that hold anything, ascending: resident blocks, stores, a sleep image's own.
+    /// Return the slots in use, ascending: resident, in a store, or part of a sleep image.
     ///
-    /// 0 to `num_host_blocks - 1`; slot i is the places i * `blocks_per_slot` and on.
+    /// Slots count from 0. Slot i holds the places from `i * blocks_per_slot`.
     fn used_slots<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         let slots: Vec<i32> = detached(py, &self.0, |scheduler| {
             scheduler.used_slots().map(u32::cast_signed).collect()
@@ -149,7 +149,7 @@ impl OffloadScheduler {
         slots.into_pyarray(py)
     }
 
-    /// Let the image go, if one is held: the device has its blocks, or will not need them.
+    /// Release the image, if any, because the device has its blocks or never needs them.
     fn release_image(&self) -> PyResult<()> {
         lock(&self.0).release_image().map_err(to_py)
     }
@@ -160,13 +160,13 @@ impl OffloadScheduler {
         lock(&self.0).num_host_blocks()
     }
 
-    /// Slots that hold a block that `lookup` can find.
+    /// Number of slots that `lookup` can find.
     #[getter]
     fn num_resident(&self) -> usize {
         lock(&self.0).num_resident()
     }
 
-    /// Make a request known, with the hashes of its blocks known so far.
+    /// Add a request with the hashes of its blocks known so far.
     fn add(&self, request_id: RequestId, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         let hashes = self::hashes(hashes)?;
         lock(&self.0).add(&request_id, &hashes).map_err(to_py)
@@ -180,35 +180,45 @@ impl OffloadScheduler {
 
     /// Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
     ///
-    /// A streaming session drops its last token when its next chunk arrives: `truncate`, then
-    /// `extend` with the new hashes. Blocks beyond are not stored any more. What was stored stays
-    /// under its own hash. What the request's lookup holds is released. Raises `ConfigError` for
-    /// more hashes than are known.
+    /// A streaming session drops its last token when its next chunk arrives: call `truncate`, then
+    /// `extend` with the new hashes. Dropped blocks are not stored any more. Stored blocks stay
+    /// under their own hash. Releases what the request's lookup holds.
+    ///
+    /// Raises:
+    ///     ConfigError: more hashes than are known.
     fn truncate(&self, request_id: RequestId, num_hashes: Count) -> PyResult<()> {
         lock(&self.0).truncate(&request_id, num_hashes.0).map_err(to_py)
     }
 
-    /// Lazy mode: forget what was computed into device blocks that are about to be overwritten.
+    /// Lazy mode: forget what was computed into device blocks that will be overwritten.
     ///
-    /// Name all blocks that an allocation took, before their request runs. A pool may publish a
-    /// block's hash when it grants the block; without this call, a request that leaves before its
-    /// step has run would have blocks stored that nobody has computed. In eager mode it does
-    /// nothing. The targets of `load` need no call.
+    /// Name all blocks of an allocation before their request runs. A pool may publish a block's
+    /// hash when it grants the block. If the request then leaves before its step has run, the block
+    /// would be stored although nobody has computed it. In eager mode this does nothing. The
+    /// targets of `load` need no call.
     fn invalidate(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let block_ids = ids(block_ids, MAX_BLOCKS)?;
         lock(&self.0).invalidate(&block_ids).map_err(to_py)
     }
 
-    /// How many tokens right after the local hit the host can serve, and pin them.
+    /// Return the number of tokens after the local hit that the host can serve, and pin them.
     ///
-    /// At most up to `max_tokens` of the whole request. What is found stays pinned until `load`,
-    /// `release`, `finish`, `reset` or the next `lookup` of this request.
+    /// The slots stay pinned until `load`, `release`, `finish`, `reset` or the next `lookup` of
+    /// this request.
     ///
-    /// None means pending: some of it is just being loaded for another request and will be a
-    /// local hit when that job has ended; nothing is pinned, ask again then.
+    /// Args:
+    ///     request_id: the request.
+    ///     num_local_tokens: tokens of the local hit.
+    ///     max_tokens: upper bound for the whole request, the local hit included.
     ///
-    /// Raises `ConfigError` if `num_local_tokens` is not a multiple of the block size that all
-    /// groups have in common.
+    /// Returns:
+    ///     The number of tokens. None means pending: another request is loading some of the blocks,
+    ///     and they are a local hit once that job has ended. Then nothing is pinned, so ask again
+    ///     later.
+    ///
+    /// Raises:
+    ///     ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
+    ///         in common.
     fn lookup(
         &self,
         request_id: RequestId,
@@ -218,14 +228,22 @@ impl OffloadScheduler {
         lock(&self.0).lookup(&request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
     }
 
-    /// Accept the first `num_tokens` of what `lookup` found; the rest is unpinned.
+    /// Load the first `num_tokens` of what `lookup` found, and unpin the rest.
     ///
-    /// `block_ids`: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
-    /// took for these external tokens. A group that skips blocks loads only those that the token
-    /// after the load reads. Raises `StateError` without a lookup, and for fewer tokens than were
-    /// found where the window before their end is not on the host; `ConfigError` for more tokens
-    /// than were found, a number that is not a multiple of the block size or 0, or another number
-    /// of blocks; `InvalidBlock` for a repeated or null block.
+    /// Args:
+    ///     request_id: the request.
+    ///     num_tokens: tokens to load: a multiple of the common block size.
+    ///     block_ids: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
+    ///         took for these external tokens. A group that skips blocks loads only those that the
+    ///         token after the load reads.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
+    ///
+    /// Raises:
+    ///     StateError: `lookup` has found nothing to load, or the window before an end earlier than
+    ///         the found one is not on the host.
+    ///     ConfigError: 0 tokens, more than were found, a number that is not a multiple of the
+    ///         block size, or another number of blocks.
+    ///     InvalidBlock: a repeated or null block.
     #[pyo3(signature = (request_id, num_tokens, block_ids, *, deadline = None))]
     fn load(
         &self,
@@ -242,29 +260,30 @@ impl OffloadScheduler {
         Ok(to_job(py, job.map_err(to_py)?))
     }
 
-    /// Give back what a request's lookup holds, when none of it is loaded.
+    /// Unpin what a request's lookup holds, because none of it is loaded.
     fn release(&self, request_id: RequestId) -> PyResult<()> {
         lock(&self.0).release(&request_id).map_err(to_py)
     }
 
     /// Plan the stores that a finished step has made due, all in one job.
     ///
-    /// Name every request in which a block became full, before the ledger's next allocation: that
-    /// frees what has fallen out of a window.
+    /// Name every request in which a block became full, before the ledger's next allocation,
+    /// because that frees blocks that have left a window.
     ///
     /// Args:
+    ///     request_ids: the requests.
     ///     num_computed_tokens: per request, tokens whose KV earlier steps have written.
-    ///     block_ids: the device ids appended to each request's block table since it was last
-    ///         named here, hits and loads included, 0 where a group skips; request by request,
-    ///         group by group.
-    ///     offsets: where each (request, group) begins in `block_ids`, as
+    ///     block_ids: the device ids appended to each request's block table since it was last named
+    ///         here, hits and loads included, 0 where a group skips. Request by request, group by
+    ///         group.
+    ///     offsets: where each (request, group) begins in `block_ids`, as in
     ///         `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
     ///
     /// Returns:
-    ///     The job, or None when there is nothing to store. Keys already on the host or in
-    ///     flight are not stored again; where slots are short, what fits is stored (of a
-    ///     full-attention group the first blocks, of a window the last), and the rest is counted
-    ///     as dropped.
+    ///     The job, or None if there is nothing to store. Keys on the host or in flight are not
+    ///     stored again. If slots are short, the first blocks of a full-attention group are stored
+    ///     and the last blocks of a window. The others count as dropped.
     #[pyo3(signature = (request_ids, num_computed_tokens, block_ids, offsets, *, deadline = None))]
     fn store(
         &self,
@@ -301,12 +320,19 @@ impl OffloadScheduler {
         Ok(job.map(|job| to_job(py, job)))
     }
 
-    /// Lazy mode: plan the stores of what stands among the next blocks that `pool` will evict.
+    /// Lazy mode: plan the stores of blocks that `pool` will evict next.
     ///
-    /// `num_blocks`, the horizon, is how many of its free queue are looked at: what the next step
-    /// may take, its tokens and the loads that may be admitted. Stored is what `store` was told of
-    /// as computed and the host does not have; the queue stays as it is. Call it after each step.
-    /// Raises `StateError` in eager mode.
+    /// Stores what was reported to `store` as computed and is not on the host. The pool's queue
+    /// stays as it is. Call it after each step.
+    ///
+    /// Args:
+    ///     pool: the device's pool.
+    ///     num_blocks: how many blocks of its free queue to look at. Cover what the next step may
+    ///         take: its tokens, and loads that may begin.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
+    ///
+    /// Raises:
+    ///     StateError: the scheduler is in eager mode.
     #[pyo3(signature = (pool, num_blocks, *, deadline = None))]
     fn store_evictable(
         &self,
@@ -326,9 +352,13 @@ impl OffloadScheduler {
         Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
     }
 
-    /// As `store_evictable`, for a pool that is not kvstow's.
+    /// As `store_evictable`, for a pool of another library.
     ///
-    /// `block_ids` are free blocks, next to be evicted first, and `hashes` what they hold.
+    /// Args:
+    ///     block_ids: free blocks, the next to be evicted first.
+    ///     hashes: the hash of each block.
+    ///     group: the group of these blocks.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
     #[pyo3(
         signature = (block_ids, hashes, *, group = Count(0), deadline = None),
         text_signature = "($self, block_ids, hashes, *, group=0, deadline=None)"
@@ -361,22 +391,21 @@ impl OffloadScheduler {
     ///
     /// Args:
     ///     job_id: the job.
-    ///     ok: how it went: one bool for the whole job, or one for each of its blocks, in the job's
-    ///         order. A whole job that failed drops nothing from the host tier, because a timeout
-    ///         or a device error says nothing about the host's bytes. Of a load, a block that is
-    ///         False has its slot dropped: no lookup finds it from now on, its memory is empty when
-    ///         its last pin ends, the slots of its children stay, and the next store of the block
-    ///         brings it back. Of a store, one False fails it.
-    ///     rank: whose part.
+    ///     ok: one bool for the whole job, or one per block in the job's order. A failed load drops
+    ///         the slot of each block that is False: no lookup finds it, its memory is empty when
+    ///         its last pin ends, its children stay, and the next store of the block brings it
+    ///         back. False for a whole load drops no slot, because a timeout or a device error does
+    ///         not damage the host's bytes. A store fails if any of its blocks does.
+    ///     rank: the rank that reports.
     ///
     /// Returns:
     ///     None until all ranks have reported, and for jobs that `end_all` has ended. Then how the
-    ///     job ended: it failed if any part did. Of a store, the slots become visible to `lookup`,
-    ///     or are given back.
+    ///     job ended: it failed if any part did. Slots of a store become visible to `lookup`, or
+    ///     empty.
     ///
     /// Raises:
     ///     StateError: the job is not in flight, or this rank has reported it.
-    ///     ConfigError: a rank outside the world, or another number of outcomes than blocks.
+    ///     ConfigError: a rank outside the world, or a number of outcomes other than the blocks'.
     #[pyo3(
         signature = (job_id, *, ok = Outcome::Whole(true), rank = Count(0)),
         text_signature = "($self, job_id, *, ok=True, rank=0)"
@@ -388,35 +417,31 @@ impl OffloadScheduler {
         rank: Count,
     ) -> PyResult<Option<JobEnd>> {
         let job_id = self::job_id(job_id)?;
-        let outcome = match &ok {
-            Outcome::Whole(is_ok) => offload::Outcome::Whole(*is_ok),
-            Outcome::Blocks(are_ok) => offload::Outcome::Blocks(are_ok),
-        };
-        let end = lock(&self.0).complete(job_id, rank.0, outcome).map_err(to_py)?;
+        let end = lock(&self.0).complete(job_id, rank.0, ok.as_core()).map_err(to_py)?;
         Ok(end.map(to_end))
     }
 
-    /// The jobs whose `deadline` lies before `now`, on the caller's own clock, each told once.
+    /// Return the ids of jobs whose `deadline` is before `now`, each of them once.
     ///
     /// Fail their requests now. Slots and device blocks stay pinned, in quarantine, until every
-    /// rank has reported: a late copy must not land in blocks that are someone else's. No lookup
-    /// waits for a job in quarantine, and its result never counts.
+    /// rank has reported, because a late copy must not overwrite blocks of another request. No
+    /// lookup waits for a job in quarantine, and its result never counts.
     fn expire<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyList>> {
         check_time("now", Some(now))?;
         let late = lock(&self.0).expire(now).map_err(to_py)?;
         PyList::new(py, late.into_iter().map(|job_id| job_id.0))
     }
 
-    /// End every job as failed, in quarantine or not: call it when the movers have been stopped.
+    /// End every job as failed, also in quarantine. Call it after the movers have stopped.
     ///
-    /// What their workers report afterwards is swallowed.
+    /// The scheduler ignores later reports of these jobs.
     fn end_all<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let ends = lock(&self.0).end_all().map_err(to_py)?;
         let ends = ends.into_iter().map(|end| Py::new(py, to_end(end)));
         PyList::new(py, ends.collect::<PyResult<Vec<_>>>()?)
     }
 
-    /// Forget a request that finished, was preempted or aborted; its jobs go on.
+    /// Forget a request that finished, was preempted or was aborted. Its jobs continue.
     fn finish(&self, request_id: RequestId) -> PyResult<()> {
         lock(&self.0).finish(&request_id).map_err(to_py)
     }
@@ -426,49 +451,36 @@ impl OffloadScheduler {
         lock(&self.0).restart(&request_id).map_err(to_py)
     }
 
-    /// Empty the tier, at any moment, and release what lookups hold.
+    /// Empty the tier at any moment, and release what lookups hold.
     ///
     /// Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, offload::OffloadScheduler::reset).map_err(to_py)
     }
 
-    /// Counters since construction, and gauges of the moment.
+    /// Return counters since construction, and gauges.
     ///
-    /// Counters: stored_blocks, loaded_blocks, dropped_blocks (due when their request went, and
-    /// the tier had no room), evicted_blocks (for room), failed_stores, failed_loads,
-    /// damaged_blocks (dropped because a load found them damaged), late_jobs (jobs),
-    /// pending_lookups, query_tokens (in whole blocks, that a request's last lookup before
-    /// it loaded or computed asked for), hit_tokens (accepted by loads). Gauges: resident_blocks,
-    /// storing_blocks, jobs_in_flight, and of late jobs quarantined_jobs and quarantined_blocks.
-    /// And capacity_tokens: of prompts, where every group keeps all of its blocks.
+    /// Counters:
+    ///     stored_blocks, loaded_blocks: blocks that were copied.
+    ///     dropped_blocks: blocks that were due when their request left, and had no room.
+    ///     evicted_blocks: slots that were evicted for room.
+    ///     failed_stores, failed_loads, late_jobs: jobs.
+    ///     damaged_blocks: blocks that were dropped because a load found them damaged.
+    ///     pending_lookups: lookups deferred because another request is loading the same blocks.
+    ///     query_tokens: tokens, in whole blocks, that lookups asked for. Of each request, only the
+    ///         last lookup before it was loaded or computed counts.
+    ///     hit_tokens: tokens that loads accepted.
+    ///
+    /// Gauges:
+    ///     resident_blocks, storing_blocks: slots.
+    ///     jobs_in_flight: jobs, those in quarantine excluded.
+    ///     quarantined_jobs, quarantined_blocks: late jobs, and the device blocks that they pin.
+    ///     capacity_tokens: prompt tokens that fit if every group keeps all of its blocks.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = lock(&self.0).stats();
-        let entries = [
-            (intern!(py, "stored_blocks"), stats.stored_blocks),
-            (intern!(py, "loaded_blocks"), stats.loaded_blocks),
-            (intern!(py, "dropped_blocks"), stats.dropped_blocks),
-            (intern!(py, "evicted_blocks"), stats.evicted_blocks),
-            (intern!(py, "failed_stores"), stats.failed_stores),
-            (intern!(py, "failed_loads"), stats.failed_loads),
-            (intern!(py, "resident_blocks"), stats.resident_blocks),
-            (intern!(py, "storing_blocks"), stats.storing_blocks),
-            (intern!(py, "jobs_in_flight"), stats.jobs_in_flight),
-            (intern!(py, "damaged_blocks"), stats.damaged_blocks),
-            (intern!(py, "late_jobs"), stats.late_jobs),
-            (intern!(py, "pending_lookups"), stats.pending_lookups),
-            (intern!(py, "query_tokens"), stats.query_tokens),
-            (intern!(py, "hit_tokens"), stats.hit_tokens),
-            (intern!(py, "quarantined_jobs"), stats.quarantined_jobs),
-            (intern!(py, "quarantined_blocks"), stats.quarantined_blocks),
-            (intern!(py, "capacity_tokens"), stats.capacity_tokens),
-        ];
-        let dict = PyDict::new(py);
-        entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;
-        Ok(dict)
+        stats_dict(py, lock(&self.0).stats())
     }
 
-    /// The events since the last call, oldest first; always empty without `events=True`.
+    /// Return the events since the last call, oldest first. Empty without `events=True`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let batch = {
             let mut scheduler = lock(&self.0);
@@ -477,7 +489,7 @@ impl OffloadScheduler {
         batch.into_list(py)
     }
 
-    /// What has happened to jobs since the last call, oldest first; needs `events=True` too.
+    /// Return job events since the last call, oldest first; none without `events=True`.
     fn take_transfer_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let events = lock(&self.0).take_transfer_events().into_iter();
         let events: Vec<_> = events.map(|event| event_to_py(py, event)).collect::<PyResult<_>>()?;
@@ -488,52 +500,4 @@ impl OffloadScheduler {
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, |scheduler| scheduler.check()).map_err(to_py)
     }
-}
-
-/// How a rank's part of a job went: one bool for all of it, or one per block.
-enum Outcome {
-    Whole(bool),
-    Blocks(Vec<bool>),
-}
-
-impl<'py> FromPyObject<'_, 'py> for Outcome {
-    type Error = PyErr;
-
-    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        // Also numpy's: its arrays are no sequences, and its bools are no `bool`.
-        if let Ok(is_ok) = obj.extract::<bool>() {
-            return Ok(Self::Whole(is_ok));
-        }
-        bools(&obj).map(Self::Blocks)
-    }
-}
-
-/// A pool of either kind.
-#[derive(FromPyObject)]
-enum AnyPool<'py> {
-    Own(PyRef<'py, BlockPool>),
-    Ledger(PyRef<'py, LedgerPool>),
-}
-
-fn check_time(what: &str, time: Option<f64>) -> PyResult<()> {
-    match time {
-        Some(time) if time.is_nan() => {
-            Err(ConfigError::new_err(format!("{what} is NaN, which is no time")))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Cuts `block_ids` at `offsets`, which must cover all of it in order.
-fn parts<'a>(block_ids: &'a [BlockId], offsets: &[usize]) -> PyResult<Vec<&'a [BlockId]>> {
-    let covers = offsets.first() == Some(&0)
-        && offsets.last() == Some(&block_ids.len())
-        && offsets.is_sorted();
-    if !covers {
-        return Err(ConfigError::new_err(format!(
-            "offsets must rise from 0 to the {} block ids",
-            block_ids.len()
-        )));
-    }
-    Ok(offsets.windows(2).map(|ends| &block_ids[ends[0]..ends[1]]).collect())
 }

@@ -1,0 +1,109 @@
+//! What crosses the boundary of `OffloadScheduler`: modes, outcomes, pools, times, statistics.
+
+use kvstow_core::ids::BlockId;
+use kvstow_core::offload::{self, Mode, OffloadStats};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::convert::bools;
+use crate::error::ConfigError;
+use crate::pool::{BlockPool, LedgerPool};
+
+/// The mode of this name.
+pub(super) fn mode(name: &str) -> PyResult<Mode> {
+    match name {
+        "eager" => Ok(Mode::Eager),
+        "lazy" => Ok(Mode::Lazy),
+        other => Err(ConfigError::new_err(format!(
+            "mode is {other:?}: it must be \"eager\" or \"lazy\""
+        ))),
+    }
+}
+
+/// How a rank's part of a job went: one bool for all of it, or one per block.
+pub(super) enum Outcome {
+    Whole(bool),
+    Blocks(Vec<bool>),
+}
+
+impl Outcome {
+    pub(super) fn as_core(&self) -> offload::Outcome<'_> {
+        match self {
+            Self::Whole(is_ok) => offload::Outcome::Whole(*is_ok),
+            Self::Blocks(are_ok) => offload::Outcome::Blocks(are_ok),
+        }
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Outcome {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        // numpy's arrays are not sequences, and its bools are not `bool`.
+        if let Ok(is_ok) = obj.extract::<bool>() {
+            return Ok(Self::Whole(is_ok));
+        }
+        bools(&obj).map(Self::Blocks)
+    }
+}
+
+/// A pool of either kind.
+#[derive(FromPyObject)]
+pub(super) enum AnyPool<'py> {
+    Own(PyRef<'py, BlockPool>),
+    Ledger(PyRef<'py, LedgerPool>),
+}
+
+/// Refuses NaN, which compares with no time.
+pub(super) fn check_time(what: &str, time: Option<f64>) -> PyResult<()> {
+    match time {
+        Some(time) if time.is_nan() => {
+            Err(ConfigError::new_err(format!("{what} is NaN: give a time on your clock")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Cuts `block_ids` at `offsets`, which must cover all of it in order.
+pub(super) fn parts<'a>(
+    block_ids: &'a [BlockId],
+    offsets: &[usize],
+) -> PyResult<Vec<&'a [BlockId]>> {
+    let covers = offsets.first() == Some(&0)
+        && offsets.last() == Some(&block_ids.len())
+        && offsets.is_sorted();
+    if !covers {
+        return Err(ConfigError::new_err(format!(
+            "offsets must rise from 0 to {}, the number of block ids",
+            block_ids.len()
+        )));
+    }
+    Ok(offsets.windows(2).map(|ends| &block_ids[ends[0]..ends[1]]).collect())
+}
+
+/// Statistics by name.
+pub(super) fn stats_dict(py: Python<'_>, stats: OffloadStats) -> PyResult<Bound<'_, PyDict>> {
+    let entries = [
+        (intern!(py, "stored_blocks"), stats.stored_blocks),
+        (intern!(py, "loaded_blocks"), stats.loaded_blocks),
+        (intern!(py, "dropped_blocks"), stats.dropped_blocks),
+        (intern!(py, "evicted_blocks"), stats.evicted_blocks),
+        (intern!(py, "failed_stores"), stats.failed_stores),
+        (intern!(py, "failed_loads"), stats.failed_loads),
+        (intern!(py, "resident_blocks"), stats.resident_blocks),
+        (intern!(py, "storing_blocks"), stats.storing_blocks),
+        (intern!(py, "jobs_in_flight"), stats.jobs_in_flight),
+        (intern!(py, "damaged_blocks"), stats.damaged_blocks),
+        (intern!(py, "late_jobs"), stats.late_jobs),
+        (intern!(py, "pending_lookups"), stats.pending_lookups),
+        (intern!(py, "query_tokens"), stats.query_tokens),
+        (intern!(py, "hit_tokens"), stats.hit_tokens),
+        (intern!(py, "quarantined_jobs"), stats.quarantined_jobs),
+        (intern!(py, "quarantined_blocks"), stats.quarantined_blocks),
+        (intern!(py, "capacity_tokens"), stats.capacity_tokens),
+    ];
+    let dict = PyDict::new(py);
+    entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;
+    Ok(dict)
+}
