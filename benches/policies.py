@@ -1,4 +1,4 @@
-"""Which eviction policy lets a host tier hit more of a request trace?
+"""Which eviction policy gives a host tier more hits on a request trace?
 
     .venv/bin/python -m benches.policies TRACE...      (a name with "ragpulse": the content form)
 
@@ -31,7 +31,7 @@ REQUIRED_POINTS, ALLOWED_POINTS = 1.0, -0.5
 
 
 class Requests:
-    """The prompts of a trace as digests, chained over its ids; made once for all runs."""
+    """Return the prompts of a trace as chained digests, computed once for all runs."""
 
     def __init__(self, trace: Trace, *, full_blocks: bool) -> None:
         self.num_blocks = 0
@@ -45,7 +45,7 @@ class Requests:
             self.num_blocks += num_blocks
 
     def hit_ratio(self, policy: Policy, num_host_blocks: int) -> float:
-        """Of a tier with so many slots, in percent."""
+        """Return the hit ratio of a tier with this many slots, in percent."""
         tier = kvstow.OffloadScheduler(num_host_blocks, GROUPS, policy=policy)
         blocks = np.arange(1, 1 + max(map(len, self.prompts)), dtype=np.int32)
         num_hits = 0
@@ -66,7 +66,7 @@ class Requests:
 
 
 def compare(path: Path) -> Iterator[str]:
-    """Print a trace's table; yields what does not hold."""
+    """Print a trace's table, and yield each expectation that fails."""
     trace = read_trace(path, chain="ragpulse" in path.name)
     forms = [Requests(trace, full_blocks=full_blocks) for full_blocks in (False, True)]
     print(f"\n{path.name}: {len(trace.requests):,} requests; ", end="")

@@ -1,17 +1,15 @@
 """The host tier's accounting: vLLM's `SimpleCPUOffloadScheduler` beside `OffloadScheduler`.
 
-Both are the scheduler's half: they say what to copy, and nothing is copied. vLLM's is called as its
-connector calls it in a step of the engine, bound to the device pool of a `KVCacheManager`. What is
-counted, and what is not:
+Both plan copies, and nothing is copied. vLLM's scheduler is called as its connector calls it in a
+step of the engine, bound to the device pool of a `KVCacheManager`. What counts, and what does not:
 
-- vLLM's holds device blocks for a copy by references that it takes and drops itself; of kvstow's
-  the caller pins and unpins them, which is counted. So is taking both ends of the copies from the
-  `Job`.
-- The device's own work (allocate, free, publish) is counted on neither side, nor are the objects
-  in which vLLM's scheduler and worker tell of a step (`SchedulerOutput`, `KVConnectorOutput`).
-- vLLM's is told of a request in `update_state_after_alloc` and of its block ids in the step that
-  schedules it first; kvstow's is handed the hashes (`add`). Rows come with and without.
-- vLLM's plans a load in two calls, `update_state_after_alloc` and `build_connector_meta`.
+- vLLM's scheduler takes and drops references on device blocks itself. With kvstow, the caller pins
+  and unpins them, which counts. Reading both ends of the copies from the `Job` counts too.
+- The device's own work (allocate, free, publish) does not count. Neither do the objects in which
+  vLLM's scheduler and worker describe a step (`SchedulerOutput`, `KVConnectorOutput`).
+- vLLM learns of a request in `update_state_after_alloc`, and of its block ids in the step that
+  schedules it first. kvstow takes the hashes in `add`. Rows exist with and without these calls.
+- vLLM plans a load in two calls, `update_state_after_alloc` and `build_connector_meta`.
 """
 
 import functools
@@ -42,10 +40,10 @@ GROUPS = (kvstow.FullAttention(block_size=BLOCK_SIZE),)
 
 
 class OffloadPrompts:
-    """A turn is all prompts, one after the other, on one side.
+    """All prompts, one after the other, in each turn of a side.
 
-    A prompt is computed as one chunk, stored and finished. Then the device forgets it; it comes
-    again and is loaded. The host holds as many prompts as `capacity` says, and there is one more:
+    A prompt is computed as one chunk, stored and finished. Then the device forgets it, and it is
+    loaded for a second request. The host has room for `capacity` prompts, and there is one more, so
     a store evicts as many blocks as it stores.
     """
 
@@ -81,7 +79,7 @@ class OffloadPrompts:
         return self._rows("clean ", f"host of {self.num_host_blocks:,}") + self._rows("", evicting)
 
     def _turn(self, turn: int, kind: str) -> None:
-        """Of kind "clean ", the host is emptied before each prompt."""
+        """Run a turn of each side. With kind "clean ", empty the host before each prompt."""
         theirs: list[list[int]] = []
         ours: list[list[int]] = []
         take_turns(
@@ -102,7 +100,7 @@ class OffloadPrompts:
             self.manager.reset_prefix_cache()
 
     def _vllm_store(self, request: vllm_side.Request, side: str, record: Record) -> list[int]:
-        """The host blocks in which it was stored."""
+        """Store a prompt, and return its host blocks."""
         manager, offload, time = self.manager, self.theirs, self.clock.time
         request.num_computed_tokens = 0
         table = manager.allocate_slots(request, NUM_TOKENS).get_block_ids()
@@ -166,7 +164,7 @@ class OffloadPrompts:
             self.ledger.pool.reset()
 
     def _kvstow_store(self, request: vllm_side.Request, side: str, record: Record) -> list[int]:
-        """The host slots in which it was stored."""
+        """Store a prompt, and return its host slots."""
         ledger, offload, time = self.ledger, self.ours, self.clock.time
         name, hashes = request.request_id, request.block_hashes
         ledger.add(name, hashes)
@@ -225,7 +223,7 @@ class OffloadPrompts:
 
         life = ("plan stores", "stored", "lookup", "plan load", "loaded")
         ends = ("add", "skip", "finish", "finish again")
-        # The target is for a host with room; what one that is full costs is shown beside.
+        # The target is for a host with room. A full host has a row without a target.
         target = 30 if kind and self.num_host_blocks == NUM_BLOCKS else None
         return [
             row(f"store and load {NUM_BLOCKS:,} blocks, {host}", *life, target=target),
@@ -239,9 +237,9 @@ class OffloadPrompts:
 
 
 class OffloadDecode:
-    """Steps of many decoding requests. A turn is 16 on one side, one after the other.
+    """Steps of many decoding requests, 16 in each turn of a side.
 
-    First steps in each of which a sixteenth of the requests has filled a block, then idle ones.
+    In the first steps, a sixteenth of the requests fills a block. Later steps are idle.
     """
 
     def __init__(self, num_turns: int) -> None:
@@ -258,10 +256,10 @@ class OffloadDecode:
             vllm_side.request(f"request-{at}", length, BLOCK_SIZE)
             for at, length in enumerate(self.lengths)
         ]
-        # Of each request: the tokens at which its next block is full, and the blocks told of.
+        # By request: the tokens at which its next block is full, and its reported blocks.
         self.due = dict.fromkeys((request.request_id for request in self.requests), 0)
-        self.num_told = dict(self.due)
-        # Of each step of a turn: the step, the new hashes, the device blocks that vLLM has stored.
+        self.num_reported = dict(self.due)
+        # For each step of a turn: the step, the new hashes, the device blocks that vLLM stored.
         self.steps: list[tuple[vllm_side.SchedulerOutput, list[Hashes], list[int]]] = []
 
     def run(self) -> list[Row]:
@@ -272,7 +270,7 @@ class OffloadDecode:
         self._kvstow_turn()
         self.clock.samples.clear()
         for _ in range(self.num_turns):
-            # vLLM first: its requests make the hashes that the other side is handed.
+            # vLLM first, because its requests make the hashes for the other side.
             take_turns(0, self._vllm_turn, self._kvstow_turn)
         num_due = NUM_REQUESTS // BLOCK_SIZE
         due = self._row(
@@ -289,7 +287,7 @@ class OffloadDecode:
         return [*idle, due]
 
     def _run_idle(self) -> list[Row]:
-        # What the last step has filled is stored; then the same step is idle, and is repeated.
+        # The blocks of the last step are stored. Then the step is idle, and is repeated.
         step = vllm_side.step(running=[(request, None) for request in self.requests])
         require_same("blocks stored", self._vllm_step(step), self._kvstow_step(step, []))
         self._vllm_idle(step)
@@ -309,7 +307,7 @@ class OffloadDecode:
         ]
 
     def _admit(self) -> None:
-        """The prompts, computed and stored at once, all but the last token of each."""
+        """Compute and store the prompts, all but the last token of each."""
         new = []
         for request, length in zip(self.requests, self.lengths, strict=True):
             name = request.request_id
@@ -376,7 +374,7 @@ class OffloadDecode:
         return begin(self.ledger, self._store_due(names, computed))
 
     def _store_due(self, names: list[str], computed: list[int]) -> kvstow.Job | None:
-        """Finds who has filled a block, and which blocks are new, as `kvstow.Engine` does."""
+        """Store for requests that have filled a block, as `kvstow.Engine` does."""
         due = self.due
         filled = [(name, n) for name, n in zip(names, computed, strict=True) if n >= due[name]]
         if not filled:
@@ -384,8 +382,8 @@ class OffloadDecode:
         appended = []
         for name, num_tokens in filled:
             table = self.ledger.block_table(name)
-            appended.append(table[self.num_told[name] :])
-            self.num_told[name] = len(table)
+            appended.append(table[self.num_reported[name] :])
+            self.num_reported[name] = len(table)
             due[name] = (num_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
         return self.ours.store(
             [name for name, _ in filled],
@@ -422,7 +420,7 @@ class OffloadDecode:
 
 
 def begin(ledger: kvstow.BlockLedger, job: kvstow.Job | None) -> tuple[int, Ids, Ids]:
-    """Takes both ends of a job's copies and holds its device blocks."""
+    """Read both ends of a job's copies, and pin its device blocks."""
     if job is None:
         sys.exit("kvstow found nothing to copy where vLLM did")
     ids = job.block_ids
@@ -431,14 +429,14 @@ def begin(ledger: kvstow.BlockLedger, job: kvstow.Job | None) -> tuple[int, Ids,
 
 
 def complete(offload: kvstow.OffloadScheduler, ledger: kvstow.BlockLedger, job_id: int) -> None:
-    """Ends a job and lets go of its device blocks."""
+    """End a job, and unpin its device blocks."""
     end = offload.complete(job_id)
     if end is None or not end.ok:
-        sys.exit(f"kvstow's job {job_id} has not ended well")
+        sys.exit(f"kvstow's job {job_id} has failed")
     ledger.pool.unpin(end.block_ids)
 
 
 def places(stored: list[int], loaded: list[int]) -> list[int]:
-    """Where each host block loaded stands among those stored."""
+    """Return the index of each loaded host block among the stored ones."""
     at = {block: place for place, block in enumerate(stored)}
     return [at[block] for block in loaded]

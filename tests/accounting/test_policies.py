@@ -13,21 +13,21 @@ REQUESTS = Requests(read_trace(BUNDLED_TRACE), full_blocks=True)
 
 
 @pytest.mark.parametrize("capacity", [250, 1000, 5000, 20_000])
-def test_lru_hits_what_a_dict_in_order_of_use_hits(capacity: int) -> None:
+def test_lru_has_the_hits_of_a_dict_in_order_of_use(capacity: int) -> None:
     """Evicting leaves alone costs nothing: a chain is used as a whole, its root last."""
     prompts = [[int.from_bytes(digest) for digest in prompt] for prompt in REQUESTS.prompts]
     expected = lru_hits(prompts, capacity) / REQUESTS.num_blocks * 100
     assert REQUESTS.hit_ratio("lru", capacity) == expected
 
 
-def test_hit_density_hits_more_where_room_is_short() -> None:
+def test_hit_density_has_more_hits_than_lru_if_room_is_short() -> None:
     for capacity in (1000, 2000, 3000, 4000):
         gain = REQUESTS.hit_ratio("hit-density", capacity) - REQUESTS.hit_ratio("lru", capacity)
         assert gain > 0.5, f"{capacity} blocks"
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))
-def test_with_room_for_all_every_policy_hits_all_that_repeats(policy: Policy) -> None:
+def test_every_policy_hits_every_repetition_if_all_blocks_fit(policy: Policy) -> None:
     num_distinct = len({digest for prompt in REQUESTS.prompts for digest in prompt})
     expected = (REQUESTS.num_blocks - num_distinct) / REQUESTS.num_blocks * 100
     assert REQUESTS.hit_ratio(policy, num_distinct) == expected

@@ -142,7 +142,7 @@ ops = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(mode=st.sampled_from(["eager", "lazy"]), script=st.lists(ops, max_size=25))
-def test_no_block_is_stored_under_a_hash_that_it_does_not_hold(
+def test_every_block_is_stored_under_its_own_hash(
     mode: Mode, script: list[tuple[str] | tuple[str, int]]
 ) -> None:
     sessions = Sessions(mode)
@@ -163,7 +163,7 @@ def test_truncated_request_stores_its_new_blocks_and_keeps_the_old_ones_stored()
     assert sessions.check_served(sessions.hashes) == 3
 
 
-def test_truncate_releases_what_a_lookup_holds() -> None:
+def test_truncate_releases_the_slots_of_a_lookup() -> None:
     sessions = Sessions("eager")
     sessions.grow(3)
     tier = sessions.tier
@@ -185,7 +185,7 @@ def test_truncate_refuses_more_hashes_than_are_known() -> None:
         tier.truncate("b", 0)
 
 
-def test_lazy_stores_nothing_that_was_published_and_not_computed() -> None:
+def test_lazy_stores_no_block_that_was_published_but_not_computed() -> None:
     """A block held a prompt, held another, and was granted for the first one again."""
     ledger = BlockLedger(3, [GROUP])
     tier = OffloadScheduler(8, [GROUP], mode="lazy", num_device_blocks=3)
@@ -215,7 +215,7 @@ def test_lazy_stores_nothing_that_was_published_and_not_computed() -> None:
     assert tier.store_evictable(ledger.pool, 2) is None
 
 
-def test_lazy_load_forgets_what_its_target_held() -> None:
+def test_lazy_load_forgets_the_former_content_of_its_target() -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy")
     for id, name in (("a", b"A" * 8), ("b", b"B" * 8)):
         tier.add(id, [name])
@@ -236,7 +236,7 @@ def test_invalidate_refuses_blocks_outside_the_device() -> None:
         tier.invalidate([1, 4])
 
 
-def test_a_block_whose_parent_has_its_own_hash_is_stored_as_a_root() -> None:
+def test_block_whose_parent_has_its_own_hash_is_stored_as_a_root() -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy")
     hashes = [b"one", b"one"]
     tier.add("r", hashes)
