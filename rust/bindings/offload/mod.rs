@@ -1,4 +1,7 @@
-//! `OffloadScheduler`: one class, whose docstrings are most of this file.
+//! `OffloadScheduler`: one class, whose docstrings are most of this file. `values` converts what
+//! only this class takes and returns.
+//!
+//! May import: convert, error, event, group, job, ledger, lock, pool.
 
 mod values;
 

@@ -74,9 +74,9 @@ pub(super) fn parts<'a>(
         && offsets.last() == Some(&block_ids.len())
         && offsets.is_sorted();
     if !covers {
+        let num_ids = block_ids.len();
         return Err(ConfigError::new_err(format!(
-            "offsets must rise from 0 to {}, the number of block ids",
-            block_ids.len()
+            "offsets must rise from 0 to {num_ids}, because {num_ids} block ids are given"
         )));
     }
     Ok(offsets.windows(2).map(|ends| &block_ids[ends[0]..ends[1]]).collect())

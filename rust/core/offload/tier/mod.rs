@@ -119,30 +119,30 @@ impl Tier {
     }
 
     pub(super) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
-        self.slots.agree_width(width)
+        self.slots.pool.agree_width(width)
     }
 
     pub(super) fn take_events(&mut self) -> Vec<Event> {
-        self.slots.take_events()
+        self.slots.pool.take_events()
     }
 
     /// The slot that holds a block and can be loaded from.
     pub(super) fn resident(&self, key: &BlockKey) -> Option<BlockId> {
-        self.slots.find(key).filter(|&slot| !self.slots.is_filling(slot))
+        self.resident_or_filling(key).filter(|&slot| !self.slots.is_filling(slot))
     }
 
     /// The slot that holds a block, or that a store fills with it.
     pub(super) fn resident_or_filling(&self, key: &BlockKey) -> Option<BlockId> {
-        self.slots.find(key)
+        self.slots.pool.get(&key.hash, key.group)
     }
 
     /// Keeps slots and their content in place until they are unpinned.
     pub(super) fn pin(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.slots.pin(slots)
+        self.slots.pool.pin(slots)
     }
 
     pub(super) fn unpin(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.slots.unpin(slots)?;
+        self.slots.pool.unpin(slots)?;
         self.retry(slots);
         Ok(())
     }
@@ -176,7 +176,7 @@ impl Tier {
     pub(super) fn fill_below(&mut self, slot: BlockId, key: BlockKey, parent: Option<BlockHash>) {
         // In a list that is no true chain a block's parent may have the block's own hash.
         let parent = parent.map(|hash| BlockKey { hash, group: key.group }).filter(|it| *it != key);
-        let above = parent.and_then(|parent| self.slots.find(&parent));
+        let above = parent.and_then(|parent| self.resident_or_filling(&parent));
         self.fill(slot, key, above.unwrap_or(BlockId::NULL));
         if let (Some(parent), None) = (parent, above) {
             self.chains.await_key(slot, parent);
@@ -193,9 +193,9 @@ impl Tier {
         group: GroupId,
         parent: BlockId,
     ) -> Result<(Vec<(usize, BlockId)>, usize)> {
-        let kept = self.slots.prefix(hashes, group);
+        let kept = self.slots.pool.prefix(hashes, group);
         let due = &hashes[kept.len()..];
-        let num_missing = due.len() - self.slots.num_held(due, group);
+        let num_missing = due.len() - self.slots.pool.num_held(due, group);
         // All of them, not the last alone: in a list that is no true chain they need not stand
         // above one another, and a slot must not be evicted and then become its own parent.
         self.pin(&[parent])?;
@@ -225,7 +225,7 @@ impl Tier {
         for (at, &hash) in hashes.iter().enumerate().skip(kept.len()) {
             let key = BlockKey { hash, group };
             // Each time anew: a list that is no true chain may hold a key twice.
-            if let Some(slot) = self.slots.find(&key) {
+            if let Some(slot) = self.resident_or_filling(&key) {
                 above = slot;
             } else {
                 let Some((&slot, others)) = rest.split_first() else { break };
@@ -236,7 +236,7 @@ impl Tier {
             }
             num_kept = at + 1;
         }
-        self.slots.give_back(rest)?;
+        self.slots.pool.free(rest)?;
         Ok((placed, num_kept))
     }
 
@@ -250,7 +250,7 @@ impl Tier {
     ) -> Result<usize> {
         let Filling { keys, parents, ends } = filling;
         let mut kept = self.slots.publish(slots);
-        if self.slots.records_events() {
+        if self.slots.pool.medium().is_some() {
             let continues = |&before: &usize, &at: &usize| {
                 at == before + 1
                     && keys[before].group == keys[at].group
@@ -263,7 +263,7 @@ impl Tier {
         if kept.len() < slots.len() {
             let is_fenced = |&at: &usize| kept.binary_search(&at).is_err();
             let fenced: Vec<_> = (0..slots.len()).filter(is_fenced).map(|at| slots[at]).collect();
-            self.slots.give_back(&fenced)?;
+            self.slots.pool.free(&fenced)?;
         }
         // The first block of a prompt is evicted last, whatever its group. So what is left is a
         // shorter prefix that every group still serves.
@@ -281,7 +281,7 @@ impl Tier {
             ..Origin::default()
         };
         let hashes: Vec<_> = filling.keys[run.clone()].iter().map(|key| key.hash).collect();
-        self.slots.report_published(&hashes, group, origin);
+        self.slots.pool.report_stored(&hashes, group, origin);
     }
 
     /// Drops the slots of a store that nobody waits for any more, and all slots below them. Without
@@ -294,7 +294,7 @@ impl Tier {
 
     /// Takes back slots in use that hold no key.
     pub(super) fn give_back(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.slots.give_back(slots)
+        self.slots.pool.free(slots)
     }
 
     /// Makes slots the most recent ones, the last most of all. Each comes with whether it is a hit.
@@ -314,8 +314,8 @@ impl Tier {
     pub(super) fn reset(&mut self) -> Result<()> {
         let residents: Vec<BlockId> =
             self.slots.iter().filter(|&slot| self.policy.contains(slot)).collect();
-        self.slots.evict(&residents)?;
-        self.slots.give_back(&residents)?;
+        self.slots.pool.evict(&residents)?;
+        self.slots.pool.free(&residents)?;
         self.policy.clear();
         self.num_losses += 1;
         let filling: Vec<BlockId> =
@@ -341,8 +341,8 @@ impl Tier {
         self.slots.withdraw(&filling);
         let parents: Vec<BlockId> = all.into_iter().map(|slot| self.forget(slot)).collect();
         self.retry(&parents);
-        self.slots.evict(&residents)?;
-        self.slots.give_back(&residents)
+        self.slots.pool.evict(&residents)?;
+        self.slots.pool.free(&residents)
     }
 
     /// Drops those of `slots` that are resident, because their content is damaged. Their children
@@ -360,7 +360,7 @@ impl Tier {
             let parent = self.forget(slot);
             self.retry(&[parent]);
         }
-        self.slots.evict(&lost)?;
+        self.slots.pool.evict(&lost)?;
         self.num_losses += u64::from(!lost.is_empty());
         Ok(lost)
     }
@@ -372,12 +372,12 @@ impl Tier {
         let parent = |slot| self.chains.parent(slot);
         self.policy.check(|slot| self.slots.key(slot), parent, |slot| self.is_evictable(slot))?;
         let is_kept = |slot| is_resident(slot) || self.slots.is_filling(slot);
-        self.chains.check(is_kept, |key| self.slots.find(key).is_some())
+        self.chains.check(is_kept, |key| self.resident_or_filling(key).is_some())
     }
 
     /// Number of pins on all slots.
     pub(super) fn num_pins(&self) -> usize {
-        self.slots.iter().map(|slot| self.slots.num_pins(slot) as usize).sum()
+        self.slots.iter().map(|slot| self.slots.pool.num_pins(slot) as usize).sum()
     }
 
     /// Number of slots in use.

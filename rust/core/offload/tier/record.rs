@@ -43,7 +43,7 @@ impl Tier {
             width: self.slots.hash_width(),
             residents: self.slots.iter().filter_map(resident).collect(),
             awaited: self.chains.awaited(),
-            empty: self.slots.empty().collect(),
+            empty: self.slots.pool.free_order().collect(),
             policy: self.policy.to_record(),
             num_evicted: self.num_evicted,
         }
@@ -79,7 +79,7 @@ impl Tier {
             group.attention == Attention::Full
                 && slot_key.is_some_and(|slot_key| slot_key.group == key.group)
         };
-        self.slots.agree_width(width)?;
+        self.slots.pool.agree_width(width)?;
         self.slots.take(num_slots)?;
         for &(slot, key, _) in &residents {
             if !self.slots.restore(slot, &key) {
@@ -100,7 +100,7 @@ impl Tier {
         if empty.iter().any(|&slot| !slots.contains(slot) || slots.key(slot).is_some()) {
             return damaged("an empty host slot holds a key");
         }
-        self.slots.give_back(&empty).or_else(|_| damaged("a host slot is empty twice"))?;
+        self.slots.pool.free(&empty).or_else(|_| damaged("a host slot is empty twice"))?;
         let slots = &self.slots;
         self.policy.restore(policy, |slot| slots.key(slot))?;
         for (slot, parent) in awaited {

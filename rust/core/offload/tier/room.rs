@@ -8,13 +8,14 @@ use super::Tier;
 impl Tier {
     /// Whether a resident slot may be evicted for room: an unpinned leaf.
     pub(super) fn is_evictable(&self, slot: BlockId) -> bool {
-        self.chains.is_leaf(slot) && self.slots.num_pins(slot) == 0
+        self.chains.is_leaf(slot) && self.slots.pool.num_pins(slot) == 0
     }
 
     /// Lets the policy consider slots again that have lost a pin or a child.
     pub(super) fn retry(&mut self, candidates: &[BlockId]) {
         let Self { policy, chains, slots, .. } = self;
-        let is_evictable = |slot: &BlockId| chains.is_leaf(*slot) && slots.num_pins(*slot) == 0;
+        let is_evictable =
+            |slot: &BlockId| chains.is_leaf(*slot) && slots.pool.num_pins(*slot) == 0;
         policy.retry(candidates.iter().copied().filter(is_evictable));
     }
 
@@ -23,12 +24,12 @@ impl Tier {
     /// # Errors
     /// [`Error::NoRoomForImage`], and nothing changed, where there are too few.
     pub(in crate::offload) fn reserve_all(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
-        let available = self.slots.num_empty() + self.num_evictable();
+        let available = self.slots.pool.num_free() + self.num_evictable();
         if num_slots > available {
             return Err(Error::NoRoomForImage { needed: num_slots, available });
         }
         // A slot that is skipped because of a child can be evicted once the child has gone.
-        while self.slots.num_empty() < num_slots {
+        while self.slots.pool.num_free() < num_slots {
             self.make_room(num_slots)?;
         }
         self.reserve(num_slots)
@@ -39,7 +40,7 @@ impl Tier {
     fn num_evictable(&self) -> usize {
         let mut stays = vec![false; self.slots.len() + 1];
         stays[0] = true;
-        for slot in self.slots.iter().filter(|&slot| self.slots.num_pins(slot) > 0) {
+        for slot in self.slots.iter().filter(|&slot| self.slots.pool.num_pins(slot) > 0) {
             let mut at = slot;
             while !std::mem::replace(&mut stays[at.index()], true) {
                 at = self.chains.parent(at);
@@ -58,12 +59,12 @@ impl Tier {
 
     /// Evicts until `num_slots` are empty, or no slot can be evicted.
     fn make_room(&mut self, num_slots: usize) -> Result<()> {
-        let num_missing = num_slots.saturating_sub(self.slots.num_empty());
+        let num_missing = num_slots.saturating_sub(self.slots.pool.num_free());
         let mut victims = Vec::with_capacity(num_missing.min(self.num_resident()));
         let mut skipped = Vec::new();
         while victims.len() < num_missing {
             let Self { policy, chains, slots, .. } = self;
-            let is_evictable = |slot| chains.is_leaf(slot) && slots.num_pins(slot) == 0;
+            let is_evictable = |slot| chains.is_leaf(slot) && slots.pool.num_pins(slot) == 0;
             let Some(slot) = policy.victim(is_evictable) else { break };
             let parent = self.forget(slot);
             if self.policy.has_skipped(parent) {
@@ -76,8 +77,8 @@ impl Tier {
         // Empty slots are reserved in the order in which they became empty: ascending order makes
         // long runs.
         victims.sort_unstable();
-        self.slots.evict(&victims)?;
-        self.slots.release(&victims);
+        self.slots.pool.evict(&victims)?;
+        self.slots.pool.release(victims.iter().copied());
         self.num_evicted += victims.len();
         Ok(())
     }

@@ -10,10 +10,8 @@
 //! A slot that a store fills holds its key already, so that no second store fills another slot with
 //! it. The key is withheld from lookups and events until the store is complete.
 
-use std::ops::Range;
-
 use crate::error::{Error, Result};
-use crate::event::{Event, Medium, Origin};
+use crate::event::Medium;
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::BlockPool;
@@ -21,8 +19,9 @@ use crate::pool::BlockPool;
 /// Slots `1..=num_slots`. 5 bytes a slot besides the pool.
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct Slots {
-    /// An empty slot is a free block. A slot in use has one reference, the tier's own.
-    pool: BlockPool,
+    /// An empty slot is a free block. A slot in use has one reference, the tier's own. It is empty
+    /// again once it is free and its last pin ends.
+    pub(super) pool: BlockPool,
     /// Number of loads that read the slot.
     num_loads: Vec<u32>,
     /// Whether a store fills the slot and its key is withheld.
@@ -55,16 +54,6 @@ impl Slots {
         self.pool.num_usable()
     }
 
-    /// Number of slots that [`Slots::take`] can take.
-    pub(super) fn num_empty(&self) -> usize {
-        self.pool.num_free()
-    }
-
-    /// The empty slots, the next to take first.
-    pub(super) fn empty(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.pool.free_order()
-    }
-
     /// Number of slots whose keys are withheld.
     pub(in crate::offload) fn num_filling(&self) -> usize {
         self.num_filling
@@ -73,12 +62,6 @@ impl Slots {
     #[inline]
     pub(super) fn is_filling(&self, slot: BlockId) -> bool {
         self.is_filling[slot.index()]
-    }
-
-    /// Number of pins on `slot`.
-    #[inline]
-    pub(super) fn num_pins(&self, slot: BlockId) -> u32 {
-        self.pool.num_pins(slot)
     }
 
     /// Whether a slot is in use: resident, filling, or part of a sleep image.
@@ -101,17 +84,7 @@ impl Slots {
         if self.contains(slot) { self.pool.key(slot) } else { None }
     }
 
-    /// The slot that holds a key, withheld or not.
-    pub(super) fn find(&self, key: &BlockKey) -> Option<BlockId> {
-        self.pool.get(&key.hash, key.group)
-    }
-
-    /// The slots of the longest prefix of `hashes` that is held, withheld keys included.
-    pub(super) fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
-        self.pool.prefix(hashes, group)
-    }
-
-    /// As [`Slots::prefix`], up to the first key that is withheld.
+    /// The slots of the longest prefix of `hashes` that is held, up to the first key that is withheld.
     pub(super) fn published_prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
         let mut found = self.pool.prefix(hashes, group);
         if self.num_filling > 0 {
@@ -121,33 +94,8 @@ impl Slots {
         found
     }
 
-    /// Number of `hashes` that are held, withheld keys included.
-    pub(super) fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
-        self.pool.num_held(hashes, group)
-    }
-
-    pub(super) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
-        self.pool.agree_width(width)
-    }
-
     pub(in crate::offload) fn hash_width(&self) -> HashWidth {
         self.pool.hash_width()
-    }
-
-    pub(super) fn records_events(&self) -> bool {
-        self.pool.medium().is_some()
-    }
-
-    pub(super) fn take_events(&mut self) -> Vec<Event> {
-        self.pool.take_events()
-    }
-
-    pub(super) fn pin(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.pool.pin(slots)
-    }
-
-    pub(super) fn unpin(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.pool.unpin(slots)
     }
 
     /// Whether a load reads the slot.
@@ -170,7 +118,7 @@ impl Slots {
     /// At most `num_slots` empty slots, in use from now on and without a key.
     pub(super) fn take(&mut self, num_slots: usize) -> Result<Vec<BlockId>> {
         let mut slots = Vec::new();
-        self.pool.allocate(num_slots.min(self.num_empty()), &mut slots)?;
+        self.pool.allocate(num_slots.min(self.pool.num_free()), &mut slots)?;
         Ok(slots)
     }
 
@@ -213,38 +161,13 @@ impl Slots {
         published
     }
 
-    /// Records the events of keys that were published.
-    pub(super) fn report_published(
-        &mut self,
-        hashes: &[BlockHash],
-        group: GroupId,
-        origin: impl Fn(Range<usize>) -> Origin,
-    ) {
-        self.pool.report_stored(hashes, group, origin);
-    }
-
-    /// Drops withheld keys. The slots stay in use until [`Slots::give_back`].
+    /// Drops withheld keys. The slots stay in use.
     pub(super) fn withdraw(&mut self, slots: &[BlockId]) {
         self.pool.remove_unreported(slots);
         for slot in slots {
             self.num_filling -= usize::from(self.is_filling(*slot));
             self.is_filling[slot.index()] = false;
         }
-    }
-
-    /// Drops the keys of resident slots. The slots stay in use until [`Slots::give_back`].
-    pub(super) fn evict(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.pool.evict(slots)
-    }
-
-    /// Makes slots in use empty. A pinned slot is empty once its last pin ends.
-    pub(super) fn give_back(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.pool.free(slots)
-    }
-
-    /// As [`Slots::give_back`], for slots that are known to be in use: in one pass.
-    pub(super) fn release(&mut self, slots: &[BlockId]) {
-        self.pool.release(slots.iter().copied());
     }
 
     /// Gives a slot in use the key that a snapshot has for it. Returns false unless the key is new
@@ -277,7 +200,7 @@ impl Slots {
             if (is_resident || is_filling) && self.pool.num_refs(slot) != 1 {
                 return broken(format!("slot {slot} has {} references", self.pool.num_refs(slot)));
             }
-            if self.num_loads[slot.index()] > self.num_pins(slot) {
+            if self.num_loads[slot.index()] > self.pool.num_pins(slot) {
                 return broken(format!("a load reads slot {slot} without a pin"));
             }
         }
