@@ -33,7 +33,7 @@ use crate::lock::{detached, lock};
 /// Args:
 ///     max_keys: the most keys that the curve watches at a time, at least 64. None: no bound.
 ///     max_bytes: the most memory that the curve takes. None: no bound. With 32 MiB, a curve is
-///         exact for 450,000 distinct blocks.
+///         exact for 400,000 distinct blocks.
 ///     seed: chooses the sample. Equal seeds and requests give equal curves.
 ///
 /// Raises:

@@ -257,6 +257,19 @@ fn curve_of_bounded_memory_stays_within_its_bytes() {
     }
 }
 
+/// The table has room for exactly so many keys, and is emptied in part again and again.
+#[test]
+fn table_of_a_bounded_curve_never_grows() {
+    let config = HitCurveConfig { max_keys: Some(28_672), ..Default::default() };
+    let of_empty = curve_of(&[], config).memory_bytes();
+    let mut curve = HitCurve::new(config).unwrap();
+    for keys in long_trace(20_000) {
+        curve.add(&keys).unwrap();
+        assert!(curve.memory_bytes() < 2 * of_empty, "{} bytes", curve.memory_bytes());
+    }
+    assert!(curve.rate() < 0.5);
+}
+
 #[test]
 fn sampled_curve_is_near_the_exact_one() {
     let requests = long_trace(20_000);

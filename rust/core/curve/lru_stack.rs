@@ -175,23 +175,26 @@ impl LruStack {
     }
 
     /// Gives each key a new role, or drops it. Uses count half from now on.
-    pub(super) fn reassign(&mut self, role: impl Fn(u64, Role, u32) -> Option<Role>) {
-        let (held, sampled) = (&mut self.held, &mut self.sampled);
-        self.entries.retain(|&key, entry| {
-            let is_held = held.is_set(entry.slot);
+    pub(super) fn reassign(&mut self, new_role: impl Fn(u64, Role, u32) -> Option<Role>) {
+        // Keys that are taken out of a table leave traces, and a table that is full of them doubles
+        // its size. Emptied, it has none.
+        let mut kept = Vec::with_capacity(self.entries.len());
+        for (key, mut entry) in self.entries.drain() {
+            let is_held = self.held.is_set(entry.slot);
             let old = if is_held { Role::Held } else { Role::Sampled };
-            let new = role(key, old, entry.num_uses);
+            let new = new_role(key, old, entry.num_uses);
             if new != Some(old) {
-                if is_held { &mut *held } else { &mut *sampled }.flip(entry.slot);
+                if is_held { &mut self.held } else { &mut self.sampled }.flip(entry.slot);
                 match new {
-                    Some(Role::Held) => held.flip(entry.slot),
-                    Some(Role::Sampled) => sampled.flip(entry.slot),
-                    None => {}
+                    Some(Role::Held) => self.held.flip(entry.slot),
+                    Some(Role::Sampled) => self.sampled.flip(entry.slot),
+                    None => continue,
                 }
             }
             entry.num_uses = (entry.num_uses / 2).max(1);
-            new.is_some()
-        });
+            kept.push((key, entry));
+        }
+        self.entries.extend(kept);
         self.held.count();
         self.sampled.count();
     }

@@ -14,9 +14,9 @@ const MAX_HALVINGS: u32 = 32;
 /// One key in so many lookups is drawn to be held.
 const LOOKUPS_PER_DRAW: u64 = 8;
 
-/// Bytes that a key takes beside its place in the table: slots, twice while they are moved, and a bin
-/// in each histogram, with the room that their lists keep free.
-const BESIDE_TABLE_BYTES: usize = 40;
+/// Bytes that a key takes beside its place in the table: slots, a bin in each histogram with the
+/// room that their lists keep free, and its entry once more while keys get new roles.
+const BESIDE_TABLE_BYTES: usize = 56;
 
 /// A sample of keys by hash, and the share of memory that keys with many uses may hold outside it.
 #[derive(Clone, Debug)]
