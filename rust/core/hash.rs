@@ -199,10 +199,12 @@ pub struct HashOptions<'a> {
 /// let whole = hash_tokens(&tokens, 16, HashOptions::default())?;
 /// assert_eq!(whole.len(), 2);
 ///
-/// // A chain continues from any digest. let first = whole.width().digest(&whole.as_slice()[0]);
-/// assert_eq!(first[..4], [0xdc, 0x91, 0x8a, 0x88]); let rest = hash_tokens(&tokens[16..], 16,
-/// HashOptions { parent: Some(first), ..Default::default() })?; assert_eq!(rest.as_slice(),
-/// &whole.as_slice()[1..]);
+/// // A chain continues from any digest.
+/// let first = whole.width().digest(&whole.as_slice()[0]);
+/// assert_eq!(first[..4], [0xdc, 0x91, 0x8a, 0x88]);
+/// let options = HashOptions { parent: Some(first), ..HashOptions::default() };
+/// let rest = hash_tokens(&tokens[16..], 16, options)?;
+/// assert_eq!(rest.as_slice(), &whole.as_slice()[1..]);
 /// # Ok::<(), kvstow_core::error::Error>(())
 /// ```
 ///

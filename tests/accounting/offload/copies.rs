@@ -19,7 +19,7 @@ impl World {
         }
         let which = which % self.copies.len();
         let copy = &self.copies[which];
-        let (job_id, rank) = (copy.job.job_id, copy.num_reported);
+        let (job_id, rank, is_fenced) = (copy.job.job_id, copy.num_reported, copy.is_fenced);
         let is_sound = |place: &u32| copy.loads_for.is_none() || !self.is_bad(*place, rank);
         let are_ok: Vec<bool> = copy.job.host_slots.iter().map(is_sound).collect();
         let bad = copy.job.host_slots.iter().zip(&are_ok).filter(|&(_, is_sound)| !is_sound);
@@ -30,7 +30,7 @@ impl World {
         let end = self.scheduler.complete(job_id, rank, outcome).unwrap();
         assert!(self.scheduler.complete(job_id, rank, is_ok).is_err(), "a rank reports once");
         if !is_whole {
-            self.drop_slots(&bad);
+            self.drop_slots(&bad, is_fenced);
         }
         let copy = &mut self.copies[which];
         copy.num_reported += 1;
@@ -78,12 +78,13 @@ impl World {
         }
     }
 
-    /// Checks that slots that a load found damaged are dropped.
-    pub(super) fn drop_slots(&mut self, bad: &[u32]) {
+    /// Checks that slots that a load found damaged are dropped. If a reset or another rank's report
+    /// dropped them before, another slot may hold their blocks now.
+    pub(super) fn drop_slots(&mut self, bad: &[u32], is_fenced: bool) {
         for &place in bad {
             let slot = self.slot(place);
-            self.damaged.insert(slot);
-            if self.config.mode == Mode::Eager {
+            let is_first = self.damaged.insert(slot) && !is_fenced;
+            if is_first && self.config.mode == Mode::Eager {
                 let per_slot = self.config.blocks_per_slot;
                 for at in slot * per_slot..(slot + 1) * per_slot {
                     let held = self.rotten.get(&u32::try_from(at).unwrap());

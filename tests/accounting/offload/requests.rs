@@ -190,8 +190,15 @@ impl World {
         contents: Vec<Content>,
         loads_for: Option<(usize, usize, usize)>,
     ) {
-        let copy =
-            Copy { job, contents, loads_for, num_reported: 0, has_failed: false, is_late: false };
+        let copy = Copy {
+            job,
+            contents,
+            loads_for,
+            num_reported: 0,
+            has_failed: false,
+            is_late: false,
+            is_fenced: false,
+        };
         self.ledger.pool_mut().pin(&copy.job.block_ids).unwrap();
         let busy = self.copies.iter().flat_map(|other| &other.job.host_slots);
         if copy.loads_for.is_none() {

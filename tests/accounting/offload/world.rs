@@ -40,6 +40,8 @@ pub(super) struct Copy {
     pub(super) num_reported: usize,
     pub(super) has_failed: bool,
     pub(super) is_late: bool,
+    /// Whether a reset came after it began. Then the tier has dropped its slots already.
+    pub(super) is_fenced: bool,
 }
 
 pub(super) struct World {
@@ -162,6 +164,7 @@ impl World {
             Op::Sleep(rest, more) => self.sleep(*rest, *more),
             Op::Reset => {
                 self.scheduler.reset().unwrap();
+                self.copies.iter_mut().for_each(|copy| copy.is_fenced = true);
                 self.storable.clear();
                 if self.config.mode == Mode::Lazy {
                     self.storable.extend(&self.device); // the device's blocks may be stored again
