@@ -63,6 +63,32 @@ impl OffloadScheduler {
         block_ids: &[Vec<BlockId>],
         deadline: Option<f64>,
     ) -> Result<Job> {
+        let (slots, copies) = self.plan_load(request_id, num_tokens, block_ids)?;
+        self.host.pin(&slots)?;
+        let request = self.requests.get_mut(request_id)?;
+        let end = request.held.num_local_tokens + num_tokens;
+        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
+        self.host.begin_loads(&slots);
+        for blocks in block_ids {
+            Self::forget_computed(&mut self.computed, blocks);
+        }
+        self.counters.query_tokens += std::mem::take(&mut request.num_queried);
+        self.counters.hit_tokens += num_tokens;
+        request.num_hit_tokens = 0;
+        let hashes = std::mem::take(&mut request.hashes);
+        self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
+        self.requests.get_mut(request_id)?.hashes = hashes;
+        let kind = Kind::Load { host_slots: copies.host_slots.clone() };
+        Ok(self.begin(copies, slots, kind, deadline))
+    }
+
+    /// Checks a load. Returns its slots, and its copies.
+    fn plan_load(
+        &self,
+        request_id: &str,
+        num_tokens: usize,
+        block_ids: &[Vec<BlockId>],
+    ) -> Result<(Vec<BlockId>, Copies)> {
         self.check_multiple("external", num_tokens)?;
         self.check_num_groups(block_ids.len())?;
         let request = self.requests.get(request_id)?;
@@ -122,22 +148,7 @@ impl OffloadScheduler {
             copies.end_group();
         }
         check_targets(&block_ids.concat())?;
-        self.host.pin(&slots)?;
-        let request = self.requests.get_mut(request_id)?;
-        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
-        self.host.begin_loads(&slots);
-        for blocks in block_ids {
-            Self::forget_computed(&mut self.computed, blocks);
-        }
-        self.counters.query_tokens += std::mem::take(&mut request.num_queried);
-        self.counters.hit_tokens += num_tokens;
-        request.num_hit_tokens = 0;
-        let hashes = std::mem::take(&mut request.hashes);
-        let end = start + num_tokens;
-        self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
-        self.requests.get_mut(request_id)?.hashes = hashes;
-        let kind = Kind::Load { host_slots: copies.host_slots.clone() };
-        Ok(self.begin(copies, slots, kind, deadline))
+        Ok((slots, copies))
     }
 
     /// Unpins what a request's lookup holds.

@@ -4,7 +4,7 @@
 //! one victim after the other. Only the tier knows which slots are evictable (unpinned leaves). To
 //! add a policy, write a file with a [`Policy`], and an arm in each `match` below.
 //!
-//! May import: error, ids, key, ledger.
+//! May import: error, ids, key, ledger, pool.
 
 mod ghosts;
 mod hit_density;
