@@ -717,7 +717,7 @@ class TransferInitiated:
         """Id of the job."""
     @property
     def direction(self) -> Literal["store", "load"]:
-        """"store" copies from the device to the host, "load" from the host to the device."""
+        """The direction: "store" copies to the host, "load" copies to the device."""
     @property
     def num_blocks(self) -> int:
         """Number of device blocks."""
@@ -742,7 +742,7 @@ class TransferCompleted:
         """Id of the job."""
     @property
     def direction(self) -> Literal["store", "load"]:
-        """"store" copies from the device to the host, "load" from the host to the device."""
+        """The direction: "store" copies to the host, "load" copies to the device."""
     @property
     def ok(self) -> bool:
         """Whether the copies count, as in `JobEnd.ok`."""

@@ -71,7 +71,7 @@ impl JobEnd {
 pub(crate) struct TransferInitiated {
     /// Id of the job.
     job_id: u64,
-    /// "store" copies from the device to the host, "load" from the host to the device.
+    /// The direction: "store" copies to the host, "load" copies to the device.
     direction: &'static str,
     /// Number of device blocks.
     num_blocks: usize,
@@ -110,7 +110,7 @@ impl CacheStoreCommitted {
 pub(crate) struct TransferCompleted {
     /// Id of the job.
     job_id: u64,
-    /// "store" copies from the device to the host, "load" from the host to the device.
+    /// The direction: "store" copies to the host, "load" copies to the device.
     direction: &'static str,
     /// Whether the copies count, as in `JobEnd.ok`.
     ok: bool,
