@@ -4,8 +4,6 @@ import operator
 
 from kvstow._core import ConfigError
 
-__all__ = ["checked_int"]
-
 
 def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:
     """Return `value` as an int from `low` to `high`.

@@ -18,8 +18,6 @@ import click
 from kvstow._core import ConfigError, __version__
 from kvstow.output import STANDARD_OUTPUT, discard_standard_output
 
-__all__ = ["main"]
-
 EXIT_USAGE: Final = 2
 EXIT_BUG: Final = os.EX_SOFTWARE  # 70
 EXIT_IO: Final = os.EX_IOERR  # 74

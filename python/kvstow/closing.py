@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Closing", "call_all"]
-
 
 class Closing(ABC):
     """A context manager that calls `close` at its end."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from kvstow._core import ConfigError
 
-__all__ = ["check_memory", "free_memory"]
-
 _ROOT = Path("/")
 
 

@@ -18,8 +18,6 @@ from rich.table import Table
 
 from kvstow.closing import Closing
 
-__all__ = ["STANDARD_OUTPUT", "Output", "discard_standard_output", "print_text", "with_output"]
-
 STANDARD_OUTPUT: Final = "standard output"
 
 

@@ -9,8 +9,6 @@ from typing import Final
 
 from kvstow._core import ConfigError
 
-__all__ = ["parse_bytes"]
-
 _UNITS: Final = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for base, suffix in ((1000, "B"), (1024, "IB"))

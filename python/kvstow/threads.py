@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-__all__ = ["map_on_threads"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 # How often the caller looks without a wake-up, because an interrupt may have lost one.

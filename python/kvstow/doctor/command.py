@@ -10,8 +10,6 @@ from rich.text import Text
 from kvstow.doctor import Finding, diagnose
 from kvstow.output import Output, with_output
 
-__all__ = ["doctor"]
-
 EXIT_OK, EXIT_BROKEN = 0, 1
 _STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["Finding", "Status", "run_check"]
-
 Status: TypeAlias = Literal["ok", "missing", "broken"]
 
 

@@ -15,8 +15,6 @@ from kvstow.transfer.cuda.pinning import memory_node, nearest_cpus, pin
 from kvstow.transfer.cuda.runtime import cuda_runtime, import_cupy
 from kvstow.transfer.mover import Direction
 
-__all__ = ["RAISE_LIMIT", "cupy_findings", "link_findings"]
-
 _FRAGMENTS_KIB = (4, 8, 16, 32, 64, 128, 256)
 _PINNED_BYTES = 64 << 20
 RAISE_LIMIT = "raise the limit: ulimit -l unlimited (container: docker run --ulimit memlock=-1)"

@@ -11,8 +11,6 @@ from kvstow.engine.state import State
 from kvstow.engine.transfer import Transfer
 from kvstow.transfer import Event
 
-__all__ = ["Wish", "admit"]
-
 _MAX_TOKENS = 1 << 40  # the most that the ledger counts
 
 

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from kvstow.engine.transfer import Transfer
 
-__all__ = ["Admission", "AdmissionState", "Awake", "Ids", "Landed"]
-
 Ids: TypeAlias = npt.NDArray[np.int32]
 
 

@@ -9,15 +9,6 @@ import numpy.typing as npt
 from kvstow._core import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.arguments import checked_int
 
-__all__ = [
-    "check_callables",
-    "check_sizes",
-    "checked_counts",
-    "checked_groups",
-    "checked_limit_s",
-    "checked_names",
-]
-
 _MAX_SIZE = 1 << 40
 
 Group = FullAttention | SlidingWindow | ChunkedLocal | StateSpace

@@ -17,8 +17,6 @@ from kvstow.engine.state import State
 from kvstow.engine.transfer import Direction, Transfer
 from kvstow.transfer import Event, TransferTimeout
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """Begins copies, and accounts for their end in the state of the engine.

@@ -55,8 +55,6 @@ from kvstow.transfer import Event, HostArena, Mover, mover_for
 from kvstow.transfer.layout import MAX_BLOCKS
 from kvstow.transfer.mover import check_event
 
-__all__ = ["Engine", "Policy"]
-
 Policy: TypeAlias = Literal["lru", "hit-density"]
 
 

@@ -7,8 +7,6 @@ from kvstow.closing import Closing
 from kvstow.engine.state import State
 from kvstow.observability.events import BlockEvent, EventFile, TransferEvent
 
-__all__ = ["EventLog"]
-
 
 class EventLog(Closing):
     """Moves events from ledger and scheduler to the caller's lists and to a file.

@@ -19,14 +19,6 @@ from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 from kvstow.transfer.arena import slot_stride_bytes
 
-__all__ = [
-    "MakeMover",
-    "RankLayouts",
-    "Ranks",
-    "build_arenas",
-    "checked_layouts",
-]
-
 RankLayouts: TypeAlias = Sequence[BlockLayout] | Sequence[Sequence[BlockLayout]]
 MakeMover: TypeAlias = Callable[[BlockLayout, HostArena], Mover]
 

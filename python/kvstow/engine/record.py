@@ -11,8 +11,6 @@ from kvstow.engine.snapshot_file import Image, Model
 from kvstow.engine.state import Request, State
 from kvstow.transfer import BlockLayout
 
-__all__ = ["Record", "block_bytes", "damaged", "image_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

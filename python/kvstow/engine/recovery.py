@@ -23,8 +23,6 @@ from kvstow._core import UnknownRequest
 from kvstow.engine.copies import Copies
 from kvstow.engine.state import State
 
-__all__ = ["mend", "recover", "settle"]
-
 
 def recover(state: State, copies: Copies) -> None:
     """Repair the state, if an exception has cut the last operation short."""

@@ -31,8 +31,6 @@ from kvstow.engine.snapshot_file import HOST, Image, Model, SnapshotFile, To, wr
 from kvstow.engine.state import Asleep, State
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket
 
-__all__ = ["BlockIds", "NewDevice", "awaken", "fall_asleep", "restart"]
-
 BlockIds: TypeAlias = Literal["same", "packed"] | Sequence[int] | npt.NDArray[np.integer]
 
 

@@ -10,8 +10,6 @@ from kvstow._core import SnapshotError
 from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.output import Output, with_output
 
-__all__ = ["snapshot"]
-
 EXIT_OK, EXIT_DAMAGED = 0, 1
 _MAX_NAMED_SLOTS = 10
 

@@ -37,8 +37,6 @@ from kvstow.threads import map_on_threads
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
 
-__all__ = ["HOST", "Image", "Model", "Place", "SnapshotFile", "To", "write_snapshot"]
-
 VERSION: Final = 1
 _MAGIC: Final = b"KVSTOW\r\n"
 _PREFIX: Final = struct.Struct("<8sIII")

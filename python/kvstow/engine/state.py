@@ -33,8 +33,6 @@ from kvstow.engine.arguments import Group
 from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import HOST, Image, To
 
-__all__ = ["Asleep", "Blueprint", "Change", "Ints", "Known", "Request", "State"]
-
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Known: TypeAlias = tuple[list[bytes], list[int] | None, list[tuple[object, ...] | None] | None]
 

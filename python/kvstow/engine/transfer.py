@@ -7,8 +7,6 @@ from kvstow._core import Job
 from kvstow.transfer import Ticket
 from kvstow.transfer.ticket import outcome
 
-__all__ = ["Direction", "Transfer"]
-
 Direction: TypeAlias = Literal["store", "load"]
 
 

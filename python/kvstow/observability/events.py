@@ -40,8 +40,6 @@ from kvstow._core import (
 from kvstow.closing import Closing
 from kvstow.transfer.fork import close_in_children
 
-__all__ = ["BlockEvent", "EventFile", "TransferEvent", "event_fields"]
-
 BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 TransferEvent: TypeAlias = TransferInitiated | CacheStoreCommitted | TransferCompleted
 

@@ -19,8 +19,6 @@ except ImportError as error:
         "MetricsCollector needs prometheus_client: pip install 'kvstow[metrics]'", name=error.name
     ) from error
 
-__all__ = ["METRICS", "Metric", "MetricsCollector"]
-
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 

@@ -12,8 +12,6 @@ from kvstow.replay.keys import block_digests, digest_words
 from kvstow.replay.model import ReplayModel
 from kvstow.replay.trace import Trace, TraceRequest
 
-__all__ = ["Batch", "Request", "Seats", "longest_table"]
-
 Ids = npt.NDArray[np.int32]
 Seats = npt.NDArray[np.int64]
 

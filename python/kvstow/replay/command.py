@@ -27,8 +27,6 @@ from kvstow.replay.report import figures_json, figures_table
 from kvstow.replay.state import ReplayState
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, read_trace
 
-__all__ = ["replay"]
-
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
 _REFRESH_S = 0.1
 _PIPE_PATIENCE_MS = 200

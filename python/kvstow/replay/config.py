@@ -15,15 +15,6 @@ from kvstow.replay.model import MODELS, ReplayModel, build_model
 from kvstow.sizes import parse_bytes
 from kvstow.transfer.arena import slot_stride_bytes
 
-__all__ = [
-    "REFERENCE_BYTES_PER_TOKEN",
-    "REFERENCE_MODEL",
-    "Option",
-    "ReplayConfig",
-    "Verify",
-    "link_bytes_per_s",
-]
-
 Verify = Literal["all", "sample", "off"]
 _T = TypeVar("_T")
 

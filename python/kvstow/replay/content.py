@@ -19,8 +19,6 @@ from kvstow._core import ConfigError
 from kvstow.replay.device import Array, HostDevice
 from kvstow.transfer import BlockLayout
 
-__all__ = ["Content", "Geometry", "GroupMemory", "device_memory", "page_shape"]
-
 Ids = npt.NDArray[np.integer]
 Keys = npt.NDArray[np.uint64]
 

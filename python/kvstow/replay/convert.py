@@ -17,8 +17,6 @@ from pathlib import Path
 from kvstow._core import hash_tokens
 from kvstow.replay.trace import Trace, TraceReader, TraceRequest
 
-__all__ = ["TokenReader", "VllmLogReader", "trace_json", "trace_lines"]
-
 _MAX_TOKEN_ID = 2**32 - 1
 
 

@@ -8,8 +8,6 @@ import click
 from kvstow.output import Output, with_output
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_json, trace_lines
 
-__all__ = ["trace"]
-
 
 @click.group()
 def trace() -> None:

@@ -13,8 +13,6 @@ from kvstow.replay.stopwatch import Stopwatch, UntimedCudaMover, UntimedHostMove
 from kvstow.transfer import READY, BlockLayout, CudaEvent, Event, HostArena, Mover, Region
 from kvstow.transfer.cuda.runtime import import_cupy
 
-__all__ = ["CudaDevice", "HostDevice", "MoverKind", "device_for"]
-
 MoverKind: TypeAlias = Literal["auto", "host", "cuda"]
 
 # An array of numpy, or of cupy, which has the same methods.

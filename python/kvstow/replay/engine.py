@@ -34,8 +34,6 @@ from kvstow.replay.sleeper import sleep_and_wake
 from kvstow.replay.state import ReplayState
 from kvstow.replay.trace import Trace
 
-__all__ = ["ReplayEngine"]
-
 Tokens = npt.NDArray[np.int64]
 
 

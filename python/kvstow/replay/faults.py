@@ -18,8 +18,6 @@ from kvstow._core import TransferError
 from kvstow.transfer import BlockLayout, Event, HostArena, HostMover, Ticket
 from kvstow.transfer.mover import Ints
 
-__all__ = ["LOAD_TIMEOUT_S", "FaultyMover", "FaultyTicket"]
-
 LOAD_TIMEOUT_S = 5.0
 """Deadline of loads in a replay with faults: virtual seconds, the wait for the link included."""
 

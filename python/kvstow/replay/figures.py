@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["Figures"]
-
 
 @dataclass(slots=True)
 class Figures:

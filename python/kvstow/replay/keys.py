@@ -17,8 +17,6 @@ import numpy.typing as npt
 from kvstow._core import hash_tokens
 from kvstow.replay.trace import TraceRequest
 
-__all__ = ["ALGORITHM", "block_digests", "digest_words"]
-
 ALGORITHM: Final = "xxhash_cbor"
 
 

@@ -18,8 +18,6 @@ import numpy as np
 from kvstow.engine import Transfer
 from kvstow.replay.faults import FaultyTicket
 
-__all__ = ["Links"]
-
 
 class Links:
     """The two directions of the link between device and host, and the transfers on them.

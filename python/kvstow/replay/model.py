@@ -20,8 +20,6 @@ from typing import Final, TypeAlias
 from kvstow._core import ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.replay.content import Geometry, page_shape
 
-__all__ = ["MODELS", "ModelGroup", "ReplayModel", "build_model"]
-
 Attention: TypeAlias = FullAttention | SlidingWindow | StateSpace
 
 

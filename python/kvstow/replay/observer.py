@@ -7,8 +7,6 @@ from kvstow.engine import Transfer
 from kvstow.replay.batch import Request
 from kvstow.replay.state import ReplayState
 
-__all__ = ["Observer"]
-
 
 class Observer:
     """The engine calls a method for each thing that happens; those of this base do nothing."""

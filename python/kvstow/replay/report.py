@@ -14,8 +14,6 @@ from kvstow.replay.state import ReplayState
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["figures_json", "figures_table"]
-
 
 def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str, object]:
     """Return the figures so far, ready for `json.dumps`."""

@@ -20,8 +20,6 @@ from kvstow.engine import Landed, Transfer
 from kvstow.replay.content import GARBAGE
 from kvstow.replay.state import ReplayState
 
-__all__ = ["Ended", "sleep_and_wake"]
-
 _Result = TypeVar("_Result")
 
 

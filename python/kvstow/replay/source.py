@@ -13,8 +13,6 @@ from typing import Any, Final, Never, cast
 
 from kvstow._core import ConfigError
 
-__all__ = ["STANDARD_INPUT", "Source"]
-
 STANDARD_INPUT: Final = "-"
 
 # The first bytes of a compressed stream, the module that opens one, the error that this module

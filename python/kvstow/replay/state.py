@@ -23,8 +23,6 @@ from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
 from kvstow.transfer import BlockLayout, HostArena, Mover
 
-__all__ = ["ReplayState"]
-
 
 class ReplayState(Closing):
     """The state of one replay.

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from kvstow.transfer import BlockLayout, CudaMover, Event, HostArena, HostMover, Mover, Ticket
 from kvstow.transfer.mover import Ints
 
-__all__ = ["Stopwatch", "UntimedCudaMover", "UntimedHostMover"]
-
 
 class Stopwatch:
     """A context manager that adds up the wall time spent in it."""

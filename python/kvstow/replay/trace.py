@@ -19,16 +19,6 @@ from typing import Never
 from kvstow._core import ConfigError
 from kvstow.replay.source import Source
 
-__all__ = [
-    "DEFAULT_BLOCK_SIZE",
-    "ChainedReader",
-    "ContentReader",
-    "Trace",
-    "TraceReader",
-    "TraceRequest",
-    "read_trace",
-]
-
 MAX_TRACE_ID = 2**63 - 1
 MAX_BLOCK_SIZE = 2**20
 DEFAULT_BLOCK_SIZE = 512

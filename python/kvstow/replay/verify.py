@@ -15,8 +15,6 @@ from kvstow.replay.content import GroupMemory, Ids, Keys
 from kvstow.replay.model import ReplayModel
 from kvstow.transfer import HostArena
 
-__all__ = ["Corruption", "Verifier"]
-
 MAX_REPORTS = 10
 _SAMPLE_SHIFT = np.uint64(60)  # leaves 4 bits of a digest: 1 in 16
 _CHUNK_BLOCKS = 256  # blocks compared at a time, few enough for the CPU's cache

@@ -14,8 +14,6 @@ from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.verified import VerifiedMover
 
-__all__ = ["arena_for", "mover_for"]
-
 
 def arena_for(
     layouts: Sequence[BlockLayout],

@@ -11,8 +11,6 @@ import os
 import weakref
 from typing import Final, Protocol
 
-__all__ = ["FORKED", "FORKED_TRANSFER", "close_in_children"]
-
 FORKED: Final = "belongs to the process that this one was forked from"
 FORKED_TRANSFER: Final = f"the transfer {FORKED}; only that process learns its end"
 

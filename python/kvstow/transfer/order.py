@@ -22,8 +22,6 @@ import numpy as np
 
 from kvstow.transfer.mover import Event, Index
 
-__all__ = ["JobOrder", "OrderedJob", "Turn"]
-
 
 @dataclass(slots=True)
 class Turn:

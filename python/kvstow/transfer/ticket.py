@@ -22,19 +22,6 @@ import numpy.typing as npt
 
 from kvstow._core import ChecksumMismatch, ConfigError, KvstowError, TransferError
 
-__all__ = [
-    "NOT_BEGUN",
-    "DamagedSlots",
-    "HostTicket",
-    "Ticket",
-    "TransferTimeout",
-    "checked_timeout_s",
-    "failure",
-    "find_damage",
-    "late",
-    "outcome",
-]
-
 NOT_BEGUN: Final = "the mover was closed before the transfer began; nothing was copied"
 
 

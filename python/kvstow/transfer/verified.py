@@ -24,8 +24,6 @@ from kvstow.transfer.host.queue import HostQueue, QueuedMover
 from kvstow.transfer.mover import READY, Direction, Event, Index, Mover
 from kvstow.transfer.ticket import HostTicket, Ticket, find_damage
 
-__all__ = ["ProvingMover", "VerifiedMover"]
-
 
 class _WrappingMover(QueuedMover):
     """A mover that hands its jobs to another, which it owns."""

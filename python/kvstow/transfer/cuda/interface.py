@@ -16,17 +16,6 @@ import numpy.typing as npt
 
 from kvstow._core import TransferError
 
-__all__ = [
-    "Copies",
-    "CudaError",
-    "DeviceEvent",
-    "Kernel",
-    "MappedMemory",
-    "Pack",
-    "Runtime",
-    "Stream",
-]
-
 # Only the runtime that made one looks into it.
 Stream: TypeAlias = Any
 DeviceEvent: TypeAlias = Any

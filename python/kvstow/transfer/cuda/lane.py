@@ -33,8 +33,6 @@ from kvstow.transfer.mover import Event, Index
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, Ticket, checked_timeout_s, failure, late
 
-__all__ = ["CudaJob", "CudaTicket", "Lane", "Place"]
-
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
 
 

@@ -13,8 +13,6 @@ from kvstow.transfer.cuda.lane import Lane
 from kvstow.transfer.cuda.runtime import cuda_runtime
 from kvstow.transfer.layout import MAX_ADDRESS
 
-__all__ = ["CudaLink", "cuda_link"]
-
 # A copy of this size takes 0.6 ms, so a launch costs little beside it. The engine's own small
 # copies take turns with ours in the copy engine, and hardly wait for one of this size.
 STAGING_BYTES = 32 << 20

@@ -24,8 +24,6 @@ from kvstow.transfer.cuda.kernels import chunk_table
 from kvstow.transfer.layout import Region
 from kvstow.transfer.mover import Direction
 
-__all__ = ["LinkSpeed", "Path", "link_speed", "measure"]
-
 Path: TypeAlias = Literal["packed", "direct"]
 
 _FORMAT = 1

@@ -30,8 +30,6 @@ from kvstow.transfer.mover import Direction, Event, Index, Mover
 from kvstow.transfer.order import JobOrder
 from kvstow.transfer.ticket import Ticket, find_damage
 
-__all__ = ["CudaMover"]
-
 # (address on the host, offset in the staging place, blocks)
 _Run: TypeAlias = tuple[int, int, int]
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.interface import CudaError, Runtime
 
-__all__ = ["memory_node", "nearest_cpus", "pin", "pinned_arena"]
-
 # CUDA refuses to pin 512 GiB at once, and reports nothing while it pins. Chunks of this size take
 # about a second each, and then there is progress to report. A copy must not cross from one chunk
 # into the next. So chunks end where slots end, and the mover cuts its copies there too.

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from kvstow.transfer.cuda.interface import MappedMemory, Runtime
 from kvstow.transfer.mover import Index
 
-__all__ = ["SUM_BYTES", "IdRing"]
-
 SUM_BYTES = 8
 _ID_BYTES = 4
 

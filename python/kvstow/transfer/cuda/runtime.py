@@ -24,8 +24,6 @@ from kvstow.transfer.cuda.interface import (
 )
 from kvstow.transfer.cuda.kernels import SOURCE
 
-__all__ = ["CudaEvent", "CudaRuntime", "cuda_runtime", "import_cupy"]
-
 # Enough threads in flight to fill the link several times over. A larger grid would slow compute
 # more, because the cost grows with the multiprocessors that the kernels occupy.
 _GRID = 16

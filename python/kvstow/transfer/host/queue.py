@@ -15,8 +15,6 @@ from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, HostTicket, failure
 
-__all__ = ["HostQueue", "QueuedMover"]
-
 
 @dataclass(slots=True, eq=False)
 class _Job(OrderedJob):
