@@ -28,6 +28,7 @@ NUM_HOST_BLOCKS = 6
 BLOCK_SIZE = 4
 GROUP = FullAttention(BLOCK_SIZE)
 WIDTH = 8
+DIGEST = b"x" * WIDTH
 
 
 def names(which: int, num_blocks: int) -> list[bytes]:
