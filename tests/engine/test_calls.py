@@ -364,7 +364,7 @@ def test_request_id_of_a_wrong_type_is_unknown() -> None:
         ({"store_timeout_s": 0}, "store_timeout_s is 0"),
         ({"store_timeout_s": float("inf")}, "store_timeout_s is inf"),
         ({"mode": "lazy", "horizon_blocks": "x"}, "horizon_blocks must be an integer, got 'x'"),
-        ({"mode": "foo"}, 'mode "foo"'),
+        ({"mode": "foo"}, 'mode is "foo"'),
         ({"clock": 3}, "clock is 3, expected a callable"),
         ({"mover": HostMover.__name__}, "mover is 'HostMover', expected a callable"),
         ({"world_size": "2"}, "world_size"),
