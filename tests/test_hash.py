@@ -1,3 +1,5 @@
+"""`hash_tokens` from Python: vLLM's known answers, every form of tokens, and refused input."""
+
 import array
 from collections import UserList, deque
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ FIRST_PARENT = {
     ("sha256_cbor", None): "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0",
     ("xxhash_cbor", "0"): "1ebe36576dcb573f26b99533a20aaeca",
 }
-# Of vLLM 0.32: sha256_cbor as it comes, xxhash_cbor under PYTHONHASHSEED=0.
+# Computed by vLLM 0.32: sha256_cbor with its default seed, xxhash_cbor with PYTHONHASHSEED=0.
 PLAIN = {
     ("sha256_cbor", None): [
         "dc918a88b139e5afe60b88eda27508d4aee16c10fdc354791efea06206ac0749",
@@ -56,7 +58,7 @@ def in_hex(hashes: list[bytes]) -> list[str]:
 @pytest.mark.parametrize(
     ("algorithm", "seed"), [("sha256_cbor", None), ("xxhash_cbor", "0")], ids=ALGORITHMS
 )
-def test_known_answers_of_vllm(algorithm: Algorithm, seed: str | None) -> None:
+def test_hashes_equal_those_of_vllm(algorithm: Algorithm, seed: str | None) -> None:
     plain = kvstow.hash_tokens(TOKENS, 16, algorithm=algorithm, seed=seed)
     assert in_hex(plain) == PLAIN[algorithm, seed]
     with_keys = kvstow.hash_tokens(
@@ -68,7 +70,9 @@ def test_known_answers_of_vllm(algorithm: Algorithm, seed: str | None) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_environment_is_not_read(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_does_not_change_hashes(
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     by_default = kvstow.hash_tokens(TOKENS, 16, algorithm=algorithm)
     assert by_default == kvstow.hash_tokens(TOKENS, 16, algorithm=algorithm, seed="vllm-none-hash")
@@ -76,7 +80,7 @@ def test_the_environment_is_not_read(algorithm: Algorithm, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_hashing_goes_on_from_a_parent(algorithm: Algorithm) -> None:
+def test_parent_continues_a_chain(algorithm: Algorithm) -> None:
     whole = kvstow.hash_tokens(range(40), 16, algorithm=algorithm)
     assert len(whole) == 2
     assert whole[1:] == kvstow.hash_tokens(range(16, 40), 16, algorithm=algorithm, parent=whole[0])
@@ -108,12 +112,14 @@ READ_ONLY.flags.writeable = False
         pytest.param(READ_ONLY, id="read-only"),
     ],
 )
-def test_tokens_in_any_form(tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
+def test_every_form_of_the_same_tokens_has_the_same_hashes(
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+) -> None:
     assert in_hex(kvstow.hash_tokens(tokens, 16)) == PLAIN["sha256_cbor", None]
 
 
 @pytest.mark.parametrize("token", [2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63])
-def test_large_tokens_are_the_same_in_list_and_array(token: int) -> None:
+def test_large_tokens_hash_equally_in_list_and_array(token: int) -> None:
     expected = kvstow.hash_tokens([1, token], 2)
     assert kvstow.hash_tokens(np.array([1, token], dtype="u8"), 2) == expected
     if token < 2**63:
@@ -121,7 +127,7 @@ def test_large_tokens_are_the_same_in_list_and_array(token: int) -> None:
     assert kvstow.hash_tokens([1, token - 1], 2) != expected
 
 
-def test_extra_keys_in_lists_are_those_in_tuples() -> None:
+def test_extra_keys_hash_equally_in_lists_and_tuples() -> None:
     hashes = kvstow.hash_tokens(
         TOKENS,
         16,
@@ -134,13 +140,13 @@ def test_extra_keys_in_lists_are_those_in_tuples() -> None:
     assert in_hex(hashes) == WITH_KEYS["sha256_cbor", None]
 
 
-def test_extra_keys_that_look_alike_differ() -> None:
-    alike = [None, (), (None,), ((),), (0,), (False,), (1,), (True,), ("",), (b"",), ("1",)]
-    digests = [kvstow.hash_tokens([1], 1, extra_keys=[keys])[0] for keys in alike]
-    assert len(set(digests)) == len(alike)
+def test_similar_extra_keys_have_different_hashes() -> None:
+    similar = [None, (), (None,), ((),), (0,), (False,), (1,), (True,), ("",), (b"",), ("1",)]
+    digests = [kvstow.hash_tokens([1], 1, extra_keys=[keys])[0] for keys in similar]
+    assert len(set(digests)) == len(similar)
 
 
-def test_only_full_blocks() -> None:
+def test_only_full_blocks_are_hashed() -> None:
     assert in_hex(kvstow.hash_tokens(range(47), 16)) == PLAIN["sha256_cbor", None][:2]
     assert kvstow.hash_tokens(range(15), 16, extra_keys=[]) == []
     assert kvstow.hash_tokens([], 16) == []
@@ -176,20 +182,20 @@ def test_only_full_blocks() -> None:
         (None, "tokens is of type NoneType:"),
     ],
 )
-def test_bad_tokens_are_named(tokens: Sequence[int], message: str) -> None:
+def test_error_names_the_bad_token(tokens: Sequence[int], message: str) -> None:
     with pytest.raises(kvstow.ConfigError, match=message):
         kvstow.hash_tokens(tokens, 1)
 
 
 @pytest.mark.parametrize("block_size", [0, -1, -(2**70), 2**70])
-def test_bad_block_sizes_are_named(block_size: int) -> None:
+def test_error_names_the_bad_block_size(block_size: int) -> None:
     with pytest.raises(kvstow.ConfigError, match=f"block_size is {block_size}: a block has"):
         kvstow.hash_tokens([1, 2], block_size)
     with pytest.raises(TypeError):
         kvstow.hash_tokens([1, 2], 1.0)  # type: ignore[arg-type]
 
 
-def test_unknown_algorithms_are_named() -> None:
+def test_error_names_the_unknown_algorithm() -> None:
     with pytest.raises(kvstow.ConfigError, match='"sha256" is not known: use "sha256_cbor" or'):
         kvstow.hash_tokens([1, 2], 1, algorithm="sha256")  # type: ignore[arg-type]
 
@@ -197,7 +203,7 @@ def test_unknown_algorithms_are_named() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "num_bytes", "width"), [("sha256_cbor", 16, 32), ("xxhash_cbor", 32, 16)]
 )
-def test_a_parent_of_another_width_is_refused(
+def test_parent_with_the_width_of_another_algorithm_is_refused(
     algorithm: Algorithm, num_bytes: int, width: int
 ) -> None:
     message = f"parent has {num_bytes} bytes and {algorithm} digests have {width}:"
@@ -230,12 +236,14 @@ CYCLE.append(CYCLE)
         ([None, CYCLE], "the extra keys of block 1 nest deeper than 32 levels: flatten them"),
     ],
 )
-def test_bad_extra_keys_are_named(extra_keys: Sequence[Sequence[int] | None], message: str) -> None:
+def test_error_names_the_bad_extra_key(
+    extra_keys: Sequence[Sequence[int] | None], message: str
+) -> None:
     with pytest.raises(kvstow.ConfigError, match=message):
         kvstow.hash_tokens([1, 2], 1, extra_keys=extra_keys)
 
 
-def test_what_an_object_raises_itself_comes_through() -> None:
+def test_exception_of_a_token_reaches_the_caller() -> None:
     class Token:
         def __index__(self) -> int:
             raise LookupError("mine")
@@ -244,7 +252,7 @@ def test_what_an_object_raises_itself_comes_through() -> None:
         kvstow.hash_tokens([1, Token()], 1)  # type: ignore[list-item]
 
 
-def test_a_sequence_may_lie_about_its_length() -> None:
+def test_sequence_with_a_wrong_length_is_hashed_to_its_end() -> None:
     class Endless(UserList[int]):
         def __len__(self) -> int:
             return 2**62
@@ -252,7 +260,7 @@ def test_a_sequence_may_lie_about_its_length() -> None:
     assert in_hex(kvstow.hash_tokens(Endless(TOKENS), 16)) == PLAIN["sha256_cbor", None]
 
 
-def test_an_array_larger_than_memory_is_no_panic() -> None:
+def test_array_larger_than_memory_raises_memory_error() -> None:
     broadcast = np.broadcast_to(np.int64(1), (2**59,))  # one number in memory
     with pytest.raises(MemoryError):
         kvstow.hash_tokens(broadcast, 16)

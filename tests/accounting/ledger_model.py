@@ -1,4 +1,8 @@
-"""The naive ledger over the naive pool."""
+"""The naive ledger. It does not predict: it allocates from a copy of its pool first.
+
+`ledger_model.rs` is the model of the core. This one drives the Python binding, and it also records
+events with their parents and tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ class ModelHit:
     blocks: list[list[int]]
 
 
-@dataclass(eq=False)  # one request is not another of the same content
+@dataclass(eq=False)  # two requests with equal content are different requests
 class ModelRequest:
     names: list[bytes]
     tokens: list[int]
@@ -69,27 +73,27 @@ class ModelLedger:
         reserve: int = 0,
         must_fit: int | None = None,
     ) -> list[list[int]] | None:
-        """The ids taken per group; None where they do not fit now."""
+        """Return the allocated ids per group, or None if they do not fit now."""
         request, num_hit = self.request(who), len(hit.names) if hit else 0
         self._check(request, new, num_hit, external, hit)
         loaded = request.granted + num_hit * self.block_size + external
         goals = [loaded, loaded + new + lookahead]
-        # Whether it fits is not predicted: it is tried on a copy.
+        # Try on a copy of the pool whether the blocks fit.
         for tokens, kept in ([(must_fit, 0)] if must_fit else []) + [(goals[-1], reserve)]:
             trial = self.pool.copy()
             try:
-                self._take(trial, [table[:] for table in request.tables], hit, [tokens])
+                self._allocate(trial, [table[:] for table in request.tables], hit, [tokens])
             except Refused:
                 return None
             if trial.num_free < kept:
                 return None
-        taken = self._take(self.pool, request.tables, hit, goals)
+        allocated = self._allocate(self.pool, request.tables, hit, goals)
         request.granted, request.running, request.delayed = loaded + new, True, delay
         request.hits = max(request.hits, num_hit)
         request.published = max(request.published, num_hit)
         if not delay and self.publish == "granted":
             self._publish(request, request.granted)
-        return taken
+        return allocated
 
     def _check(
         self, request: ModelRequest, new: int, num_hit: int, external: int, hit: ModelHit | None
@@ -107,10 +111,10 @@ class ModelLedger:
                 if self.pool.held.get(id) != (name, group):
                     raise Refused
 
-    def _take(
+    def _allocate(
         self, pool: ModelPool, tables: list[list[int]], hit: ModelHit | None, goals: list[int]
     ) -> list[list[int]]:
-        """All groups touch their hits before any takes a block, then all reach goal by goal."""
+        """Touch the hits of all groups, and then allocate blocks up to each goal."""
         for table, ids in zip(tables, hit.blocks if hit else [], strict=bool(hit)):
             pool.touch(ids)
             table.extend(ids)
@@ -131,16 +135,16 @@ class ModelLedger:
         request.published = max(request.published, end)
 
     def step(self, asked: list[tuple[str, int]], lookahead: int) -> list[list[int]]:
-        """Flat over (request, group), up to the first request that does not fit."""
+        """Return the ids per request and group, up to the first request that does not fit."""
         for who, new in asked:
             self._check(self.request(who), new, 0, 0, None)
-        taken: list[list[int]] = []
+        allocated: list[list[int]] = []
         for who, new in asked:
             ids = self.allocate(who, new, lookahead=lookahead)
             if ids is None:
                 break
-            taken += ids
-        return taken
+            allocated += ids
+        return allocated
 
     def cache(self, who: str, num_tokens: int) -> None:
         if num_tokens > self.request(who).granted:
@@ -175,19 +179,19 @@ class ModelLedger:
         del self.requests[who]
         others = self.requests.items()
         return sorted(
-            who for who, one in others if uncomputed & {id for ids in one.tables for id in ids}
+            who for who, other in others if uncomputed & {id for ids in other.tables for id in ids}
         )
 
 
 def chain(which: int, start: int, num_blocks: int) -> tuple[list[bytes], list[int]]:
-    """Hashes and tokens of blocks of one of several prompts, alike in their first two blocks."""
+    """Return hashes and tokens of a prompt. All prompts share their first two blocks."""
     names = [at if at < 2 else 100 * which + at for at in range(start, start + num_blocks)]
     tokens = [name * BLOCK_SIZE + at for name in names for at in range(BLOCK_SIZE)]
     return [name.to_bytes(8, "big") for name in names], tokens
 
 
 def plain(value: object) -> object:
-    """Arrays as lists, to compare with the model's."""
+    """Return arrays as lists, which the model uses."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return [plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
-"""The naive pool, written from the documented rules: a list for the queue, a scan for every lookup.
+"""The naive pool for tests of the binding. Like `model.rs`, it has a list for the queue, and scans.
 
-It also records events with parents and tokens, which `model.rs` does not. Where the real pool must
-raise, the model raises `Refused` and changes nothing.
+Only this model covers what Python sees: hashes as bytes, events with their parents and tokens, and
+errors. It raises `Refused` and changes nothing where the real pool must raise.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvstow import AllBlocksCleared, BlockRemoved, BlockStored
 Key: TypeAlias = tuple[bytes, int]
 """A hash and its group."""
 Happening: TypeAlias = tuple[object, ...]
-"""A key that was stored, with its parent and tokens; a key that was removed; or all cleared."""
+"""An event: a stored key with its parent and tokens, a removed key, or "cleared"."""
 
 
 class Refused(Exception):
-    """The operation is not allowed."""
+    """The real pool must raise an error here."""
 
 
 class ModelPool:
@@ -126,7 +126,7 @@ class ModelPool:
 
 
 def flat(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> list[Happening]:
-    """Return events of one key each."""
+    """Return the events split into events of a single key."""
     happened: list[Happening] = []
     for event in events:
         if isinstance(event, BlockStored):

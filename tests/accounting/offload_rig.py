@@ -1,7 +1,7 @@
 """A scheduler and the two memories whose blocks its jobs copy, which hold names instead of bytes.
 
-A prompt is a string, one letter a block, so prompts that begin alike share blocks. A block's
-content is the prompt up to its letter, so a lost, stale or swapped block is visible.
+A prompt is a string with one letter per block, so prompts with a common start share blocks. The
+content of a block is the prompt up to its letter, so a lost, stale or swapped block is visible.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""`BlockLedger` and `OffloadScheduler` together, one scenario a test, over memories of names.
+"""A rig of `BlockLedger` and `OffloadScheduler` over two memories that hold names, not bytes.
 
-A prompt is a string, one letter a block, and a token is a letter too. The content of a block is
-its group and the text up to the last token written: whatever is lost, stale, swapped, or copied
-before it was computed shows. What is expected is derived from the configuration.
+A prompt is a string with one letter per block. Each token of a block is that letter, too. The
+content of a block is its group and the text up to the last token written. So a test sees a block
+that is lost, stale, swapped, or copied before it was computed. The rig derives what it expects
+from the configuration.
 
-    step:  grant -------> compute ------> tell ------------> end
-           the ledger's   names into the  the scheduler's    a job's copies happen,
-           blocks         device memory   job; blocks pinned and its pins go
+    step:  grant -------> compute ------> report ----------> end
+           the ledger     writes names    the scheduler      copies the names and
+           gives blocks   to the device   plans a job, and   unpins the blocks
+                                          pins its blocks
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from kvstow import (
 
 Group: TypeAlias = FullAttention | SlidingWindow | StateSpace
 Name: TypeAlias = tuple[int, str]
-"""A group, and the text up to the last token of a block."""
+"""A group, and the text up to the last token of a block that is written."""
 
 UNWRITTEN: Name = (-1, "unwritten")
 TORN: Name = (-1, "torn")
@@ -45,7 +47,7 @@ def full(block_size: int) -> list[Group]:
 
 
 def window(block_size: int) -> list[Group]:
-    """With a window that reaches into the second block back."""
+    """Return a model whose window reaches into the second block back."""
     return [FullAttention(block_size), SlidingWindow(block_size, block_size + 2)]
 
 
@@ -64,7 +66,7 @@ HYBRIDS = [param for param in MODELS if not str(param.id).startswith("full")]
 
 
 def num_skipped(group: Group, num_tokens: int) -> int:
-    """Blocks that a hit of that many tokens does without."""
+    """Return the number of leading blocks that a hit of this many tokens does not need."""
     tokens = 0
     if isinstance(group, SlidingWindow):
         tokens = max(0, num_tokens - group.window + 1)
@@ -75,17 +77,18 @@ def num_skipped(group: Group, num_tokens: int) -> int:
 
 @dataclass
 class Request:
-    """Attributes: the text it ends with, how much of it is known, granted and computed (tokens)."""
+    """A request: its final text, and the numbers of known, granted and computed tokens."""
 
     text: str
     num_known: int
     num_granted: int = 0
     num_computed: int = 0
-    num_told: list[int] = field(default_factory=list)
+    num_reported: list[int] = field(default_factory=list)
+    """By group: how many blocks of the block table the scheduler knows."""
 
 
 class Rig:
-    """Ledger, scheduler, the two memories, and the copies under way."""
+    """A ledger, a scheduler, the two memories, and the jobs in flight."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class Rig:
         self.requests: dict[str, Request] = {}
         self.text_of: dict[bytes, str] = {}
         self.on_host: set[Name] = set()
-        """What lookups can find, as events tell it: of each slot its last block."""
+        """The names of the last blocks of slots that a lookup can find, according to the events."""
         self.jobs: dict[int, Job] = {}
         self.storing: dict[int, list[Name]] = {}
         self.loading: dict[int, tuple[str, Request, list[Name]]] = {}
@@ -127,7 +130,7 @@ class Rig:
         return group, text[: (index + 1) * self.size]
 
     def names(self, prompt: str, start: int = 0, *, hit: bool = False) -> set[Name]:
-        """All full blocks from `start` on, or those of them that a hit of the prompt reads."""
+        """Return all full blocks from `start` on. With `hit`, only those that a hit reads."""
         text, end = self.text(prompt), len(prompt)
         return {
             self.name(at, text, index)
@@ -144,19 +147,19 @@ class Rig:
     # -- requests ----------------------------------------------------------------------------
 
     def add(self, id: str, prompt: str, num_known: int | None = None) -> None:
-        """With `num_known`, only that many tokens are its prompt; it generates the rest."""
+        """Add a request. With `num_known`, only so many tokens are its prompt, the rest output."""
         self._add(id, Request(self.text(prompt), num_known or len(self.text(prompt))))
 
     def _add(self, id: str, request: Request) -> None:
         hashes = self.hashes(request.text[: request.num_known])
         self.ledger.add(id, hashes)
         self.scheduler.add(id, hashes)
-        request.num_told = [0 for _ in self.groups]
+        request.num_reported = [0 for _ in self.groups]
         self.requests[id] = request
         self.check()
 
     def generate(self, id: str) -> None:
-        """One more token is known; if it is a block's last, the block's hash is."""
+        """Add a known token. If it ends a block, add the hash of the block."""
         request = self.requests[id]
         request.num_known += 1
         if request.num_known % self.size == 0:
@@ -166,27 +169,30 @@ class Rig:
         self.check()
 
     def admit(self, id: str, *, host: bool = True, num_accepted: int | None = None) -> Job | None:
-        """Takes what the device has and loads what the host has, at most `num_accepted` blocks."""
+        """Allocate a request with its local hit, and load what the host has.
+
+        The load has at most `num_accepted` blocks. Return its job, if there is one.
+        """
         request = self.requests[id]
         hit = self.ledger.lookup(id, request.num_known - 1)
         num_external = 0
         if host:
             found = self.scheduler.lookup(id, hit.num_tokens, request.num_known - 1)
-            assert found is not None, "pending"
+            assert found is not None, "the lookup is pending"
             num_external = found if num_accepted is None else num_accepted * self.size
             assert num_external <= found
         if not hit.num_tokens + num_external:
             return None
-        taken = self.ledger.allocate(
+        allocated = self.ledger.allocate(
             id, 0, hit=hit, num_external_tokens=num_external, delay_caching=num_external > 0
         )
-        assert taken is not None
-        self._taken(np.concatenate(taken).tolist())
+        assert allocated is not None
+        self._forget(np.concatenate(allocated).tolist())
         request.num_granted = request.num_computed = hit.num_tokens + num_external
         job = None
         if num_external:
-            job = self.scheduler.load(id, num_external, taken)
-            assert job.block_ids.tolist() == np.concatenate(taken).tolist()
+            job = self.scheduler.load(id, num_external, allocated)
+            assert job.block_ids.tolist() == np.concatenate(allocated).tolist()
             start, end = hit.num_tokens // self.size, request.num_computed // self.size
             wanted = [
                 self.name(at, request.text, index)
@@ -199,16 +205,16 @@ class Rig:
         return job
 
     def grant(self, tokens: dict[str, int]) -> None:
-        """Blocks for so many more tokens each; their content is not there yet."""
+        """Allocate blocks for so many more tokens of each request. They hold nothing yet."""
         step = self.ledger.allocate_step(list(tokens), list(tokens.values()))
         assert step.num_granted == len(tokens)
-        self._taken(step.ids.tolist())
+        self._forget(step.ids.tolist())
         for id, num_tokens in tokens.items():
             self.requests[id].num_granted += num_tokens
         self.check()
 
     def compute(self, ids: Iterable[str]) -> None:
-        """Reads what the granted tokens attend to, and writes them."""
+        """Check the blocks that the granted tokens attend to, and write the tokens."""
         for id in ids:
             request = self.requests[id]
             start, stop = request.num_computed, request.num_granted
@@ -223,18 +229,18 @@ class Rig:
             request.num_computed = stop
         self.check()
 
-    def tell(self, *ids: str) -> Job | None:
-        """Names requests to the scheduler, with the blocks it does not know and what is computed.
+    def report(self, *ids: str) -> Job | None:
+        """Report the new blocks and computed tokens of requests to the scheduler.
 
-        What its job copies must be there, under a hash that is known; nothing else is stored.
+        Return its job, after the check that the job stores only computed blocks with known hashes.
         """
         new: list[int] = []
         offsets = [0]
         for id in ids:
             request = self.requests[id]
-            for at, num_told in enumerate(request.num_told):
-                new += self.ledger.block_table(id, at).tolist()[num_told:]
-                request.num_told[at] += len(new) - offsets[-1]
+            for at, num_reported in enumerate(request.num_reported):
+                new += self.ledger.block_table(id, at).tolist()[num_reported:]
+                request.num_reported[at] += len(new) - offsets[-1]
                 offsets.append(len(new))
         computed = [self.requests[id].num_computed for id in ids]
         return self._store(self.scheduler.store(ids, computed, new, offsets))
@@ -242,7 +248,7 @@ class Rig:
     def step(self, tokens: dict[str, int]) -> Job | None:
         self.grant(tokens)
         self.compute(tokens)
-        return self.tell(*tokens)
+        return self.report(*tokens)
 
     def store_evictable(self, num_blocks: int) -> Job | None:
         order = self.ledger.pool.free_order().tolist()
@@ -257,14 +263,14 @@ class Rig:
         self.check()
 
     def preempt(self, id: str) -> None:
-        """Its blocks go; what is known of it stays, and it starts over."""
+        """Free all blocks of a request, and add it again with its known tokens."""
         request = self.requests[id]
         self.finish(id)
         self._add(id, Request(request.text, request.num_known))
 
     # -- copies ------------------------------------------------------------------------------
 
-    def _taken(self, ids: list[int]) -> None:
+    def _forget(self, ids: list[int]) -> None:
         self.device |= dict.fromkeys(ids, UNWRITTEN)
 
     def _start(self, job: Job) -> None:
@@ -274,7 +280,7 @@ class Rig:
         self.ledger.pool.pin(job.block_ids)
 
     def _store(self, job: Job | None) -> Job | None:
-        self.check()  # what was evicted for it may be stored again
+        self.check()  # first, because a job may store a block again that it has just evicted
         if job is not None:
             self._start(job)
             names = [self.device[id] for id in job.block_ids.tolist()]
@@ -289,7 +295,7 @@ class Rig:
         return job
 
     def end(self, job: Job, *, ok: bool = True) -> None:
-        """The copies happen, or leave the half of it; then the job ends and its pins go."""
+        """Copy all blocks of a job, or tear them if not `ok`. Then complete it, and unpin them."""
         del self.jobs[job.job_id]
         is_store = job.job_id in self.storing
         for id, place in zip(job.block_ids.tolist(), job.host_slots.tolist(), strict=True):
@@ -313,7 +319,7 @@ class Rig:
         self.check()
 
     def copied(self, job: Job | None) -> set[Name]:
-        """What a job in flight brings."""
+        """Return the names that a job in flight copies."""
         if job is None:
             return set()
         stored = self.storing.get(job.job_id)
@@ -323,10 +329,10 @@ class Rig:
         for job in list(self.jobs.values()):
             self.end(job)
 
-    # -- shorter -----------------------------------------------------------------------------
+    # -- shorthands -----------------------------------------------------------------------------
 
     def prefill(self, id: str, num_chunks: int = 1) -> None:
-        """The rest of what is known of a request, in chunks that differ by at most a token."""
+        """Compute the rest of the known tokens, in chunks that differ by at most one token."""
         request = self.requests[id]
         ends = np.linspace(request.num_computed, request.num_known, num_chunks + 1).astype(int)
         for begin, end in pairwise(ends.tolist()):
@@ -334,7 +340,7 @@ class Rig:
                 self.step({id: end - begin})
 
     def serve(self, id: str, prompt: str, *, host: bool = True) -> None:
-        """A request computes its prompt and leaves when its copies have landed."""
+        """Run a request from its admission to its end, and land all its copies."""
         self.add(id, prompt)
         self.admit(id, host=host)
         self.land()
@@ -347,8 +353,8 @@ class Rig:
         self.check()
 
     def found(self, prompt: str, num_local: int = 0) -> int:
-        """Blocks that the host could serve after a local hit."""
-        # Never finished: that would be a use.
+        """Return how many blocks the host could serve after a local hit."""
+        # The probe never finishes, because that would change the recency of its blocks.
         self.num_probes += 1
         probe = f"probe {self.num_probes}"
         self.scheduler.add(probe, self.hashes(self.text(prompt)))
@@ -358,7 +364,7 @@ class Rig:
         return num_tokens // self.size
 
     def reload(self, prompt: str) -> int:
-        """How many blocks of a prompt come back, all of them with the right bytes."""
+        """Load a prompt, check the content of its blocks, and return how many there were."""
         self.forget_device()
         num_found = self.found(prompt)
         self.add("reload", prompt + "!")

@@ -52,7 +52,7 @@ BAD_IDS = [
     (InvalidBlock, f"{NUM_BLOCKS} .*{BEYOND}", [NUM_BLOCKS]),
     (InvalidBlock, f"{NUM_BLOCKS} .*{BEYOND}", [1, 3, 4, NUM_BLOCKS]),
     (InvalidBlock, f"{NUM_BLOCKS} .*{BEYOND}", range(1, NUM_BLOCKS + 1)),
-    # Each of these would be a good id if it were cut to 32 bits.
+    # Cut to 32 bits, each of these would be a valid id.
     (InvalidBlock, f"{2**32 + 1} .*{BEYOND}", [2**32 + 1]),
     (InvalidBlock, f"{2**32 + 1} .*{BEYOND}", np.array([2**32 + 1])),
     (InvalidBlock, f"{2**64 + 1} .*{BEYOND}", [2**64 + 1]),
@@ -107,7 +107,7 @@ def test_pool_refuses_ids(name: str, error: type[Exception], says: str, ids: obj
 
 @pytest.mark.parametrize("name", ["pin", "unpin", "evict", "ref_counts"])
 @with_bad_ids
-def test_a_ledgers_pool_refuses_ids(
+def test_the_pool_of_a_ledger_refuses_ids(
     name: str, error: type[Exception], says: str, ids: object
 ) -> None:
     refused(LedgerWorld, lambda w: getattr(w.ledger.pool, name)(ids), error, says)
@@ -242,7 +242,7 @@ def test_a_request_id_that_is_not_a_str_is_refused(says: str, id: str) -> None:
     error = ConfigError if says == "surrogate" else TypeError
     refused(LedgerWorld, lambda w: w.ledger.add(id, [DIGEST]), error, says)
     refused(TierWorld, lambda w: w.tier.add(id, [DIGEST]), error, says)
-    # Inside a list it is the list that is wrong.
+    # In a list of ids, the error is about the list.
     refused(LedgerWorld, lambda w: w.ledger.allocate_step([id], [1]), ConfigError, says)
     refused(TierWorld, lambda w: w.tier.store([id], [4], [9], [0, 1]), ConfigError, says)
 
@@ -299,7 +299,7 @@ PARAMETERS: dict[type[World], dict[str, tuple[int, list[str]]]] = {
 
 @pytest.mark.parametrize("kind", PARAMETERS)
 @given(data=st.data())
-def test_any_argument_raises_only_kvstow_errors_and_changes_nothing(
+def test_random_arguments_raise_only_kvstow_errors_and_change_nothing(
     kind: type[World], data: st.DataObject
 ) -> None:
     world = kind()
@@ -308,7 +308,7 @@ def test_any_argument_raises_only_kvstow_errors_and_changes_nothing(
         num, optional = PARAMETERS[kind][name]
         args = [data.draw(argument) for _ in range(num)]
         kwargs = {key: data.draw(single) for key in optional if data.draw(st.booleans())}
-        world.look()  # takes the events of what went before
+        world.look()  # takes the events of the calls before
         before = world.look()
         try:
             getattr(target, name)(*args, **kwargs)

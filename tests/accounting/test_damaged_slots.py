@@ -32,7 +32,7 @@ def store(tier: OffloadScheduler, id: str, block_ids: list[int], num_known: int 
 
 
 def filled(num_slots: int = 8, num_blocks: int = 3, **options: object) -> OffloadScheduler:
-    """A tier that holds a prompt; the request that stored it goes on as "writer"."""
+    """Return a tier that holds a prompt. The request that stored it, "writer", still runs."""
     tier = OffloadScheduler(num_slots, [GROUP], **options)  # type: ignore[arg-type]
     tier.add("writer", prompt(1, num_blocks))
     job = store(tier, "writer", list(range(1, num_blocks + 1)))
@@ -44,7 +44,7 @@ def filled(num_slots: int = 8, num_blocks: int = 3, **options: object) -> Offloa
 
 
 def loading(tier: OffloadScheduler, id: str, num_blocks: int = 3) -> Job:
-    """The load of all that the tier has of the prompt."""
+    """Start a load of all blocks of the prompt, and return its job."""
     tier.add(id, prompt(1, num_blocks))
     assert tier.lookup(id, 0, ALL) == num_blocks * BLOCK
     first = 20 + 10 * tier.stats()["jobs_in_flight"]
@@ -52,6 +52,7 @@ def loading(tier: OffloadScheduler, id: str, num_blocks: int = 3) -> Job:
 
 
 def found(tier: OffloadScheduler, num_local: int = 0) -> int:
+    """Return how many blocks a new request finds after its local hit."""
     tier.add("probe", prompt(1, 3))
     num_tokens = tier.lookup("probe", num_local * BLOCK, ALL)
     tier.finish("probe")
@@ -93,7 +94,7 @@ def test_later_requests_pay_no_second_failed_load(mode: str) -> None:
 
 
 def test_running_request_stores_its_damaged_block_again() -> None:
-    """It had the block stored once, and finds out when it is named again."""
+    """The request already stored the block. The next report of the request stores it again."""
     tier = filled()
     tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
     job = store(tier, "writer", [], num_known=3)
@@ -136,13 +137,15 @@ def test_slot_that_is_damaged_on_one_rank_is_dropped_at_once() -> None:
     tier.check()
 
 
-def test_memory_of_a_damaged_slot_is_free_after_its_last_pin() -> None:
-    """A second load and a lookup hold the slot: no store may get its memory before they end."""
+def test_damaged_slot_is_reused_only_after_its_last_pin() -> None:
+    """A second load and a lookup pin the slot, so no store gets its memory before they end."""
     tier = filled(num_slots=3)
     first = loading(tier, "first")
     tier.add("holder", prompt(1, 3))
     second_slots = first.host_slots.tolist()
-    assert tier.lookup("holder", 0, ALL) is None, "pending while another loads the same"
+    assert tier.lookup("holder", 0, ALL) is None, (
+        "pending while another request loads the same blocks"
+    )
     tier.complete(first.job_id, ok=True)
     assert tier.lookup("holder", 0, ALL) == 3 * BLOCK
     second = loading(tier, "second")
@@ -159,13 +162,13 @@ def test_memory_of_a_damaged_slot_is_free_after_its_last_pin() -> None:
     tier.check()
 
 
-def test_children_of_a_damaged_slot_wait_and_can_be_evicted() -> None:
+def test_children_of_a_damaged_slot_stay_and_can_be_evicted() -> None:
     tier = filled(num_slots=3)
     tier.finish("writer")
     tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
     tier.finish("reader")
     assert (found(tier), found(tier, num_local=1)) == (0, 2)
-    # They do not stand in the way of another prompt.
+    # Another prompt can evict them.
     tier.add("other", prompt(2, 3))
     job = store(tier, "other", [30, 31, 32])
     assert job is not None and len(job) == 3
@@ -174,8 +177,8 @@ def test_children_of_a_damaged_slot_wait_and_can_be_evicted() -> None:
     assert (found(tier), found(tier, num_local=1)) == (0, 0)
 
 
-def test_block_in_store_below_a_damaged_slot_is_kept() -> None:
-    """The store is under way when its parent proves damaged."""
+def test_store_in_flight_survives_the_damage_of_its_parent() -> None:
+    """The parent proves damaged while the store is in flight."""
     tier = filled(num_blocks=2)
     tier.extend("writer", prompt(1, 3)[2:])
     below = store(tier, "writer", [3], num_known=2)
@@ -208,7 +211,7 @@ def test_damaged_block_damages_its_whole_slot() -> None:
     tier.add("reader", prompt(1, 6))
     assert tier.lookup("reader", BLOCK, ALL) == 5 * BLOCK
     load = tier.load("reader", 5 * BLOCK, [[21, 22, 23, 24, 25]])
-    # The last but one of the second slot; two of the first are read.
+    # The load reads two blocks of the first slot. The second block of the second slot is damaged.
     tier.complete(load.job_id, ok=[True, True, True, False, True])
     tier.check()
     tier.add("probe", prompt(1, 6))
@@ -235,7 +238,7 @@ def test_damaged_slot_of_a_window_is_dropped_alone() -> None:
     assert job.block_ids.tolist() == [38]
 
 
-def test_store_fails_as_a_whole_if_one_block_does() -> None:
+def test_one_failed_block_fails_the_whole_store() -> None:
     tier = filled(num_blocks=2)
     tier.add("other", prompt(2, 2))
     job = store(tier, "other", [5, 6])
@@ -257,7 +260,7 @@ def test_store_fails_as_a_whole_if_one_block_does() -> None:
         (7, "sequence of bools"),
     ],
 )
-def test_outcome_that_fits_no_job_is_refused_and_changes_nothing(ok: object, says: str) -> None:
+def test_wrong_outcomes_are_refused_and_change_nothing(ok: object, says: str) -> None:
     tier = filled()
     job = loading(tier, "reader")
     with pytest.raises(ConfigError, match=says):
@@ -268,7 +271,7 @@ def test_outcome_that_fits_no_job_is_refused_and_changes_nothing(ok: object, say
 
 
 def sleeping() -> tuple[OffloadScheduler, BlockLedger]:
-    """A tier that holds a sleep image, all of whose blocks it had stored."""
+    """Return a tier and a ledger. The tier holds a sleep image of blocks that it had stored."""
     ledger = BlockLedger(16, [GROUP])
     ledger.add("sleeper", prompt(1, 3))
     ledger.allocate("sleeper", 3 * BLOCK)
@@ -277,7 +280,7 @@ def sleeping() -> tuple[OffloadScheduler, BlockLedger]:
     return tier, ledger
 
 
-def test_image_that_shares_a_damaged_slot_is_not_served() -> None:
+def test_image_with_a_damaged_slot_is_refused() -> None:
     tier, _ = sleeping()
     tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
     tier.check()
@@ -292,8 +295,8 @@ def test_image_that_shares_a_damaged_slot_is_not_served() -> None:
     assert tier.used_slots().tolist() == [1, 2]
 
 
-def test_reset_keeps_the_slots_that_an_image_shares_in_use() -> None:
-    """A snapshot file holds the bytes of the slots in use, and of no others."""
+def test_reset_keeps_the_slots_of_an_image_in_use() -> None:
+    """A snapshot file holds the bytes of the slots in use only."""
     tier, _ = sleeping()
     tier.reset()
     tier.check()

@@ -66,7 +66,7 @@ def test_pool_refuses(
     refused(PoolWorld, call, error, says)
 
 
-# In LedgerWorld "running" was granted two and a half blocks, two of them are published.
+# In LedgerWorld, the request "running" was granted 2.5 blocks. Two of them are published.
 FULL = 2 * BLOCK_SIZE
 GRANTED = FULL + BLOCK_SIZE // 2
 LEDGER_CASES: list[LedgerCase] = [
@@ -116,7 +116,7 @@ LEDGER_CASES: list[LedgerCase] = [
     (ConfigError, '"new".*nothing', lambda w: w.ledger.allocate_step(["running", "new"], [1, 0])),
     (ConfigError, "2 requests and 1 n", lambda w: w.ledger.allocate_step(["running", "new"], [1])),
     (ConfigError, "str", lambda w: w.ledger.allocate_step("running", [1] * 7)),
-    # What was granted bounds what is published and what is taken back.
+    # The granted tokens bound `cache` and `rewind`.
     (ConfigError, f"{GRANTED + 1} .* {GRANTED}", lambda w: w.ledger.cache("running", GRANTED + 1)),
     (ConfigError, f"{FULL} .* {BLOCK_SIZE}", lambda w: w.ledger.cache("loading", FULL)),
     (ConfigError, f"{GRANTED + 1} .* {GRANTED}", lambda w: w.ledger.rewind("running", GRANTED + 1)),
@@ -193,7 +193,7 @@ def test_scheduler_refuses(
     refused(TierWorld, call, error, says)
 
 
-def test_the_check_notices_a_refusal_that_changes_state() -> None:
+def test_refused_detects_a_change_of_state() -> None:
     def pin(world: PoolWorld) -> None:
         world.pool.pin([9])
         raise StateError
@@ -214,7 +214,7 @@ def test_the_check_notices_a_refusal_that_changes_state() -> None:
         refused(TierWorld, release, StateError, "")
 
 
-def test_a_refused_hash_sets_no_width() -> None:
+def test_a_refused_hash_does_not_fix_the_hash_width() -> None:
     pool, ledger = BlockPool(4), BlockLedger(4, [GROUP], events=True)
     tier = OffloadScheduler(4, [GROUP])
     pool.allocate(2)
@@ -230,6 +230,6 @@ def test_a_refused_hash_sets_no_width() -> None:
     tier.add("a", [DIGEST])
 
 
-def test_all_errors_have_one_base() -> None:
+def test_all_errors_derive_from_kvstow_error() -> None:
     for error in (ConfigError, OutOfBlocks, InvalidBlock, UnknownRequest, StateError):
         assert error.__mro__[1:3] == (KvstowError, Exception)

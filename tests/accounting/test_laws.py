@@ -31,7 +31,9 @@ def block_size() -> int:
 def prompts() -> list[list[bytes]]:
     """The hashes of each prompt's whole blocks; prompts shorter than a block are left out."""
     trace, size = read_trace(BUNDLED_TRACE), block_size()
-    whole = [block_digests(one, size)[: one.prompt_tokens // size] for one in trace.requests]
+    whole = [
+        block_digests(request, size)[: request.prompt_tokens // size] for request in trace.requests
+    ]
     return [hashes for hashes in whole if hashes]
 
 

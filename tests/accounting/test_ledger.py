@@ -1,4 +1,4 @@
-"""What `BlockLedger` does."""
+"""`BlockLedger`: allocation, publication, snapshots and events, one rule per test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ledger_of(num_blocks: int, num_groups: int = 1, *, events: bool = False) -> 
 
 
 def publish(ledger: BlockLedger, id: str, num_blocks: int) -> list[bytes]:
-    """A request that has computed all its blocks."""
+    """Add a request whose blocks are all published, and return its hashes."""
     names, _ = chain(1, 0, num_blocks)
     ledger.add(id, names)
     assert ledger.allocate(id, num_blocks * BLOCK_SIZE) is not None
@@ -32,7 +32,7 @@ def publish(ledger: BlockLedger, id: str, num_blocks: int) -> list[bytes]:
 
 
 def num_found(ledger: BlockLedger, names: list[bytes]) -> int:
-    """Blocks that a new request with these hashes would hit."""
+    """Return how many blocks a new request with these hashes would hit."""
     ledger.add("probe", names)
     num_tokens = ledger.lookup("probe", 2**40).num_tokens
     ledger.free("probe")
@@ -64,12 +64,12 @@ def test_a_prefix_outlives_its_extensions() -> None:
     names = publish(ledger, "a", num_blocks)
     ledger.free("a")
     ledger.add("b", [])
-    for num_taken in range(1, num_blocks + 1):
+    for num_evicted in range(1, num_blocks + 1):
         assert ledger.allocate("b", BLOCK_SIZE) is not None
-        assert num_found(ledger, names) == num_blocks - num_taken
+        assert num_found(ledger, names) == num_blocks - num_evicted
 
 
-def test_no_group_takes_another_groups_hit() -> None:
+def test_no_group_allocates_a_hit_of_another_group() -> None:
     num_groups, num_blocks = 2, 2
     ledger = ledger_of(1 + 2 * num_groups * num_blocks, num_groups)
     names = publish(ledger, "a", num_blocks)
@@ -77,7 +77,7 @@ def test_no_group_takes_another_groups_hit() -> None:
     ledger.add("filler", chain(2, 2, num_blocks)[0])
     assert ledger.allocate("filler", num_blocks * BLOCK_SIZE) is not None
     ledger.free("filler")
-    # What the next block would be taken from is now just what is hit.
+    # The head of the free queue now consists of the hit blocks.
     ledger.add("b", [*names, b"external"])
     hit = ledger.lookup("b", 2**40)
     hits = np.concatenate(hit.blocks).tolist()
@@ -86,8 +86,8 @@ def test_no_group_takes_another_groups_hit() -> None:
     got = ledger.allocate("b", BLOCK_SIZE, hit=hit, num_external_tokens=BLOCK_SIZE)
     assert got is not None
     assert [len(ids) for ids in got] == [2] * num_groups
-    for group, (found, taken) in enumerate(zip(hit.blocks, got, strict=True)):
-        assert ledger.block_table("b", group).tolist() == found.tolist() + taken.tolist()
+    for group, (found, new) in enumerate(zip(hit.blocks, got, strict=True)):
+        assert ledger.block_table("b", group).tolist() == found.tolist() + new.tolist()
     held = np.concatenate([*hit.blocks, *got])
     assert len(set(held.tolist())) == len(held)
     assert ledger.pool.ref_counts(held).tolist() == [1] * len(held)
@@ -128,7 +128,7 @@ def test_rejected_drafts_are_rewound_and_never_published() -> None:
     ledger.add("a", names[:1])
     num_drafts = 3
     assert ledger.allocate("a", BLOCK_SIZE + 1 + num_drafts) is not None
-    # The second block is full, but of drafts: its hash is not known.
+    # Drafts fill the second block, so its hash is not known yet.
     assert num_found(ledger, names) == 1
     ledger.rewind("a", BLOCK_SIZE + 1)
     table = ledger.block_table("a").tolist()
@@ -173,12 +173,12 @@ def test_reserve_and_must_fit_refuse_at_their_bound(num_hit: int) -> None:
             assert (ledger.block_table("a").tolist(), ledger.num_granted_tokens("a")) == ([], 0)
         return got is not None
 
-    # A hit that lies free leaves the queue as a taken block does: both count.
+    # Both new blocks and free hit blocks leave the free queue, so both count.
     assert served(num_free - num_asked, None)
     assert not served(num_free - num_asked + 1, None)
     assert served(0, num_free * BLOCK_SIZE)
     assert not served(0, num_free * BLOCK_SIZE + 1)
-    # The two are not added up.
+    # The ledger does not add the two limits.
     assert served(num_free - num_asked, num_free * BLOCK_SIZE)
 
 
@@ -188,14 +188,14 @@ def test_allocate_step_equals_allocations_in_turn() -> None:
     for ledger in (at_once, in_turn):
         for id in ids:
             ledger.add(id, [])
-    # "a" takes 6 of 7, "b" would need 2: "c" and "d" are not asked.
-    taken = at_once.allocate_step(ids, np.array(counts, ">u2"))
+    # "a" gets 6 of 7 blocks. "b" needs 2, so the step ends before it.
+    step = at_once.allocate_step(ids, np.array(counts, ">u2"))
     got = [in_turn.allocate(id, count) for id, count in zip(ids[:1], counts[:1], strict=True)]
     assert in_turn.allocate("b", 1) is None
-    assert (taken.num_granted, taken.offsets.tolist()) == (1, [0, 3, 6])
+    assert (step.num_granted, step.offsets.tolist()) == (1, [0, 3, 6])
     assert got[0] is not None
-    assert taken.ids.tolist() == np.concatenate(got[0]).tolist()
-    assert {array.dtype for array in (taken.ids, taken.offsets)} == {np.dtype(np.int32)}
+    assert step.ids.tolist() == np.concatenate(got[0]).tolist()
+    assert {array.dtype for array in (step.ids, step.offsets)} == {np.dtype(np.int32)}
 
 
 def test_a_request_freed_before_its_step_leaves_no_keys() -> None:
@@ -205,7 +205,7 @@ def test_a_request_freed_before_its_step_leaves_no_keys() -> None:
         ledger.add("a", names)
         assert ledger.allocate("a", 3 * BLOCK_SIZE) is not None
         assert ledger.free("a", num_computed_tokens=BLOCK_SIZE) == []
-        # Of the first block vLLM's order has a key already.
+        # With "granted", vLLM's order, the first block already has a key.
         assert num_found(ledger, names) == (1 if publish == "granted" else 0)
         ledger.check()
 
@@ -219,7 +219,7 @@ def test_free_names_requests_that_hit_uncomputed_blocks() -> None:
         assert ledger.allocate(id, 1, hit=hit) is not None
     assert ledger.free("a", num_computed_tokens=BLOCK_SIZE) == ["hits all"]
     assert num_found(ledger, names) == 1
-    # What it hit is not its own: only "a" could say whether that was computed.
+    # "hits all" does not own its hit blocks: only "a" knows whether they are computed.
     assert ledger.free("hits all", num_computed_tokens=0) == []
     assert num_found(ledger, names) == 1
     assert ledger.free("hits one") == []
@@ -267,11 +267,11 @@ def test_a_hit_of_another_ledger_is_refused() -> None:
         for others in ([FullAttention(BLOCK_SIZE)], windowed, twice, windowed * 2):
             ledger, other = BlockLedger(32, groups), BlockLedger(32, others)
             hits = []
-            for one in (ledger, other):
-                names = publish(one, "a", 4)
-                one.free("a")
-                one.add("b", names)
-                hits.append(one.lookup("b", 4 * BLOCK_SIZE))
+            for each in (ledger, other):
+                names = publish(each, "a", 4)
+                each.free("a")
+                each.add("b", names)
+                hits.append(each.lookup("b", 4 * BLOCK_SIZE))
             with pytest.raises(StateError, match="of another ledger: look it up in this one"):
                 ledger.allocate("b", BLOCK_SIZE, hit=hits[1])
             ledger.check()
@@ -299,7 +299,7 @@ def test_the_sum_of_tokens_of_a_request_is_bounded() -> None:
         ledger.allocate_step(["a"], [2**40], num_lookahead_tokens=2**40)
 
 
-def test_the_caller_owns_returned_arrays() -> None:
+def test_changes_of_returned_arrays_do_not_change_the_ledger() -> None:
     ledger = ledger_of(8)
     names = publish(ledger, "a", 3)
     ledger.add("b", names)
@@ -335,7 +335,7 @@ def test_events_report_parents_tokens_extra_keys_and_sizes() -> None:
     assert cleared.medium == "GPU"
 
 
-def test_a_hit_ends_at_a_block_end_of_every_group() -> None:
+def test_a_hit_ends_at_a_block_boundary_of_every_group() -> None:
     ledger = BlockLedger(64, [FullAttention(8), FullAttention(4)])
     names = [bytes([at + 1] * 8) for at in range(4)]
     ledger.add("a", names)
@@ -345,6 +345,6 @@ def test_a_hit_ends_at_a_block_end_of_every_group() -> None:
     ledger.add("b", names)
     assert ledger.lookup("b", 100).num_tokens == 16
     ledger.pool.evict(last_of_four)
-    # Three small blocks are there, but the second large one would be cut in half.
+    # Three small blocks are cached, but a hit of them would end inside a large block.
     hit = ledger.lookup("b", 100)
     assert (hit.num_tokens, [len(blocks) for blocks in hit.blocks]) == (8, [1, 2])

@@ -1,4 +1,4 @@
-"""`BlockLedger` against a naive ledger."""
+"""`BlockLedger` behaves as the naive ledger does, in any order of operations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pool_ids = st.lists(st.integers(-1, MAX_BLOCKS), max_size=3)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """One op drives both; then everything that can be observed is compared."""
+    """Each operation drives the ledger and its model. Then all observable state must be equal."""
 
     @initialize(
         num_blocks=st.integers(8, MAX_BLOCKS),
@@ -139,7 +139,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lost: int,
         old: int,
     ) -> None:
-        """What an engine does with a new or preempted request; sometimes with a hit gone bad."""
+        """Admit a new or preempted request as an engine does, sometimes with a stale hit."""
         id = f"request {who}"
         if new and id in self.model.requests and self.model.requests[id].running:
             self.free(id)
@@ -170,10 +170,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
         def real() -> object:
             ids, counts = [id for id, _ in asked], [num for _, num in asked]
-            taken = self.real.allocate_step(ids, counts, num_lookahead_tokens=lookahead)
-            assert len(taken.offsets) == taken.num_granted * self.model.num_groups + 1
-            assert (taken.offsets[0], taken.offsets[-1]) == (0, len(taken.ids))
-            parts = np.split(taken.ids, taken.offsets[1:-1]) if taken.num_granted else []
+            step = self.real.allocate_step(ids, counts, num_lookahead_tokens=lookahead)
+            assert len(step.offsets) == step.num_granted * self.model.num_groups + 1
+            assert (step.offsets[0], step.offsets[-1]) == (0, len(step.ids))
+            parts = np.split(step.ids, step.offsets[1:-1]) if step.num_granted else []
             return [part.tolist() for part in parts]
 
         self.both(real, lambda: self.model.step(asked, lookahead))

@@ -1,4 +1,7 @@
-"""Requests that finish or are preempted while copies are in flight."""
+"""Requests finish or are preempted while copies are in flight, and nothing leaks.
+
+See `scenario_rig` for the rig.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def test_preemption_leaks_no_host_block(groups: list[Group], under_way: str, ok:
 
 
 @every_model
-def test_finish_with_a_store_in_flight_defers_the_clean_up(groups: list[Group]) -> None:
+def test_finish_keeps_the_blocks_of_a_store_until_it_lands(groups: list[Group]) -> None:
     num_host = 4 * len(groups)
     rig = Rig(groups, num_host=num_host)
     rig.add("it", "abcd")
@@ -49,7 +52,7 @@ def test_finish_with_a_store_in_flight_defers_the_clean_up(groups: list[Group]) 
     assert rig.ledger.pool.num_free == rig.num_device - num_host
     assert (rig.stat("jobs_in_flight"), rig.stat("storing_blocks")) == (1, num_host)
     assert (rig.found("abcd"), rig.on_host) == (0, set())
-    # All slots are taken, and none of them goes.
+    # The store in flight uses all slots, so the next store finds none.
     rig.add("other", "wxyz")
     rig.admit("other")
     rig.prefill("other")
@@ -63,7 +66,7 @@ def test_finish_with_a_store_in_flight_defers_the_clean_up(groups: list[Group]) 
 
 
 @every_model
-def test_finish_with_a_load_in_flight_defers_the_clean_up(groups: list[Group]) -> None:
+def test_finish_keeps_the_blocks_of_a_load_until_it_lands(groups: list[Group]) -> None:
     num_host = 4 * len(groups)
     rig = Rig(groups, num_host=num_host)
     rig.serve("before", "abcd")
@@ -73,7 +76,7 @@ def test_finish_with_a_load_in_flight_defers_the_clean_up(groups: list[Group]) -
     assert load is not None
     rig.finish("it")
     assert rig.ledger.pool.num_free == rig.num_device - len(load)
-    # What the copy reads stays; the rest of the host can be had.
+    # The host keeps the slots that the load reads, and can evict all others.
     rig.add("other", "wxyz")
     rig.admit("other")
     rig.prefill("other")
@@ -95,10 +98,10 @@ def test_finish_with_a_load_in_flight_defers_the_clean_up(groups: list[Group]) -
 @pytest.mark.parametrize("num_before", [1, 2, 5])
 @pytest.mark.parametrize("is_landed", [True, False])
 @pytest.mark.parametrize("is_device_lost", [True, False])
-def test_preempted_in_the_middle_of_a_chunked_prefill_and_resumed(
+def test_preemption_in_a_chunked_prefill_changes_no_stored_key(
     groups: list[Group], num_before: int, is_landed: bool, is_device_lost: bool
 ) -> None:
-    """The host ends with the keys of a request that was never preempted, each stored once."""
+    """The host ends with the keys that it has without preemption, and stores each once."""
     prompt = "abcdefgh"
     rig = Rig(groups)
     rig.add("it", prompt)

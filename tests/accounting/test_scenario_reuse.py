@@ -1,4 +1,7 @@
-"""Which blocks the host tier keeps, gives back and evicts."""
+"""The host tier stores blocks, gives them back, and evicts the least recent.
+
+See `scenario_rig` for the rig.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_lazy_stores_are_loaded_again(groups: list[Group]) -> None:
     rig.finish("first")
     assert not rig.jobs
     names = rig.names("abcde")
-    # What was never used goes first.
+    # Blocks that were never used stand first in the free queue.
     num_unused = rig.num_device - len(names)
     assert rig.store_evictable(num_unused) is None
     assert len(rig.copied(rig.store_evictable(num_unused + 2))) == 2
@@ -78,7 +81,7 @@ def test_a_key_on_the_host_or_in_flight_is_not_stored_again(
         if is_landed:
             rig.land()
         rig.forget_device()
-    assert used[0].isdisjoint(used[1]), "the same blocks were computed twice, in two places"
+    assert used[0].isdisjoint(used[1]), "the second request uses other blocks"
     rig.land()
     assert rig.on_host == rig.names("abcd")
     assert rig.stat("stored_blocks") == len(rig.names("abcd"))
@@ -88,7 +91,7 @@ OLD, MIDDLE, RECENT = "aaaa", "bbbb", "cccc"
 
 
 def filled(groups: list[Group]) -> Rig:
-    """With a host that three prompts fill."""
+    """Return a rig whose host tier is full of three prompts."""
     rig = Rig(groups, num_host=len(OLD + MIDDLE + RECENT) * len(groups))
     for prompt in (OLD, MIDDLE, RECENT):
         rig.serve(prompt, prompt)
@@ -98,7 +101,7 @@ def filled(groups: list[Group]) -> Rig:
 
 @every_model
 @pytest.mark.parametrize("num_new", [1, 3, 4, 5, 8, 10])
-def test_eviction_takes_the_least_recent_prompt_tail_before_root(
+def test_eviction_starts_at_the_tail_of_the_least_recent_prompt(
     groups: list[Group], num_new: int
 ) -> None:
     rig = filled(groups)
@@ -113,14 +116,14 @@ def test_eviction_takes_the_least_recent_prompt_tail_before_root(
 
 
 @every_model
-@pytest.mark.parametrize("use", ["loaded", "found on the device", "computed again", "looked at"])
-def test_blocks_used_again_survive_eviction(groups: list[Group], use: str) -> None:
+@pytest.mark.parametrize("use", ["loaded", "found on the device", "computed again", "looked up"])
+def test_used_blocks_are_evicted_later(groups: list[Group], use: str) -> None:
     rig = filled(groups)
     if use in ("loaded", "computed again"):
         rig.forget_device()
     if use == "computed again":
         rig.serve("user", OLD, host=False)
-    elif use == "looked at":
+    elif use == "looked up":
         assert rig.found(OLD) == len(OLD)
     else:
         rig.add("user", OLD + "x")
@@ -129,8 +132,8 @@ def test_blocks_used_again_survive_eviction(groups: list[Group], use: str) -> No
         rig.land()
         rig.finish("user")
     rig.serve("new", "zzzz")
-    lost = OLD if use == "looked at" else MIDDLE
-    kept = MIDDLE if use == "looked at" else OLD
+    lost = OLD if use == "looked up" else MIDDLE
+    kept = MIDDLE if use == "looked up" else OLD
     assert rig.on_host == rig.names(kept) | rig.names(RECENT) | rig.names("zzzz")
     assert [rig.reload(prompt) for prompt in (lost, kept)] == [0, len(kept)]
 
@@ -141,7 +144,7 @@ def test_null_blocks_are_never_stored_or_loaded(groups: list[Group]) -> None:
     rig = Rig(groups)
     rig.add("first", prompt)
     rig.admit("first")
-    # Told late: what no token reads any more is null by then.
+    # The report comes late. Blocks that no token reads any more are null by then.
     for _ in prompt:
         rig.grant({"first": rig.size})
         rig.compute(["first"])
@@ -154,7 +157,7 @@ def test_null_blocks_are_never_stored_or_loaded(groups: list[Group]) -> None:
     num_nulls = sum(num_skipped(group, last) for group in groups)
     tables = [rig.ledger.block_table("first", at).tolist() for at in range(len(groups))]
     assert sum(table.count(0) for table in tables) == num_nulls > 0
-    assert rig.copied(rig.tell("first")) == held
+    assert rig.copied(rig.report("first")) == held
     rig.finish("first")
     rig.land()
     assert rig.on_host == held
@@ -170,7 +173,7 @@ def test_null_blocks_are_never_stored_or_loaded(groups: list[Group]) -> None:
 
 @every_model
 @pytest.mark.parametrize(("num_local", "num_host"), [(0, 5), (1, 5), (2, 5), (4, 5), (2, 3)])
-def test_after_a_local_prefix_exactly_the_middle_is_loaded(
+def test_load_starts_after_the_local_hit_and_ends_where_the_host_does(
     groups: list[Group], num_local: int, num_host: int
 ) -> None:
     prompt = "abcdefgh"
@@ -197,7 +200,7 @@ def test_after_a_local_prefix_exactly_the_middle_is_loaded(
 
 @every_model
 @pytest.mark.parametrize("num_accepted", [1, 2, 3])
-def test_found_blocks_that_are_not_loaded_can_be_evicted(
+def test_found_blocks_that_the_request_does_not_accept_can_be_evicted(
     groups: list[Group], num_accepted: int
 ) -> None:
     prompt = "abcde"
@@ -218,7 +221,7 @@ def test_found_blocks_that_are_not_loaded_can_be_evicted(
     assert rig.on_host & rig.names(prompt) == accepted
     assert len(rig.on_host & rig.names("z" * 9)) == len(prompt) * len(groups) - len(accepted)
     rig.end(load)
-    # The request goes on from what it accepted.
+    # The request computes all blocks after those that it accepted.
     rig.prefill("it")
     for id in ("it", "other"):
         rig.finish(id)

@@ -1,4 +1,7 @@
-"""Which blocks the chunks of a prefill and the steps of a decode store."""
+"""Each chunk of a prefill and each step of a decode stores only the blocks that it completes.
+
+See `scenario_rig` for the rig.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ def test_chunks_append_block_ids_and_only_new_blocks_are_stored(
         job = rig.step({"it": min(chunk, left)})
         after = request.num_computed // rig.size
         assert rig.copied(job) == rig.names(prompt[:after], before)
-        told = [len(rig.ledger.block_table("it", at)) for at in range(len(groups))]
-        assert request.num_told == told == [-(-request.num_computed // rig.size)] * len(groups)
+        lengths = [len(rig.ledger.block_table("it", at)) for at in range(len(groups))]
+        assert (
+            request.num_reported == lengths == [-(-request.num_computed // rig.size)] * len(groups)
+        )
     rig.land()
     assert rig.on_host == rig.names(prompt[: request.num_known // rig.size])
 
@@ -50,8 +55,8 @@ def test_prefill_in_any_number_of_chunks_ends_with_the_same_host_keys(
 
 
 @every_model
-def test_many_requests_in_chunks_at_once(groups: list[Group]) -> None:
-    """Their prefixes are shared, their chunks of unequal size, and one job stores for all."""
+def test_requests_with_a_common_prefix_store_each_block_once(groups: list[Group]) -> None:
+    """Their chunks have different sizes, and one job stores the blocks of all requests."""
     prompts = {f"request {at}": "abcdef"[:at] + "uvwxyz"[at] * 3 for at in range(6)}
     rig = Rig(groups)
     for id, prompt in prompts.items():
@@ -59,10 +64,10 @@ def test_many_requests_in_chunks_at_once(groups: list[Group]) -> None:
         rig.admit(id)
     num_steps = 0
     while rig.requests:
-        left = {id: one.num_known - one.num_computed for id, one in rig.requests.items()}
+        left = {id: it.num_known - it.num_computed for id, it in rig.requests.items()}
         job = rig.step({id: min(num, 1 + list(prompts).index(id)) for id, num in left.items()})
         assert job is None or len(rig.copied(job)) == len(job)
-        for id in [id for id, one in rig.requests.items() if one.num_computed == one.num_known]:
+        for id in [id for id, it in rig.requests.items() if it.num_computed == it.num_known]:
             rig.finish(id)
         num_steps += 1
         if num_steps % 3 == 0:
@@ -79,7 +84,7 @@ def test_many_requests_in_chunks_at_once(groups: list[Group]) -> None:
 @pytest.mark.parametrize("blocks_per_slot", [2, 3])
 @pytest.mark.parametrize("num_blocks", range(1, 8))
 @pytest.mark.parametrize("num_chunks", [1, 4])
-def test_blocks_that_fill_no_host_slot_are_not_stored(
+def test_only_blocks_that_fill_a_whole_slot_are_stored(
     size: int, blocks_per_slot: int, num_blocks: int, num_chunks: int
 ) -> None:
     prompt = "abcdefg"[:num_blocks]
@@ -90,7 +95,7 @@ def test_blocks_that_fill_no_host_slot_are_not_stored(
     rig.prefill("first", num_chunks)
     rig.finish("first")
     rig.land()
-    # A slot goes by its last block.
+    # The key of a slot is the key of its last block.
     lasts = range(blocks_per_slot - 1, num_whole, blocks_per_slot)
     assert rig.on_host == {rig.name(0, rig.text(prompt), last) for last in lasts}
     assert rig.stat("stored_blocks") == num_whole
@@ -102,7 +107,7 @@ def test_blocks_that_fill_no_host_slot_are_not_stored(
         rig.add(id, prompt + "x")
         assert rig.copied(rig.admit(id)) == rig.names(prompt[:num_whole], num_local)
         rig.land()
-        # Its table and its bytes hold together: it reads them.
+        # This checks the content of all blocks that the request reads.
         rig.grant({id: 1})
         rig.compute([id])
         rig.finish(id)
@@ -137,11 +142,12 @@ def test_only_a_decode_step_that_fills_a_block_stores(groups: list[Group], is_ha
 def test_only_tokens_of_earlier_steps_are_stored(
     groups: list[Group], mode: Literal["eager", "lazy"], is_flushed: bool, path: str
 ) -> None:
-    """One chunk was told of, one was computed, one was granted when the request goes.
+    """A request leaves with one chunk reported, one computed and one granted.
 
-    Flushed, it is named once more before: that stores what the second chunk has computed and is
-    still held, and nothing of the third. A window's block that was told half full would have to be
-    told of again before the grant that frees it: there the first chunk ends with a block.
+    If it is flushed, the test reports the request once more before it leaves. This stores the
+    blocks of the second chunk that the request still holds, and none of the third. With a window,
+    a block that is reported half full needs a second report before the grant that frees it. So
+    there the first chunk ends at the end of a block.
     """
     prompt, size = "abcdefgh", groups[0].block_size
     chunks = [2 * size + (size // 2 if len(groups) == 1 else 0), 2 * size + size // 2, 3 * size]
@@ -161,7 +167,7 @@ def test_only_tokens_of_earlier_steps_are_stored(
             for at, group in enumerate(groups)
             for index in range(num_skipped(group, num_tokens), num_tokens // size)
         }
-        rig.tell("it")
+        rig.report("it")
     getattr(rig, path)("it")
     if mode == "lazy":
         rig.store_evictable(rig.num_device)
@@ -184,10 +190,10 @@ def test_a_block_is_not_stored_before_its_hash_is_known(
     rig.prefill("it")
     rig.land()
     request = rig.requests["it"]
-    # Known tokens, and nobody has hashed them.
+    # These tokens are known, but not yet hashed.
     request.num_known += rig.size
     assert rig.step({"it": rig.size}) is None
-    assert rig.tell("it") is None
+    assert rig.report("it") is None
     stored = rig.names("ab")
     if path == "go on":
         hashes = rig.hashes(rig.text("abc"))[2:]
@@ -195,8 +201,8 @@ def test_a_block_is_not_stored_before_its_hash_is_known(
         rig.scheduler.extend("it", hashes)
         rig.ledger.cache("it", request.num_computed)
         stored = rig.names("abc")
-        told = rig.names("abc", 2) if mode == "eager" else set()
-        assert rig.copied(rig.tell("it")) == told
+        new = rig.names("abc", 2) if mode == "eager" else set()
+        assert rig.copied(rig.report("it")) == new
         rig.finish("it")
     else:
         rig.finish("it") if path == "finish" else rig.preempt("it")

@@ -1,7 +1,7 @@
-"""Streaming sessions that replace their last tokens, and device blocks that are overwritten.
+"""Streaming sessions replace their last tokens, and steps overwrite device blocks.
 
-Each block's content is the hash that its KV was computed for, or "torn" where no step has run: a
-block that is stored under another hash than its content's would serve wrong KV.
+The content of a block is the hash that its KV was computed for, or "torn" before its step has run.
+A block that is stored under the hash of another content would serve wrong KV.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mode = Literal["eager", "lazy"]
 
 
 class Sessions:
-    """A session at a time, over a device whose pool publishes hashes when it grants blocks."""
+    """Sessions, one after the other. The device pool publishes hashes when it grants blocks."""
 
     def __init__(self, mode: Mode) -> None:
         self.tier = OffloadScheduler(200, [GROUP], mode=mode)
@@ -58,25 +58,25 @@ class Sessions:
         return [name.to_bytes(8, "big") for name in range(first, self.num_names)]
 
     def grant(self, names: list[bytes]) -> list[int]:
-        """Blocks for these hashes, published; no step has run yet."""
+        """Grant and publish blocks for these hashes. No step has filled them yet."""
         free = [block for block in range(1, NUM_DEVICE_BLOCKS) if block not in self.table]
-        taken = free[: len(names)]
-        for block, name in zip(taken, names, strict=False):
+        granted = free[: len(names)]
+        for block, name in zip(granted, names, strict=False):
             self.device[block], self.published[block] = TORN, name
-        self.tier.invalidate(taken)
-        return taken
+        self.tier.invalidate(granted)
+        return granted
 
     def grow(self, num: int) -> None:
         names = self.new_names(num)
-        taken = self.grant(names)
-        names = names[: len(taken)]
+        granted = self.grant(names)
+        names = names[: len(granted)]
         self.hashes += names
-        self.table += taken
+        self.table += granted
         self.tier.extend(self.id, names)
         self.compute(len(self.hashes) - len(names))
 
     def compute(self, first: int) -> None:
-        """A step has filled the blocks from `first` on."""
+        """Fill the blocks from `first` on, as a step does, and report them."""
         self.device |= dict(zip(self.table[first:], self.hashes[first:], strict=True))
         self.ever.append(list(self.hashes))
         new = self.table[self.num_reported :]
@@ -84,7 +84,7 @@ class Sessions:
         self.land(self.tier.store([self.id], [len(self.table) * BLOCK], new, [0, len(new)]))
 
     def replace(self, num: int) -> None:
-        """The last blocks get other tokens: they are computed again, where they lie."""
+        """Give the last blocks other tokens, and compute them again in place."""
         first = max(len(self.hashes) - num, 0)
         if first == len(self.hashes):
             return
@@ -97,7 +97,7 @@ class Sessions:
         self.compute(first)
 
     def abort(self, num: int) -> None:
-        """A request is granted blocks for hashes that were used before, and leaves at once."""
+        """Grant blocks to a request with known hashes, which leaves before its step."""
         if self.ever:
             self.grant(self.ever[-1][:num])
 
@@ -120,7 +120,7 @@ class Sessions:
         self.tier.check()
 
     def check_served(self, hashes: list[bytes]) -> int:
-        """What the host serves of a prompt is what its hashes name."""
+        """Load a prompt, check that each block has the content of its hash, and return how many."""
         self.tier.add("probe", hashes)
         num_tokens = self.tier.lookup("probe", 0, ALL)
         assert num_tokens is not None
@@ -151,15 +151,17 @@ def test_every_block_is_stored_under_its_own_hash(
         for hashes in sessions.ever:
             sessions.check_served(hashes)
         if mode == "eager":
-            assert sessions.check_served(sessions.hashes) == len(sessions.hashes), "all is stored"
+            assert sessions.check_served(sessions.hashes) == len(sessions.hashes), (
+                "a block is not stored"
+            )
 
 
-def test_truncated_request_stores_its_new_blocks_and_keeps_the_old_ones_stored() -> None:
+def test_truncated_request_stores_new_blocks_and_keeps_stored_blocks() -> None:
     sessions = Sessions("eager")
     sessions.grow(3)
     before = list(sessions.hashes)
     sessions.replace(1)
-    assert sessions.check_served(before) == 3, "the block was right when it was stored"
+    assert sessions.check_served(before) == 3, "the block held the right KV when it was stored"
     assert sessions.check_served(sessions.hashes) == 3
 
 
@@ -186,7 +188,7 @@ def test_truncate_refuses_more_hashes_than_are_known() -> None:
 
 
 def test_lazy_stores_no_block_that_was_published_but_not_computed() -> None:
-    """A block held a prompt, held another, and was granted for the first one again."""
+    """A block held one prompt, then another, and is granted for the first prompt again."""
     ledger = BlockLedger(3, [GROUP])
     tier = OffloadScheduler(8, [GROUP], mode="lazy", num_device_blocks=3)
     prompt = [b"A" * 8]
@@ -209,13 +211,13 @@ def test_lazy_stores_no_block_that_was_published_but_not_computed() -> None:
     tier.finish("other")
     ledger.pool.evict([1, 2])
     assert admit("again", prompt) == [first]
-    # It leaves before its step has run.
+    # The request leaves before its step has run.
     ledger.free("again")
     tier.finish("again")
     assert tier.store_evictable(ledger.pool, 2) is None
 
 
-def test_lazy_load_forgets_the_former_content_of_its_target() -> None:
+def test_lazy_stores_no_block_that_a_failed_load_may_have_overwritten() -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy")
     for id, name in (("a", b"A" * 8), ("b", b"B" * 8)):
         tier.add(id, [name])
@@ -227,7 +229,7 @@ def test_lazy_load_forgets_the_former_content_of_its_target() -> None:
     assert tier.lookup("loads", 0, ALL) == BLOCK
     load = tier.load("loads", BLOCK, [[2]])
     tier.complete(load.job_id, ok=False)
-    assert tier.store_candidates([2], [b"B" * 8]) is None, "the load may have torn it"
+    assert tier.store_candidates([2], [b"B" * 8]) is None, "the load may have overwritten it"
 
 
 def test_invalidate_refuses_blocks_outside_the_device() -> None:
@@ -236,7 +238,7 @@ def test_invalidate_refuses_blocks_outside_the_device() -> None:
         tier.invalidate([1, 4])
 
 
-def test_block_whose_parent_has_its_own_hash_is_stored_as_a_root() -> None:
+def test_block_with_the_hash_of_its_parent_is_stored_as_a_root() -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy")
     hashes = [b"one", b"one"]
     tier.add("r", hashes)

@@ -1,4 +1,4 @@
-"""Objects in states with many possible errors, and a check that refused calls change nothing."""
+"""Objects in states where many calls fail, and a check that a refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def names(which: int, num_blocks: int) -> list[bytes]:
 
 
 def num_pins(pool: BlockPool | LedgerPool, id: int) -> int:
-    """Count them by removing them, and put them back."""
+    """Return the number of pins of a block. It removes all pins and puts them back."""
     for num in range(9):
         try:
             pool.unpin([id])
         except InvalidBlock:
             pool.pin([id] * num)
             return num
-    raise AssertionError(f"block {id} has more pins than any test takes")
+    raise AssertionError(f"block {id} has more pins than any test sets")
 
 
 def look_at(pool: BlockPool | LedgerPool) -> Seen:
@@ -65,7 +65,11 @@ def outcome(call: Callable[[], object]) -> object:
 
 
 class World(Protocol):
-    """An object in a state with many possible errors."""
+    """An object in a state where many calls fail.
+
+    `look` returns all observable state, `check` verifies the invariants, and `go_on` runs a fixed
+    sequence of calls and returns what it has seen.
+    """
 
     def look(self) -> Seen: ...
     def check(self) -> None: ...
@@ -113,7 +117,7 @@ class LedgerWorld:
             ledger.add(id, names(1, 3))
         ledger.add("loading", names(2, 2))
         ledger.allocate("loading", 0, num_external_tokens=BLOCK_SIZE, delay_caching=True)
-        # The hits of a namesake that is gone, of one that has lost a block, and an empty one.
+        # "again" has the hit of a freed request, "stale" lost a hit block, and "new" hits nothing.
         ledger.add("again", names(1, 1))
         self.hits = {"again": ledger.lookup("again", 2**40)}
         ledger.free("again")
@@ -150,12 +154,12 @@ class LedgerWorld:
     def go_on(self) -> Seen:
         ledger = self.ledger
         delayed = outcome(lambda: ledger.allocate("loading", 1))
-        taken = [ledger.allocate("waiting", 1, hit=self.hits["waiting"])]
+        allocated = [ledger.allocate("waiting", 1, hit=self.hits["waiting"])]
         ledger.rewind("running", 2 * BLOCK_SIZE)
         ledger.extend("running", names(1, 4)[3:], tokens=range(BLOCK_SIZE))
-        taken += [ledger.allocate("running", 2 * BLOCK_SIZE), ledger.allocate("again", 1)]
+        allocated += [ledger.allocate("running", 2 * BLOCK_SIZE), ledger.allocate("again", 1)]
         ledger.cache("loading", BLOCK_SIZE)
-        seen = [delayed, [ids and ids[0].tolist() for ids in taken], self.look()]
+        seen = [delayed, [ids and ids[0].tolist() for ids in allocated], self.look()]
         step = ledger.allocate_step(["running", "loading", "waiting"], [1, BLOCK_SIZE, 40])
         seen += [[step.num_granted, step.ids.tolist(), step.offsets.tolist()], self.look()]
         for id in self.ids:
@@ -175,7 +179,7 @@ class TierWorld:
         for id, which in (("loading", 1), ("holding", 1), ("fresh", 1), ("storing", 2)):
             tier.add(id, names(which, 4))
         self.storing = self.store("storing", 2, [4, 5])
-        # The first block only: what "holding" found is not being loaded.
+        # "loading" loads the first block only, and "holding" finds blocks that no job loads.
         tier.lookup("loading", 0, BLOCK_SIZE)
         self.loading = tier.load("loading", BLOCK_SIZE, [[6]])
         tier.lookup("holding", BLOCK_SIZE, 2**40)
@@ -192,7 +196,7 @@ class TierWorld:
             for num_local in range(4):
                 found.append(tier.lookup(f"probe {which}", num_local * BLOCK_SIZE, 2**40))
             tier.release(f"probe {which}")
-        # Looking counts: what is being loaded makes it pending.
+        # These lookups count too: those of blocks in a load are pending.
         stats = tier.stats() | {"pending_lookups": 0}
         return [tier.num_resident, stats, found, flat(tier.take_events())]
 
@@ -227,8 +231,8 @@ def refused(
 ) -> None:
     """Verify that a call raises exactly this error with this text, and changes nothing.
 
-    It is made on one of two equal objects. Both must look the same afterwards and go on the same
-    way, so that hidden state (the order of eviction, what is published) counts as well.
+    Only one of two equal objects gets the call. Afterwards both must look equal and go on equally.
+    So the comparison includes state that no call returns, such as the order of eviction.
     """
     world, twin = make(), make()
     before = world.look()
