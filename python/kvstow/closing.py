@@ -44,5 +44,5 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
     first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
     for other in errors:
         if other is not first:
-            first.add_note(f"closing went on, and met another error: {other!r}")
+            first.add_note(f"another call raised as well: {other!r}")
     raise first
