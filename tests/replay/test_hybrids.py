@@ -237,7 +237,7 @@ def test_a_report_names_the_attention_of_the_group() -> None:
     assert str(found).startswith(
         "request 3: block 2 (id 3) of group 2 (sliding window of 40) is corrupt in the host tier: "
     )
-    assert found.as_dict()["attention"] == "sliding window of 40"
+    assert found.attention == "sliding window of 40"
 
 
 def test_two_swapped_slots_of_a_window_are_both_found() -> None:

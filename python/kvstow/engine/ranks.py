@@ -18,6 +18,7 @@ from kvstow.engine.transfer import Direction
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 from kvstow.transfer.arena import slot_stride_bytes
+from kvstow.transfer.ticket import HostTicket
 
 RankLayouts: TypeAlias = Sequence[BlockLayout] | Sequence[Sequence[BlockLayout]]
 MakeMover: TypeAlias = Callable[[BlockLayout, HostArena], Mover]
@@ -154,24 +155,6 @@ def checked_layouts(
     return checked
 
 
-class _Refused(Ticket):
-    """The ticket of a copy that its mover refused."""
-
-    def __init__(self, error: KvstowError) -> None:
-        self._error = TransferError(f"the mover refused the transfer: {error}")
-        self._error.__cause__ = error
-
-    def poll(self) -> bool:
-        return True
-
-    @property
-    def error(self) -> TransferError:
-        return self._error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        raise self._error
-
-
 def _submit(
     mover: Mover,
     direction: Direction,
@@ -184,4 +167,8 @@ def _submit(
             return mover.store(block_ids, host_slots, after=after)
         return mover.load(host_slots, block_ids, after=after)
     except KvstowError as error:
-        return _Refused(error)
+        refused = TransferError(f"the mover refused the transfer: {error}")
+        refused.__cause__ = error
+        ticket = HostTicket()
+        ticket.end(refused)
+        return ticket

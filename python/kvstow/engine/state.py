@@ -12,7 +12,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -129,12 +128,7 @@ class Change:
         """From here on any exception leaves the engine torn."""
         self._is_committed = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End it. A `KvstowError` before `commit` is a refusal that has changed nothing."""
         if kind is None or (issubclass(kind, KvstowError) and not self._is_committed):
             self.is_torn = False

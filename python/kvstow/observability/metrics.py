@@ -164,15 +164,10 @@ class MetricsCollector(Collector):
         stats = self._stats()
         for metric in METRICS:
             labels = [metric.label] if metric.label else []
-            family = _family(metric, labels)
+            family_of = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = family_of(metric.name, metric.text, labels=labels)
             for value, key in metric.keys.items():
                 if key in stats:
                     family.add_metric([value] if labels else [], stats[key])
             if family.samples:
                 yield family
-
-
-def _family(metric: Metric, labels: list[str]) -> Family:
-    if metric.kind == "counter":
-        return CounterMetricFamily(metric.name, metric.text, labels=labels)
-    return GaugeMetricFamily(metric.name, metric.text, labels=labels)

@@ -57,7 +57,7 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
         "late_loads": figures.late_loads,
         "verified_blocks": verifier.num_verified,
         "corrupt_blocks": verifier.num_corrupt,
-        "corruptions": [corruption.as_dict() for corruption in verifier.reports],
+        "corruptions": [asdict(corruption) for corruption in verifier.reports],
         "preemptions": figures.preemptions,
         "sleeps": figures.sleeps,
         "moved_blocks": figures.moved,
@@ -81,26 +81,15 @@ def figures_table(replay: ReplayState, title: str, *, interrupted: bool = False)
     title = f"{title}{' (interrupted)' if interrupted else ''}"
     table = Table("", "", "", title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     table.columns[1].justify = "right"
-    for row in _rows(replay):
-        if row is None:
-            table.add_section()
-        else:
-            table.add_row(*row)
+    for rows in _run_rows, _hit_rows, _movement_rows, _check_rows:
+        for name, number, explanation in rows(replay):
+            table.add_row(name, number, explanation)
+        table.add_section()
     return table
 
 
 _Rows: TypeAlias = Iterator[tuple[str, str, str]]
-
-
-def _rows(replay: ReplayState) -> Iterator[tuple[str, str, str] | None]:
-    """Yield the name, number and explanation of each row, and None between sections."""
-    yield from _run_rows(replay)
-    yield None
-    yield from _hit_rows(replay)
-    yield None
-    yield from _movement_rows(replay)
-    yield None
-    yield from _check_rows(replay)
+"""The name, number and explanation of each row."""
 
 
 def _run_rows(replay: ReplayState) -> _Rows:

@@ -1,7 +1,7 @@
 """Check that blocks hold the bytes of their keys, and report in which tier a byte went wrong."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -54,10 +54,6 @@ class Corruption:
             f"({self.attention}) is corrupt in the {self.tier} tier: device block "
             f"{self.device_block} of rank {self.rank}{slot}"
         )
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the attributes as a dict for JSON."""
-        return asdict(self)
 
 
 class _Wrong(NamedTuple):
