@@ -106,8 +106,8 @@ def hash_tokens(
         block_size: tokens per block, at least 1.
         algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
         parent: the digest of the block before the first; None or empty at the start of a prompt.
-        extra_keys: one entry per full block: None, or a sequence of keys (nested tuples of ints,
-            strings, bytes), as vLLM derives them from LoRA, multimodal inputs and cache salts.
+        extra_keys: one entry per full block, None or a sequence of keys (nested tuples of ints,
+            strings, bytes). vLLM derives keys from LoRA, multimodal inputs and cache salts.
         seed: the string that determines the parent digest of a prompt's first block. vLLM takes
             `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for sha256_cbor
             and a random string per process for xxhash_cbor. This function takes "vllm-none-hash"
@@ -144,7 +144,7 @@ class BlockStored:
         """The hashes of the blocks, in the order of the prefix."""
     @property
     def parent_block_hash(self) -> bytes | None:
-        """The hash before the first; None at the start of a prompt or if it is not known."""
+        """The hash of the block before the first. None at the start of a prompt, or if unknown."""
     @property
     def token_ids(self) -> list[int] | None:
         """The tokens of all the blocks; None if the caller gave none."""
@@ -167,7 +167,7 @@ class BlockRemoved:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """The hashes of the keys."""
+        """The hashes of the removed keys."""
     @property
     def group(self) -> int:
         """The index of the group."""
@@ -208,9 +208,9 @@ class SlidingWindow:
         block_size: tokens per block.
         window: tokens in the window, the attending token included.
         extra_retained_tokens: tokens right below the window that no token attends to. A request
-            keeps their blocks, and a load brings them. Speculative decoding with several modules
-            needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the device
-            does not need them.
+            keeps their blocks, and a load brings them. Speculative decoding with several MTP
+            modules needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the
+            device does not need them.
 
     Raises:
         ConfigError: a block size or window that is not 1 to 2**30, or a window that exceeds
@@ -434,10 +434,10 @@ class BlockLedger:
             computes. If a step is dropped, report it with `free(num_computed_tokens=...)`.
             "computed": when `cache` or `cache_step` reports the block's tokens. So no lookup finds
             a block that was never computed.
-        max_in_flight_tokens: the most tokens that a request is granted before they are processed:
-            the token budget of a step, times the number of steps that overlap. With it,
-            `must_fit_tokens` counts for a window or a chunk only what a request holds at once.
-            Without it, `must_fit_tokens` counts all tokens.
+        max_in_flight_tokens: the most in-flight tokens of a request. Pass the token budget of a
+            step, times the number of steps that overlap. With it, `must_fit_tokens` counts for a
+            window or a chunk only what a request holds at once. Without it, `must_fit_tokens`
+            counts all tokens.
         events: whether the ledger records events for `LedgerPool.take_events`.
 
     Raises:
@@ -594,7 +594,7 @@ class BlockLedger:
     def num_hashes(self, request_id: str) -> int:
         """Return the number of hashes that `add` and `extend` gave for the request."""
     def free(self, request_id: str, *, num_computed_tokens: int | None = None) -> list[str]:
-        """Drop the request and its references, the tail of each group first.
+        """Drop the request and its references, in each group from the tail on.
 
         Args:
             request_id: a request that finished, was preempted or was aborted.
@@ -603,9 +603,9 @@ class BlockLedger:
                 None: all granted tokens were computed.
 
         Returns:
-            The other requests whose tables hold such a block that was never computed. Free them
-            too, and recompute them. The list is empty with `publish="computed"`, because no
-            request can hit such a block.
+            The other requests whose tables hold one of these uncomputed blocks. Free them too, and
+            recompute them. The list is empty with `publish="computed"`, because no request can hit
+            such a block.
 
         Raises:
             UnknownRequest: the request was never added, or was freed.
@@ -672,7 +672,7 @@ class Job:
 
     @property
     def job_id(self) -> int:
-        """Id of the job: counts up from 1, never used twice. 0 is for copies of a sleep image."""
+        """Id of the job. Ids count up from 1 and are not reused. 0 means a sleep image."""
     @property
     def block_ids(self) -> _Ids:
         """Device block ids."""
@@ -701,8 +701,8 @@ class JobEnd:
     def ok(self) -> bool:
         """Whether the copies count. False if the job failed, was late, or was in flight at a reset.
 
-        Blocks of a load that does not count must be recomputed. A store that went well counts even
-        if some of its slots were dropped, because the store of a block before them failed.
+        Recompute the blocks of a load that does not count. A successful store counts even if the
+        tier dropped some of its slots, because the store of a block before them failed.
         """
     @property
     def late(self) -> bool:
@@ -800,9 +800,9 @@ class OffloadScheduler:
     def truncate(self, request_id: str, num_hashes: int) -> None:
         """Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
 
-        A streaming session drops its last token when its next chunk arrives: call `truncate`, then
-        `extend` with the new hashes. Dropped blocks are not stored any more. Stored blocks stay
-        under their own hash. Releases what the request's lookup holds.
+        A streaming session drops its last token when its next chunk arrives. Call `truncate` then,
+        and `extend` with the new hashes. The scheduler no longer stores dropped blocks. Stored
+        blocks stay under their own hash. Releases what the request's lookup holds.
 
         Raises:
             ConfigError: more hashes than are known.
@@ -811,9 +811,9 @@ class OffloadScheduler:
         """Lazy mode: forget what was computed into device blocks that will be overwritten.
 
         Name all blocks of an allocation before their request runs. A pool may publish a block's
-        hash when it grants the block. If the request then leaves before its step has run, the block
-        would be stored although nobody has computed it. In eager mode this does nothing. The
-        targets of `load` need no call.
+        hash when it grants the block. If the request then leaves before its step has run, the
+        scheduler would store a block that was never computed. In eager mode this does nothing.
+        The targets of `load` need no call.
         """
     def lookup(self, request_id: str, num_local_tokens: int, max_tokens: int) -> int | None:
         """Return the number of tokens after the local hit that the host can serve, and pin them.
@@ -847,15 +847,15 @@ class OffloadScheduler:
 
         Args:
             request_id: the request.
-            num_tokens: tokens to load: a multiple of the common block size.
-            block_ids: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
-                took for these external tokens. A group that skips blocks loads only those that the
-                token after the load reads.
+            num_tokens: tokens to load, a multiple of the common block size.
+            block_ids: per group, the device blocks to fill, in order. Pass what
+                `BlockLedger.allocate` took for these external tokens. A group that skips blocks
+                loads only those that the token after the load reads.
             deadline: when `expire` fails the job, on the caller's clock.
 
         Raises:
-            StateError: `lookup` has found nothing to load, or the window before an end earlier than
-                the found one is not on the host.
+            StateError: `lookup` has found nothing to load. Or the load is shorter than what was
+                found, and the host lacks the window before its end.
             ConfigError: 0 tokens, more than were found, a number that is not a multiple of the
                 block size, or another number of blocks.
             InvalidBlock: a repeated or null block.
@@ -873,15 +873,15 @@ class OffloadScheduler:
     ) -> Job | None:
         """Plan the stores that a finished step has made due, all in one job.
 
-        Name every request in which a block became full, before the ledger's next allocation,
-        because that frees blocks that have left a window.
+        Name every request in which a block became full. Call this before the ledger's next
+        allocation, because that allocation frees blocks that have left a window.
 
         Args:
             request_ids: the requests.
             num_computed_tokens: per request, tokens whose KV earlier steps have written.
-            block_ids: the device ids appended to each request's block table since it was last named
-                here, hits and loads included, 0 where a group skips. Request by request, group by
-                group.
+            block_ids: the device ids appended to each request's block table since you last named it
+                here, request by request and group by group. Include the blocks of hits and loads,
+                and 0 where a group skips a block.
             offsets: where each (request, group) begins in `block_ids`, as in
                 `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
             deadline: when `expire` fails the job, on the caller's clock.
@@ -936,16 +936,16 @@ class OffloadScheduler:
         Args:
             job_id: the job.
             ok: one bool for the whole job, or one per block in the job's order. A failed load drops
-                the slot of each block that is False: no lookup finds it, its memory is empty when
-                its last pin ends, its children stay, and the next store of the block brings it
-                back. False for a whole load drops no slot, because a timeout or a device error does
-                not damage the host's bytes. A store fails if any of its blocks does.
+                the slot of each block that is False. No lookup finds a dropped slot, and it is
+                empty when its last pin ends. Its children stay, and the next store of the block
+                brings it back. False for a whole load drops no slot, because a timeout or a device
+                error does not damage the host's bytes. A store fails if any of its blocks fails.
             rank: the rank that reports.
 
         Returns:
-            None until all ranks have reported, and for jobs that `end_all` has ended. Then how the
-            job ended: it failed if any part did. Slots of a store become visible to `lookup`, or
-            empty.
+            None until all ranks have reported, and for jobs that `end_all` has ended. The last
+            report returns how the job ended. A job fails if any part fails. `lookup` then finds the
+            slots of a successful store. The slots of a failed one are empty.
 
         Raises:
             StateError: the job is not in flight, or this rank has reported it.
@@ -959,7 +959,7 @@ class OffloadScheduler:
         lookup waits for a job in quarantine, and its result never counts.
         """
     def end_all(self) -> list[JobEnd]:
-        """End every job as failed, also in quarantine. Call it after the movers have stopped.
+        """End every job as failed, those in quarantine too. Call it once the movers have stopped.
 
         The scheduler ignores later reports of these jobs.
         """
@@ -975,14 +975,14 @@ class OffloadScheduler:
     def snapshot(self) -> bytes:
         """Return the scheduler as bytes for `restore`, with a version and a checksum.
 
-        They hold the tier, its eviction order, what its policy learned, the requests, the sleep
-        image and the counters. They hold no jobs, as if these had failed, and nothing that lookups
-        hold.
+        The bytes hold the tier, its eviction order, what its policy learned, the requests, the
+        sleep image and the counters. They hold no jobs, as if all had failed, and no pins of
+        lookups.
         """
     def restore(self, snapshot: bytes) -> None:
         """Fill this new scheduler from a snapshot.
 
-        It knows no device blocks then, so report whole tables to `store` again. The scheduler
+        The restored scheduler knows no device blocks, so report whole tables to `store` again. It
         ignores reports of jobs that were in flight.
 
         Raises:
@@ -994,10 +994,10 @@ class OffloadScheduler:
         """Reserve host slots for every block in a table of `ledger` while the device sleeps.
 
         A block whose key is resident stays in that slot, which is pinned. Each other block gets a
-        place that no lookup finds. Evicts slots for them, and releases what lookups hold.
+        place that no lookup finds. The tier evicts slots for them. Lookups lose their pins.
 
         Returns:
-            The copies to make from device to host, as a job with id 0 that nobody reports.
+            The copies to make from device to host, as a job with id 0. Do not report this job.
 
         Raises:
             OutOfBlocks: the tier cannot hold them. Nothing has changed.
@@ -1022,7 +1022,7 @@ class OffloadScheduler:
 
         Counters:
             stored_blocks, loaded_blocks: blocks that were copied.
-            dropped_blocks: blocks that were due when their request left, and had no room.
+            dropped_blocks: blocks that had found no room when their request left.
             evicted_blocks: slots that were evicted for room.
             failed_stores, failed_loads, late_jobs: jobs.
             damaged_blocks: blocks that were dropped because a load found them damaged.
@@ -1049,9 +1049,9 @@ class HitCurve:
     """Hits of an LRU cache at every capacity, from the requests added so far.
 
     The cache holds one full-attention group, and a request hits the longest prefix that the cache
-    holds. The curve looks up each request as a whole and then ranks it, tail before root, as
-    `OffloadScheduler` does. The curve is exact until it watches as many keys as its bounds allow.
-    Then it halves its rate: it keeps a sample of the keys, and `hits` are estimates.
+    holds. As in `OffloadScheduler`, each request is looked up as a whole and then becomes the most
+    recent, tail before root. The curve is exact until it watches as many keys as its bounds allow.
+    Then it halves its rate. It keeps a sample of the keys, and `hits` are estimates.
 
     A request is a list of keys, root first. A key stands for a block and all blocks before it.
     Keys are block hashes (`bytes`, one width per curve) or integers from 0 to 2**64 - 1, for
@@ -1076,7 +1076,7 @@ class HitCurve:
         cls, *, max_keys: int | None = None, max_bytes: int | None = None, seed: int = 0
     ) -> HitCurve: ...
     def add(self, keys: _Keys) -> None:
-        """Serve a request: look up all its keys, then rank them, tail before root.
+        """Serve a request: look up all its keys, then make them recent, tail before root.
 
         Args:
             keys: keys of the request's blocks, root first.
@@ -1142,7 +1142,7 @@ class HitCurve:
 def clairvoyant_hits(keys: _Keys, offsets: _Ints, capacities: _Ints) -> npt.NDArray[np.int64]:
     """Return the most blocks that any cache can hit, at each of these capacities.
 
-    The bound knows the future: it keeps the blocks with the nearest next uses, and it may bypass
+    The bound knows the future. It keeps the blocks with the nearest next uses, and it may bypass
     the cache. It holds for every eviction policy of a cache with one full-attention group that
     looks up each request as a whole. Releases the interpreter lock.
 

@@ -17,9 +17,9 @@ use crate::lock::{detached, lock};
 /// Hits of an LRU cache at every capacity, from the requests added so far.
 ///
 /// The cache holds one full-attention group, and a request hits the longest prefix that the cache
-/// holds. The curve looks up each request as a whole and then ranks it, tail before root, as
-/// `OffloadScheduler` does. The curve is exact until it watches as many keys as its bounds allow.
-/// Then it halves its rate: it keeps a sample of the keys, and `hits` are estimates.
+/// holds. As in `OffloadScheduler`, each request is looked up as a whole and then becomes the most
+/// recent, tail before root. The curve is exact until it watches as many keys as its bounds allow.
+/// Then it halves its rate. It keeps a sample of the keys, and `hits` are estimates.
 ///
 /// A request is a list of keys, root first. A key stands for a block and all blocks before it.
 /// Keys are block hashes (`bytes`, one width per curve) or integers from 0 to 2**64 - 1, for
@@ -56,7 +56,7 @@ impl HitCurve {
         Ok(Self(Mutex::new(KeyedCurve { curve, source: None })))
     }
 
-    /// Serve a request: look up all its keys, then rank them, tail before root.
+    /// Serve a request: look up all its keys, then make them recent, tail before root.
     ///
     /// Args:
     ///     keys: keys of the request's blocks, root first.
@@ -164,7 +164,7 @@ impl HitCurve {
 
 /// Return the most blocks that any cache can hit, at each of these capacities.
 ///
-/// The bound knows the future: it keeps the blocks with the nearest next uses, and it may bypass
+/// The bound knows the future. It keeps the blocks with the nearest next uses, and it may bypass
 /// the cache. It holds for every eviction policy of a cache with one full-attention group that
 /// looks up each request as a whole. Releases the interpreter lock.
 ///

@@ -40,7 +40,7 @@ impl BlockStored {
         digests(py, &self.stored.hashes, self.width)
     }
 
-    /// The hash before the first; None at the start of a prompt or if it is not known.
+    /// The hash of the block before the first. None at the start of a prompt, or if unknown.
     #[getter]
     fn parent_block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         let parent = self.stored.origin.parent.as_ref()?;
@@ -102,7 +102,7 @@ pub(crate) struct BlockRemoved {
 
 #[pymethods]
 impl BlockRemoved {
-    /// The hashes of the keys.
+    /// The hashes of the removed keys.
     #[getter]
     fn block_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         digests(py, &self.hashes, self.width)
@@ -144,7 +144,7 @@ impl AllBlocksCleared {
     }
 }
 
-/// A pool's events, with what is needed to show them.
+/// Events of a pool, with the medium and hash width that their Python objects need.
 pub(crate) struct Batch {
     events: Vec<Event>,
     medium: Medium,
@@ -152,18 +152,18 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// Takes the events of a device's pool.
+    /// Takes the events of a device pool.
     pub(crate) fn of_pool(pool: &mut BlockPool) -> Self {
         let (medium, width) = (pool.medium().unwrap_or(Medium::Device), pool.hash_width());
         Self { events: pool.take_events(), medium, width }
     }
 
-    /// Events of the host tier.
+    /// Wraps events of the host tier.
     pub(crate) fn of_host(events: Vec<Event>, width: HashWidth) -> Self {
         Self { events, medium: Medium::Host, width }
     }
 
-    /// The events as a list of Python objects.
+    /// Returns the events as a list of Python objects.
     pub(crate) fn into_list(self, py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         let Self { events, medium, width } = self;
         let to_object = |event| -> PyResult<Bound<'_, PyAny>> {

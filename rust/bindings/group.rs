@@ -41,9 +41,9 @@ impl FullAttention {
 ///     block_size: tokens per block.
 ///     window: tokens in the window, the attending token included.
 ///     extra_retained_tokens: tokens right below the window that no token attends to. A request
-///         keeps their blocks, and a load brings them. Speculative decoding with several modules
-///         needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the device
-///         does not need them.
+///         keeps their blocks, and a load brings them. Speculative decoding with several MTP
+///         modules needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the
+///         device does not need them.
 ///
 /// Raises:
 ///     ConfigError: a block size or window that is not 1 to 2**30, or a window that exceeds
@@ -160,7 +160,7 @@ impl StateSpace {
     }
 }
 
-/// A group of any kind, as Python passes it.
+/// A group of any kind, as Python passes it to the core.
 #[derive(FromPyObject)]
 pub(crate) enum AnyGroup<'py> {
     Full(PyRef<'py, FullAttention>),
@@ -169,7 +169,7 @@ pub(crate) enum AnyGroup<'py> {
     State(PyRef<'py, StateSpace>),
 }
 
-/// The core's groups for a model's groups in Python.
+/// Converts a model's groups from Python to the core's.
 pub(crate) fn groups(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Group>> {
     let group = |given: &Bound<'_, PyAny>| match given.extract() {
         Ok(AnyGroup::Full(group)) => Ok(group.0),

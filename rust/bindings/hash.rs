@@ -1,4 +1,4 @@
-//! `hash_tokens`, and the way of tokens and extra keys into Python and out of it.
+//! `hash_tokens`, and the conversion of tokens and extra keys between Python and the core.
 
 use kvstow_core::hash::{
     self, Algorithm, BlockExtraKeys, ExtraKey, HashOptions, MAX_EXTRA_KEY_DEPTH,
@@ -23,8 +23,8 @@ use crate::error::{ConfigError, to_py};
 ///     block_size: tokens per block, at least 1.
 ///     algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
 ///     parent: the digest of the block before the first; None or empty at the start of a prompt.
-///     extra_keys: one entry per full block: None, or a sequence of keys (nested tuples of ints,
-///         strings, bytes), as vLLM derives them from LoRA, multimodal inputs and cache salts.
+///     extra_keys: one entry per full block, None or a sequence of keys (nested tuples of ints,
+///         strings, bytes). vLLM derives keys from LoRA, multimodal inputs and cache salts.
 ///     seed: the string that determines the parent digest of a prompt's first block. vLLM takes
 ///         `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for sha256_cbor
 ///         and a random string per process for xxhash_cbor. This function takes "vllm-none-hash"
@@ -74,7 +74,7 @@ fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
     })
 }
 
-/// Token ids from a sequence of ints or a one-dimensional integer array.
+/// Reads token ids from a sequence of ints or a one-dimensional integer array.
 pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     if let Ok(array) = tokens.cast::<PyUntypedArray>() {
         return tokens_from_array(array);
@@ -85,7 +85,7 @@ pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
             "tokens is of type {kind}: pass a sequence of ints or an integer array"
         )));
     }
-    let mut ids = Vec::new(); // not as long as `__len__` says: a sequence may lie
+    let mut ids = Vec::new(); // no capacity from `__len__`, which may be wrong
     for (position, token) in tokens.try_iter()?.enumerate() {
         let token = token?;
         ids.push(token.extract().map_err(|error| bad_token(position, &token, error))?);
@@ -107,8 +107,8 @@ fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {
     Ok(ids)
 }
 
-/// The array's numbers as `T`, whatever its stride, alignment, width and byte order: numpy's own
-/// conversion always copies, and what it returns is as plain as an array can be.
+/// Copies the array's numbers as `T`, from any stride, alignment, width and byte order. `astype`
+/// always copies, and returns a contiguous array in native byte order.
 pub(crate) fn native_copy<T: Element + Copy>(
     array: &Bound<'_, PyUntypedArray>,
 ) -> PyResult<Vec<T>> {
@@ -130,7 +130,7 @@ fn bad_token(position: usize, token: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     }
 }
 
-/// Extra keys from a sequence with one entry per block: None, or a sequence of keys.
+/// Reads extra keys from a sequence with one entry per block: None, or a sequence of keys.
 pub(crate) fn extra_keys_from_py(blocks: &Bound<'_, PyAny>) -> PyResult<Vec<BlockExtraKeys>> {
     if blocks.cast::<PySequence>().is_err() {
         let kind = type_name(blocks);
@@ -163,7 +163,7 @@ fn key_from_py(block: usize, key: &Bound<'_, PyAny>, levels: usize) -> PyResult<
     if key.is_none() {
         Ok(ExtraKey::Null)
     } else if let Ok(value) = key.cast::<PyBool>() {
-        Ok(ExtraKey::Bool(value.is_true())) // asked before int, which a bool is too
+        Ok(ExtraKey::Bool(value.is_true())) // checked before int, because a bool is an int
     } else if key.is_instance_of::<PyInt>() {
         let value = key.extract().map_err(|_| {
             ConfigError::new_err(format!(
@@ -193,7 +193,7 @@ fn key_from_py(block: usize, key: &Bound<'_, PyAny>, levels: usize) -> PyResult<
     }
 }
 
-/// Extra keys as an event reports them: a list of tuples and None.
+/// Returns extra keys as events report them: a list of tuples and None.
 pub(crate) fn extra_keys_to_py<'py>(
     py: Python<'py>,
     blocks: &[BlockExtraKeys],
@@ -225,7 +225,7 @@ fn type_name(value: &Bound<'_, PyAny>) -> String {
     value.get_type().qualname().map_or_else(|_| "unknown".to_owned(), |name| name.to_string())
 }
 
-/// An int in a message. Python refuses to print one of thousands of digits.
+/// Returns an int's text for a message. Python refuses to print thousands of digits.
 fn int_text(value: &Bound<'_, PyAny>) -> String {
     match value.str() {
         Ok(text) if text.len().is_ok_and(|num_chars| num_chars <= 80) => text.to_string(),

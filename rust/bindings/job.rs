@@ -13,7 +13,7 @@ use crate::convert::to_array;
 #[pyclass(module = "kvstow", frozen, get_all)]
 #[expect(clippy::struct_field_names, reason = "the public names")]
 pub(crate) struct Job {
-    /// Id of the job: counts up from 1, never used twice. 0 is for copies of a sleep image.
+    /// Id of the job. Ids count up from 1 and are not reused. 0 means a sleep image.
     job_id: u64,
     /// Device block ids.
     block_ids: Py<PyArray1<i32>>,
@@ -47,8 +47,8 @@ pub(crate) struct JobEnd {
     block_ids: Vec<BlockId>,
     /// Whether the copies count. False if the job failed, was late, or was in flight at a reset.
     ///
-    /// Blocks of a load that does not count must be recomputed. A store that went well counts even
-    /// if some of its slots were dropped, because the store of a block before them failed.
+    /// Recompute the blocks of a load that does not count. A successful store counts even if the
+    /// tier dropped some of its slots, because the store of a block before them failed.
     #[pyo3(get)]
     ok: bool,
     /// Whether the job missed its deadline, so that `expire` has returned it.

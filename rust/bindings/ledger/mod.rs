@@ -34,10 +34,10 @@ use arguments::{IdChoice, context, counts_for, new_ids, publish_from_py};
 ///         computes. If a step is dropped, report it with `free(num_computed_tokens=...)`.
 ///         "computed": when `cache` or `cache_step` reports the block's tokens. So no lookup finds
 ///         a block that was never computed.
-///     max_in_flight_tokens: the most tokens that a request is granted before they are processed:
-///         the token budget of a step, times the number of steps that overlap. With it,
-///         `must_fit_tokens` counts for a window or a chunk only what a request holds at once.
-///         Without it, `must_fit_tokens` counts all tokens.
+///     max_in_flight_tokens: the most in-flight tokens of a request. Pass the token budget of a
+///         step, times the number of steps that overlap. With it, `must_fit_tokens` counts for a
+///         window or a chunk only what a request holds at once. Without it, `must_fit_tokens`
+///         counts all tokens.
 ///     events: whether the ledger records events for `LedgerPool.take_events`.
 ///
 /// Raises:
@@ -302,7 +302,7 @@ impl BlockLedger {
         lock(&self.0).num_hashes(&request_id).map_err(to_py)
     }
 
-    /// Drop the request and its references, the tail of each group first.
+    /// Drop the request and its references, in each group from the tail on.
     ///
     /// Args:
     ///     request_id: a request that finished, was preempted or was aborted.
@@ -311,9 +311,9 @@ impl BlockLedger {
     ///         None: all granted tokens were computed.
     ///
     /// Returns:
-    ///     The other requests whose tables hold such a block that was never computed. Free them
-    ///     too, and recompute them. The list is empty with `publish="computed"`, because no
-    ///     request can hit such a block.
+    ///     The other requests whose tables hold one of these uncomputed blocks. Free them too, and
+    ///     recompute them. The list is empty with `publish="computed"`, because no request can hit
+    ///     such a block.
     ///
     /// Raises:
     ///     UnknownRequest: the request was never added, or was freed.

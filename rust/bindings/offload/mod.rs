@@ -91,9 +91,9 @@ impl OffloadScheduler {
 
     /// Return the scheduler as bytes for `restore`, with a version and a checksum.
     ///
-    /// They hold the tier, its eviction order, what its policy learned, the requests, the sleep
-    /// image and the counters. They hold no jobs, as if these had failed, and nothing that lookups
-    /// hold.
+    /// The bytes hold the tier, its eviction order, what its policy learned, the requests, the
+    /// sleep image and the counters. They hold no jobs, as if all had failed, and no pins of
+    /// lookups.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let snapshot = detached(py, &self.0, |scheduler| scheduler.snapshot()).map_err(to_py)?;
         Ok(PyBytes::new(py, &snapshot))
@@ -101,7 +101,7 @@ impl OffloadScheduler {
 
     /// Fill this new scheduler from a snapshot.
     ///
-    /// It knows no device blocks then, so report whole tables to `store` again. The scheduler
+    /// The restored scheduler knows no device blocks, so report whole tables to `store` again. It
     /// ignores reports of jobs that were in flight.
     ///
     /// Raises:
@@ -119,10 +119,10 @@ impl OffloadScheduler {
     /// Reserve host slots for every block in a table of `ledger` while the device sleeps.
     ///
     /// A block whose key is resident stays in that slot, which is pinned. Each other block gets a
-    /// place that no lookup finds. Evicts slots for them, and releases what lookups hold.
+    /// place that no lookup finds. The tier evicts slots for them. Lookups lose their pins.
     ///
     /// Returns:
-    ///     The copies to make from device to host, as a job with id 0 that nobody reports.
+    ///     The copies to make from device to host, as a job with id 0. Do not report this job.
     ///
     /// Raises:
     ///     OutOfBlocks: the tier cannot hold them. Nothing has changed.
@@ -183,9 +183,9 @@ impl OffloadScheduler {
 
     /// Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
     ///
-    /// A streaming session drops its last token when its next chunk arrives: call `truncate`, then
-    /// `extend` with the new hashes. Dropped blocks are not stored any more. Stored blocks stay
-    /// under their own hash. Releases what the request's lookup holds.
+    /// A streaming session drops its last token when its next chunk arrives. Call `truncate` then,
+    /// and `extend` with the new hashes. The scheduler no longer stores dropped blocks. Stored
+    /// blocks stay under their own hash. Releases what the request's lookup holds.
     ///
     /// Raises:
     ///     ConfigError: more hashes than are known.
@@ -196,9 +196,9 @@ impl OffloadScheduler {
     /// Lazy mode: forget what was computed into device blocks that will be overwritten.
     ///
     /// Name all blocks of an allocation before their request runs. A pool may publish a block's
-    /// hash when it grants the block. If the request then leaves before its step has run, the block
-    /// would be stored although nobody has computed it. In eager mode this does nothing. The
-    /// targets of `load` need no call.
+    /// hash when it grants the block. If the request then leaves before its step has run, the
+    /// scheduler would store a block that was never computed. In eager mode this does nothing.
+    /// The targets of `load` need no call.
     fn invalidate(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let block_ids = ids(block_ids, MAX_BLOCKS)?;
         lock(&self.0).invalidate(&block_ids).map_err(to_py)
@@ -235,15 +235,15 @@ impl OffloadScheduler {
     ///
     /// Args:
     ///     request_id: the request.
-    ///     num_tokens: tokens to load: a multiple of the common block size.
-    ///     block_ids: per group, the device blocks to fill, in order: what `BlockLedger.allocate`
-    ///         took for these external tokens. A group that skips blocks loads only those that the
-    ///         token after the load reads.
+    ///     num_tokens: tokens to load, a multiple of the common block size.
+    ///     block_ids: per group, the device blocks to fill, in order. Pass what
+    ///         `BlockLedger.allocate` took for these external tokens. A group that skips blocks
+    ///         loads only those that the token after the load reads.
     ///     deadline: when `expire` fails the job, on the caller's clock.
     ///
     /// Raises:
-    ///     StateError: `lookup` has found nothing to load, or the window before an end earlier than
-    ///         the found one is not on the host.
+    ///     StateError: `lookup` has found nothing to load. Or the load is shorter than what was
+    ///         found, and the host lacks the window before its end.
     ///     ConfigError: 0 tokens, more than were found, a number that is not a multiple of the
     ///         block size, or another number of blocks.
     ///     InvalidBlock: a repeated or null block.
@@ -270,15 +270,15 @@ impl OffloadScheduler {
 
     /// Plan the stores that a finished step has made due, all in one job.
     ///
-    /// Name every request in which a block became full, before the ledger's next allocation,
-    /// because that frees blocks that have left a window.
+    /// Name every request in which a block became full. Call this before the ledger's next
+    /// allocation, because that allocation frees blocks that have left a window.
     ///
     /// Args:
     ///     request_ids: the requests.
     ///     num_computed_tokens: per request, tokens whose KV earlier steps have written.
-    ///     block_ids: the device ids appended to each request's block table since it was last named
-    ///         here, hits and loads included, 0 where a group skips. Request by request, group by
-    ///         group.
+    ///     block_ids: the device ids appended to each request's block table since you last named it
+    ///         here, request by request and group by group. Include the blocks of hits and loads,
+    ///         and 0 where a group skips a block.
     ///     offsets: where each (request, group) begins in `block_ids`, as in
     ///         `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
     ///     deadline: when `expire` fails the job, on the caller's clock.
@@ -395,16 +395,16 @@ impl OffloadScheduler {
     /// Args:
     ///     job_id: the job.
     ///     ok: one bool for the whole job, or one per block in the job's order. A failed load drops
-    ///         the slot of each block that is False: no lookup finds it, its memory is empty when
-    ///         its last pin ends, its children stay, and the next store of the block brings it
-    ///         back. False for a whole load drops no slot, because a timeout or a device error does
-    ///         not damage the host's bytes. A store fails if any of its blocks does.
+    ///         the slot of each block that is False. No lookup finds a dropped slot, and it is
+    ///         empty when its last pin ends. Its children stay, and the next store of the block
+    ///         brings it back. False for a whole load drops no slot, because a timeout or a device
+    ///         error does not damage the host's bytes. A store fails if any of its blocks fails.
     ///     rank: the rank that reports.
     ///
     /// Returns:
-    ///     None until all ranks have reported, and for jobs that `end_all` has ended. Then how the
-    ///     job ended: it failed if any part did. Slots of a store become visible to `lookup`, or
-    ///     empty.
+    ///     None until all ranks have reported, and for jobs that `end_all` has ended. The last
+    ///     report returns how the job ended. A job fails if any part fails. `lookup` then finds the
+    ///     slots of a successful store. The slots of a failed one are empty.
     ///
     /// Raises:
     ///     StateError: the job is not in flight, or this rank has reported it.
@@ -435,7 +435,7 @@ impl OffloadScheduler {
         PyList::new(py, late.into_iter().map(|job_id| job_id.0))
     }
 
-    /// End every job as failed, also in quarantine. Call it after the movers have stopped.
+    /// End every job as failed, those in quarantine too. Call it once the movers have stopped.
     ///
     /// The scheduler ignores later reports of these jobs.
     fn end_all<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -465,7 +465,7 @@ impl OffloadScheduler {
     ///
     /// Counters:
     ///     stored_blocks, loaded_blocks: blocks that were copied.
-    ///     dropped_blocks: blocks that were due when their request left, and had no room.
+    ///     dropped_blocks: blocks that had found no room when their request left.
     ///     evicted_blocks: slots that were evicted for room.
     ///     failed_stores, failed_loads, late_jobs: jobs.
     ///     damaged_blocks: blocks that were dropped because a load found them damaged.
