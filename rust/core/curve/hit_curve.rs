@@ -97,7 +97,7 @@ impl HitCurve {
         prompts.iter().try_for_each(|keys| self.add(keys))
     }
 
-    /// Serves a request: looks up all its keys, root first, then ranks them, tail before root.
+    /// Serves a request: looks up its keys, root first, then makes them recent, tail before root.
     ///
     /// # Errors
     /// [`Error::Config`] if the machine lacks the memory. The request then counts as never made.

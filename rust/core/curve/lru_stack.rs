@@ -1,4 +1,4 @@
-//! Keys in the order of their last use, and how many stand above each.
+//! Keys in recency order, and the number of more recent keys for each.
 //!
 //! ```text
 //!   slots     0   1   2   3   4   5   6       a key that is used takes the next slot
@@ -7,16 +7,16 @@
 //!                                 ^next_slot
 //! ```
 //!
-//! When the slots run out, the keys close ranks: each takes the slot with the number of keys below
-//! it.
+//! When the slots run out, the keys close the gaps. The new slot of a key is the number of less
+//! recent keys.
 
 use std::collections::HashMap;
 
 use crate::error::{Error, Result};
 
+use super::counted_bits::CountedBits;
 use super::keys::MixedKeys;
 use super::memory::no_memory;
-use super::ranked_bits::RankedBits;
 
 /// More keys than this would not have 32-bit slots to move to.
 const MAX_KEYS: usize = 1 << 30;
@@ -42,18 +42,18 @@ struct Entry {
     num_uses: u32,
 }
 
-/// An LRU stack. About 34 bytes a key, with the room that its table keeps free.
+/// An LRU stack. It takes about 34 bytes per key, the free room of its table included.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LruStack {
     entries: HashMap<u64, Entry, MixedKeys>,
-    held: RankedBits,
-    sampled: RankedBits,
+    held: CountedBits,
+    sampled: CountedBits,
     next_slot: u32,
     num_slots: usize,
 }
 
 impl LruStack {
-    /// An empty stack with room for so many keys.
+    /// Returns an empty stack with room for `num_keys` keys.
     pub(super) fn with_room(num_keys: usize) -> Result<Self> {
         let mut stack = Self::default();
         stack.entries.try_reserve(num_keys).map_err(|_| no_memory())?;
@@ -79,7 +79,7 @@ impl LruStack {
             + self.sampled.memory_bytes()
     }
 
-    /// Makes sure that so many uses find a slot, and so many keys that are new a place.
+    /// Reserves slots for `num_uses` uses, and room for `num_new` new keys.
     pub(super) fn make_room(&mut self, num_uses: usize, num_new: usize) -> Result<()> {
         self.entries.try_reserve(num_new).map_err(|_| no_memory())?;
         if self.next_slot as usize + num_uses <= self.num_slots {
@@ -91,12 +91,12 @@ impl LruStack {
                 "{num_needed} distinct keys; a curve takes at most 2^30: bound it with max_keys"
             )));
         }
-        self.close_ranks(num_needed * 2)
+        self.compact(num_needed * 2)
     }
 
     /// Moves all keys to the lowest slots, in their order.
-    fn close_ranks(&mut self, num_slots: usize) -> Result<()> {
-        let (mut held, mut sampled) = (RankedBits::new(num_slots)?, RankedBits::new(num_slots)?);
+    fn compact(&mut self, num_slots: usize) -> Result<()> {
+        let (mut held, mut sampled) = (CountedBits::new(num_slots)?, CountedBits::new(num_slots)?);
         for entry in self.entries.values_mut() {
             let old = entry.slot;
             let num_below = self.held.count_before(old) + self.sampled.count_before(old);
@@ -112,13 +112,13 @@ impl LruStack {
         Ok(())
     }
 
-    /// Where a key stands; none if it is not in the stack.
+    /// Returns the place of a key, or None if the stack lacks it.
     #[inline]
     pub(super) fn find(&self, key: u64) -> Option<Place> {
         let slot = self.entries.get(&key)?.slot;
         let role = self.role(slot);
         // The key itself is not above itself, and it is in one of the two rows.
-        let above = |row: &RankedBits| row.num_set() - row.count_before(slot);
+        let above = |row: &CountedBits| row.num_set() - row.count_before(slot);
         let (num_held, num_sampled) = (above(&self.held), above(&self.sampled));
         Some(match role {
             Role::Held => {
@@ -143,7 +143,7 @@ impl LruStack {
         true
     }
 
-    /// Puts a key on top that is not in the stack. Needs a slot.
+    /// Puts a key on top that the stack lacks. Needs a slot.
     #[inline]
     pub(super) fn insert(&mut self, key: u64, role: Role) {
         self.entries.insert(key, Entry { slot: self.next_slot, num_uses: 1 });

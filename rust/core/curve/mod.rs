@@ -1,20 +1,21 @@
 //! Hits of a cache against its capacity, from the requests that it would serve.
 //!
-//! A request is a chain of keys: each key stands for a block and all blocks before it. A cache looks
-//! up the whole request first and then ranks it, tail before root. [`HitCurve`] gives the hits of an
-//! LRU cache at every capacity. [`Clairvoyant`] gives the most hits that any policy can have.
+//! A request is a chain of keys. Each key stands for a block and all blocks before it. A cache looks
+//! up the whole request, and then makes its keys the most recent, tail before root. [`HitCurve`]
+//! gives the hits of an LRU cache at every capacity. [`Clairvoyant`] gives the most hits that any
+//! policy can have.
 //!
 //! May import: error, key.
 
 mod bit_set;
 mod clairvoyant;
+mod counted_bits;
 mod histogram;
 mod hit_curve;
 mod keys;
 mod lru_stack;
 mod memory;
 mod prompts;
-mod ranked_bits;
 mod sample;
 
 pub use clairvoyant::Clairvoyant;

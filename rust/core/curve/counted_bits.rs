@@ -1,4 +1,4 @@
-//! A row of bits that counts those before any place in logarithmic time.
+//! A row of bits that counts the set bits before any place in logarithmic time.
 //!
 //! ```text
 //!   lines   [512 bits][512 bits][512 bits]...     a line of the processor's cache each
@@ -12,17 +12,17 @@ use super::memory::zeroed;
 const WORDS_PER_LINE: usize = 8;
 const BITS_PER_LINE: usize = 64 * WORDS_PER_LINE;
 
-/// Bits in lines of 512. About 1.07 bits a bit.
+/// Bits in lines of 512. Each bit takes about 1.07 bits of memory.
 #[derive(Clone, Debug, Default)]
-pub(super) struct RankedBits {
+pub(super) struct CountedBits {
     lines: Vec<[u64; WORDS_PER_LINE]>,
     /// `sums[i - 1]` counts the bits of the `i & -i` lines that end with line `i - 1`.
     sums: Vec<u32>,
     num_set: u32,
 }
 
-impl RankedBits {
-    /// As many bits as asked for, none of them set.
+impl CountedBits {
+    /// Returns `num_bits` bits, none of them set.
     pub(super) fn new(num_bits: usize) -> Result<Self> {
         let num_lines = num_bits.div_ceil(BITS_PER_LINE);
         Ok(Self { lines: zeroed(num_lines)?, sums: zeroed(num_lines)?, num_set: 0 })
@@ -57,7 +57,7 @@ impl RankedBits {
         self.add(at, u32::MAX);
     }
 
-    /// Sets a bit, as one of many: [`RankedBits::count`] must follow.
+    /// Flips a bit without counting it. Call [`CountedBits::count`] after the last flip.
     #[inline]
     pub(super) fn flip(&mut self, at: u32) {
         let at = at as usize;
@@ -78,7 +78,7 @@ impl RankedBits {
         }
     }
 
-    /// Bits set before `at`.
+    /// Returns the number of set bits before `at`.
     #[inline]
     pub(super) fn count_before(&self, at: u32) -> u64 {
         if self.num_set == 0 {
