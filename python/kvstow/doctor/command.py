@@ -23,8 +23,8 @@ def doctor(output: Output, anew: bool) -> int:
     It works without a GPU. It measures the speed of each GPU's link once, in about a second, and
     caches the result.
 
-    Exits with 0 if nothing is broken, and 1 if something is. A missing GPU is not broken. Exits
-    with 2 for bad usage, and 74 if it cannot write the output.
+    The exit status is 0 if nothing is broken, 1 if something is, 2 for bad usage, and 74 if the
+    output cannot be written. A missing GPU is not broken.
     """
     findings = diagnose(anew=anew)
     is_ok = all(finding.status != "broken" for finding in findings)

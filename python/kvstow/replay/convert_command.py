@@ -48,8 +48,8 @@ def convert(
 ) -> int:
     """Convert FILE to a trace, and print one request a line.
 
-    FILE may be - for standard input. The trace holds lengths and numbers of blocks, but no token
-    and no hash. Replay it with the same --block-size.
+    FILE may be - for standard input. The trace holds lengths and block numbers, but no token and
+    no hash. Replay it with the same --block-size.
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
