@@ -2,14 +2,16 @@
 
     .venv/bin/python -m benches.policies TRACE...      (a name with "ragpulse": the content form)
 
-Pure accounting, through the public `OffloadScheduler`: requests come one after the other, there is
-no device cache, and jobs end at once. A request is looked up, what is found is loaded, the rest is
-stored, and it leaves. The hit ratio is hit blocks of all that the trace asks for; a hit is a block
-of the longest prefix that the tier holds. Once a prompt's partial tail counts as a block, as the
-traces' authors count, and once it does not, as an engine stores full blocks only.
+The bench is pure accounting through the public `OffloadScheduler`. Requests come one after the
+other, there is no device cache, and jobs end at once. For each request, the bench looks up its
+blocks, loads those that it finds, and stores the rest. A hit is a block of the longest prefix that
+the tier holds. The hit ratio is the share of hits in all blocks of the trace.
 
-The condition under which a policy is worth having beside LRU: on both Mooncake traces it hits at
-least 1 point more at 5,000, 7,500 and 10,000 blocks, and nowhere more than 0.5 points less.
+The table has two forms. "all blocks" counts the partial tail of a prompt as a block, as the authors
+of the traces do. "full blocks" leaves it out, because an engine stores full blocks only.
+
+A policy beside LRU must meet a condition. On both Mooncake traces it has a hit ratio at least 1
+point higher at 5,000, 7,500 and 10,000 blocks, and it is nowhere more than 0.5 points lower.
 """
 
 import sys
@@ -31,7 +33,7 @@ REQUIRED_POINTS, ALLOWED_POINTS = 1.0, -0.5
 
 
 class Requests:
-    """Return the prompts of a trace as chained digests, computed once for all runs."""
+    """The prompts of a trace as chained digests, computed once for all runs."""
 
     def __init__(self, trace: Trace, *, full_blocks: bool) -> None:
         self.num_blocks = 0
@@ -92,7 +94,7 @@ def compare(path: Path) -> Iterator[str]:
 
 def main(names: list[str]) -> int:
     if not names:
-        print("name one trace or more: python -m benches.policies TRACE...", file=sys.stderr)
+        print("no trace is given: run python -m benches.policies TRACE...", file=sys.stderr)
         return 2
     failures = [failure for name in names for failure in compare(Path(name))]
     print("\nThe condition does not hold:" if failures else "\nThe condition holds.")

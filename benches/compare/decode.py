@@ -13,7 +13,7 @@ NUM_REQUESTS = 256
 
 
 class Decode:
-    """A turn is 16 steps on one side, one after the other."""
+    """16 steps, one after the other, in each turn of a side."""
 
     def __init__(self, num_turns: int) -> None:
         self.num_turns = num_turns

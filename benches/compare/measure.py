@@ -1,4 +1,4 @@
-"""Timing two sides that take turns, and comparing what they took."""
+"""Time two sides that take turns, and compare their times."""
 
 import gc
 import statistics
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Milliseconds of this thread's processor time, by what was timed.
+    """Milliseconds of this thread's processor time, by the name of the work.
 
-    Not time on the wall: where others want the processor too, they take it away from a long call
-    and seldom from a short one, and the slower side would look slower still.
+    It is not wall-clock time, because other processes interrupt a long call more often than a short
+    one. That would make the slower side look slower still.
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,16 @@ class Clock:
         return result
 
     def together(self, *whats: str) -> list[float]:
-        """What several of them took, one after the other."""
+        """Return the sums of several works, sample by sample."""
         return [sum(each) for each in zip(*(self.samples[what] for what in whats), strict=True)]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what each side took, in the order in which it was measured.
+    """A line of the table: the samples of each side, in the order of their measurement.
 
-    Every `num_per_turn`-th sample is the first after the other side's turn: then the caches hold
-    the other's data, as in a server where other work comes between.
+    Every `num_per_turn`-th sample is the first after the other side's turn. Then the caches hold
+    the data of the other side, as in a server that does other work in between.
     """
 
     work: str
@@ -77,13 +77,13 @@ class Row:
 
 
 def take_turns(turn: int, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Runs both, the second one first in every other turn."""
+    """Run both sides. In every other turn the second side goes first."""
     for side in (first, second) if turn % 2 == 0 else (second, first):
         gc.collect()
         side()
 
 
 def require_same(what: str, vllm: Iterable[int], kvstow: Iterable[int]) -> None:
-    """Refuses to compare the times of two sides that have not done the same."""
+    """Exit if the two sides did different work, because then their times do not compare."""
     if list(vllm) != list(kvstow):
         sys.exit(f"{what} differ between vLLM and kvstow: the two did not do the same work")

@@ -1,4 +1,4 @@
-"""A pool of a million blocks: how long it takes to build, and what a block weighs when in use."""
+"""A pool of a million blocks: the time to build it, and its memory per block in use."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ class Million:
     def run(self) -> list[Row]:
         gc.collect()
         gc.freeze()
-        # kvstow first: what it frees goes back to the system, what vLLM frees may be kept.
+        # kvstow first, because it returns its memory to the system. Python may keep that of vLLM.
         ours, theirs = self._kvstow_bytes(), self._vllm_bytes()
         for turn in range(self.num_turns):
             take_turns(turn, self._build_vllm, self._build_kvstow)
@@ -43,7 +43,7 @@ class Million:
                 target_most=50,
             ),
             Row(
-                f"memory of {blocks}, each taken, cached and freed",
+                f"memory of {blocks}, each allocated, cached and freed",
                 [theirs],
                 [ours],
                 unit="B/block",
@@ -67,7 +67,7 @@ class Million:
         grown = resident_bytes() - before
         if pool.num_cached != NUM_BLOCKS - 1:
             sys.exit("kvstow's million blocks are not all cached")
-        # Not less than it says of itself, should a page of it have been resident before.
+        # A page may have been resident before, so count at least what the pool reports.
         return max(grown, pool.memory_bytes) / NUM_BLOCKS
 
     def _vllm_bytes(self) -> float:
@@ -85,5 +85,6 @@ class Million:
 
 
 def resident_bytes() -> int:
+    """Return the resident memory of this process."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return num_pages * os.sysconf("SC_PAGE_SIZE")

@@ -191,8 +191,10 @@ class OffloadPrompts:
         ledger.add(name, hashes)
         time(side + "add again", offload.add, name, hashes)
         found = time(side + "lookup", offload.lookup, name, 0, NUM_TOKENS) or 0
-        taken = ledger.allocate(name, 0, num_external_tokens=found, delay_caching=True) or ()
-        job_id, ids, slots = time(side + "plan load", self._kvstow_plan_load, name, found, taken)
+        allocated = ledger.allocate(name, 0, num_external_tokens=found, delay_caching=True) or ()
+        job_id, ids, slots = time(
+            side + "plan load", self._kvstow_plan_load, name, found, allocated
+        )
         time(side + "loaded", complete, offload, ledger, job_id)
         ledger.cache(name, found)
         table = ledger.block_table(name)
@@ -205,9 +207,9 @@ class OffloadPrompts:
         record([] if again is None else again.block_ids.tolist())
 
     def _kvstow_plan_load(
-        self, name: str, num_tokens: int, taken: Sequence[Ids]
+        self, name: str, num_tokens: int, block_ids: Sequence[Ids]
     ) -> tuple[int, Ids, Ids]:
-        return begin(self.ledger, self.ours.load(name, num_tokens, taken))
+        return begin(self.ledger, self.ours.load(name, num_tokens, block_ids))
 
     def _rows(self, kind: str, host: str) -> list[Row]:
         together = self.clock.together
@@ -334,8 +336,8 @@ class OffloadDecode:
                 request.append_output_token_ids(request.num_tokens)  # what the last step sampled
                 if len(request.block_hashes) > num_hashes:
                     hashes.append((request.request_id, request.block_hashes[-1:]))
-                taken = self.manager.allocate_slots(request, 1)
-                running.append((request, taken.get_block_ids(allow_none=True)))
+                allocated = self.manager.allocate_slots(request, 1)
+                running.append((request, allocated.get_block_ids(allow_none=True)))
             step = vllm_side.step(running=running)
             self.steps.append((step, hashes, self._vllm_step(step)))
             for request in self.requests:

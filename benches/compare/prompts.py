@@ -1,4 +1,4 @@
-"""Long prompts, admitted, finished and looked up again in pools that are full of other prompts."""
+"""Long prompts, admitted, finished and looked up in pools that are full of other prompts."""
 
 import functools
 import gc
@@ -26,12 +26,12 @@ THREE_GROUPS = (
 
 
 class Prompts:
-    """A turn is all prompts, one after the other, on one side.
+    """All prompts, one after the other, in each turn of a side.
 
-    A prompt is one chunk: its windows hold as many blocks as full attention does. The pools hold as
-    many prompts as `capacity` says, and there is one more: by the time the first comes round again
-    it has been evicted. Shuffled, the free queues are in an arbitrary order, as after hours of use:
-    neighbours in a block table are no neighbours in memory then, for either side.
+    A prompt is one chunk, so its windows hold as many blocks as full attention does. The pools hold
+    `capacity` prompts, and there is one more. So each prompt is evicted before it comes again. If
+    shuffled, the free queues are in an arbitrary order, as after hours of use. Then neighbours in a
+    block table are not neighbours in memory, for either side.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Prompts:
         self.shuffled = shuffled
         self.clock = Clock()
         num_prompts = capacity + 1
-        # Of few prompts a turn takes each several times, or it would be cold throughout.
+        # With few prompts, a turn repeats them. Otherwise all its calls would be cold.
         self.num_rounds = -(-MIN_PROMPTS_PER_TURN // num_prompts)
         self.num_usable_blocks = len(groups) * (capacity * NUM_BLOCKS + NUM_SPARE_BLOCKS)
         # One token more than the blocks hold: vLLM leaves the last one to compute.
@@ -74,7 +74,7 @@ class Prompts:
         return self._rows()
 
     def _shuffle(self) -> None:
-        """Puts all free queues into the same arbitrary order."""
+        """Put all free queues into the same arbitrary order."""
         names = [str(at) for at in range(self.num_usable_blocks // self.num_groups)]
         for name in names:
             self.ledger.add(name, [])
@@ -105,12 +105,12 @@ class Prompts:
     def _vllm_turn(self, record: Callable[[list[int]], None]) -> None:
         manager, time = self.manager, self.clock.time
         for request in self.requests:
-            taken = time("vllm allocate", manager.allocate_slots, request, NUM_TOKENS)
+            allocated = time("vllm allocate", manager.allocate_slots, request, NUM_TOKENS)
             time("vllm free", manager.free, request)
             hit, num_tokens, _ = time("vllm lookup", manager.get_computed_blocks, request)
             time("vllm admit hit", manager.allocate_slots, request, 1, num_tokens, hit)
             manager.free(request)
-            record(vllm_side.block_ids(taken))
+            record(vllm_side.block_ids(allocated))
             record(vllm_side.block_ids(hit))
 
     def _kvstow_turn(self, record: Callable[[list[int]], None]) -> None:
@@ -118,24 +118,24 @@ class Prompts:
         for request in self.requests:
             name, hashes = request.request_id, request.block_hashes
             time("add", ledger.add, name, hashes)
-            taken = time("allocate", ledger.allocate, name, NUM_TOKENS)
+            allocated = time("allocate", ledger.allocate, name, NUM_TOKENS)
             time("free", ledger.free, name)
             ledger.add(name, hashes)
             hit = time("lookup", ledger.lookup, name, NUM_TOKENS)
             time("admit hit", ledger.allocate, name, 1, hit=hit)
             ledger.free(name)
-            record([id for ids in taken or () for id in ids.tolist()])
+            record([id for ids in allocated or () for id in ids.tolist()])
             record([id for ids in hit.blocks for id in ids.tolist()])
 
     def _pool_turn(self) -> None:
-        """The same prompts in a bare pool, whose lookup takes hashes from Python."""
+        """Run the prompts in a bare pool, whose lookup gets the hashes from Python."""
         gc.collect()
         for request in self.requests:
             ids = self.pool.allocate(NUM_BLOCKS)
             self.pool.cache(ids, request.block_hashes)
             self.pool.free(ids[::-1])
             found = self.clock.time("pool lookup", self.pool.lookup, request.block_hashes)
-            require_same("blocks taken and found", ids, found)
+            require_same("allocated and found blocks", ids, found)
 
     def _vllm_clean(self) -> None:
         for request in self.requests:
@@ -157,7 +157,7 @@ class Prompts:
         groups = "" if self.num_groups == 1 else f"{self.num_groups} x "
         blocks = f"{groups}{NUM_BLOCKS:,} blocks, {pool}"
         row = functools.partial(Row, num_per_turn=len(self.requests))
-        # The targets are for a prompt in a pool of its size; what a server is in is shown beside.
+        # The targets hold for a pool with the size of the prompt. The other rows show a server.
         is_plain = self.capacity == 1 and not self.shuffled
         target = {"lookup": 100, "clean": 60, "free": 40} if is_plain else {}
         rows = [

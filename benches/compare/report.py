@@ -1,4 +1,4 @@
-"""Runs the parts of a comparison and prints their rows: as a table, or as JSON."""
+"""Run the parts of a comparison, and print their rows as a table or as JSON."""
 
 import argparse
 import json
@@ -25,13 +25,13 @@ Parts: TypeAlias = Sequence[Callable[[int], Part]]
 
 
 def main(doc: str | None, parts: Parts) -> None:
-    """The command line; each part is made with the number of turns."""
+    """Run the command line. Each part is built with the number of turns."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--turns", type=int, default=15, help="of each side (default %(default)s)")
     args = parser.parse_args()
     if args.turns < 1:
-        parser.error(f"--turns {args.turns}: at least 1")
+        parser.error(f"--turns is {args.turns}: pass at least 1")
     if debug_build:
         parser.error("this build of kvstow is not optimised: install it in release mode")
     result = measure(parts, args.turns)
@@ -39,7 +39,7 @@ def main(doc: str | None, parts: Parts) -> None:
 
 
 def measure(parts: Parts, num_turns: int) -> dict[str, object]:
-    """All rows, and what they were measured on."""
+    """Return all rows, and the machine and versions that they were measured with."""
     loads = []
     rows = []
     for part in parts:
@@ -57,7 +57,7 @@ def measure(parts: Parts, num_turns: int) -> dict[str, object]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The rows for people."""
+    """Return the rows as a table."""
     lines = [
         "kvstow {kvstow} beside vLLM {vllm}, Python {python}, {machine} (load {load}); medians, "
         "{turns} turns".format(**result),
@@ -77,7 +77,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def machine() -> str:
-    """The machine in words, without its name."""
+    """Return the number of cores and the processor, without the host name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{os.cpu_count()}-core machine, {models[0] if models else platform.machine()}"
