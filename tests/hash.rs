@@ -1,4 +1,4 @@
-//! Block hashes: known answers of vLLM 0.32, the bytes they are made of, and what is refused.
+//! Block hashes: the answers of vLLM 0.32, the encoding byte by byte, and refused input.
 //! `tests/vllm/test_hash.py` compares random cases with vLLM's own functions.
 
 #![expect(clippy::unwrap_used, reason = "a failing test may panic, in its helpers too")]
@@ -31,7 +31,7 @@ fn text(value: &str) -> ExtraKey {
     ExtraKey::Text(value.to_owned())
 }
 
-/// The three blocks' keys of the known answers: a salt, nothing, an adapter with an image and embeddings.
+/// The extra keys of three blocks: a salt; none; an adapter, an image and embeddings.
 fn three_blocks_keys() -> Vec<BlockExtraKeys> {
     use ExtraKey::{Bytes, Int, Sequence};
     vec![
@@ -46,7 +46,7 @@ fn three_blocks_keys() -> Vec<BlockExtraKeys> {
 }
 
 #[test]
-fn known_answers_of_vllm() {
+fn digests_equal_those_of_vllm() {
     let tokens: Vec<u64> = (0..48).collect();
     let keys = three_blocks_keys();
     let cases = [
@@ -95,7 +95,7 @@ fn known_answers_of_vllm() {
 }
 
 #[test]
-fn the_seed_stands_in_for_a_parent() {
+fn seed_determines_the_first_parent() {
     let tokens: Vec<u64> = (0..16).collect();
     let sha_first = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0";
     let xxh_first = "1ebe36576dcb573f26b99533a20aaeca";
@@ -108,19 +108,19 @@ fn the_seed_stands_in_for_a_parent() {
         assert_eq!(digests(&tokens, 16, from_seed), expected);
         assert_eq!(digests(&tokens, 16, from_empty_parent), expected);
     }
-    // The default is the same for both algorithms, and an empty seed is a seed.
+    // Both algorithms have the same default seed. An empty seed is not the default.
     for algorithm in [SHA, XXH] {
-        let unsaid = HashOptions { algorithm, ..Default::default() };
-        let said = HashOptions { seed: Some("vllm-none-hash"), ..unsaid };
-        let empty = HashOptions { seed: Some(""), ..unsaid };
-        assert_eq!(digests(&tokens, 16, unsaid), digests(&tokens, 16, said));
-        assert_ne!(digests(&tokens, 16, unsaid), digests(&tokens, 16, empty));
+        let default = HashOptions { algorithm, ..Default::default() };
+        let explicit = HashOptions { seed: Some("vllm-none-hash"), ..default };
+        let empty = HashOptions { seed: Some(""), ..default };
+        assert_eq!(digests(&tokens, 16, default), digests(&tokens, 16, explicit));
+        assert_ne!(digests(&tokens, 16, default), digests(&tokens, 16, empty));
     }
 }
 
-/// Every length of an integer, at the edges where it grows.
+/// The tokens lie on both sides of each value at which the encoding grows.
 #[test]
-fn tokens_take_the_shortest_form() {
+fn tokens_have_the_shortest_encoding() {
     let tokens = [0, 23, 24, 0xff, 0x100, 0xffff, 0x1_0000, 0xffff_ffff, 0x1_0000_0000, MAX_TOKEN];
     let encoded = unhex(
         "8a 00 17 1818 18ff 190100 19ffff 1a00010000 1affffffff 1b0000000100000000 1b8000000000000000",
@@ -139,7 +139,7 @@ fn tokens_take_the_shortest_form() {
 }
 
 #[test]
-fn an_array_says_its_length_in_the_shortest_form() {
+fn array_length_has_the_shortest_encoding() {
     for (block_size, head) in [(1, "81"), (23, "97"), (24, "9818"), (255, "98ff"), (256, "990100")]
     {
         let parent = [7; 32];
@@ -153,7 +153,7 @@ fn an_array_says_its_length_in_the_shortest_form() {
 }
 
 #[test]
-fn extra_keys_of_every_kind() {
+fn every_kind_of_extra_key_is_encoded_as_vllm_does() {
     use ExtraKey::{Bool, Bytes, Int, Null, Sequence};
     let cases: [(BlockExtraKeys, &str); 9] = [
         (None, "f6"),
@@ -164,7 +164,7 @@ fn extra_keys_of_every_kind() {
             Some(vec![Int(u64::MAX.into()), Int(-(1 << 64))]),
             "82 1bffffffffffffffff 3bffffffffffffffff",
         ),
-        // One beyond either end is a big number: tag 2 or 3 and its bytes.
+        // Integers outside 64 bits are big numbers: tag 2 or 3, and the bytes.
         (
             Some(vec![Int(1 << 64), Int(-(1 << 64) - 1)]),
             "82 c249010000000000000000 c349010000000000000000",
@@ -203,11 +203,11 @@ fn refused(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Strin
 }
 
 #[test]
-fn bad_input_is_refused_by_its_numbers() {
+fn error_names_the_bad_value_and_its_place() {
     let zero = refused(&[1, 2], 0, HashOptions::default());
     assert_eq!(zero, "block_size is 0: a block has at least 1 token");
 
-    // In the partial last block too.
+    // A bad token in the partial last block is an error, too.
     let tokens = [1, 2, MAX_TOKEN + 1];
     let large = refused(&tokens, 2, HashOptions::default());
     assert_eq!(large, "token 2 is 9223372036854775809: token ids go from 0 to 2**63");
@@ -231,7 +231,7 @@ fn bad_input_is_refused_by_its_numbers() {
 }
 
 #[test]
-fn extra_keys_nest_only_so_deep() {
+fn extra_keys_that_nest_too_deep_are_refused() {
     let nested = |depth| {
         let wrap = |key, _| ExtraKey::Sequence(vec![key]);
         [None, Some(vec![(0..depth).fold(ExtraKey::Null, wrap)])]
@@ -247,7 +247,7 @@ fn extra_keys_nest_only_so_deep() {
 }
 
 #[test]
-fn algorithms_go_by_vllms_names() {
+fn algorithms_have_the_names_of_vllm() {
     for algorithm in [SHA, XXH] {
         assert_eq!(algorithm.name().parse(), Ok(algorithm));
         assert_eq!(
@@ -262,7 +262,8 @@ fn algorithms_go_by_vllms_names() {
 }
 
 proptest! {
-    /// Hashing goes on from any block's digest, and a token changes its block and all after it.
+    /// A digest as the parent continues the chain. A changed token changes the digest of its block
+    /// and of all later blocks.
     #[test]
     fn digests_are_chained(
         mut tokens in prop::collection::vec(0..=MAX_TOKEN, 1..200),
@@ -283,8 +284,8 @@ proptest! {
 
         tokens[changed] = (tokens[changed] + 1) % (MAX_TOKEN + 1);
         let other = digests(&tokens, block_size, options);
-        let same: Vec<bool> = whole.iter().zip(&other).map(|(a, b)| a == b).collect();
+        let unchanged: Vec<bool> = whole.iter().zip(&other).map(|(a, b)| a == b).collect();
         let expected: Vec<bool> = (0..whole.len()).map(|position| position < block).collect();
-        prop_assert_eq!(same, expected);
+        prop_assert_eq!(unchanged, expected);
     }
 }

@@ -1,7 +1,7 @@
-//! Keys and KV: a memory stands beside the ledger, and says of each block what was computed into
-//! it. Steps are computed late, dropped, or lost with their request.
+//! Lookups find only computed blocks. A memory beside the ledger holds what each block was computed
+//! for. Steps are computed late, dropped, or lost with their request.
 //!
-//! Each property has a control: the same run where one thing is not said must break it.
+//! Each property has a control: the same runs without one report must break it.
 
 use std::collections::BTreeMap;
 
@@ -36,7 +36,7 @@ fn models() -> Vec<Vec<Group>> {
 #[derive(Clone, Copy)]
 struct Rules {
     publish: Publish,
-    /// Whether `free` hears how many tokens are computed.
+    /// Whether `free` gets the number of computed tokens.
     is_reported: bool,
 }
 
@@ -53,17 +53,17 @@ struct World {
     ledger: BlockLedger,
     rules: Rules,
     memory: Vec<Option<Content>>,
-    /// The names of each request's hashes, and how far it has come.
+    /// The names of each request's hashes, and its progress once it has blocks.
     requests: BTreeMap<usize, (Vec<u16>, Option<Running>)>,
-    /// Requests of the step that was granted and is not computed yet, in order.
+    /// Requests of the step that is granted and not computed yet, in order.
     step: Vec<usize>,
     seed: u64,
     num_lookups: usize,
-    /// Found by a lookup although no request is going to compute it.
+    /// Blocks that a lookup found although no request will compute them.
     num_lost: usize,
-    /// Found by a lookup before it was computed.
+    /// Blocks that a lookup found before they were computed.
     num_early: usize,
-    /// Read by a step although it was never computed.
+    /// Steps that read a block that was never computed.
     num_garbage: usize,
 }
 
@@ -168,7 +168,7 @@ impl World {
         }
     }
 
-    /// The step that was granted is computed, in order, and reported.
+    /// Computes the granted step in order, and reports it.
     fn compute(&mut self) {
         let mut reports = Vec::new();
         for who in std::mem::take(&mut self.step) {
@@ -192,8 +192,8 @@ impl World {
         self.ledger.cache_step(reports).unwrap();
     }
 
-    /// A step that is never computed: its grants are rewound where that is still possible,
-    /// and its requests go where it is not.
+    /// Drops the granted step. Rewinds its grants where that is still possible, and aborts the
+    /// other requests.
     fn drop_step(&mut self) {
         while !self.step.is_empty() {
             let who = self.step.remove(0);
@@ -206,7 +206,8 @@ impl World {
         }
     }
 
-    /// A request goes, in the middle of a step too, with all that have hit what it did not compute.
+    /// Frees a request, also in the middle of a step, and all requests that hit blocks which it did
+    /// not compute.
     fn abort(&mut self, who: usize) {
         let Some((_, running)) = self.requests.remove(&who) else { return };
         self.step.retain(|&other| other != who);
@@ -216,11 +217,16 @@ impl World {
             return;
         }
         for other in self.ledger.free_computed(&name(who), computed).unwrap() {
-            assert_eq!(self.rules.publish, Publish::Granted, "{other} hit what was not computed");
+            assert_eq!(
+                self.rules.publish,
+                Publish::Granted,
+                "{other} hit a block that was not computed"
+            );
             self.abort(other.trim_start_matches("request-").parse().unwrap());
         }
     }
 
+    /// Takes a snapshot and restores it with new block ids.
     fn sleep(&mut self) {
         let groups = self.ledger.model().groups().to_vec();
         let anew = BlockLedger::new(NUM_BLOCKS, groups, None, false).unwrap();
@@ -233,7 +239,7 @@ impl World {
         (self.ledger, self.memory) = (restored.ledger, memory);
     }
 
-    /// Looks up all that any request could ask for.
+    /// Looks up the hashes of all requests, and counts blocks that hold other content.
     fn look(&mut self) {
         for (who, (names, _)) in &self.requests {
             let hit = self.ledger.lookup(&name(*who), usize::MAX).unwrap();
@@ -251,7 +257,7 @@ impl World {
         }
     }
 
-    /// Whether a running request is still to compute this block.
+    /// Whether a running request will still compute this block.
     fn is_due(&self, id: BlockId) -> bool {
         self.requests.iter().any(|(&who, (_, running))| {
             running.as_ref().is_some_and(|running| {
@@ -270,7 +276,7 @@ impl World {
         model.groups().iter().map(|group| group.block_size / model.hash_block_size()).collect()
     }
 
-    /// The blocks that end behind `start` tokens, up to `end`, and what is to be in them.
+    /// The blocks that end after `start` tokens and not after `end`, with their content.
     fn blocks(&self, who: usize, start: usize, end: usize) -> Vec<(BlockId, Content)> {
         let (groups, per_block) = (self.ledger.model().groups(), self.per_block());
         let mut blocks = Vec::new();
@@ -285,7 +291,7 @@ impl World {
     }
 }
 
-/// The sums over many runs: looked at, lost, early, garbage.
+/// The sums over many runs: blocks found, lost, early, and garbage steps.
 fn sums(rules: Rules) -> [usize; 4] {
     let mut sums = [0; 4];
     for seed in 0..u64::from(num_cases() / 10) {
@@ -304,9 +310,9 @@ fn no_lookup_finds_a_block_that_was_never_computed() {
     let [looked, lost, early, garbage] = sums(rules);
     assert!(looked > 10_000);
     assert_eq!([lost, early, garbage], [0; 3]);
-    // With vLLM's order the same requests find blocks early.
+    // With vLLM's order, the requests find blocks before they are computed.
     let [_, _, early, _] = sums(Rules { publish: Publish::Granted, ..rules });
-    assert!(early > 100, "the runs never looked between grant and compute");
+    assert!(early > 100, "no run looked between grant and compute");
 }
 
 #[test]
@@ -316,5 +322,5 @@ fn freeing_with_the_computed_tokens_leaves_no_key_of_a_lost_block() {
     assert!(looked > 10_000);
     assert_eq!([lost, garbage], [0; 2]);
     let [_, lost, _, garbage] = sums(Rules { is_reported: false, ..rules });
-    assert!(lost > 100 && garbage > 10, "the runs lost no block that another asked for");
+    assert!(lost > 100 && garbage > 10, "no run lost a block that another request hit");
 }

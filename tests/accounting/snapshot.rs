@@ -1,4 +1,4 @@
-//! Snapshots that were damaged, cut off, forged or meant for something else: refused, never believed.
+//! A snapshot that is damaged, cut off, forged, or made for another configuration is refused.
 
 use kvstow_core::error::{Error, Result};
 use kvstow_core::group::{Attention, Group};
@@ -28,7 +28,7 @@ fn config(policy: EvictionPolicy) -> OffloadConfig {
     OffloadConfig { policy, ..OffloadConfig::new(8, groups()) }
 }
 
-/// One request that was granted 5 tokens and 2 slots of lookahead, and one that was added.
+/// A ledger with two requests: one has 5 granted tokens and 2 of lookahead, the other only waits.
 fn ledger() -> BlockLedger {
     let mut ledger = new_ledger(NUM_BLOCKS);
     let extra_keys = Some(vec![None, Some(vec![ExtraKey::Int(-7), ExtraKey::Null])]);
@@ -41,7 +41,7 @@ fn ledger() -> BlockLedger {
     ledger
 }
 
-/// What [`ledger`] has computed is on the host, two blocks of it more than fit, and one goes on.
+/// A scheduler that has stored more blocks than fit on the host. One of its requests still runs.
 fn scheduler(policy: EvictionPolicy) -> OffloadScheduler {
     let mut scheduler = OffloadScheduler::new(config(policy)).unwrap();
     for (name, first) in [("a", 1), ("b", 20), ("c", 40)] {
@@ -73,7 +73,7 @@ fn is_refused<T>(result: &Result<T>) -> bool {
 }
 
 #[test]
-fn requests_survive_and_lookahead_and_free_blocks_do_not() {
+fn snapshot_keeps_requests_but_no_lookahead_or_free_blocks() {
     let ledger = ledger();
     let Restored { ledger: restored, moves } =
         new_ledger(7).restore(&ledger.snapshot(true), NewIds::Packed).unwrap();
@@ -86,12 +86,11 @@ fn requests_survive_and_lookahead_and_free_blocks_do_not() {
     assert_eq!(restored.pool().num_cached(), 4);
     assert_eq!(restored.known("runs").unwrap(), ledger.known("runs").unwrap());
     assert_eq!(restored.lookup("waits", 2).unwrap().num_tokens, 2);
-    // A request of the same name as one before is another one all the same.
     assert_eq!(restored.snapshot(true), restored.clone().snapshot(true));
 }
 
 #[test]
-fn without_blocks_requests_are_as_if_never_served() {
+fn snapshot_without_blocks_keeps_requests_that_have_no_tokens() {
     let restored = new_ledger(2).restore(&ledger().snapshot(false), NewIds::Same).unwrap();
     assert_eq!(restored.ledger.num_granted_tokens("runs").unwrap(), 0);
     assert!(restored.moves.is_empty());
@@ -99,7 +98,7 @@ fn without_blocks_requests_are_as_if_never_served() {
 }
 
 #[test]
-fn a_pool_that_is_too_small_is_refused_and_the_snapshot_stays_good() {
+fn restore_refuses_a_small_pool_and_wrong_new_ids() {
     let bytes = ledger().snapshot(true);
     let restored =
         |num_blocks, ids: NewIds<'_>| new_ledger(num_blocks).restore(&bytes, ids).map(|_| ());
@@ -123,13 +122,13 @@ fn a_pool_that_is_too_small_is_refused_and_the_snapshot_stays_good() {
 }
 
 #[test]
-fn only_what_is_new_and_made_for_the_same_is_restored() {
+fn restore_needs_a_new_object_with_the_configuration_of_the_snapshot() {
     let bytes = ledger().snapshot(true);
     assert!(matches!(ledger().restore(&bytes, NewIds::Same), Err(Error::State(_))));
     let other = BlockLedger::new(NUM_BLOCKS, groups()[..1].to_vec(), None, false).unwrap();
     assert!(is_refused(&other.restore(&bytes, NewIds::Same)));
     let lru = scheduler(EvictionPolicy::Lru).snapshot().unwrap();
-    assert!(is_refused(&restore_ledger(&lru)), "a scheduler's snapshot for a ledger");
+    assert!(is_refused(&restore_ledger(&lru)), "a ledger restored the snapshot of a scheduler");
     assert!(is_refused(&restore_scheduler(EvictionPolicy::Lru, &bytes)));
     assert!(is_refused(&restore_scheduler(EvictionPolicy::HitDensity, &lru)));
     let smaller = OffloadConfig { num_host_blocks: 7, ..config(EvictionPolicy::Lru) };
@@ -140,7 +139,7 @@ fn only_what_is_new_and_made_for_the_same_is_restored() {
 }
 
 #[test]
-fn every_flipped_bit_and_every_missing_byte_is_noticed() {
+fn every_flipped_bit_and_every_missing_byte_is_refused() {
     let ledger = ledger().snapshot(true);
     restore_ledger(&ledger).unwrap();
     every_damage(&ledger, |bytes| is_refused(&restore_ledger(bytes)));
@@ -160,18 +159,18 @@ fn every_damage(bytes: &[u8], is_refused: impl Fn(&[u8]) -> bool) {
         }
         assert!(is_refused(&bytes[..at]), "{at} bytes");
     }
-    assert!(is_refused(&[bytes, &[0]].concat()), "a byte too many");
+    assert!(is_refused(&[bytes, &[0]].concat()), "one more byte");
 }
 
 #[test]
-fn a_newer_version_is_named() {
+fn error_names_both_versions_of_a_newer_snapshot() {
     let mut bytes = ledger().snapshot(true);
     bytes[6] = 9;
     let error = restore_ledger(&bytes).unwrap_err().to_string();
     assert!(error.contains("version 9") && error.contains("version 1"), "{error}");
 }
 
-/// Makes the checksum of a changed snapshot right: what is read must be sound on its own.
+/// Returns a changed snapshot with a correct length and checksum.
 fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
     let length = (bytes.len() - 24) as u64;
     bytes[8..16].copy_from_slice(&length.to_le_bytes());
@@ -180,7 +179,7 @@ fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// What is done to a body: bytes overwritten, and it is cut off.
+/// A forgery of a body: bytes to overwrite, and perhaps a new end.
 fn forgery() -> impl Strategy<Value = (Vec<(prop::sample::Index, u8)>, Option<prop::sample::Index>)>
 {
     let byte =
@@ -205,10 +204,10 @@ fn forged(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(num_cases()))]
 
-    /// With a checksum that is right, too: what is not sound is an error, and what passes is a
-    /// ledger or a scheduler that can be used.
+    /// The checksum of the forged snapshot is correct. So restore must refuse what is not sound, or
+    /// return a ledger or scheduler that works.
     #[test]
-    fn what_is_forged_is_refused_or_sound(how in forgery(), policy in prop::sample::select(EvictionPolicy::ALL.to_vec())) {
+    fn forged_snapshot_is_refused_or_sound(how in forgery(), policy in prop::sample::select(EvictionPolicy::ALL.to_vec())) {
         match restore_ledger(&forged(&ledger().snapshot(true), &how)) {
             Ok(Restored { mut ledger, .. }) => {
                 ledger.check().unwrap();
@@ -228,7 +227,7 @@ proptest! {
         match restore_scheduler(policy, &forged(&scheduler(policy).snapshot().unwrap(), &how)) {
             Ok(mut scheduler) => {
                 scheduler.check().unwrap();
-                // Of another width, hashes are refused from now on.
+                // The forgery may have set another hash width. Then all new hashes are refused.
                 if scheduler.add("new", &hashes(&[1, 2, 50, 51, 52])).is_err() {
                     return Ok(());
                 }
@@ -248,7 +247,7 @@ proptest! {
 }
 
 #[test]
-fn the_image_is_held_as_long_as_it_is_needed() {
+fn image_survives_a_snapshot_and_can_be_released_twice() {
     let ledger = ledger();
     let mut scheduler = scheduler(EvictionPolicy::Lru);
     let copies = scheduler.hold_image(&ledger).unwrap();
@@ -263,11 +262,11 @@ fn the_image_is_held_as_long_as_it_is_needed() {
     assert!(restored.image().is_err());
     restored.check().unwrap();
     let known: Vec<BlockId> = copies.block_ids;
-    assert!(!known.is_empty(), "the part of a block at the end is on no host");
+    assert!(!known.is_empty(), "no tier stores the partial last block, so it must be copied");
 }
 
 #[test]
-fn an_image_that_does_not_fit_changes_nothing() {
+fn image_that_does_not_fit_changes_nothing() {
     let groups = vec![Group::new(Attention::Full, 2).unwrap()];
     let mut ledger = BlockLedger::new(8, groups.clone(), None, false).unwrap();
     ledger.add("a", &hashes(&[]), Context::default()).unwrap();
