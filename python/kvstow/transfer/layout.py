@@ -215,6 +215,27 @@ class BlockLayout:
         )
 
 
+def joined(regions: Sequence[Region]) -> list[Region]:
+    """Return the regions, joined where they are neighbours in a block as they are in a slot.
+
+    One copy moves a joined region.
+    """
+    joined: list[Region] = []
+    for region in regions:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.block_stride_bytes == region.block_stride_bytes
+            and last.base_address + last.block_bytes == region.base_address
+            and last.block_bytes + region.block_bytes <= region.block_stride_bytes
+        ):
+            num_bytes = last.block_bytes + region.block_bytes
+            joined[-1] = Region(last.base_address, region.block_stride_bytes, num_bytes)
+        else:
+            joined.append(region)
+    return joined
+
+
 def cuda_device(tensor: Tensor) -> int | None:
     """Return the number of a tensor's CUDA device; None for a tensor on the CPU."""
     return (tensor.device.index or 0) if tensor.device.type == "cuda" else None

@@ -30,8 +30,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstow import ChunkedLocal, ConfigError, FullAttention, SlidingWindow
-from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
-from kvstow.transfer.layout import BlockLayout, Region, cuda_device
+from kvstow.transfer.arena import slot_stride_bytes
+from kvstow.transfer.layout import BlockLayout, Region, cuda_device, joined
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ class Model:
     @property
     def slot_stride_bytes(self) -> int:
         """Bytes from one host slot to the next in the arena."""
-        return -(-self.slot_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        return slot_stride_bytes(self.slot_bytes)
 
     @property
     def local_groups(self) -> tuple[int, ...]:
@@ -166,22 +166,10 @@ class Model:
                     "support this layout: start vLLM without the connector"
                 )
             owners.append(tensor)
-            last = regions[-1] if regions else None
-            if (
-                last is not None
-                and last.base_address + last.block_bytes == base
-                and last.block_stride_bytes == layer.block_stride
-                and last.block_bytes + layer.block_bytes <= layer.block_stride
-            ):
-                # The two layers are side by side in each block, so one copy moves both.
-                regions[-1] = Region(
-                    last.base_address, layer.block_stride, last.block_bytes + layer.block_bytes
-                )
-            else:
-                regions.append(Region(base, layer.block_stride, layer.block_bytes))
+            regions.append(Region(base, layer.block_stride, layer.block_bytes))
         return BlockLayout(
             self.num_blocks,
-            tuple(regions),
+            tuple(joined(regions)),
             owners=tuple(owners),
             device=cuda_device(owners[0]),
         )

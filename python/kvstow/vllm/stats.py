@@ -24,16 +24,12 @@ _BYTES: Final = {STORE: "stored_bytes", LOAD: "loaded_bytes"}
 _SECONDS: Final = {STORE: "store_seconds", LOAD: "load_seconds"}
 
 
-def _is_exported(key: str) -> bool:
-    # vLLM itself counts the device tier. The events file reports its losses in the log.
-    return not key.startswith("device_") and key != "lost_events"
-
-
 EXPORTED: Final = {
     key: (metric, value)
     for metric in METRICS
     for value, key in metric.keys.items()
-    if _is_exported(key)
+    # vLLM itself counts the device tier. The events file reports its losses in the log.
+    if not key.startswith("device_") and key != "lost_events"
 }
 """The metric and the value of its label, by key of the statistics."""
 _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")

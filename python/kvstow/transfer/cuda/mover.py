@@ -25,7 +25,7 @@ from kvstow.transfer.cuda.link import CudaLink, cuda_link
 from kvstow.transfer.cuda.link_speed import Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots
 from kvstow.transfer.cuda.ring import SUM_BYTES, IdRing
-from kvstow.transfer.layout import BlockLayout, Region
+from kvstow.transfer.layout import BlockLayout, Region, joined
 from kvstow.transfer.mover import Direction, Event, Index, Mover
 from kvstow.transfer.order import JobOrder
 from kvstow.transfer.ticket import Ticket, find_damage
@@ -99,7 +99,7 @@ class CudaMover(Mover):
                 f"{link.runtime.device}; build a link for each device"
             )
         self._link, self._runtime, self._verify = link, link.runtime, verify
-        self._regions = _joined(layout)
+        self._regions = joined(layout.regions)
         self._offsets = [0, *accumulate(region.block_bytes for region in self._regions)][:-1]
         self.paths = _paths(self._regions, link, "packed" if verify else path)
         self._staging_stride = _staging_stride(layout, arena)
@@ -316,24 +316,6 @@ def _check_alignment(layout: BlockLayout) -> None:
                     f"{_ACCESS_BYTES} bytes that the kernels move at once; allocate the cache so "
                     f"that every block begins at a multiple of {_ACCESS_BYTES} bytes"
                 )
-
-
-def _joined(layout: BlockLayout) -> list[Region]:
-    """Return the regions, joined where they are neighbours in a block as they are in a slot."""
-    joined: list[Region] = []
-    for region in layout.regions:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.block_stride_bytes == region.block_stride_bytes
-            and last.base_address + last.block_bytes == region.base_address
-            and last.block_bytes + region.block_bytes <= region.block_stride_bytes
-        ):
-            num_bytes = last.block_bytes + region.block_bytes
-            joined[-1] = Region(last.base_address, region.block_stride_bytes, num_bytes)
-        else:
-            joined.append(region)
-    return joined
 
 
 def _paths(
