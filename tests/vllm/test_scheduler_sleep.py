@@ -38,6 +38,22 @@ def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:
         Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
 
 
+@pytest.mark.parametrize(("content", "expected"), [("1", 96), ("2", 0), (None, 0)])
+def test_weights_that_change_during_sleep_empty_the_tier(
+    tmp_path: Path, content: str | None, expected: int
+) -> None:
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    scheduler.store_request()
+    scheduler.half.reset()  # vLLM's last call before it sleeps; there is none when it wakes
+    version.unlink() if content is None else version.write_text(content)
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == expected
+    if expected == 0:
+        scheduler.store_request("c")
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 96, "it is used again"
+
+
 def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text("1")

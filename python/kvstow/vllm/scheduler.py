@@ -33,6 +33,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
   if it was computed since (`LazyQueue`).
 - A reset empties vLLM's pool, the tier, or both, while requests run: what they computed before it
   is not stored (`TrackedRequest.is_stale`). A preempted request starts over (`Loads.lookup`).
+- The weights change while vLLM sleeps, after the reset: the first lookup after a reset reads the
+  version of the weights once more (`Sleep.compare_weights`).
 - Structured output, adapters and prompt embeddings change no token that was reported. They are part
   of the hashes or of the sampling. Weights that change under one adapter's name need a reset.
 - vLLM uses a request id again only after `finished`.
@@ -44,6 +46,8 @@ import functools
 import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler
 from kvstow.vllm.events import HostEvents
@@ -96,17 +100,17 @@ class SchedulerHalf:
         stores = Stores(*parts, host_events)
         self.loads = Loads(*parts, drops_last_block)
         self.steps = Steps(*parts, stores)
-        sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))
+        self.sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))
         self.bind = tier.bind
         self.agree = tier.agree
         self.holds_freed_blocks = self.transfers.holds_freed_blocks
-        self.lookup = self._guard(self.loads.lookup)
+        self.lookup = self._guard(self._lookup)
         self.allocated = self._guard(self.loads.allocated)
         self.build = self._guard(self.steps.build)
         self.processed = self._guard(self.steps.processed)
         self.finished = self._guard(self.steps.finished)
-        self.may_rest = self._guard(sleep.may_rest)
-        self.reset = self._guard(sleep.reset)
+        self.may_rest = self._guard(self.sleep.may_rest)
+        self.reset = self._guard(self.sleep.reset)
         self.stats = self._guard(tier.stats)
         self.take_events = self._guard(tier.take_events)
         self.take_transfer_events = self._guard(tier.take_transfer_events)
@@ -116,6 +120,11 @@ class SchedulerHalf:
     def offload(self) -> OffloadScheduler | None:
         """The accounting of the host tier; None unless the tier is on."""
         return self.tier.offload
+
+    def _lookup(self, request: Request, num_local_tokens: int) -> int | None:
+        """Look up a prefix as `Loads.lookup` does, in a tier of the present weights."""
+        self.sleep.compare_weights()
+        return self.loads.lookup(request, num_local_tokens)
 
     def _guard(self, call: Callable[_Args, _Answer]) -> Callable[_Args, _Answer]:
         """Return `call`, which turns the tier off if it raises, and then runs again without a tier.

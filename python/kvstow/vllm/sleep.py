@@ -22,19 +22,38 @@ _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 @dataclass
 class Sleep:
-    """Answers whether vLLM may rest, and resets the tier."""
+    """Answers whether vLLM may rest, and resets the tier.
+
+    Attributes:
+        must_compare: the last reset kept the tier, and no lookup has come since.
+    """
 
     tier: HostTier
     requests: Requests
     transfers: Transfers
     stores: Stores
     weights: WeightsVersion
+    must_compare: bool = False
 
     def reset(self) -> None:
         """Empty the tier, unless `preserve_on_sleep` keeps it and the weights are unchanged.
 
         Jobs in flight end without effect; their requests are recomputed.
         """
+        self.must_compare = self._keep_or_empty()
+
+    def compare_weights(self) -> None:
+        """Empty a tier that the last reset kept, if the weights have changed since.
+
+        vLLM resets its caches before it sleeps and not when it wakes, and the weights may be
+        replaced in between. So the first lookup after a reset compares them once more.
+        """
+        if self.must_compare:
+            self.must_compare = False
+            self._keep_or_empty()
+
+    def _keep_or_empty(self) -> bool:
+        """Empty the tier unless it is to be kept; return whether it is kept."""
         # vLLM has tried to reset its own pool just before. If requests held blocks there, the pool
         # still serves what the old weights computed, and the tier may store it. So the version that
         # was read counts as new until vLLM's reset succeeds.
@@ -42,11 +61,12 @@ class Sleep:
         is_pool_reset = num_free == self.tier.model.num_blocks - 1
         is_kept = self.tier.options.preserve_on_sleep
         if is_kept and not self.weights.changed(remember=is_pool_reset):
-            return
+            return True
         if self.tier.offload is not None:
             self.tier.offload.reset()
         for tracked in self.requests.tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
+        return False
 
     def may_rest(self) -> bool:
         """Whether vLLM need not go on stepping for stores to land and failures to be reported.
