@@ -21,6 +21,8 @@
 //! density. Difference from 2Q and ARC: the orders have no target sizes. Time is counted in stored
 //! blocks.
 
+use minicbor::{Decode, Encode};
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
@@ -248,11 +250,14 @@ impl Policy for HitDensity {
 }
 
 /// What was learned about the slots in one order, by the age at which they were hit or ended.
-#[derive(Clone, Debug)]
-pub(super) struct Density {
+#[derive(Clone, Debug, Encode, Decode)]
+pub(in crate::offload) struct Density {
+    #[n(0)]
     pub(super) hits: [f64; NUM_BINS],
+    #[n(1)]
     pub(super) ends: [f64; NUM_BINS],
     /// Future hits per bin of future time.
+    #[n(2)]
     pub(super) at: [f64; NUM_BINS],
 }
 

@@ -9,7 +9,7 @@ use crate::ledger::damaged;
 
 use super::AnyPolicy;
 use super::ghosts::{Ghost, Ghosts, fingerprint};
-use super::hit_density::{Density, NUM_BINS};
+use super::hit_density::Density;
 use super::order::EvictionOrder;
 
 /// A policy as plain data; slots in eviction order.
@@ -29,7 +29,7 @@ pub(in crate::offload) enum PolicyRecord {
         #[n(1)]
         times: [Vec<u32>; 2],
         #[n(2)]
-        densities: [DensityRecord; 2],
+        densities: [Density; 2],
         /// Place in the ring, fingerprint, time and order; the oldest first.
         #[n(3)]
         ghosts: Vec<(u32, u64, u32, u8)>,
@@ -39,17 +39,6 @@ pub(in crate::offload) enum PolicyRecord {
         #[n(5)]
         clock: u32,
     },
-}
-
-/// One order's histograms, bin by bin.
-#[derive(Clone, Debug, Encode, Decode)]
-pub(in crate::offload) struct DensityRecord {
-    #[n(0)]
-    hits: Vec<f64>,
-    #[n(1)]
-    ends: Vec<f64>,
-    #[n(2)]
-    at: Vec<f64>,
 }
 
 impl AnyPolicy {
@@ -62,11 +51,7 @@ impl AnyPolicy {
                 PolicyRecord::HitDensity {
                     orders: policy.orders.each_ref().map(|order| order.iter().collect()),
                     times: policy.orders.each_ref().map(|order| order.iter().map(time).collect()),
-                    densities: policy.densities.each_ref().map(|density| DensityRecord {
-                        hits: density.hits.to_vec(),
-                        ends: density.ends.to_vec(),
-                        at: density.at.to_vec(),
-                    }),
+                    densities: policy.densities.clone(),
                     ghosts: policy.ghosts.kept().collect(),
                     last: policy.ghosts.last,
                     clock: policy.clock,
@@ -102,9 +87,10 @@ impl AnyPolicy {
                         }
                     }
                 }
-                for (density, record) in policy.densities.iter_mut().zip(densities) {
-                    *density = record.build()?;
+                if !densities.iter().all(Density::is_sound) {
+                    return damaged("a histogram of hits has a wrong value");
                 }
+                policy.densities = densities;
                 policy.ghosts.refill(&ghosts, last)?;
                 policy.clock = clock;
             }
@@ -132,16 +118,12 @@ fn fill(
 /// 2^53: an `f64` represents every whole number up to it.
 const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
 
-impl DensityRecord {
-    fn build(self) -> Result<Density> {
-        let bins = |values: Vec<f64>| -> Result<[f64; NUM_BINS]> {
-            // A count is a whole number that decays. Above this, sums may become infinite.
-            let is_count = |value: &f64| (0.0..=MAX_WHOLE).contains(value);
-            let bins = values.try_into().ok();
-            let bins = bins.filter(|bins: &[f64; NUM_BINS]| bins.iter().all(is_count));
-            bins.map_or_else(|| damaged("a histogram of hits has a wrong length or value"), Ok)
-        };
-        Ok(Density { hits: bins(self.hits)?, ends: bins(self.ends)?, at: bins(self.at)? })
+impl Density {
+    /// Whether each value is a count: a whole number that decays. Above this, sums may become
+    /// infinite.
+    fn is_sound(&self) -> bool {
+        let values = self.hits.iter().chain(&self.ends).chain(&self.at);
+        values.into_iter().all(|value| (0.0..=MAX_WHOLE).contains(value))
     }
 }
 
