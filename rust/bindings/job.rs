@@ -1,7 +1,7 @@
 //! Jobs of a scheduler, and what happens to them.
 
 use kvstow_core::ids::{BlockId, JobId};
-use kvstow_core::offload::{self, Direction, ImageCopies, TransferEvent};
+use kvstow_core::offload::{self, Copies, Direction, TransferEvent};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 
@@ -145,8 +145,8 @@ pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<P
 }
 
 /// Copies as a job of no id: nobody reports them.
-pub(crate) fn unnamed(copies: ImageCopies) -> offload::Job {
-    let ImageCopies { block_ids, host_slots, offsets } = copies;
+pub(crate) fn unnamed(copies: Copies) -> offload::Job {
+    let Copies { block_ids, host_slots, offsets } = copies;
     offload::Job { job_id: JobId(0), block_ids, host_slots, offsets }
 }
 

@@ -2,9 +2,9 @@
 
 use kvstow_core::ids::BlockId;
 use kvstow_core::offload::{self, Mode, OffloadStats};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyString};
 
 use crate::convert::bools;
 use crate::error::ConfigError;
@@ -84,26 +84,13 @@ pub(super) fn parts<'a>(
 
 /// Statistics by name.
 pub(super) fn stats_dict(py: Python<'_>, stats: OffloadStats) -> PyResult<Bound<'_, PyDict>> {
-    let entries = [
-        (intern!(py, "stored_blocks"), stats.stored_blocks),
-        (intern!(py, "loaded_blocks"), stats.loaded_blocks),
-        (intern!(py, "dropped_blocks"), stats.dropped_blocks),
-        (intern!(py, "evicted_blocks"), stats.evicted_blocks),
-        (intern!(py, "failed_stores"), stats.failed_stores),
-        (intern!(py, "failed_loads"), stats.failed_loads),
-        (intern!(py, "resident_blocks"), stats.resident_blocks),
-        (intern!(py, "storing_blocks"), stats.storing_blocks),
-        (intern!(py, "jobs_in_flight"), stats.jobs_in_flight),
-        (intern!(py, "damaged_blocks"), stats.damaged_blocks),
-        (intern!(py, "late_jobs"), stats.late_jobs),
-        (intern!(py, "pending_lookups"), stats.pending_lookups),
-        (intern!(py, "query_tokens"), stats.query_tokens),
-        (intern!(py, "hit_tokens"), stats.hit_tokens),
-        (intern!(py, "quarantined_jobs"), stats.quarantined_jobs),
-        (intern!(py, "quarantined_blocks"), stats.quarantined_blocks),
-        (intern!(py, "capacity_tokens"), stats.capacity_tokens),
-    ];
+    static NAMES: PyOnceLock<Vec<Py<PyString>>> = PyOnceLock::new();
+    let to_names = || stats.entries().map(|(name, _)| PyString::intern(py, name).unbind());
+    let names = NAMES.get_or_init(py, || to_names().collect());
     let dict = PyDict::new(py);
-    entries.into_iter().try_for_each(|(name, value)| dict.set_item(name, value))?;
+    names
+        .iter()
+        .zip(stats.entries())
+        .try_for_each(|(name, (_, value))| dict.set_item(name, value))?;
     Ok(dict)
 }

@@ -26,25 +26,33 @@ pub enum Mode {
     Lazy,
 }
 
-/// What a scheduler is built for.
-#[derive(Clone, Debug)]
+/// What a scheduler is built for. A snapshot keeps what the scheduler that it fills must share.
+#[derive(Clone, Debug, Encode, Decode)]
 pub struct OffloadConfig {
     /// Slots of the host tier, all of them usable.
+    #[n(0)]
     pub num_host_blocks: usize,
     /// The device's groups.
+    #[n(1)]
     pub groups: Vec<Group>,
     /// Device blocks per slot: consecutive blocks of one prompt, under the key of the last. More
     /// than 1 requires full attention in all groups.
+    #[n(2)]
     pub blocks_per_slot: usize,
     /// When blocks are stored.
+    #[n(3)]
     pub mode: Mode,
     /// Which slots are evicted first.
+    #[n(4)]
     pub policy: EvictionPolicy,
     /// Workers that each copy their part of every job.
+    #[n(5)]
     pub world_size: usize,
     /// Blocks of the device pool, the null block included. The scheduler refuses ids outside it.
+    #[cbor(skip)]
     pub num_device_blocks: usize,
     /// Whether to record events.
+    #[cbor(skip)]
     pub events: bool,
 }
 

@@ -15,23 +15,8 @@ use crate::ledger::{BlockLedger, damaged};
 use crate::pool::MAX_BLOCKS;
 
 use super::OffloadScheduler;
-use super::job::slot_at;
+use super::job::{Copies, slot_at};
 use super::request::HeldSlots;
-
-/// Copies between device blocks and places on the host. `block_ids[i]` and `host_slots[i]` are the
-/// two ends of a copy, as in a [`Job`](super::Job).
-#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
-pub struct ImageCopies {
-    /// Device blocks.
-    #[n(0)]
-    pub block_ids: Vec<BlockId>,
-    /// Places on the host.
-    #[n(1)]
-    pub host_slots: Vec<u32>,
-    /// Where each group's copies begin, and the end of the last.
-    #[n(2)]
-    pub offsets: Vec<usize>,
-}
 
 /// The blocks of a device that sleeps.
 #[derive(Clone, Debug, Encode, Decode)]
@@ -43,7 +28,7 @@ pub(super) struct Image {
     #[n(1)]
     pub(super) shared: Vec<BlockId>,
     #[n(2)]
-    pub(super) copies: ImageCopies,
+    pub(super) copies: Copies,
     /// Whether a shared slot proved damaged. A snapshot keeps no such image.
     #[cbor(skip)]
     pub(super) is_damaged: bool,
@@ -65,7 +50,7 @@ impl OffloadScheduler {
     /// # Errors
     /// [`Error::NoRoomForImage`] if the tier cannot hold them all; [`Error::State`] while jobs
     /// are in flight or an image is held; [`Error::Config`] for a ledger of other groups.
-    pub fn hold_image(&mut self, ledger: &BlockLedger) -> Result<ImageCopies> {
+    pub fn hold_image(&mut self, ledger: &BlockLedger) -> Result<Copies> {
         if self.image.is_some() || !self.jobs.is_empty() {
             return Err(Error::State(format!(
                 "a sleep image is held already, or {} jobs are in flight: wake first, or end them",
@@ -81,7 +66,7 @@ impl OffloadScheduler {
         let placed = self.placed(ledger);
         let shared: Vec<BlockId> =
             placed.iter().filter_map(|placed| placed.shared).map(|(slot, _)| slot).collect();
-        let num_slots = (placed.len() - shared.len()).div_ceil(self.blocks_per_slot);
+        let num_slots = (placed.len() - shared.len()).div_ceil(self.config.blocks_per_slot);
         // The slots that lookups hold may be evicted. If the room is still short, they stay.
         let held: Vec<BlockId> =
             self.requests.values().flat_map(|request| &request.held.slots).copied().collect();
@@ -105,7 +90,7 @@ impl OffloadScheduler {
 
     /// Each block of the ledger's tables, and the slot that has it.
     fn placed(&self, ledger: &BlockLedger) -> Vec<ImageBlock> {
-        let per_slot = self.blocks_per_slot;
+        let per_slot = self.config.blocks_per_slot;
         let placed = ledger.table_blocks().map(|block| {
             let group = usize::from(block.group.0);
             let per_hash = self.slot_model.hashes_per_block(self.slot_model.groups()[group]);
@@ -122,30 +107,20 @@ impl OffloadScheduler {
     }
 
     /// Returns the copies into `own` slots, and all copies.
-    fn image_copies_of(
-        &self,
-        placed: &[ImageBlock],
-        own: &[BlockId],
-    ) -> (ImageCopies, ImageCopies) {
-        let per_slot = self.blocks_per_slot;
+    fn image_copies_of(&self, placed: &[ImageBlock], own: &[BlockId]) -> (Copies, Copies) {
+        let per_slot = self.config.blocks_per_slot;
         let mut free = own.iter().flat_map(|&slot| (0..per_slot).map(move |at| (slot, at)));
-        let (mut missing, mut all) = (ImageCopies::default(), ImageCopies::default());
+        let (mut missing, mut all) = (Copies::default(), Copies::default());
         for group in 0..self.model.groups().len() {
-            for copies in [&mut missing, &mut all] {
-                copies.offsets.push(copies.block_ids.len());
-            }
             for placed in placed.iter().filter(|placed| placed.group == group) {
                 let Some((slot, at)) = placed.shared.or_else(|| free.next()) else { continue };
-                let place = u32::try_from((slot.index() - 1) * per_slot + at).unwrap_or(u32::MAX);
                 let stored = placed.shared.is_none().then_some(&mut missing);
                 for copies in stored.into_iter().chain([&mut all]) {
-                    copies.block_ids.push(placed.block);
-                    copies.host_slots.push(place);
+                    copies.push(placed.block, slot, at, per_slot);
                 }
             }
-        }
-        for copies in [&mut missing, &mut all] {
-            copies.offsets.push(copies.block_ids.len());
+            missing.end_group();
+            all.end_group();
         }
         (missing, all)
     }
@@ -154,7 +129,7 @@ impl OffloadScheduler {
     ///
     /// # Errors
     /// [`Error::State`] if no image is held, or a block of it proved damaged in the tier.
-    pub fn image(&self) -> Result<&ImageCopies> {
+    pub fn image(&self) -> Result<&Copies> {
         match &self.image {
             Some(image) if image.is_damaged => Err(Error::State(
                 "the sleep image shares a host slot that proved damaged: release the image, and \
@@ -174,9 +149,9 @@ impl OffloadScheduler {
         let mut shared = self.image.as_ref().map_or(Vec::new(), |image| image.shared.clone());
         shared.sort_unstable();
         let is_used = move |slot: &BlockId| {
-            self.host.slots().is_referenced(*slot) || shared.binary_search(slot).is_ok()
+            self.host.slots.is_referenced(*slot) || shared.binary_search(slot).is_ok()
         };
-        self.host.slots().iter().filter(is_used).map(|slot| slot.0 - 1)
+        self.host.slots.iter().filter(is_used).map(|slot| slot.0 - 1)
     }
 
     /// Releases the image, if any, because the device has its blocks or never needs them.
@@ -186,19 +161,19 @@ impl OffloadScheduler {
     pub fn release_image(&mut self) -> Result<()> {
         let Some(image) = self.image.take() else { return Ok(()) };
         self.host.unpin(&image.shared)?;
-        self.host.give_back(&image.own)
+        self.host.slots.pool.free(&image.own)
     }
 
     /// Whether a slot holds a block of a group, or is empty.
     fn holds_group(&self, slot: BlockId, group: usize) -> bool {
-        let slots = self.host.slots();
+        let slots = &self.host.slots;
         let is_of_group = |key: BlockKey| usize::from(key.group.0) == group;
         slots.contains(slot) && slots.key(slot).is_none_or(is_of_group)
     }
 
     /// Refuses an image of a snapshot that does not fit this scheduler.
     pub(super) fn check_image(&self, image: &Image) -> Result<()> {
-        let ImageCopies { block_ids, host_slots, offsets } = &image.copies;
+        let Copies { block_ids, host_slots, offsets } = &image.copies;
         let is_covered = offsets.first() == Some(&0)
             && offsets.last() == Some(&block_ids.len())
             && offsets.is_sorted()
@@ -215,10 +190,10 @@ impl OffloadScheduler {
         let own: BTreeSet<BlockId> = image.own.iter().copied().collect();
         let (mut places, mut shared) = (BTreeSet::new(), Vec::new());
         let mut is_held = own.len() == image.own.len()
-            && own.iter().all(|&slot| self.host.slots().is_unkeyed(slot));
+            && own.iter().all(|&slot| self.host.slots.is_unkeyed(slot));
         for (group, ends) in offsets.windows(2).enumerate() {
             for &place in &host_slots[ends[0]..ends[1]] {
-                let slot = slot_at(place, self.blocks_per_slot);
+                let slot = slot_at(place, self.config.blocks_per_slot);
                 if own.contains(&slot) {
                     is_held &= places.insert(place);
                 } else {

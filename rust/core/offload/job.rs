@@ -6,6 +6,8 @@
 //!                  +---> [ quarantine ] --- complete, all ---+  end_all ends both at once
 //! ```
 
+use minicbor::{Decode, Encode};
+
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, JobId};
 
@@ -25,12 +27,19 @@ pub struct Job {
     pub offsets: Vec<usize>,
 }
 
-/// The copies of a job that is being planned.
-#[derive(Debug)]
-pub(super) struct Copies {
-    block_ids: Vec<BlockId>,
-    pub(super) host_slots: Vec<u32>,
-    offsets: Vec<usize>,
+/// The copies of a job that is being planned, or of a sleep image. `block_ids[i]` and
+/// `host_slots[i]` are the two ends of a copy.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Copies {
+    /// Device blocks.
+    #[n(0)]
+    pub block_ids: Vec<BlockId>,
+    /// Places on the host.
+    #[n(1)]
+    pub host_slots: Vec<u32>,
+    /// Where each group's copies begin, and the end of the last.
+    #[n(2)]
+    pub offsets: Vec<usize>,
 }
 
 impl Default for Copies {
@@ -186,7 +195,7 @@ impl OffloadScheduler {
         let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
         let (direction, num_blocks) = (kind.direction(), block_ids.len());
         self.report(TransferEvent::Initiated { job_id, direction, num_blocks });
-        let reported = vec![false; self.world_size];
+        let reported = vec![false; self.config.world_size];
         let in_flight = InFlight {
             block_ids,
             slots,
@@ -222,10 +231,10 @@ impl OffloadScheduler {
         outcome: impl Into<Outcome<'a>>,
     ) -> Result<Option<JobEnd>> {
         let outcome = outcome.into();
-        if rank >= self.world_size {
+        if rank >= self.config.world_size {
             return Err(Error::Config(format!(
                 "rank {rank} of {}: ranks count from 0, so pass a lower one",
-                self.world_size
+                self.config.world_size
             )));
         }
         let Some(job) = self.jobs.get_mut(&job_id) else {
@@ -238,7 +247,7 @@ impl OffloadScheduler {
                 job_id.0
             )));
         }
-        let damaged = job.damaged(job_id, outcome, self.blocks_per_slot)?;
+        let damaged = job.damaged(job_id, outcome, self.config.blocks_per_slot)?;
         job.reported[rank] = true;
         job.has_failed |= !outcome.is_ok();
         let is_ended = !job.reported.contains(&false);
@@ -257,8 +266,8 @@ impl OffloadScheduler {
         if let Some(image) = &mut self.image {
             image.is_damaged |= dropped.iter().any(|slot| image.shared.contains(slot));
         }
-        self.counters.damaged += dropped.len() * self.blocks_per_slot;
-        self.host.give_back(&dropped)
+        self.counters.damaged_blocks += dropped.len() * self.config.blocks_per_slot;
+        self.host.slots.pool.free(&dropped)
     }
 
     /// Returns the jobs whose deadline is before `now`, on the caller's clock, each of them once.
@@ -277,7 +286,7 @@ impl OffloadScheduler {
             job.is_late = true;
             late.push(job_id);
             match &job.kind {
-                Kind::Load { .. } => self.host.end_loads(&job.slots),
+                Kind::Load { .. } => self.host.slots.end_loads(&job.slots),
                 Kind::Store { .. } => self.host.fence(&job.slots)?,
             }
         }
@@ -302,19 +311,19 @@ impl OffloadScheduler {
         match &job.kind {
             Kind::Load { .. } => {
                 if !job.is_late {
-                    self.host.end_loads(&job.slots);
+                    self.host.slots.end_loads(&job.slots);
                 }
                 self.host.unpin(&job.slots)?;
                 if is_ok {
-                    self.counters.loaded += job.block_ids.len();
+                    self.counters.loaded_blocks += job.block_ids.len();
                 } else {
                     self.counters.failed_loads += 1;
                 }
             }
             Kind::Store { filling, tails } if is_ok => {
                 let num_slots = self.host.publish(&job.slots, filling, &self.slot_model)?;
-                let num_blocks = num_slots * self.blocks_per_slot;
-                self.counters.stored += num_blocks;
+                let num_blocks = num_slots * self.config.blocks_per_slot;
+                self.counters.stored_blocks += num_blocks;
                 self.report(TransferEvent::Committed { job_id, num_blocks });
                 // No hits here: the policy learns of the request's own lookup, once. If groups skip
                 // blocks, this would make one group's chain more recent than all others.
@@ -326,7 +335,7 @@ impl OffloadScheduler {
             }
             Kind::Store { .. } => {
                 self.host.fence(&job.slots)?;
-                self.host.give_back(&job.slots)?;
+                self.host.slots.pool.free(&job.slots)?;
                 for &id in &job.block_ids {
                     self.forget_seen(id);
                 }

@@ -46,7 +46,7 @@ impl OffloadScheduler {
         candidates: impl Iterator<Item = (BlockId, BlockKey)>,
         deadline: Option<f64>,
     ) -> Result<Option<Job>> {
-        if self.mode != Mode::Lazy {
+        if self.config.mode != Mode::Lazy {
             return Err(Error::State(
                 "the scheduler is in eager mode, which stores blocks once they are computed: use \
                  mode lazy"
@@ -56,7 +56,7 @@ impl OffloadScheduler {
         let mut due: Vec<(BlockId, Computed)> = Vec::new();
         for (id, key) in candidates {
             let Some(known) = self.computed.get_mut(&id) else { continue };
-            let seen = Some(self.host.num_losses());
+            let seen = Some(self.host.num_losses);
             if known.key != key || known.seen == seen {
                 continue;
             }

@@ -31,7 +31,7 @@ impl OffloadScheduler {
         let (end, found) =
             self.slot_model.longest_hit(&self.host, &request.hashes, num_local_tokens, max_tokens);
         let slots: Vec<BlockId> = found.into_iter().flatten().filter(|id| !id.is_null()).collect();
-        if slots.iter().any(|&slot| self.host.slots().is_loading(slot)) {
+        if slots.iter().any(|&slot| self.host.slots.is_loading(slot)) {
             self.counters.pending_lookups += 1;
             return Ok(None);
         }
@@ -68,7 +68,7 @@ impl OffloadScheduler {
         let request = self.requests.get_mut(request_id)?;
         let end = request.held.num_local_tokens + num_tokens;
         self.host.unpin(&std::mem::take(&mut request.held).slots)?;
-        self.host.begin_loads(&slots);
+        self.host.slots.begin_loads(&slots);
         for blocks in block_ids {
             Self::forget_computed(&mut self.computed, blocks);
         }
@@ -106,7 +106,7 @@ impl OffloadScheduler {
             )));
         }
         let start = held.num_local_tokens;
-        let per_slot = self.blocks_per_slot;
+        let per_slot = self.config.blocks_per_slot;
         let mut slots = Vec::with_capacity(held.slots.len());
         let mut copies = Copies::default();
         for ((id, group), blocks) in self.model.enumerate().zip(block_ids) {

@@ -20,8 +20,7 @@ mod tier;
 mod transfer;
 
 pub use config::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE, Mode, OffloadConfig};
-pub use image::ImageCopies;
-pub use job::{Job, JobEnd, Outcome};
+pub use job::{Copies, Job, JobEnd, Outcome};
 pub(crate) use record::SchedulerRecord;
 pub use stats::OffloadStats;
 pub use store::Progress;
@@ -41,7 +40,6 @@ use image::Image;
 use job::InFlight;
 use lazy::ComputedBlocks;
 use request::RequestState;
-use stats::Counters;
 use tier::Tier;
 
 /// Plans stores and loads between a device's blocks and a host tier.
@@ -56,19 +54,17 @@ pub struct OffloadScheduler {
     model: Model,
     /// The groups in blocks as large as slots.
     slot_model: Model,
-    blocks_per_slot: usize,
+    config: OffloadConfig,
     requests: Requests<RequestState>,
     jobs: BTreeMap<JobId, InFlight>,
     /// Number of jobs ever begun: the id of the last one.
     num_jobs: u64,
     /// [`OffloadScheduler::end_all`] has ended all jobs up to this id.
     num_ended_jobs: u64,
-    mode: Mode,
     /// Lazy mode only.
     computed: ComputedBlocks,
-    world_size: usize,
-    num_device_blocks: usize,
-    counters: Counters,
+    /// Its gauges stay 0.
+    counters: OffloadStats,
     /// The blocks of a device that sleeps.
     image: Option<Image>,
     /// None if no events are recorded.
@@ -83,23 +79,19 @@ impl OffloadScheduler {
     /// refuses, and for a world of no ranks or more than [`MAX_WORLD_SIZE`].
     pub fn new(config: OffloadConfig) -> Result<Self> {
         config.check()?;
-        let OffloadConfig { blocks_per_slot, mode, world_size, num_device_blocks, events, .. } =
-            config;
-        let model = Model::new(config.groups)?;
+        let OffloadConfig { num_host_blocks, blocks_per_slot, policy, events, .. } = config;
+        let model = Model::new(config.groups.clone())?;
         Ok(Self {
             slot_model: model.in_tier(blocks_per_slot)?,
             model,
-            blocks_per_slot,
-            host: Tier::new(config.num_host_blocks, config.policy, events.then_some(Medium::Host))?,
+            host: Tier::new(num_host_blocks, policy, events.then_some(Medium::Host))?,
+            config,
             requests: Requests::default(),
             jobs: BTreeMap::new(),
             num_jobs: 0,
             num_ended_jobs: 0,
-            mode,
             computed: ComputedBlocks::default(),
-            world_size,
-            num_device_blocks,
-            counters: Counters::default(),
+            counters: OffloadStats::default(),
             image: None,
             transfers: events.then(Vec::new),
         })
@@ -112,7 +104,7 @@ impl OffloadScheduler {
 
     /// Number of slots of the host tier, all of them usable.
     pub fn num_host_blocks(&self) -> usize {
-        self.host.slots().len()
+        self.host.slots.len()
     }
 
     /// Number of slots that lookup can find.
@@ -122,7 +114,7 @@ impl OffloadScheduler {
 
     /// The width of the tier's hashes.
     pub fn hash_width(&self) -> HashWidth {
-        self.host.slots().hash_width()
+        self.host.slots.pool.hash_width()
     }
 
     /// Whether it has neither requests, jobs, an image nor slots in use.
@@ -156,7 +148,7 @@ impl OffloadScheduler {
 
     /// The events of the host tier since the last call, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
-        self.host.take_events()
+        self.host.slots.pool.take_events()
     }
 
     /// The events of jobs since the last call, oldest first. Empty if no events are recorded.
@@ -201,7 +193,7 @@ impl OffloadScheduler {
         for request in self.requests.values() {
             for (table, &group) in request.tables.iter().zip(self.slot_model.groups()) {
                 let num_hashed = request.hashes.len() / self.slot_model.hashes_per_block(group);
-                let num_allocated = table.blocks.len() / self.blocks_per_slot;
+                let num_allocated = table.blocks.len() / self.config.blocks_per_slot;
                 if table.num_confirmed > num_hashed.min(num_allocated) {
                     return broken(format!(
                         "{} slots confirmed of {num_hashed} hashed and {num_allocated} allocated",

@@ -19,15 +19,14 @@ use crate::ledger::damaged;
 
 use super::image::Image;
 use super::request::{ReportedTable, RequestState};
-use super::stats::Counters;
 use super::tier::{MAX_READ_COUNT, TierRecord};
-use super::{EvictionPolicy, Mode, OffloadScheduler};
+use super::{Mode, OffloadConfig, OffloadScheduler, OffloadStats};
 
 /// The parts of a scheduler that a snapshot keeps.
 #[derive(Clone, Debug, Encode, Decode)]
 pub(crate) struct SchedulerRecord {
     #[n(0)]
-    shape: Shape,
+    config: OffloadConfig,
     #[n(1)]
     tier: TierRecord,
     #[n(2)]
@@ -37,24 +36,7 @@ pub(crate) struct SchedulerRecord {
     #[n(4)]
     num_jobs: u64,
     #[n(5)]
-    counters: Counters,
-}
-
-/// The configuration that a scheduler must share with the one that it restores.
-#[derive(Clone, Debug, Encode, Decode)]
-struct Shape {
-    #[n(0)]
-    num_host_blocks: usize,
-    #[n(1)]
-    groups: Vec<Group>,
-    #[n(2)]
-    blocks_per_slot: usize,
-    #[n(3)]
-    mode: Mode,
-    #[n(4)]
-    policy: EvictionPolicy,
-    #[n(5)]
-    world_size: usize,
+    counters: OffloadStats,
 }
 
 #[derive(Clone, Debug, Encode, Decode)]
@@ -83,7 +65,7 @@ impl OffloadScheduler {
         }
         let kept = |(name, request): (&str, &RequestState)| {
             // In lazy mode the records of device blocks go with the blocks.
-            let is_eager = self.mode == Mode::Eager;
+            let is_eager = self.config.mode == Mode::Eager;
             let num_kept = |at| if is_eager { quiet.num_kept(request, at) } else { 0 };
             let record = RequestRecord {
                 hashes: request.hashes.clone(),
@@ -94,7 +76,7 @@ impl OffloadScheduler {
             (name.to_owned(), record)
         };
         Ok(SchedulerRecord {
-            shape: self.shape(),
+            config: self.config.clone(),
             tier: quiet.host.to_record(),
             image: quiet.image.clone(),
             requests: quiet.requests.iter().map(kept).collect(),
@@ -103,20 +85,9 @@ impl OffloadScheduler {
         })
     }
 
-    fn shape(&self) -> Shape {
-        Shape {
-            num_host_blocks: self.host.slots().len(),
-            groups: self.model.groups().to_vec(),
-            blocks_per_slot: self.blocks_per_slot,
-            mode: self.mode,
-            policy: self.host.policy(),
-            world_size: self.world_size,
-        }
-    }
-
     /// Fills this new scheduler from the record of another.
     pub(crate) fn fill(mut self, record: SchedulerRecord) -> Result<Self> {
-        record.shape.check(&self.shape())?;
+        record.config.check_matches(&self.config)?;
         if record.num_jobs >= MAX_READ_COUNT as u64 || !record.counters.is_sound() {
             return damaged("it counts more than can have happened");
         }
@@ -138,9 +109,9 @@ impl OffloadScheduler {
     }
 }
 
-impl Shape {
-    /// Refuses a shape other than `wanted`, and names the difference.
-    fn check(&self, wanted: &Self) -> Result<()> {
+impl OffloadConfig {
+    /// Refuses a snapshot of a configuration other than `wanted`, and names the difference.
+    fn check_matches(&self, wanted: &Self) -> Result<()> {
         fn differs(what: &str, given: &impl Debug, wanted: &impl Debug) -> Result<()> {
             let (given, wanted) = (format!("{given:?}"), format!("{wanted:?}"));
             if given == wanted {
@@ -171,7 +142,7 @@ impl RequestRecord {
         {
             return damaged("a request has more on the host than it has hashes for");
         }
-        let width = scheduler.host.slots().hash_width();
+        let width = scheduler.host.slots.pool.hash_width();
         if !self.hashes.iter().all(|hash| width.fits(hash)) {
             return damaged("a request's hash is of another width than the tier's");
         }

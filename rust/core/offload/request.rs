@@ -53,14 +53,14 @@ impl OffloadScheduler {
     /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width.
     pub fn add(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         self.requests.check_new(request_id)?;
-        self.host.agree_width(hashes.width())?;
+        self.host.slots.pool.agree_width(hashes.width())?;
         self.track(request_id, hashes.as_slice().to_vec());
         Ok(())
     }
 
     fn track(&mut self, request_id: &str, hashes: Vec<BlockHash>) {
         let tables = vec![ReportedTable::default(); self.model.groups().len()];
-        let num_losses = self.host.num_losses();
+        let num_losses = self.host.num_losses;
         let request = RequestState { hashes, tables, num_losses, ..RequestState::default() };
         self.requests.insert(request_id, request);
     }
@@ -71,7 +71,7 @@ impl OffloadScheduler {
     /// [`Error::UnknownRequest`], [`Error::HashWidth`].
     pub fn extend(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
-        self.host.agree_width(hashes.width())?;
+        self.host.slots.pool.agree_width(hashes.width())?;
         request.hashes.extend_from_slice(hashes.as_slice());
         Ok(())
     }
@@ -102,7 +102,7 @@ impl OffloadScheduler {
         for (table, &group) in request.tables.iter_mut().zip(self.slot_model.groups()) {
             let num_slots = num_hashes / self.slot_model.hashes_per_block(group);
             let dropped = num_slots.min(table.num_confirmed)..table.num_confirmed;
-            if self.mode == Mode::Lazy {
+            if self.config.mode == Mode::Lazy {
                 // In lazy mode a slot holds one block.
                 Self::forget_computed(&mut self.computed, &table.blocks[dropped]);
             }
@@ -121,7 +121,8 @@ impl OffloadScheduler {
         let request = self.requests.remove(request_id)?;
         self.host.unpin(&request.held.slots)?;
         for table in &request.tables {
-            self.counters.dropped += table.num_confirmed - table.num_kept.min(table.num_confirmed);
+            self.counters.dropped_blocks +=
+                table.num_confirmed - table.num_kept.min(table.num_confirmed);
         }
         self.make_recent(&request.hashes, request.num_hit_tokens);
         Ok(())
@@ -143,8 +144,8 @@ impl OffloadScheduler {
     /// to be in the tier. Blocks of a window are not due again even then, because they may have
     /// left the device.
     pub(super) fn num_kept(&self, request: &RequestState, at: usize) -> usize {
-        let is_lost = self.mode == Mode::Eager
-            && request.num_losses != self.host.num_losses()
+        let is_lost = self.config.mode == Mode::Eager
+            && request.num_losses != self.host.num_losses
             && self.model.groups()[at].attention == Attention::Full;
         if is_lost { 0 } else { request.tables[at].num_kept }
     }
@@ -159,7 +160,7 @@ impl OffloadScheduler {
         for (table, num_kept) in request.tables.iter_mut().zip(num_kept) {
             table.num_kept = num_kept;
         }
-        request.num_losses = self.host.num_losses();
+        request.num_losses = self.host.num_losses;
         Ok(())
     }
 }

@@ -5,107 +5,101 @@ use minicbor::{Decode, Encode};
 use super::OffloadScheduler;
 use super::tier::MAX_READ_COUNT;
 
-/// Counters since construction.
-#[derive(Clone, Copy, Debug, Default, Encode, Decode)]
-pub(super) struct Counters {
-    #[n(0)]
-    pub(super) stored: usize,
-    #[n(1)]
-    pub(super) loaded: usize,
-    #[n(2)]
-    pub(super) dropped: usize,
-    #[n(3)]
-    pub(super) failed_stores: usize,
-    #[n(4)]
-    pub(super) failed_loads: usize,
-    #[n(5)]
-    pub(super) late_jobs: usize,
-    #[n(6)]
-    pub(super) pending_lookups: usize,
-    #[n(7)]
-    pub(super) query_tokens: usize,
-    #[n(8)]
-    pub(super) hit_tokens: usize,
-    #[n(9)]
-    #[cbor(default)]
-    pub(super) damaged: usize,
+/// Defines [`OffloadStats`] from the one list of its fields.
+macro_rules! stats {
+    ($($(#[$meta:meta])+ $name:ident,)+) => {
+        /// Counters since construction, and gauges. A snapshot keeps the counters.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+        pub struct OffloadStats {
+            $($(#[$meta])+ pub $name: usize,)+
+        }
+
+        impl OffloadStats {
+            /// Each name with its value.
+            pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
+                [$((stringify!($name), self.$name)),+].into_iter()
+            }
+        }
+    };
 }
 
-impl Counters {
-    /// Whether no count of a snapshot can overflow later.
-    pub(super) fn is_sound(&self) -> bool {
-        let Self { stored, loaded, dropped, failed_stores, failed_loads, late_jobs, .. } = *self;
-        let Self { pending_lookups, query_tokens, hit_tokens, damaged, .. } = *self;
-        let jobs = [stored, loaded, dropped, failed_stores, failed_loads, late_jobs, damaged];
-        let lookups = [pending_lookups, query_tokens, hit_tokens];
-        jobs.iter().chain(&lookups).all(|&count| count < MAX_READ_COUNT)
-    }
-}
-
-/// Counters since construction, and gauges.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct OffloadStats {
+stats! {
     /// Blocks that were stored.
-    pub stored_blocks: usize,
+    #[n(0)]
+    stored_blocks,
     /// Blocks that were loaded.
-    pub loaded_blocks: usize,
+    #[n(1)]
+    loaded_blocks,
     /// Blocks that were due for a store when their request left, and for which the tier had no
     /// room.
-    pub dropped_blocks: usize,
+    #[n(2)]
+    dropped_blocks,
     /// Slots that were evicted for room.
-    pub evicted_blocks: usize,
+    #[cbor(skip)]
+    evicted_blocks,
     /// Stores that failed.
-    pub failed_stores: usize,
+    #[n(3)]
+    failed_stores,
     /// Loads that failed or did not end before a reset.
-    pub failed_loads: usize,
+    #[n(4)]
+    failed_loads,
     /// Gauge: slots that lookup can find.
-    pub resident_blocks: usize,
+    #[cbor(skip)]
+    resident_blocks,
     /// Gauge: slots that stores fill.
-    pub storing_blocks: usize,
+    #[cbor(skip)]
+    storing_blocks,
+    /// Gauge: jobs in flight, jobs in quarantine excluded.
+    #[cbor(skip)]
+    jobs_in_flight,
     /// Blocks that the tier dropped because a load found them damaged.
-    pub damaged_blocks: usize,
+    #[n(9)]
+    #[cbor(default)]
+    damaged_blocks,
     /// Jobs that missed their deadline.
-    pub late_jobs: usize,
+    #[n(5)]
+    late_jobs,
     /// Lookups deferred because another request is loading the same blocks.
-    pub pending_lookups: usize,
+    #[n(6)]
+    pending_lookups,
     /// Tokens, in whole blocks, that lookups asked for. Of each request, only its last lookup
     /// before it was loaded or computed counts.
-    pub query_tokens: usize,
+    #[n(7)]
+    query_tokens,
     /// Tokens that requests loaded from host memory instead of recomputing them.
-    pub hit_tokens: usize,
-    /// Gauge: jobs in flight, jobs in quarantine excluded.
-    pub jobs_in_flight: usize,
+    #[n(8)]
+    hit_tokens,
     /// Gauge: late jobs that not every rank has reported.
-    pub quarantined_jobs: usize,
+    #[cbor(skip)]
+    quarantined_jobs,
     /// Gauge: device blocks that these jobs pin.
-    pub quarantined_blocks: usize,
+    #[cbor(skip)]
+    quarantined_blocks,
     /// Prompt tokens that fit into the tier if every group keeps all of its blocks.
-    pub capacity_tokens: usize,
+    #[cbor(skip)]
+    capacity_tokens,
+}
+
+impl OffloadStats {
+    /// Whether no count of a snapshot can overflow later.
+    pub(super) fn is_sound(&self) -> bool {
+        self.entries().all(|(_, count)| count < MAX_READ_COUNT)
+    }
 }
 
 impl OffloadScheduler {
     /// Counters since construction, and gauges.
     pub fn stats(&self) -> OffloadStats {
         let late = || self.jobs.values().filter(|job| job.is_late);
-        let slots = self.host.slots();
         OffloadStats {
-            stored_blocks: self.counters.stored,
-            loaded_blocks: self.counters.loaded,
-            dropped_blocks: self.counters.dropped,
-            evicted_blocks: self.host.num_evicted(),
-            failed_stores: self.counters.failed_stores,
-            failed_loads: self.counters.failed_loads,
+            evicted_blocks: self.host.num_evicted,
             resident_blocks: self.host.num_resident(),
-            storing_blocks: slots.num_filling(),
-            damaged_blocks: self.counters.damaged,
-            late_jobs: self.counters.late_jobs,
-            pending_lookups: self.counters.pending_lookups,
-            query_tokens: self.counters.query_tokens,
-            hit_tokens: self.counters.hit_tokens,
+            storing_blocks: self.host.slots.num_filling,
             jobs_in_flight: self.jobs.len() - late().count(),
             quarantined_jobs: late().count(),
             quarantined_blocks: late().map(|job| job.block_ids.len()).sum(),
-            capacity_tokens: self.slot_model.capacity_tokens(slots.len()),
+            capacity_tokens: self.slot_model.capacity_tokens(self.host.slots.len()),
+            ..self.counters
         }
     }
 }

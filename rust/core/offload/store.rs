@@ -89,7 +89,7 @@ impl OffloadScheduler {
         }
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
-        let num_losses = self.host.num_losses();
+        let num_losses = self.host.num_losses;
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             if self.requests.get(request_id)?.num_losses != num_losses {
                 self.reconsider(request_id)?;
@@ -101,21 +101,21 @@ impl OffloadScheduler {
                 table.blocks.extend_from_slice(new_blocks[index]);
                 table.num_confirmed = (num_computed_tokens / group.block_size)
                     .min(request.hashes.len() / self.slot_model.hashes_per_block(group))
-                    .min(table.blocks.len() / self.blocks_per_slot);
+                    .min(table.blocks.len() / self.config.blocks_per_slot);
                 let mut plan = Plan {
                     model: &self.slot_model,
-                    blocks_per_slot: self.blocks_per_slot,
+                    blocks_per_slot: self.config.blocks_per_slot,
                     id,
                     group,
                     hashes: &request.hashes,
                     part: &mut parts[index],
                 };
-                if self.mode == Mode::Lazy {
+                if self.config.mode == Mode::Lazy {
                     Self::record(&mut self.computed, table, |at| plan.key(at));
                 } else if group.attention == Attention::Full {
                     tails.extend(plan.chain(table, &mut self.host)?);
                 } else {
-                    self.counters.dropped += plan.window(table, &mut self.host)?;
+                    self.counters.dropped_blocks += plan.window(table, &mut self.host)?;
                 }
             }
         }
@@ -129,13 +129,14 @@ impl OffloadScheduler {
         tails: Vec<BlockId>,
         deadline: Option<f64>,
     ) -> Option<Job> {
+        let per_slot = self.config.blocks_per_slot;
         let mut all = Part::default();
         let mut copies = Copies::default();
         for part in parts {
             copies.reserve(part.block_ids.len());
-            for (blocks, &slot) in part.block_ids.chunks(self.blocks_per_slot).zip(&part.slots) {
+            for (blocks, &slot) in part.block_ids.chunks(per_slot).zip(&part.slots) {
                 for (at, &block) in blocks.iter().enumerate() {
-                    copies.push(block, slot, at, self.blocks_per_slot);
+                    copies.push(block, slot, at, per_slot);
                 }
             }
             copies.end_group();
@@ -147,7 +148,7 @@ impl OffloadScheduler {
 
     /// Refuses ids outside the device pool.
     pub(super) fn check_ids(&self, ids: &[BlockId]) -> Result<()> {
-        let num_blocks = self.num_device_blocks;
+        let num_blocks = self.config.num_device_blocks;
         match ids.iter().find(|id| id.index() >= num_blocks) {
             Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
             None => Ok(()),
@@ -217,7 +218,7 @@ impl Plan<'_> {
         for (&at, slot) in due[num_dropped..].iter().zip(slots) {
             // A list that is no true chain may hold a key twice.
             if tier.resident_or_filling(&self.key(at)).is_some() {
-                tier.give_back(&[slot])?;
+                tier.slots.pool.free(&[slot])?;
                 continue;
             }
             tier.fill(slot, self.key(at), BlockId::NULL);

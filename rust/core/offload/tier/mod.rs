@@ -23,10 +23,10 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::event::{Event, Medium, Origin};
+use crate::event::{Medium, Origin};
 use crate::group::{Model, Source};
 use crate::ids::{BlockId, GroupId};
-use crate::key::{BlockHash, BlockKey, HashWidth};
+use crate::key::{BlockHash, BlockKey};
 use crate::pool::{BLOCK_BYTES, MAX_BLOCKS, check_memory};
 
 use chains::Chains;
@@ -49,13 +49,14 @@ const SLOT_BYTES: usize = Chains::SLOT_BYTES + Slots::SLOT_BYTES;
 /// At most 130 bytes a slot, allocated at construction; 206 where the policy has ghosts.
 #[derive(Clone, Debug)]
 pub(super) struct Tier {
-    slots: Slots,
+    pub(super) slots: Slots,
     chains: Chains,
     policy: AnyPolicy,
     /// Slots that were evicted for room.
-    num_evicted: usize,
-    /// How often resident slots went although there was room: by a reset, or damaged.
-    num_losses: u64,
+    pub(super) num_evicted: usize,
+    /// How often resident slots went although there was room: by a reset, or damaged. When it
+    /// changes, requests compare what they have stored with the tier again.
+    pub(super) num_losses: u64,
 }
 
 /// Lookup finds resident slots.
@@ -95,35 +96,8 @@ impl Tier {
         })
     }
 
-    /// The slots' states, to read.
-    pub(super) fn slots(&self) -> &Slots {
-        &self.slots
-    }
-
     pub(super) fn num_resident(&self) -> usize {
         self.policy.len()
-    }
-
-    pub(super) fn num_evicted(&self) -> usize {
-        self.num_evicted
-    }
-
-    /// Changes whenever resident slots go although there is room. Requests then compare what they
-    /// have stored with the tier again.
-    pub(super) fn num_losses(&self) -> u64 {
-        self.num_losses
-    }
-
-    pub(super) fn policy(&self) -> EvictionPolicy {
-        self.policy.kind()
-    }
-
-    pub(super) fn agree_width(&mut self, width: HashWidth) -> Result<()> {
-        self.slots.pool.agree_width(width)
-    }
-
-    pub(super) fn take_events(&mut self) -> Vec<Event> {
-        self.slots.pool.take_events()
     }
 
     /// The slot that holds a block and can be loaded from.
@@ -145,14 +119,6 @@ impl Tier {
         self.slots.pool.unpin(slots)?;
         self.retry(slots);
         Ok(())
-    }
-
-    pub(super) fn begin_loads(&mut self, slots: &[BlockId]) {
-        self.slots.begin_loads(slots);
-    }
-
-    pub(super) fn end_loads(&mut self, slots: &[BlockId]) {
-        self.slots.end_loads(slots);
     }
 
     /// Lets a store fill a reserved slot with a key that the tier does not have, below `parent`
@@ -292,11 +258,6 @@ impl Tier {
         if lost.is_empty() { Ok(()) } else { self.drop_below(&lost) }
     }
 
-    /// Takes back slots in use that hold no key.
-    pub(super) fn give_back(&mut self, slots: &[BlockId]) -> Result<()> {
-        self.slots.pool.free(slots)
-    }
-
     /// Makes slots the most recent ones, the last most of all. Each comes with whether it is a hit.
     pub(super) fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
         self.policy.make_recent(slots);
@@ -346,8 +307,7 @@ impl Tier {
     }
 
     /// Drops those of `slots` that are resident, because their content is damaged. Their children
-    /// await them. Returns the dropped slots, sorted, for the caller to
-    /// [`give_back`](Self::give_back).
+    /// await them. Returns the dropped slots, sorted, for the caller to free.
     pub(super) fn drop_damaged(&mut self, slots: &[BlockId]) -> Result<Vec<BlockId>> {
         let mut lost = slots.to_vec();
         lost.sort_unstable();

@@ -40,7 +40,7 @@ impl Tier {
             Some((slot, key, self.chains.parent(slot)))
         };
         TierRecord {
-            width: self.slots.hash_width(),
+            width: self.slots.pool.hash_width(),
             residents: self.slots.iter().filter_map(resident).collect(),
             awaited: self.chains.awaited(),
             empty: self.slots.pool.free_order().collect(),

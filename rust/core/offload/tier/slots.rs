@@ -13,7 +13,7 @@
 use crate::error::{Error, Result};
 use crate::event::Medium;
 use crate::ids::{BlockId, GroupId};
-use crate::key::{BlockHash, BlockKey, HashWidth};
+use crate::key::{BlockHash, BlockKey};
 use crate::pool::BlockPool;
 
 /// Slots `1..=num_slots`. 5 bytes a slot besides the pool.
@@ -21,12 +21,13 @@ use crate::pool::BlockPool;
 pub(in crate::offload) struct Slots {
     /// An empty slot is a free block. A slot in use has one reference, the tier's own. It is empty
     /// again once it is free and its last pin ends.
-    pub(super) pool: BlockPool,
+    pub(in crate::offload) pool: BlockPool,
     /// Number of loads that read the slot.
     num_loads: Vec<u32>,
     /// Whether a store fills the slot and its key is withheld.
     is_filling: Vec<bool>,
-    num_filling: usize,
+    /// Number of slots whose keys are withheld.
+    pub(in crate::offload) num_filling: usize,
 }
 
 impl Slots {
@@ -52,11 +53,6 @@ impl Slots {
 
     pub(in crate::offload) fn len(&self) -> usize {
         self.pool.num_usable()
-    }
-
-    /// Number of slots whose keys are withheld.
-    pub(in crate::offload) fn num_filling(&self) -> usize {
-        self.num_filling
     }
 
     #[inline]
@@ -94,22 +90,18 @@ impl Slots {
         found
     }
 
-    pub(in crate::offload) fn hash_width(&self) -> HashWidth {
-        self.pool.hash_width()
-    }
-
     /// Whether a load reads the slot.
     pub(in crate::offload) fn is_loading(&self, slot: BlockId) -> bool {
         self.num_loads[slot.index()] > 0
     }
 
-    pub(super) fn begin_loads(&mut self, slots: &[BlockId]) {
+    pub(in crate::offload) fn begin_loads(&mut self, slots: &[BlockId]) {
         for slot in slots {
             self.num_loads[slot.index()] += 1;
         }
     }
 
-    pub(super) fn end_loads(&mut self, slots: &[BlockId]) {
+    pub(in crate::offload) fn end_loads(&mut self, slots: &[BlockId]) {
         for slot in slots {
             self.num_loads[slot.index()] -= 1;
         }

@@ -27,12 +27,12 @@ fn a_failed_store_looks_only_at_its_own_slots_and_those_below() {
         let (first, _) = tier.reserve_chain(&chain[..8], GroupId(0), BlockId::NULL).unwrap();
         let last = first.last().unwrap().1;
         tier.reserve_chain(&chain[8..], GroupId(0), last).unwrap();
-        assert_eq!(tier.slots.num_filling(), NUM_SLOTS);
+        assert_eq!(tier.slots.num_filling, NUM_SLOTS);
         let slots: Vec<BlockId> = first.into_iter().map(|(_, slot)| slot).collect();
         looks::take();
         tier.fence(&slots).unwrap();
         let num_looks = looks::take();
-        assert_eq!(tier.slots.num_filling(), NUM_SLOTS - 16);
+        assert_eq!(tier.slots.num_filling, NUM_SLOTS - 16);
         assert!(num_looks <= 5 * 16, "{num_looks} looks for 16 slots of {NUM_SLOTS}");
     }
 }

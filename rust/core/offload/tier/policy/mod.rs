@@ -186,14 +186,6 @@ macro_rules! delegate {
 }
 
 impl AnyPolicy {
-    /// Which policy it is.
-    pub(super) fn kind(&self) -> EvictionPolicy {
-        match self {
-            Self::Lru(_) => EvictionPolicy::Lru,
-            Self::HitDensity(_) => EvictionPolicy::HitDensity,
-        }
-    }
-
     pub(super) fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
         delegate!(self, policy => policy.stored(slots));
     }
