@@ -287,7 +287,7 @@ def test_store_that_released_its_blocks_can_still_time_out() -> None:
 def test_next_poll_reports_what_landed_before_a_sleep_that_failed() -> None:
     with world(num_host=3) as it:
         it.run("a", prompt(1, 13))
-        with pytest.raises(OutOfBlocks, match="the sleep image needs 1 host slots and 0 are available"):
+        with pytest.raises(OutOfBlocks, match="needs 1 host slots and 0 are available"):
             it.engine.sleep(after=READY)
         assert it.engine.poll().num_stored_blocks == 3
         it.check()
