@@ -10,6 +10,7 @@ import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvstow.vllm.messages import Copies
 
@@ -284,6 +285,29 @@ def test_a_draft_model_loads_one_block_less_of_a_hit() -> None:
     scheduler.store_request()
     scheduler.half.loads.drops_last_block = True
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 80
+
+
+def test_a_request_keeps_its_hit_when_the_requests_before_it_end() -> None:
+    """While they ran, vLLM refused it for want of blocks."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    before = scheduler.request("b", 900, cache_salt="b")
+    scheduler.admit(before)
+    before.status = RequestStatus.RUNNING
+    refused = scheduler.request("c", 100)
+    assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.step(before)
+    scheduler.finish(before)
+    assert scheduler.admit(refused) == 96
+
+
+def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
+    """vLLM then reserves the blocks for loads that were taken back, and only loads respect that."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    refused = scheduler.request("b", 100)
+    assert scheduler.half.lookup(refused, 0) == 96
+    assert scheduler.half.lookup(refused, 0) == 0
 
 
 def test_a_hit_of_partial_blocks_is_not_extended() -> None:

@@ -39,10 +39,11 @@ class Loads:
             tracked = self.requests.track(request, recompute=tracked.is_loading)
         elif tracked is None:
             tracked = self.requests.track(request)
-        elif tracked.was_offered and self._is_idle():
-            # vLLM refuses it, though no other request is in its way. vLLM reserves the free blocks
+        elif tracked.was_offered_idle and self._is_idle():
+            # vLLM refused it, though no other request was in its way. vLLM reserves the free blocks
             # for requests that it believes to be loading, because their loads were taken back, and
             # this request may be one of them. Only loads respect that reserve, so it computes.
+            # If vLLM refused it while others ran, the pool was full: their blocks are free now.
             tracked.recompute = True
         tracked.num_local_tokens = num_local_tokens
         offload, model = self.tier.offload, self.tier.model
@@ -63,7 +64,7 @@ class Loads:
         if found and self.drops_last_block:
             end = num_local_tokens + found - model.tokens_per_hit
             found = offload.lookup(request.request_id, num_local_tokens, end)
-        tracked.was_offered = bool(found)
+        tracked.was_offered_idle = bool(found) and self._is_idle()
         return found
 
     def _is_idle(self) -> bool:

@@ -57,7 +57,7 @@ class TrackedRequest:
         is_stale: its blocks are not stored, because a reset came after their computation or because
             their hashes cannot be trusted.
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
-        was_offered: its last lookup found tokens on the host.
+        was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
         filling: per group, the blocks that the steps under way make full. They are recorded when
             vLLM allocates them, because a window drops blocks as soon as it has moved past them.
         filling_from: per group, the index of the first of them in the table.
@@ -78,7 +78,7 @@ class TrackedRequest:
     is_loading: bool = False
     is_load_reported: bool = False
     is_stale: bool = False
-    was_offered: bool = False
+    was_offered_idle: bool = False
     filling: list[list[KVCacheBlock]] = field(default_factory=list)
     filling_from: list[int] = field(default_factory=list)
 
