@@ -87,10 +87,12 @@ impl Index {
     pub(super) fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
         let tag = tag_of(group);
         let mut found = Vec::with_capacity(hashes.len());
-        for batch in hashes.chunks(BATCH) {
-            let rest = self.follow(batch, tag, &mut found);
-            let (fingerprints, homes) = self.fingerprints(rest.iter().map(|hash| (hash, tag)));
-            for ((hash, fingerprint), entry) in rest.iter().zip(fingerprints).zip(homes) {
+        let mut rest = hashes;
+        while !rest.is_empty() {
+            rest = self.follow(rest, tag, &mut found);
+            let (batch, later) = rest.split_at(rest.len().min(BATCH));
+            let (fingerprints, homes) = self.fingerprints(batch.iter().map(|hash| (hash, tag)));
+            for ((hash, fingerprint), entry) in batch.iter().zip(fingerprints).zip(homes) {
                 // Most entries are at their first place, which was just read.
                 let id = block_of(entry);
                 if fingerprint_of(entry) == fingerprint && self.has_tagged_key(id, hash, tag) {
@@ -101,6 +103,7 @@ impl Index {
                     return found;
                 }
             }
+            rest = later;
         }
         found
     }
@@ -119,7 +122,7 @@ impl Index {
 
     /// Extends `found` without a lookup as long as the next block lies where the last two point:
     /// neighbours in a prefix were often allocated side by side. Returns the hashes left.
-    #[inline]
+    #[inline(never)] // or its loop would share the registers of `prefix`, and spill
     fn follow<'a>(
         &self,
         hashes: &'a [BlockHash],
@@ -127,17 +130,15 @@ impl Index {
         found: &mut Vec<BlockId>,
     ) -> &'a [BlockHash] {
         let [.., before, last] = found.as_slice() else { return hashes };
-        let (mut at, step) = (last.0, last.0.wrapping_sub(before.0));
-        for (place, hash) in hashes.iter().enumerate() {
-            at = at.wrapping_add(step);
-            let is_only_holder = self.duplicates.get(at as usize) == Some(&[at; 2])
-                && self.has_tagged_key(BlockId(at), hash, tag);
-            if !is_only_holder {
-                return &hashes[place..];
-            }
-            found.push(BlockId(at));
-        }
-        &[]
+        let (last, step) = (last.0, last.0.wrapping_sub(before.0));
+        let ids = (1..).map(|n: u32| BlockId(last.wrapping_add(step.wrapping_mul(n))));
+        let is_next = |&(hash, id): &(&BlockHash, BlockId)| {
+            let is_only_holder = self.duplicates.get(id.index()) == Some(&[id.0; 2]);
+            is_only_holder && self.has_tagged_key(id, hash, tag)
+        };
+        let num_found = hashes.iter().zip(ids.clone()).take_while(is_next).count();
+        found.extend(ids.take(num_found));
+        &hashes[num_found..]
     }
 
     /// Gives each block the key of its place in `hashes`. Skips null blocks and blocks that hold
