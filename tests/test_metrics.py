@@ -260,9 +260,9 @@ def test_the_metrics_of_a_replay_equal_its_figures(seed: int | None) -> None:
     finally:
         replay.close()
     figures = replay.figures
-    assert found["transfer_blocks_total load"] == figures.loaded > 0
-    assert found["transfer_bytes_total load"] == figures.loaded_bytes
-    assert found["transfer_bytes_total store"] == figures.stored_bytes
+    assert found["transfer_blocks_total load"] == figures.loaded_blocks > 0
+    assert found["transfer_bytes_total load"] == figures.bytes_loaded
+    assert found["transfer_bytes_total store"] == figures.bytes_stored
     assert found["transfer_failures_total load"] == figures.failed_loads
     assert found["transfer_failures_total store"] == figures.failed_stores
     assert found["late_transfers_total"] == figures.late_loads

@@ -100,16 +100,16 @@ def least_device_blocks(of: Trace, model: ReplayModel, *, max_step_tokens: int =
 def assert_ended_well(engine: ReplayEngine) -> None:
     """Assert that every request finished, no block is corrupt, and nothing is still held."""
     figures, stats = engine.figures, engine.kv.scheduler.stats()
-    assert figures.finished == len(engine.trace.requests)
+    assert figures.finished_requests == len(engine.trace.requests)
     assert engine.verifier.num_corrupt == 0
-    assert figures.device_hits + figures.host_hits + figures.recomputed == engine.trace.num_blocks
+    assert figures.device_hits + figures.host_hits + figures.recomputed_blocks == engine.trace.num_blocks
     assert engine.kv.ledger.num_requests == 0
     assert engine.kv.ledger.pool.num_free == engine.config.device_blocks - 1
     assert stats["jobs_in_flight"] == 0
     # The scheduler drops a stored block if the store of a block before it has failed.
-    assert stats["stored_blocks"] == figures.stored or figures.failed_stores
-    assert stats["stored_blocks"] <= figures.stored
-    assert stats["loaded_blocks"] == figures.loaded
+    assert stats["stored_blocks"] == figures.stored_blocks or figures.failed_stores
+    assert stats["stored_blocks"] <= figures.stored_blocks
+    assert stats["loaded_blocks"] == figures.loaded_blocks
     engine.kv.check()
 
 

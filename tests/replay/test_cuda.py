@@ -64,7 +64,7 @@ def test_no_block_is_corrupt(device: SimulatedDevice, model: str, device_blocks:
     config = ReplayConfig(device_blocks=device_blocks, host_blocks=6000, mover="cuda", model=model)
     engine = ReplayEngine(trace, config)
     engine.run()
-    assert engine.figures.finished == NUM_REQUESTS
+    assert engine.figures.finished_requests == NUM_REQUESTS
     assert engine.verifier.num_verified > 1000
     assert engine.verifier.num_corrupt == 0
     assert engine.kv.stats()["loaded_bytes"] > 0
@@ -79,7 +79,7 @@ def test_blocks_come_back_after_sleep(device: SimulatedDevice) -> None:
     )
     engine = ReplayEngine(read_trace(BUNDLED_TRACE, limit=60), config)
     engine.run()
-    assert engine.figures.finished == 60
+    assert engine.figures.finished_requests == 60
     assert engine.figures.sleeps == 3
     assert engine.verifier.num_corrupt == 0
     engine.close()

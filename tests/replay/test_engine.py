@@ -37,7 +37,7 @@ def test_steps_and_virtual_time_of_a_single_request() -> None:
     assert_ended_well(engine)
     assert figures.steps == 3 + 10
     assert (figures.prefill_tokens, figures.decode_tokens) == (33, 10)
-    assert (figures.published, figures.stored, figures.recomputed) == (2, 2, 3)
+    assert (figures.published, figures.stored_blocks, figures.recomputed_blocks) == (2, 2, 3)
     assert engine.verifier.num_verified == 3  # 43 tokens, the last block partial
     assert figures.virtual_seconds == pytest.approx((13 * 3 + 33 * 0.5 + 10 * 0.25) / 1000)
 
@@ -83,7 +83,7 @@ def test_the_last_token_of_a_prompt_is_computed() -> None:
 
         assert_ended_well(engine)
         assert engine.figures.device_hits == 2 + 3
-        assert engine.figures.recomputed == 3 + 1 + 1
+        assert engine.figures.recomputed_blocks == 3 + 1 + 1
         assert engine.figures.prefill_tokens == (3 + 1 + 1) * BLOCK
 
 
@@ -92,7 +92,7 @@ def test_a_partial_block_is_never_hit() -> None:
     with prepared(of, device_blocks=16) as engine:
         engine.run()
 
-        assert (engine.figures.device_hits, engine.figures.recomputed) == (1, 3)
+        assert (engine.figures.device_hits, engine.figures.recomputed_blocks) == (1, 3)
 
 
 def test_budget_and_seats_bound_a_step() -> None:
@@ -131,7 +131,7 @@ def test_a_prefix_comes_back_from_the_host() -> None:
         assert_ended_well(engine)
         assert watched.found["3"] == [(0, 4 * BLOCK)]
         assert (engine.figures.device_hits, engine.figures.host_hits) == (0, 4)
-        assert (engine.figures.loaded, engine.figures.stored) == (4, 4 + 7 + 1)
+        assert (engine.figures.loaded_blocks, engine.figures.stored_blocks) == (4, 4 + 7 + 1)
         assert engine.figures.published == 4 + 7 + 5
         assert engine.verifier.num_verified == 4 + (
             5 + 8 + 6
@@ -145,7 +145,7 @@ def test_others_run_while_a_request_loads() -> None:
     class Order(Checked):
         def landed(self, replay: ReplayState, transfer: Transfer) -> None:
             if transfer.direction == "load":
-                finished.append(f"{replay.figures.finished} before the load has landed")
+                finished.append(f"{replay.figures.finished_requests} before the load has landed")
 
     of = pushed_out(12, comes_back(3, at_s=200), request(4, [31], at_s=200, output=2))
     with prepared(of, device_blocks=13, bandwidth_bytes_per_s=100, observer=Order()) as engine:
@@ -171,7 +171,7 @@ def test_a_request_waits_for_blocks_that_another_request_loads() -> None:
         assert_ended_well(engine)
         assert watched.found["3"] == [(0, 4 * BLOCK)]
         assert watched.found["4"] == [(4 * BLOCK, 0)]
-        assert engine.figures.loaded == 4
+        assert engine.figures.loaded_blocks == 4
         assert (engine.figures.device_hits, engine.figures.host_hits) == (4, 4)
         assert list(watched.found) == ["1", "2", "3", "5", "4"], "the wait held up the next one"
 
@@ -211,14 +211,14 @@ def test_a_preempted_request_resumes_where_it_was() -> None:
         device_tokens, host_tokens = watched.found["2"][-1]
         assert device_tokens + host_tokens > 2 * BLOCK
         assert engine.figures.resumed_hits == (device_tokens + host_tokens) // BLOCK
-        assert engine.figures.recomputed == 4
-        stored_when_preempted = engine.figures.stored
+        assert engine.figures.recomputed_blocks == 4
+        stored_when_preempted = engine.figures.stored_blocks
 
     with prepared(of, device_blocks=100) as engine:
         engine.run()
 
         assert engine.figures.preemptions == 0
-        assert engine.figures.stored == stored_when_preempted == 2 * 8
+        assert engine.figures.stored_blocks == stored_when_preempted == 2 * 8
 
 
 def test_a_preempted_request_goes_to_the_head_of_the_queue() -> None:
@@ -262,7 +262,7 @@ def test_a_prefill_is_preempted_between_its_chunks() -> None:
 
         assert_ended_well(engine)
         assert engine.figures.preemptions >= 1
-        assert engine.figures.stored == 1 + 5 + 7
+        assert engine.figures.stored_blocks == 1 + 5 + 7
 
 
 def test_the_oldest_request_waits_while_jobs_hold_the_other_blocks() -> None:
@@ -274,7 +274,7 @@ def test_the_oldest_request_waits_while_jobs_hold_the_other_blocks() -> None:
         assert_ended_well(engine)
         assert engine.figures.preemptions == 0
         assert engine.figures.virtual_seconds > 3 * 128 / 50, "it never had to wait"
-        assert engine.figures.stored == 3 + 5
+        assert engine.figures.stored_blocks == 3 + 5
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:

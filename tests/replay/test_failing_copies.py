@@ -59,8 +59,8 @@ def test_a_failed_load_is_recomputed() -> None:
         assert_ended_well(engine)
         assert watched.found["3"] == [(0, 4 * BLOCK), (0, 0)]
         assert engine.figures.failed_loads == 1
-        assert (engine.figures.host_hits, engine.figures.loaded) == (0, 0)
-        assert engine.figures.recomputed == 4 + 7 + 5
+        assert (engine.figures.host_hits, engine.figures.loaded_blocks) == (0, 0)
+        assert engine.figures.recomputed_blocks == 4 + 7 + 5
 
 
 def test_the_next_request_tries_a_failed_load_again() -> None:
@@ -105,4 +105,4 @@ def test_a_failed_store_is_no_hit() -> None:
         assert_ended_well(engine)
         assert engine.figures.failed_stores == 1
         assert engine.figures.host_hits == 0
-        assert engine.figures.stored == 7 + 5
+        assert engine.figures.stored_blocks == 7 + 5

@@ -37,7 +37,7 @@ def replayed_with(fault: Callable[[ReplayState, Slots], None]) -> Verifier:
     with prepared(of, device_blocks=9, observer=AfterFirstStore(fault)) as engine:
         engine.run()
 
-        assert engine.figures.finished == 3, "a corrupt block does not end the replay"
+        assert engine.figures.finished_requests == 3, "a corrupt block does not end the replay"
         assert engine.figures.host_hits == 4
         return engine.verifier
 

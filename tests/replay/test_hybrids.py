@@ -60,10 +60,10 @@ def test_a_load_copies_only_blocks_that_a_group_reads() -> None:
     assert counts == [NUM_NEEDED]
     figures = engine.figures
     assert (figures.device_hits, figures.host_hits) == (0, 4), "hits are blocks of the trace"
-    assert figures.loaded == sum(NUM_NEEDED)
-    assert figures.stored == 4 * (4 + 7 + 1)
+    assert figures.loaded_blocks == sum(NUM_NEEDED)
+    assert figures.stored_blocks == 4 * (4 + 7 + 1)
     all_bytes = sum(geometry.block_bytes for geometry in MIXED.geometries)
-    assert figures.stored_bytes == all_bytes * (4 + 7 + 1)
+    assert figures.bytes_stored == all_bytes * (4 + 7 + 1)
 
 
 def test_published_and_evicted_blocks_count_in_all_groups() -> None:
@@ -107,8 +107,8 @@ def test_a_load_that_fails_in_one_group_is_recomputed() -> None:
         engine.run()
 
         assert_ended_well(engine)
-        assert (engine.figures.failed_loads, engine.figures.loaded) == (1, 0)
-        assert engine.figures.recomputed == 4 + 7 + 5
+        assert (engine.figures.failed_loads, engine.figures.loaded_blocks) == (1, 0)
+        assert engine.figures.recomputed_blocks == 4 + 7 + 5
 
 
 def test_a_failed_job_lands_after_all_of_its_copies_have_ended() -> None:
@@ -294,7 +294,7 @@ def test_a_wrong_hit_is_found_even_if_it_leaves_the_window(
         def stepped(self, replay: ReplayState) -> None:
             if replay.figures.steps == 1:
                 self.tables = replay.batch.tables[:, replay.batch.running[0], :4].copy()
-            if (replay.figures.finished, len(replay.batch.running)) == (1, 0):
+            if (replay.figures.finished_requests, len(replay.batch.running)) == (1, 0):
                 replay.kv.ledger.pool.evict(self.tables[FULL, num_on_the_device:])
                 replay.memory[WINDOW].regions[0][self.tables[WINDOW, 1], 0] ^= 1
 

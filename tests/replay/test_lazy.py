@@ -27,15 +27,15 @@ def replayed(model: str, mode: Literal["eager", "lazy"], seed: int | None = None
 def test_a_lazy_replay_serves_from_the_host_and_stores_less(model: str) -> None:
     lazy, eager = replayed(model, "lazy"), replayed(model, "eager")
     for engine in (lazy, eager):
-        assert engine.figures.finished == 150
+        assert engine.figures.finished_requests == 150
         assert (engine.verifier.num_corrupt, engine.verifier.num_verified > 1000) == (0, True)
-    assert lazy.figures.loaded > 0
-    assert 0 < lazy.figures.stored < eager.figures.stored
+    assert lazy.figures.loaded_blocks > 0
+    assert 0 < lazy.figures.stored_blocks < eager.figures.stored_blocks
 
 
 @pytest.mark.parametrize(("model", "seed"), [("full", 6), ("jamba", 5)])
 def test_a_lazy_replay_with_faults_has_no_corrupt_block(model: str, seed: int) -> None:
     engine = replayed(model, "lazy", seed=seed)
-    assert engine.figures.finished == 150
+    assert engine.figures.finished_requests == 150
     assert engine.verifier.num_corrupt == 0
     assert engine.figures.failed_loads > 0

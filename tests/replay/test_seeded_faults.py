@@ -42,9 +42,9 @@ def test_a_replay_with_faults_has_no_corrupt_block(seed: int, model: str) -> Non
     engine = replayed(seed, model, limit=limit)
 
     figures, stats = engine.figures, engine.kv.stats()
-    assert figures.finished == limit
+    assert figures.finished_requests == limit
     assert engine.verifier.num_corrupt == 0
-    assert figures.device_hits + figures.host_hits + figures.recomputed == engine.trace.num_blocks
+    assert figures.device_hits + figures.host_hits + figures.recomputed_blocks == engine.trace.num_blocks
     assert (figures.failed_stores, figures.failed_loads) == (
         stats["failed_stores"],
         stats["failed_loads"],
@@ -53,7 +53,7 @@ def test_a_replay_with_faults_has_no_corrupt_block(seed: int, model: str) -> Non
     # Each kind of fault happened, and some loads succeeded.
     assert figures.failed_stores > 4
     assert figures.failed_loads > figures.late_loads > 0
-    assert figures.loaded > 5
+    assert figures.loaded_blocks > 5
     assert (stats["requests"], stats["jobs_in_flight"], stats["quarantined_jobs"]) == (0, 0, 0)
     assert stats["device_blocks_free"] == engine.config.device_blocks - 1
     engine.kv.check()

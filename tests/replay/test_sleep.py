@@ -76,7 +76,7 @@ def test_sleep_before_during_and_after_generation(model: ReplayModel, mode: str)
         done, engine = replayed(BUSY, sleep_at, **options)
         assert done == awake, sleep_at
         assert engine.figures.steps == last
-        assert engine.figures.moved > 0 or sleep_at in ([0], [last])
+        assert engine.figures.moved_blocks > 0 or sleep_at in ([0], [last])
 
 
 @pytest.mark.parametrize("model", ["full", "gemma-3"])
@@ -107,7 +107,7 @@ def test_sleep_in_the_middle_of_a_chunked_prefill() -> None:
     for step in range(1, 12):
         done, engine = replayed(BUSY, [step], max_step_tokens=24)
         assert done == awake
-        assert engine.figures.moved > 0
+        assert engine.figures.moved_blocks > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"world_size": 3}, {"blocks_per_slot": 2}], ids=str)
@@ -135,7 +135,7 @@ def test_sleep_with_drafts_pending() -> None:
     awake, _ = replayed(BUSY, [], lookahead_tokens=20)
     done, engine = replayed(BUSY, [1, 7, 8, 20], lookahead_tokens=20)
     assert done == awake
-    assert engine.figures.moved > 0
+    assert engine.figures.moved_blocks > 0
 
 
 def test_sleep_with_late_and_failing_copies() -> None:

@@ -185,4 +185,4 @@ class _ProgressBar(Observer, Closing):
         """Redraw the bar a few times a second."""
         if (now_s := time.monotonic()) >= self._next_s:
             self._next_s = now_s + _REFRESH_S
-            self._bar.update(self._task, completed=replay.figures.finished, refresh=True)
+            self._bar.update(self._task, completed=replay.figures.finished_requests, refresh=True)

@@ -140,8 +140,8 @@ class ReplayEngine(ReplayState):
     def _landed(self, transfer: Transfer, *, ok: bool, late: bool) -> None:
         """Count a transfer that ended, and let its request run or wait again."""
         if transfer.direction == "store":
-            self.figures.stored += len(transfer.job) if ok else 0
-            self.figures.stored_bytes += transfer.num_bytes if ok else 0
+            self.figures.stored_blocks += len(transfer.job) if ok else 0
+            self.figures.bytes_stored += transfer.num_bytes if ok else 0
             self.figures.failed_stores += not ok
         elif ok:
             self._loaded(transfer)
@@ -159,8 +159,8 @@ class ReplayEngine(ReplayState):
         num_blocks = num_tokens // self._block_size
         num_device = int(batch.num_hit[seat]) // self._block_size
         self._check_reads(seat, num_tokens)
-        self.figures.loaded += len(transfer.job)
-        self.figures.loaded_bytes += transfer.num_bytes
+        self.figures.loaded_blocks += len(transfer.job)
+        self.figures.bytes_loaded += transfer.num_bytes
         self.figures.published += len(transfer.job)
         self._count_hits(request, num_device, num_blocks - num_device)
         batch.running.append(seat)
@@ -326,7 +326,7 @@ class ReplayEngine(ReplayState):
         request.admitted = True
         self.figures.device_hits += num_device
         self.figures.host_hits += num_host
-        self.figures.recomputed += len(request.trace.trace_ids) - num_device - num_host
+        self.figures.recomputed_blocks += len(request.trace.trace_ids) - num_device - num_host
 
     def _published(self, seats: Seats, start: Tokens, stop: Tokens) -> None:
         """Count the full blocks among the tokens computed in this step."""
@@ -394,5 +394,5 @@ class ReplayEngine(ReplayState):
             with self.watch:
                 self.kv.finish(request.name)
             batch.running.remove(seat)
-            self.figures.finished += 1
+            self.figures.finished_requests += 1
             self.observer.finished(self, request)

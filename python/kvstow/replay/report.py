@@ -14,29 +14,30 @@ from kvstow.replay.state import ReplayState
 if TYPE_CHECKING:
     from rich.table import Table
 
+# Counters that the JSON form gives in other terms.
+_GROUPED = {"device_hits", "host_hits", "resumed_hits", "published", "accounting_us"}
+
 
 def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str, object]:
     """Return the figures so far, ready for `json.dumps`."""
-    figures, verifier = replay.figures, replay.verifier
+    figures, verifier, stats = replay.figures, replay.verifier, replay.kv.stats()
     p50_us, p99_us = _percentiles(figures.accounting_us)
-    stats = replay.kv.stats()
     bytes_per_s = replay.links.bytes_per_s
     in_force = {
         "model": replay.model.name,
-        "bandwidth_bytes_per_s": bytes_per_s
-        if math.isfinite(bytes_per_s)
-        else None,  # JSON has no infinity
+        # JSON has no infinity.
+        "bandwidth_bytes_per_s": bytes_per_s if math.isfinite(bytes_per_s) else None,
         "num_layers": replay.model.num_layers,
         "bytes_per_token": replay.model.bytes_per_token,
     }
-    return {
+    counters = {name: count for name, count in asdict(figures).items() if name not in _GROUPED}
+    return counters | {
         "trace": replay.trace.path,
         "block_size": replay.trace.block_size,
         "model": replay.model.name,
         "options": asdict(replay.config) | in_force,
         "interrupted": interrupted,
         "requests": len(replay.trace.requests),
-        "finished_requests": figures.finished,
         "blocks": replay.trace.num_blocks,
         "asked_blocks": _num_asked(replay),
         "hit_blocks": {
@@ -44,30 +45,14 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
             "host": figures.host_hits,
             "resumed": figures.resumed_hits,
         },
-        "recomputed_blocks": figures.recomputed,
-        "stored_blocks": figures.stored,
-        "loaded_blocks": figures.loaded,
         "evicted_blocks": {
             "device": figures.published - replay.kv.ledger.pool.num_cached,
             "host": stats["evicted_blocks"],
         },
         "dropped_blocks": stats["dropped_blocks"],
-        "failed_stores": figures.failed_stores,
-        "failed_loads": figures.failed_loads,
-        "late_loads": figures.late_loads,
         "verified_blocks": verifier.num_verified,
         "corrupt_blocks": verifier.num_corrupt,
         "corruptions": [asdict(corruption) for corruption in verifier.reports],
-        "preemptions": figures.preemptions,
-        "sleeps": figures.sleeps,
-        "moved_blocks": figures.moved,
-        "bytes_stored": figures.stored_bytes,
-        "bytes_loaded": figures.loaded_bytes,
-        "prefill_tokens": figures.prefill_tokens,
-        "decode_tokens": figures.decode_tokens,
-        "steps": figures.steps,
-        "seconds": figures.seconds,
-        "virtual_seconds": figures.virtual_seconds,
         "accounting_us_per_step": {"p50": p50_us, "p99": p99_us},
     }
 
@@ -97,7 +82,8 @@ def _run_rows(replay: ReplayState) -> _Rows:
     groups = Counter(map(str, replay.model.groups)).items()
     kinds = [kind if number == 1 else f"{number} x {kind}" for kind, number in groups]
     yield "model", replay.model.name, ", ".join(kinds)
-    yield "requests", f"{figures.finished:,}", f"of {len(replay.trace.requests):,} finished"
+    of_all = f"of {len(replay.trace.requests):,} finished"
+    yield "requests", f"{figures.finished_requests:,}", of_all
     yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
     yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"
 
@@ -115,7 +101,7 @@ def _hit_rows(replay: ReplayState) -> _Rows:
         yield "not yet asked for", f"{num_left:,}", "blocks of requests that were not admitted"
     yield "hit on the device", f"{figures.device_hits:,}", share(figures.device_hits)
     yield "hit on the host", f"{figures.host_hits:,}", share(figures.host_hits)
-    yield "recomputed", f"{figures.recomputed:,}", share(figures.recomputed)
+    yield "recomputed", f"{figures.recomputed_blocks:,}", share(figures.recomputed_blocks)
 
 
 def _movement_rows(replay: ReplayState) -> _Rows:
@@ -134,8 +120,16 @@ def _movement_rows(replay: ReplayState) -> _Rows:
         like = f" ({size(blocks)})" if size(blocks) else ""
         return f"from {number:,} {unit}{like}"
 
-    yield "blocks stored", f"{figures.stored:,}", moved(figures.stored, figures.stored_bytes)
-    yield "blocks loaded", f"{figures.loaded:,}", moved(figures.loaded, figures.loaded_bytes)
+    yield (
+        "blocks stored",
+        f"{figures.stored_blocks:,}",
+        moved(figures.stored_blocks, figures.bytes_stored),
+    )
+    yield (
+        "blocks loaded",
+        f"{figures.loaded_blocks:,}",
+        moved(figures.loaded_blocks, figures.bytes_loaded),
+    )
     device = pool(config.device_blocks, "blocks", config.device_blocks)
     yield "evicted, device", f"{num_evicted:,}", device
     unit = "blocks" if config.blocks_per_slot == 1 else "slots"
@@ -155,7 +149,7 @@ def _movement_rows(replay: ReplayState) -> _Rows:
     if stats["lost_events"]:
         yield "events lost", f"{stats['lost_events']:,}", f"{config.events_path} cannot be written"
     if config.sleep_at:
-        yield "sleeps", f"{figures.sleeps}", f"{figures.moved:,} blocks woke under other ids"
+        yield "sleeps", f"{figures.sleeps}", f"{figures.moved_blocks:,} blocks woke under other ids"
     if config.faults is not None:
         yield "faults", f"{config.faults}", "seed of the late, failing and lost copies"
 
@@ -163,11 +157,8 @@ def _movement_rows(replay: ReplayState) -> _Rows:
 def _check_rows(replay: ReplayState) -> _Rows:
     verifier = replay.verifier
     p50_us, p99_us = _percentiles(replay.figures.accounting_us)
-    yield (
-        "verified",
-        f"{verifier.num_verified:,}",
-        f"blocks, byte for byte ({replay.config.verify})",
-    )
+    how = f"blocks, byte for byte ({replay.config.verify})"
+    yield "verified", f"{verifier.num_verified:,}", how
     yield "corrupt", f"{verifier.num_corrupt:,}", "blocks"
     yield "accounting", f"{p50_us:,.0f} us", f"a step at the median, {p99_us:,.0f} us at p99"
     yield "wall time", f"{replay.figures.seconds:,.1f} s", ""
@@ -176,7 +167,7 @@ def _check_rows(replay: ReplayState) -> _Rows:
 def _num_asked(replay: ReplayState) -> int:
     """Return the prompt blocks of the requests admitted so far: all, unless interrupted."""
     figures = replay.figures
-    return figures.device_hits + figures.host_hits + figures.recomputed
+    return figures.device_hits + figures.host_hits + figures.recomputed_blocks
 
 
 def _reference_bytes(replay: ReplayState, blocks: int) -> int | None:

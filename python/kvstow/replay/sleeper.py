@@ -49,7 +49,7 @@ def sleep_and_wake(replay: ReplayState) -> list[Ended]:
     layouts = replay.layouts
     awake = _tried(replay, lambda: kv.wake(layouts, after=after(), block_ids=order))
     replay.figures.sleeps += 1
-    replay.figures.moved += int(np.count_nonzero(awake.old_ids != awake.new_ids))
+    replay.figures.moved_blocks += int(np.count_nonzero(awake.old_ids != awake.new_ids))
     landed = kv.poll()
     for seat in [*replay.batch.running, *replay.loading.values()]:
         replay.batch.replace_blocks(seat, kv.tables(replay.batch.request(seat).name))
