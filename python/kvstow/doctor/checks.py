@@ -9,13 +9,14 @@ import os
 import platform
 import resource
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from kvstow._core import __version__
 from kvstow.doctor import gpu
-from kvstow.doctor.findings import Finding, run_check
+from kvstow.doctor.findings import Finding, Status, run_check
 from kvstow.memory import free_memory
 
 # Package: (extra that installs it, what kvstow needs it for)
@@ -44,6 +45,7 @@ def diagnose(*, anew: bool = False) -> list[Finding]:
     return [finding for name, check in checks.items() for finding in run_check(name, check)]
 
 
+@dataclass(frozen=True)
 class Driver:
     """What NVIDIA's driver reports by itself, because cupy may be missing.
 
@@ -53,9 +55,9 @@ class Driver:
         error: CUDA error that the driver returned; 0 for none.
     """
 
-    def __init__(self, cuda: int | None, num_devices: int = 0, error: int = 0) -> None:
-        """Take what a driver reported; `found` asks the driver."""
-        self.cuda, self.num_devices, self.error = cuda, num_devices, error
+    cuda: int | None
+    num_devices: int = 0
+    error: int = 0
 
     @classmethod
     def found(cls) -> Driver:
@@ -73,35 +75,25 @@ class Driver:
         """Check the driver, and that it has a GPU."""
         no_device = 100  # CUDA_ERROR_NO_DEVICE
         figures = {"driver_cuda": self.cuda, "num_devices": self.num_devices}
+        status: Status = "missing"
         if self.cuda is None:
-            yield Finding(
-                "GPU",
-                "missing",
-                "This machine has no CUDA driver (libcuda.so.1), so the CPU moves the blocks.",
-                "if this machine has a GPU, give the container access: docker run --gpus all",
-                figures,
-            )
+            says = "This machine has no CUDA driver (libcuda.so.1), so the CPU moves the blocks."
+            fix = "if this machine has a GPU, give the container access: docker run --gpus all"
         elif self.num_devices == 0 and self.error in {0, no_device}:
-            yield Finding(
-                "GPU",
-                "missing",
+            says = (
                 f"The driver supports CUDA {_cuda(self.cuda)}, but this process sees no GPU, so "
-                "the CPU moves the blocks.",
-                "check nvidia-smi -L, and echo $CUDA_VISIBLE_DEVICES",
-                figures,
+                "the CPU moves the blocks."
             )
+            fix = "check nvidia-smi -L, and echo $CUDA_VISIBLE_DEVICES"
         elif self.error:
-            yield Finding(
-                "GPU",
-                "broken",
-                f"The driver of CUDA {_cuda(self.cuda)} does not start: CUDA error {self.error}.",
-                "check nvidia-smi, and the kernel's log: dmesg | grep -i nvrm",
-                figures,
-            )
+            status, cuda = "broken", _cuda(self.cuda)
+            says = f"The driver of CUDA {cuda} does not start: CUDA error {self.error}."
+            fix = "check nvidia-smi, and the kernel's log: dmesg | grep -i nvrm"
         else:
+            status, fix = "ok", ""
             plural = "s" if self.num_devices > 1 else ""
             says = f"{self.num_devices} GPU{plural}. The driver supports CUDA {_cuda(self.cuda)}."
-            yield Finding("GPU", "ok", says, figures=figures)
+        yield Finding("GPU", status, says, fix, figures)
 
 
 def _cuda(version: int) -> str:

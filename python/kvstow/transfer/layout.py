@@ -47,18 +47,11 @@ class Tensor(Protocol):
         """Device of its memory."""
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-
-    @property
     def shape(self) -> Sequence[int]:
         """Items along each dimension."""
 
     def __len__(self) -> int:
         """Return the items along the first dimension."""
-
-    def __getitem__(self, part: slice, /) -> Tensor:
-        """Return a view of a part of the first dimension."""
 
     def data_ptr(self) -> int:
         """Return the address of the first item."""
@@ -66,14 +59,8 @@ class Tensor(Protocol):
     def element_size(self) -> int:
         """Return the bytes of an item."""
 
-    def numel(self) -> int:
-        """Return the number of items."""
-
     def stride(self) -> Sequence[int]:
         """Return the step along each dimension, in items."""
-
-    def is_contiguous(self) -> bool:
-        """Return whether the items are one run of bytes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +248,7 @@ def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
     if array.dtype.hasobject or not array.flags.writeable:
         kind = "holds Python objects" if array.dtype.hasobject else "is read-only"
         raise ConfigError(f"{name} {kind}; a load writes raw bytes, pass a writable plain array")
-    if array.ndim == 0 or array.size == 0:
-        raise ConfigError(
-            f"{name} has shape {array.shape}, which holds no block; pass [num_blocks, ...]"
-        )
-    block_bytes = array.nbytes // len(array)
-    # With a first dimension of 1, its stride has no meaning.
-    stride_bytes = array.strides[0] if len(array) > 1 else block_bytes
-    if not array[:1].flags.c_contiguous or stride_bytes < block_bytes:
-        raise _not_contiguous(name, array.shape, array.strides, block_bytes)
-    return Region(array.ctypes.data, stride_bytes, block_bytes)
+    return _region(name, array.ctypes.data, array.shape, array.strides, array.itemsize)
 
 
 def _region_of_tensor(name: str, tensor: Tensor) -> Region:
@@ -284,27 +262,30 @@ def _region_of_tensor(name: str, tensor: Tensor) -> Region:
         raise ConfigError(
             f"{name} is on {tensor.device}, expected the CPU or a CUDA device: put the tensor there"
         )
-    if tensor.ndim == 0 or tensor.numel() == 0:
-        raise ConfigError(
-            f"{name} has shape {tuple(tensor.shape)}, which holds no block; pass [num_blocks, ...]"
-        )
     item_bytes = tensor.element_size()
-    block_bytes = tensor.numel() // len(tensor) * item_bytes
     strides = tuple(stride * item_bytes for stride in tensor.stride())
-    stride_bytes = strides[0] if len(tensor) > 1 else block_bytes
-    if not tensor[:1].is_contiguous() or stride_bytes < block_bytes:
-        raise _not_contiguous(name, tuple(tensor.shape), strides, block_bytes)
-    return Region(tensor.data_ptr(), stride_bytes, block_bytes)
+    return _region(name, tensor.data_ptr(), tuple(tensor.shape), strides, item_bytes)
 
 
-def _not_contiguous(
-    name: str, shape: tuple[int, ...], strides: tuple[int, ...], block_bytes: int
-) -> ConfigError:
-    return ConfigError(
-        f"{name} has shape {shape} and strides {strides}: its blocks are not "
-        f"contiguous runs of {block_bytes} bytes in ascending order; pass a view whose "
-        "dimensions after the first are contiguous, or one array per contiguous part"
-    )
+def _region(
+    name: str, address: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int
+) -> Region:
+    """Return the region of `shape` items that are `strides` bytes apart along each dimension."""
+    if 0 in (shape or (0,)):
+        raise ConfigError(f"{name} has shape {shape}, which holds no block; pass [num_blocks, ...]")
+    block_bytes, is_tight = item_bytes, True
+    for size, stride in reversed(list(zip(shape[1:], strides[1:], strict=True))):
+        is_tight = is_tight and (size == 1 or stride == block_bytes)
+        block_bytes *= size
+    # With a first dimension of 1, its stride has no meaning.
+    stride_bytes = strides[0] if shape[0] > 1 else block_bytes
+    if not is_tight or stride_bytes < block_bytes:
+        raise ConfigError(
+            f"{name} has shape {shape} and strides {strides}: its blocks are not "
+            f"contiguous runs of {block_bytes} bytes in ascending order; pass a view whose "
+            "dimensions after the first are contiguous, or one array per contiguous part"
+        )
+    return Region(address, stride_bytes, block_bytes)
 
 
 def _refuse_shared_bytes(regions: Sequence[Region], num_blocks: int) -> None:

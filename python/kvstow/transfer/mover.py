@@ -127,6 +127,10 @@ class Mover(Closing):
 
     This class checks the arguments before it queues anything, so a call that raises changes
     nothing. Its subclasses move the bytes.
+
+    Attributes:
+        layout: the device side.
+        arena: the host side.
     """
 
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
@@ -144,18 +148,8 @@ class Mover(Closing):
                 f"{layout.slot_bytes} bytes; build HostArena(num_slots, layout.slot_bytes), for "
                 "several layouts with the largest slot_bytes"
             )
-        self._layout = layout
-        self._arena = arena
-
-    @property
-    def layout(self) -> BlockLayout:
-        """The device side."""
-        return self._layout
-
-    @property
-    def arena(self) -> HostArena:
-        """The host side."""
-        return self._arena
+        self.layout: Final = layout
+        self.arena: Final = arena
 
     def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
         """Copy device block `block_ids[i]` to host slot `host_slots[i]`, for every i.
@@ -215,9 +209,9 @@ class Mover(Closing):
         """Return both arrays as int64 copies, or raise; see `store` and `load` for the rules."""
         self._check_open()
         check_event(after)
-        self._arena.check_open()
-        ids = _checked_ids("block_ids", block_ids, self._layout.num_blocks, has_null=True)
-        slots = _checked_ids("host_slots", host_slots, self._arena.num_slots)
+        self.arena.check_open()
+        ids = _checked_ids("block_ids", block_ids, self.layout.num_blocks, has_null=True)
+        slots = _checked_ids("host_slots", host_slots, self.arena.num_slots)
         if len(ids) != len(slots):
             raise ConfigError(
                 f"{len(ids)} block_ids but {len(slots)} host_slots; pass one slot for each block"

@@ -66,13 +66,13 @@ class VerifiedMover(_WrappingMover):
         # The queues wait for the event. So the wrapped mover gets a job that need not wait, and the
         # thread of a queue waits for a copy only.
         def check_and_load() -> None:
-            _compare(self._arena, host_slots)
+            _compare(self.arena, host_slots)
             self._mover.load(host_slots, block_ids, after=READY).wait()
 
         def store_and_record() -> None:
             self._checksums[host_slots] = -1  # an earlier store of the slot may have ended since
             self._mover.store(block_ids, host_slots, after=READY).wait()
-            self._checksums[host_slots] = self._arena.compute_checksums(host_slots)
+            self._checksums[host_slots] = self.arena.compute_checksums(host_slots)
 
         if direction == "load":
             return self._loads.submit(check_and_load, block_ids, after)
@@ -108,7 +108,7 @@ class ProvingMover(_WrappingMover):
     ) -> Ticket:
         if direction == "store":
             self._unproven[host_slots] = False
-            self._arena.checksums[host_slots] = -1
+            self.arena.checksums[host_slots] = -1
             return self._mover.store(block_ids, host_slots, after=after)
         unproven = host_slots[self._unproven[host_slots]]
         # The wrapped mover keeps the order of loads into a block. So while an earlier load is still
@@ -118,7 +118,7 @@ class ProvingMover(_WrappingMover):
         ticket = _ProvenTicket()
 
         def prove_and_load() -> None:
-            _compare(self._arena, unproven, "what the snapshot says", "; the file is damaged")
+            _compare(self.arena, unproven, "what the snapshot says", "; the file is damaged")
             for slot in unproven.tolist():
                 self._sum_up(slot)
             self._unproven[unproven] = False
@@ -132,7 +132,7 @@ class ProvingMover(_WrappingMover):
         """Record the sum that the wrapped mover's kernels would have recorded at a store."""
         if self._sums is not None:
             sums, is_known = self._sums
-            sums[slot] = checksum(self._arena.slots[slot : slot + 1, : self._layout.slot_bytes])[0]
+            sums[slot] = checksum(self.arena.slots[slot : slot + 1, : self.layout.slot_bytes])[0]
             is_known[slot] = 1
 
 

@@ -120,12 +120,12 @@ class CudaMover(Mover):
         built.callback(runtime.free, self._chunks)
         runtime.upload(self._chunks, table.tobytes())
         # No job is larger than its destination's pool, because it names each destination once.
-        self._store_ring = IdRing(runtime, self._arena.num_slots, checksums=self._verify)
+        self._store_ring = IdRing(runtime, self.arena.num_slots, checksums=self._verify)
         built.callback(self._store_ring.close)
-        self._load_ring = IdRing(runtime, self._layout.num_blocks, checksums=self._verify)
+        self._load_ring = IdRing(runtime, self.layout.num_blocks, checksums=self._verify)
         built.callback(self._load_ring.close)
-        self._store_order: JobOrder[CudaJob] = JobOrder(self._arena.num_slots)
-        self._load_order: JobOrder[CudaJob] = JobOrder(self._layout.num_blocks)
+        self._store_order: JobOrder[CudaJob] = JobOrder(self.arena.num_slots)
+        self._load_order: JobOrder[CudaJob] = JobOrder(self.layout.num_blocks)
 
     def close(self) -> None:
         """End every job and free the device's memory; see `Mover.close`."""
@@ -219,7 +219,7 @@ class CudaMover(Mover):
         firsts = np.flatnonzero(is_first)
         runs = list(
             zip(
-                (self._arena.base_address + slots[firsts] * self._arena.slot_stride_bytes).tolist(),
+                (self.arena.base_address + slots[firsts] * self.arena.slot_stride_bytes).tolist(),
                 (firsts % size * self._staging_stride).tolist(),
                 np.diff(firsts, append=num).tolist(),
                 strict=True,
@@ -236,8 +236,8 @@ class CudaMover(Mover):
         return begins
 
     def _copies(self, runs: Sequence[_Run], place: Place, *, to_host: bool) -> Copies:
-        staged, slots = self._staging_stride, self._arena.slot_stride_bytes
-        row_bytes = staged if staged == slots else self._layout.slot_bytes
+        staged, slots = self._staging_stride, self.arena.slot_stride_bytes
+        row_bytes = staged if staged == slots else self.layout.slot_bytes
         if to_host:
             ends = [(host, place.address + offset, num) for host, offset, num in runs]
             return Copies(ends, slots, staged, row_bytes, to_host=True)
@@ -295,9 +295,9 @@ class CudaMover(Mover):
             max_rows = max(1, self._link.staging_bytes // region.block_bytes)
             firsts = np.flatnonzero((np.arange(len(ids)) - begins) % max_rows == 0)
             device = region.base_address + ids[firsts] * region.block_stride_bytes
-            host = self._arena.base_address + slots[firsts] * self._arena.slot_stride_bytes + offset
+            host = self.arena.base_address + slots[firsts] * self.arena.slot_stride_bytes + offset
             ends = [
-                (host.tolist(), self._arena.slot_stride_bytes),
+                (host.tolist(), self.arena.slot_stride_bytes),
                 (device.tolist(), region.block_stride_bytes),
             ]
             (to, to_pitch), (origin, origin_pitch) = ends if to_host else reversed(ends)

@@ -98,7 +98,7 @@ class HostMover(QueuedMover):
     def _submit(
         self, direction: Direction, block_ids: Index, host_slots: Index, after: Event
     ) -> Ticket:
-        is_brief = len(block_ids) * self._layout.slot_bytes <= _BRIEF_BYTES
+        is_brief = len(block_ids) * self.layout.slot_bytes <= _BRIEF_BYTES
         if not is_brief:
             # By slot, so that runs are long and the copies walk the arena in one direction.
             order = np.argsort(host_slots)
