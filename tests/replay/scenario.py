@@ -102,7 +102,8 @@ def assert_ended_well(engine: ReplayEngine) -> None:
     figures, stats = engine.figures, engine.kv.scheduler.stats()
     assert figures.finished_requests == len(engine.trace.requests)
     assert engine.verifier.num_corrupt == 0
-    assert figures.device_hits + figures.host_hits + figures.recomputed_blocks == engine.trace.num_blocks
+    num_asked = figures.device_hits + figures.host_hits + figures.recomputed_blocks
+    assert num_asked == engine.trace.num_blocks
     assert engine.kv.ledger.num_requests == 0
     assert engine.kv.ledger.pool.num_free == engine.config.device_blocks - 1
     assert stats["jobs_in_flight"] == 0

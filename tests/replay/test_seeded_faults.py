@@ -44,7 +44,8 @@ def test_a_replay_with_faults_has_no_corrupt_block(seed: int, model: str) -> Non
     figures, stats = engine.figures, engine.kv.stats()
     assert figures.finished_requests == limit
     assert engine.verifier.num_corrupt == 0
-    assert figures.device_hits + figures.host_hits + figures.recomputed_blocks == engine.trace.num_blocks
+    num_asked = figures.device_hits + figures.host_hits + figures.recomputed_blocks
+    assert num_asked == engine.trace.num_blocks
     assert (figures.failed_stores, figures.failed_loads) == (
         stats["failed_stores"],
         stats["failed_loads"],
