@@ -29,7 +29,7 @@ def block_size() -> int:
 
 @cache
 def prompts() -> list[list[bytes]]:
-    """The hashes of each prompt's whole blocks; prompts shorter than a block are left out."""
+    """Return the hashes of each prompt's whole blocks, without prompts shorter than a block."""
     trace, size = read_trace(BUNDLED_TRACE), block_size()
     whole = [
         block_digests(request, size)[: request.prompt_tokens // size] for request in trace.requests
@@ -55,14 +55,14 @@ def test_the_slice_of_the_trace_fills_most_tiers() -> None:
 
 
 class OneTier:
-    """The oracle: keys in the order of their last use, a prompt's tail before its root."""
+    """The oracle holds keys in the order of their last use, a prompt's tail before its root."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.keys: OrderedDict[bytes, None] = OrderedDict()
 
     def serve(self, hashes: list[bytes]) -> int:
-        """How many leading blocks of a prompt are here; then all of it has been used."""
+        """Return how many leading blocks of a prompt are here, and count a use of all of it."""
         missing = (at for at, hash in enumerate(hashes) if hash not in self.keys)
         num_hits = next(missing, len(hashes))
         for hash in reversed(hashes):
@@ -120,7 +120,7 @@ class TwoTiers:
         return Served(len(hit), num_found // size)
 
     def serve_all(self) -> list[Served]:
-        """Every prompt of the slice, in order; invariants are checked now and then."""
+        """Serve every prompt of the slice in order, and check invariants now and then."""
         served = []
         for number, hashes in enumerate(prompts()):
             served.append(self.serve(hashes))
@@ -144,17 +144,20 @@ def test_two_inclusive_tiers_hit_what_one_lru_of_the_larger_hits(
 ) -> None:
     """Request by request, and the device alone hits what one LRU of its own size hits.
 
-    Inclusive means: whatever a request computes or loads is stored on the host too before it
-    leaves, and the host learns of each use, also of one that the device served alone (`finish`
-    ranks the whole chain). So both tiers rank the same blocks by the same uses, each prompt's root
-    most recent, and after every request each holds the most recent ones of one common order, as
-    many as it has room for: the smaller tier is a part of the larger, and what the two hold
-    together is what the larger holds.
+    Inclusive means that the host stores whatever a request computes or loads, before the request
+    leaves. The host also learns of each use, even of one that the device served alone: `finish`
+    ranks the whole chain. So both tiers rank the same blocks by the same uses, each prompt's root
+    as the most recent. After every request each tier holds the most recent blocks of one common
+    order, as many as it has room for. So the smaller tier is a part of the larger, and both
+    together hold what the larger holds.
 
-    It holds without a remainder because each of its conditions does: no prompt is larger than a
-    tier (of one that is, the host would keep the first blocks, an LRU the last ones used); nothing
-    is pinned when room is made but the prompt's own blocks, which one LRU would not evict for it
-    either; and the least recent block is always a leaf, so that leaves alone may go costs nothing.
+    The law holds exactly, because each of its conditions holds:
+
+    - No prompt is larger than a tier. Of such a prompt the host would keep the first blocks, and an
+      LRU the last ones used.
+    - When a tier makes room, only the prompt's own blocks are pinned. One LRU would not evict them
+      for it either.
+    - The least recent block is always a leaf. So it costs nothing that only leaves may go.
     """
     both = TwoTiers(num_device, num_host).serve_all()
     device, larger = OneTier(num_device), OneTier(max(num_device, num_host))
@@ -165,10 +168,10 @@ def test_two_inclusive_tiers_hit_what_one_lru_of_the_larger_hits(
 @pytest.mark.parametrize("num_device", DEVICES)
 @pytest.mark.parametrize("num_host", HOSTS)
 def test_lazy_stores_no_more_than_eager(num_device: int, num_host: int) -> None:
-    """Eager stores what is computed, lazy what of it the device is about to evict.
+    """Eager stores what is computed; lazy stores what of it the device is about to evict.
 
-    In a host that never fills each key is stored once, so lazy stores a part of what eager does.
-    In one that fills both store again what was evicted; there it holds of this slice.
+    A host that never fills stores each key once, so lazy stores a part of what eager stores. A host
+    that fills stores again what it evicted. There the law holds of this slice only.
     """
     eager = TwoTiers(num_device, num_host)
     lazy = TwoTiers(num_device, num_host, horizon=longest())
@@ -179,10 +182,10 @@ def test_lazy_stores_no_more_than_eager(num_device: int, num_host: int) -> None:
 
 @pytest.mark.parametrize("num_device", DEVICES)
 def test_lazy_stores_only_blocks_that_the_device_is_about_to_evict(num_device: int) -> None:
-    """A horizon of the largest prompt loses nothing, and stores what it has seen and no more.
+    """A horizon of the largest prompt loses nothing, and stores only what it has seen.
 
-    Nothing leaves the device unstored, as no request takes more than the horizon; at the end the
-    device holds its full number of blocks, of which those beyond the horizon were perhaps spared.
+    No block leaves the device unstored, because no request takes more than the horizon. At the end
+    the device holds its full number of blocks. It may have spared those beyond the horizon.
     """
     eager = TwoTiers(num_device, NEVER_FULL)
     lazy = TwoTiers(num_device, NEVER_FULL, horizon=longest())
@@ -197,9 +200,9 @@ def test_lazy_stores_only_blocks_that_the_device_is_about_to_evict(num_device: i
 def test_lazy_with_the_device_as_horizon_equals_eager(num_device: int, num_host: int) -> None:
     """Request by request and tier by tier.
 
-    When a request has left, all its blocks stand in the free queue, and lazy stores what eager has
-    stored already. So this holds of a host that fills as well, as long as it is as large as the
-    device: then it evicts nothing that the device still has.
+    When a request has left, all its blocks are in the free queue, and lazy stores what eager has
+    stored already. So the law also holds of a host that fills, if it is as large as the device. It
+    then evicts nothing that the device still has.
     """
     eager = TwoTiers(num_device, num_host)
     lazy = TwoTiers(num_device, num_host, horizon=num_device)
