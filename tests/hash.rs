@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_128;
 
+const PICKLED: Algorithm = Algorithm::Sha256;
 const SHA: Algorithm = Algorithm::Sha256Cbor;
 const XXH: Algorithm = Algorithm::XxhashCbor;
 
@@ -59,6 +60,14 @@ fn digests_equal_those_of_vllm() {
             ],
         ),
         (
+            HashOptions { algorithm: PICKLED, ..Default::default() },
+            [
+                "fe8fa5dda3210d0ca2031e37cbe3b001186773cd1c710beb2d45fcb51d434798",
+                "8be7aaa33831156d316f1f463ae57e643deb63f42e633e2d631df88815cc4629",
+                "9d537f74907f6ada2b6cccb46b9845df2ebdbaf60c73d8679cf1da81b15b302c",
+            ],
+        ),
+        (
             HashOptions { extra_keys: Some(&keys), ..Default::default() },
             [
                 "67e9f72522b34138a0f4be0e3a68d9d49b1e50aea0af7762f6170ad7eebbdeaf",
@@ -99,7 +108,13 @@ fn seed_determines_the_first_parent() {
     let tokens: Vec<u64> = (0..16).collect();
     let sha_first = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0";
     let xxh_first = "1ebe36576dcb573f26b99533a20aaeca";
-    for (algorithm, seed, first) in [(SHA, DEFAULT_SEED, sha_first), (XXH, "0", xxh_first)] {
+    let pickled_first = "066b1e8987e027138e98701c46128929378935f9b6cd1549105ae6b4f0d71198";
+    let cases = [
+        (PICKLED, DEFAULT_SEED, pickled_first),
+        (SHA, DEFAULT_SEED, sha_first),
+        (XXH, "0", xxh_first),
+    ];
+    for (algorithm, seed, first) in cases {
         let first = unhex(first);
         let from_seed = HashOptions { algorithm, seed: Some(seed), ..Default::default() };
         let from_parent = HashOptions { algorithm, parent: Some(&first), ..Default::default() };
@@ -108,8 +123,8 @@ fn seed_determines_the_first_parent() {
         assert_eq!(digests(&tokens, 16, from_seed), expected);
         assert_eq!(digests(&tokens, 16, from_empty_parent), expected);
     }
-    // Both algorithms have the same default seed. An empty seed is not the default.
-    for algorithm in [SHA, XXH] {
+    // All algorithms have the same default seed. An empty seed is not the default.
+    for algorithm in [PICKLED, SHA, XXH] {
         let default = HashOptions { algorithm, ..Default::default() };
         let explicit = HashOptions { seed: Some("vllm-none-hash"), ..default };
         let empty = HashOptions { seed: Some(""), ..default };
@@ -150,6 +165,82 @@ fn array_length_has_the_shortest_encoding() {
         let options = HashOptions { parent: Some(&parent), ..Default::default() };
         assert_eq!(digests(&tokens, block_size, options), [Sha256::digest(message).to_vec()]);
     }
+}
+
+/// The tokens lie on both sides of each value at which pickle's integers grow. Messages of up to
+/// seven blocks of SHA-256 show its padding, too.
+#[test]
+fn tokens_are_pickled_as_python_does() {
+    let numbers = [
+        (0, "4b00"),
+        (0xff, "4bff"),
+        (0x100, "4d0001"),
+        (0xffff, "4dffff"),
+        (0x1_0000, "4a00000100"),
+        (0x7fff_ffff, "4affffff7f"),
+        (0x8000_0000, "8a050000008000"),
+        ((1 << 39) - 1, "8a05ffffffff7f"),
+        (1 << 39, "8a06000000008000"),
+        ((1 << 63) - 1, "8a08ffffffffffffff7f"),
+        (MAX_TOKEN, "8a09000000000000008000"),
+    ];
+    let parent = [0xab; 32];
+    for num_tokens in 1..100 {
+        let (tokens, encoded): (Vec<u64>, String) =
+            (0..num_tokens).map(|at| numbers[at * 7 % numbers.len()]).unzip();
+        let (mark, tuple) = match num_tokens {
+            1 => ("", "85"),
+            2 => ("", "86"),
+            3 => ("", "87"),
+            _ => ("28", "74"),
+        };
+        let payload = [
+            &unhex("4320")[..],
+            &parent[..],
+            &unhex(&format!("94 {mark} {encoded} {tuple} 94 4e 87 94 2e")),
+        ]
+        .concat();
+        let length = (payload.len() as u64).to_le_bytes();
+        let message = [&unhex("800595")[..], &length[..], &payload[..]].concat();
+        let options =
+            HashOptions { algorithm: PICKLED, parent: Some(&parent), ..Default::default() };
+        assert_eq!(digests(&tokens, num_tokens, options), [Sha256::digest(message).to_vec()]);
+    }
+}
+
+#[test]
+fn a_seed_is_pickled_as_python_does() {
+    for (num_bytes, head) in [(0, "8c00"), (255, "8cff"), (256, "5800010000")] {
+        let seed = "s".repeat(num_bytes);
+        let payload = [&unhex(head)[..], seed.as_bytes(), &unhex("942e")].concat();
+        let length = (payload.len() as u64).to_le_bytes();
+        let message = [&unhex("800595")[..], &length[..], &payload[..]].concat();
+        let parent = Sha256::digest(message);
+        let by_seed = HashOptions { algorithm: PICKLED, seed: Some(&seed), ..Default::default() };
+        let by_parent =
+            HashOptions { algorithm: PICKLED, parent: Some(&parent), ..Default::default() };
+        assert_eq!(digests(&[1], 1, by_seed), digests(&[1], 1, by_parent));
+    }
+}
+
+/// Pickle needs the caller's own objects for extra keys, and splits what exceeds 64 KiB.
+#[test]
+fn what_only_python_can_pickle_is_refused() {
+    let options = HashOptions { algorithm: PICKLED, ..Default::default() };
+    let keys = [None, Some(vec![])];
+    let long_seed = "s".repeat(1 << 16);
+    let cases = [
+        (1, HashOptions { extra_keys: Some(&keys), ..options }),
+        (6_000, options),
+        (2, HashOptions { seed: Some(&long_seed), ..options }),
+    ];
+    for (block_size, options) in cases {
+        assert!(!options.is_native(block_size));
+        let message = refused(&[1, 2], block_size, options);
+        assert!(message.contains("hash them with Python's pickle"), "{message}");
+        assert!(HashOptions { algorithm: SHA, ..options }.is_native(block_size));
+    }
+    assert!(HashOptions { extra_keys: Some(&[None, None]), ..options }.is_native(1));
 }
 
 #[test]
@@ -248,15 +339,15 @@ fn extra_keys_that_nest_too_deep_are_refused() {
 
 #[test]
 fn algorithms_have_the_names_of_vllm() {
-    for algorithm in [SHA, XXH] {
+    for algorithm in [PICKLED, SHA, XXH] {
         assert_eq!(algorithm.name().parse(), Ok(algorithm));
         assert_eq!(
             digests(&[1], 1, HashOptions { algorithm, ..Default::default() })[0].len(),
             algorithm.digest_bytes()
         );
     }
-    let message = "sha256".parse::<Algorithm>().unwrap_err().to_string();
-    for word in ["\"sha256\"", "\"sha256_cbor\"", "\"xxhash_cbor\""] {
+    let message = "md5".parse::<Algorithm>().unwrap_err().to_string();
+    for word in ["\"md5\"", "\"sha256\"", "\"sha256_cbor\"", "\"xxhash_cbor\""] {
         assert!(message.contains(word), "{message}");
     }
 }
@@ -269,7 +360,7 @@ proptest! {
         mut tokens in prop::collection::vec(0..=MAX_TOKEN, 1..200),
         block_size in 1_usize..20,
         at in any::<prop::sample::Index>(),
-        algorithm in prop::sample::select(vec![SHA, XXH]),
+        algorithm in prop::sample::select(vec![PICKLED, SHA, XXH]),
     ) {
         let options = HashOptions { algorithm, ..Default::default() };
         let whole = digests(&tokens, block_size, options);

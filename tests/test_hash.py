@@ -11,7 +11,7 @@ import pytest
 
 import kvstow
 
-Algorithm = Literal["sha256_cbor", "xxhash_cbor"]
+Algorithm = Literal["sha256", "sha256_cbor", "xxhash_cbor"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 TOKENS = range(48)
@@ -21,11 +21,17 @@ EXTRA_KEYS = [
     (("lora", "a", "/p"), ("mm", "id", -3), ("prompt_embeds", b"\x00\xff")),
 ]
 FIRST_PARENT = {
+    ("sha256", None): "066b1e8987e027138e98701c46128929378935f9b6cd1549105ae6b4f0d71198",
     ("sha256_cbor", None): "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0",
     ("xxhash_cbor", "0"): "1ebe36576dcb573f26b99533a20aaeca",
 }
-# Computed by vLLM 0.32: sha256_cbor with its default seed, xxhash_cbor with PYTHONHASHSEED=0.
+# Computed by vLLM 0.32: SHA-256 with its default seed, xxhash_cbor with PYTHONHASHSEED=0.
 PLAIN = {
+    ("sha256", None): [
+        "fe8fa5dda3210d0ca2031e37cbe3b001186773cd1c710beb2d45fcb51d434798",
+        "8be7aaa33831156d316f1f463ae57e643deb63f42e633e2d631df88815cc4629",
+        "9d537f74907f6ada2b6cccb46b9845df2ebdbaf60c73d8679cf1da81b15b302c",
+    ],
     ("sha256_cbor", None): [
         "dc918a88b139e5afe60b88eda27508d4aee16c10fdc354791efea06206ac0749",
         "c300ec275d7bf08af8fc63e76cdc0086911bbc7091e03c5cf892553bef84ef0c",
@@ -38,6 +44,11 @@ PLAIN = {
     ],
 }
 WITH_KEYS = {
+    ("sha256", None): [
+        "23bb70ca91a3697ed579080cc3a4d36b53c7348f3a8a63c7b5b67491d85e237d",
+        "ac48f41687f81f9bd90585b082e279d5f8069482cd0414751f1d90a92b77786d",
+        "34017d85e1e121a79e3b44ff1ebf70329fbd3b8cad86e54c80b8447adffadbb4",
+    ],
     ("sha256_cbor", None): [
         "67e9f72522b34138a0f4be0e3a68d9d49b1e50aea0af7762f6170ad7eebbdeaf",
         "7493457b6e24d881371fedb4841b59ecba9aaf993d8493ed0177a944fdcfcb3b",
@@ -56,7 +67,9 @@ def in_hex(hashes: list[bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "seed"), [("sha256_cbor", None), ("xxhash_cbor", "0")], ids=ALGORITHMS
+    ("algorithm", "seed"),
+    [("sha256", None), ("sha256_cbor", None), ("xxhash_cbor", "0")],
+    ids=ALGORITHMS,
 )
 def test_hashes_equal_those_of_vllm(algorithm: Algorithm, seed: str | None) -> None:
     plain = kvstow.hash_tokens(TOKENS, 16, algorithm=algorithm, seed=seed)
@@ -196,12 +209,13 @@ def test_error_names_the_bad_block_size(block_size: int) -> None:
 
 
 def test_error_names_the_unknown_algorithm() -> None:
-    with pytest.raises(kvstow.ConfigError, match='"sha256" is not known: use "sha256_cbor" or'):
-        kvstow.hash_tokens([1, 2], 1, algorithm="sha256")  # type: ignore[arg-type]
+    with pytest.raises(kvstow.ConfigError, match='"md5" is not known: use "sha256", "sha'):
+        kvstow.hash_tokens([1, 2], 1, algorithm="md5")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "num_bytes", "width"), [("sha256_cbor", 16, 32), ("xxhash_cbor", 32, 16)]
+    ("algorithm", "num_bytes", "width"),
+    [("sha256", 16, 32), ("sha256_cbor", 16, 32), ("xxhash_cbor", 32, 16)],
 )
 def test_parent_with_the_width_of_another_algorithm_is_refused(
     algorithm: Algorithm, num_bytes: int, width: int

@@ -92,7 +92,7 @@ def hash_tokens(
     tokens: _Ints,
     block_size: int,
     *,
-    algorithm: Literal["sha256_cbor", "xxhash_cbor"] = "sha256_cbor",
+    algorithm: Literal["sha256", "sha256_cbor", "xxhash_cbor"] = "sha256_cbor",
     parent: bytes | None = None,
     extra_keys: _ExtraKeys | None = None,
     seed: str | None = None,
@@ -104,14 +104,16 @@ def hash_tokens(
     Args:
         tokens: token ids, 0 to 2**63. A partial last block gets no digest.
         block_size: tokens per block, at least 1.
-        algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
+        algorithm: vLLM's default is "sha256" (32-byte digests of Python's pickle). "sha256_cbor"
+            (32-byte digests) and "xxhash_cbor" (16-byte digests) do not depend on Python.
         parent: the digest of the block before the first; None or empty at the start of a prompt.
         extra_keys: one entry per full block, None or a sequence of keys (nested tuples of ints,
-            strings, bytes). vLLM derives keys from LoRA, multimodal inputs and cache salts.
+            strings, bytes). vLLM derives keys from LoRA, multimodal inputs and cache salts. With
+            "sha256", lists and tuples differ, and so do one object twice and two equal objects.
         seed: the string that determines the parent digest of a prompt's first block. vLLM takes
-            `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for sha256_cbor
-            and a random string per process for xxhash_cbor. This function takes "vllm-none-hash"
-            for both by default. It does not read the environment.
+            `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for SHA-256 and a
+            random string per process for xxhash_cbor. This function takes "vllm-none-hash" for all
+            by default. It does not read the environment.
 
     Returns:
         One digest per full block.

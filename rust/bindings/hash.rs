@@ -1,7 +1,7 @@
 //! `hash_tokens`, and the conversion of tokens and extra keys between Python and the core.
 
 use kvstow_core::hash::{
-    self, Algorithm, BlockExtraKeys, ExtraKey, HashOptions, MAX_EXTRA_KEY_DEPTH,
+    self, Algorithm, BlockExtraKeys, DEFAULT_SEED, ExtraKey, HashOptions, MAX_EXTRA_KEY_DEPTH,
     extra_keys_too_deep, token_out_of_bounds,
 };
 use numpy::{
@@ -13,6 +13,7 @@ use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyStr
 
 use crate::convert::{Name, check_integer_array};
 use crate::error::{ConfigError, to_py};
+use crate::pickled::{Pickled, is_protocol_of_core};
 
 /// Return one digest per full block of `tokens`. Each digest covers the whole prefix.
 ///
@@ -21,14 +22,16 @@ use crate::error::{ConfigError, to_py};
 /// Args:
 ///     tokens: token ids, 0 to 2**63. A partial last block gets no digest.
 ///     block_size: tokens per block, at least 1.
-///     algorithm: "sha256_cbor" (32-byte digests) or "xxhash_cbor" (16-byte digests).
+///     algorithm: vLLM's default is "sha256" (32-byte digests of Python's pickle). "sha256_cbor"
+///         (32-byte digests) and "xxhash_cbor" (16-byte digests) do not depend on Python.
 ///     parent: the digest of the block before the first; None or empty at the start of a prompt.
 ///     extra_keys: one entry per full block, None or a sequence of keys (nested tuples of ints,
-///         strings, bytes). vLLM derives keys from LoRA, multimodal inputs and cache salts.
+///         strings, bytes). vLLM derives keys from LoRA, multimodal inputs and cache salts. With
+///         "sha256", lists and tuples differ, and so do one object twice and two equal objects.
 ///     seed: the string that determines the parent digest of a prompt's first block. vLLM takes
-///         `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for sha256_cbor
-///         and a random string per process for xxhash_cbor. This function takes "vllm-none-hash"
-///         for both by default. It does not read the environment.
+///         `PYTHONHASHSEED` if it is set. Otherwise vLLM takes "vllm-none-hash" for SHA-256 and a
+///         random string per process for xxhash_cbor. This function takes "vllm-none-hash" for all
+///         by default. It does not read the environment.
 ///
 /// Returns:
 ///     One digest per full block.
@@ -46,18 +49,28 @@ pub(crate) fn hash_tokens<'py>(
     tokens: &Bound<'py, PyAny>,
     block_size: &Bound<'py, PyAny>,
     algorithm: Name,
-    parent: Option<&[u8]>,
+    parent: Option<&Bound<'py, PyBytes>>,
     extra_keys: Option<&Bound<'py, PyAny>>,
     seed: Option<Name>,
 ) -> PyResult<Bound<'py, PyList>> {
     let py = tokens.py();
     let algorithm: Algorithm = algorithm.0.parse().map_err(to_py)?;
     let block_size = block_size_from_py(block_size)?;
-    let tokens = tokens_from_py(tokens)?;
-    let extra_keys = extra_keys.map(extra_keys_from_py).transpose()?;
+    let (ids, are_ints) = ids_from_py(tokens)?;
+    let keys = extra_keys.map(extra_keys_from_py).transpose()?;
     let seed = seed.as_ref().map(|seed| seed.0.as_str());
-    let options = HashOptions { algorithm, parent, extra_keys: extra_keys.as_deref(), seed };
-    let hashes = py.detach(|| hash::hash_tokens(&tokens, block_size, options)).map_err(to_py)?;
+    let digest = parent.map(PyBytesMethods::as_bytes);
+    let options = HashOptions { algorithm, parent: digest, extra_keys: keys.as_deref(), seed };
+    if algorithm == Algorithm::Sha256 {
+        let is_bytes = parent.is_none_or(|digest| digest.is_exact_instance_of::<PyBytes>());
+        let is_plain = are_ints && is_bytes && is_protocol_of_core(py)?;
+        if !is_plain || !options.is_native(block_size) {
+            let num_blocks = hash::check(&ids, block_size, options).map_err(to_py)?;
+            let seed = seed.unwrap_or(DEFAULT_SEED);
+            return Pickled { tokens, block_size, parent, extra_keys, seed }.digests(num_blocks);
+        }
+    }
+    let hashes = py.detach(|| hash::hash_tokens(&ids, block_size, options)).map_err(to_py)?;
     let digests = hashes.as_slice().iter().map(|hash| hashes.width().digest(hash));
     PyList::new(py, digests.map(|digest| PyBytes::new(py, digest)))
 }
@@ -76,8 +89,13 @@ fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
 
 /// Reads token ids from a sequence of ints or a one-dimensional integer array.
 pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    ids_from_py(tokens).map(|(ids, _)| ids)
+}
+
+/// Also returns whether all are numbers of an array, or ints and of no subclass of int.
+fn ids_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<(Vec<u64>, bool)> {
     if let Ok(array) = tokens.cast::<PyUntypedArray>() {
-        return tokens_from_array(array);
+        return Ok((tokens_from_array(array)?, true));
     }
     if tokens.cast::<PySequence>().is_err() {
         let kind = type_name(tokens);
@@ -85,12 +103,15 @@ pub(crate) fn tokens_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
             "tokens is of type {kind}: pass a sequence of ints or an integer array"
         )));
     }
-    let mut ids = Vec::new(); // no capacity from `__len__`, which may be wrong
+    // Any other `__len__` may be wrong.
+    let mut ids = Vec::with_capacity(tokens.cast_exact::<PyList>().map_or(0, PyListMethods::len));
+    let mut are_ints = true;
     for (position, token) in tokens.try_iter()?.enumerate() {
         let token = token?;
+        are_ints &= token.is_exact_instance_of::<PyInt>();
         ids.push(token.extract().map_err(|error| bad_token(position, &token, error))?);
     }
-    Ok(ids)
+    Ok((ids, are_ints))
 }
 
 fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {

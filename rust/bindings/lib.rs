@@ -20,6 +20,7 @@ mod job;
 mod ledger;
 mod lock;
 mod offload;
+mod pickled;
 mod pool;
 
 /// The accounting core, in Rust. Import these names from `kvstow`, not from here.

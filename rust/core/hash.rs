@@ -1,9 +1,11 @@
 //! Chained block hashes of tokens, bit-identical to vLLM's.
 //!
 //! The reference is `hash_block_tokens` of vLLM 0.32 (`vllm/v1/core/kv_cache_utils.py`) with the
-//! hash functions `sha256_cbor` and `xxhash_cbor` (`vllm/utils/hashing.py`). A block's digest is
-//! `H(cbor((previous, tokens, extra)))`, where H is SHA-256, or XXH3-128 with its digest
-//! big-endian. The CBOR is RFC 8949's deterministic form, with shortest heads and definite lengths:
+//! hash functions `sha256`, `sha256_cbor` and `xxhash_cbor` (`vllm/utils/hashing.py`). A block's
+//! digest is `H(encode((previous, tokens, extra)))`, where H is SHA-256, or XXH3-128 with its digest
+//! big-endian. `sha256` encodes with Python's pickle (see `pickle`), and the core encodes only what
+//! [`HashOptions::is_native`] names. The others encode with CBOR, in RFC 8949's deterministic form,
+//! with shortest heads and definite lengths:
 //!
 //! ```text
 //! 83                    an array of three:
@@ -12,9 +14,9 @@
 //!   f6                    no extra keys; or an array of them, 80 if it is empty
 //! ```
 //!
-//! The first block's previous digest is `H(cbor(seed))`, where the seed is a text string. Hashes of
+//! The first block's previous digest is `H(encode(seed))`, where the seed is a text string. Hashes of
 //! two programs match only if their seeds do. vLLM's seed is `PYTHONHASHSEED` if it is set.
-//! Otherwise it is [`DEFAULT_SEED`] for `sha256_cbor`, and a random string per process for
+//! Otherwise it is [`DEFAULT_SEED`] for SHA-256, and a random string per process for
 //! `xxhash_cbor`, which is not collision resistant.
 
 use std::convert::Infallible;
@@ -24,13 +26,14 @@ use std::str::FromStr;
 use minicbor::data::Type;
 use minicbor::decode::{Decode, Decoder, Error as DecodeError};
 use minicbor::encode::{Encode, Encoder, Error as EncodeError, Write};
-use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::{Error, Result};
 use crate::key::{BlockHash, Hashes, MAX_HASH_BYTES};
+use crate::pickle;
+use crate::sha256;
 
-/// vLLM's seed for `sha256_cbor` if `PYTHONHASHSEED` is not set.
+/// vLLM's seed for `sha256` and `sha256_cbor` if `PYTHONHASHSEED` is not set.
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
 /// The largest token id.
@@ -43,9 +46,11 @@ pub const MAX_EXTRA_KEY_DEPTH: usize = 32;
 /// The function that turns an encoded block into a digest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Algorithm {
-    /// SHA-256, 32 bytes.
+    /// SHA-256 of CBOR, 32 bytes.
     #[default]
     Sha256Cbor,
+    /// SHA-256 of Python's pickle, 32 bytes: vLLM's default.
+    Sha256,
     /// XXH3-128, 16 bytes: fast, but an adversary can make two prompts collide.
     XxhashCbor,
 }
@@ -55,6 +60,7 @@ impl Algorithm {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sha256Cbor => "sha256_cbor",
+            Self::Sha256 => "sha256",
             Self::XxhashCbor => "xxhash_cbor",
         }
     }
@@ -62,15 +68,15 @@ impl Algorithm {
     /// The width of its digests.
     pub const fn digest_bytes(self) -> usize {
         match self {
-            Self::Sha256Cbor => 32,
+            Self::Sha256Cbor | Self::Sha256 => 32,
             Self::XxhashCbor => 16,
         }
     }
 
-    /// The digest of `message`, padded with zeros.
-    fn digest(self, message: &[u8]) -> BlockHash {
+    /// The digest of `message`, padded with zeros. The message is worth nothing afterwards.
+    fn digest(self, message: &mut Vec<u8>) -> BlockHash {
         match self {
-            Self::Sha256Cbor => Sha256::digest(message).into(),
+            Self::Sha256Cbor | Self::Sha256 => sha256::digest(message),
             Self::XxhashCbor => {
                 let mut padded = [0; MAX_HASH_BYTES];
                 padded[..16].copy_from_slice(&xxh3_128(message).to_be_bytes());
@@ -86,10 +92,11 @@ impl FromStr for Algorithm {
     fn from_str(name: &str) -> Result<Self> {
         match name {
             "sha256_cbor" => Ok(Self::Sha256Cbor),
+            "sha256" => Ok(Self::Sha256),
             "xxhash_cbor" => Ok(Self::XxhashCbor),
             _ => Err(Error::Config(format!(
-                "hash algorithm {name:?} is not known: use \"sha256_cbor\" or \"xxhash_cbor\", and \
-                 start vLLM with the same --prefix-caching-hash-algo"
+                "hash algorithm {name:?} is not known: use \"sha256\", \"sha256_cbor\" or \
+                 \"xxhash_cbor\", and start vLLM with the same --prefix-caching-hash-algo"
             ))),
         }
     }
@@ -190,6 +197,18 @@ pub struct HashOptions<'a> {
     pub seed: Option<&'a str>,
 }
 
+impl HashOptions<'_> {
+    /// Whether the core encodes such blocks itself. With [`Algorithm::Sha256`] it must not have
+    /// extra keys, because pickle writes an object that it meets twice as a reference, and Rust
+    /// cannot tell the object from its copy. A pickle must also fit one frame.
+    pub fn is_native(&self, block_size: usize) -> bool {
+        self.algorithm != Algorithm::Sha256
+            || block_size <= pickle::MAX_TOKENS
+                && self.seed.is_none_or(|seed| seed.len() <= pickle::MAX_TEXT_BYTES)
+                && self.extra_keys.is_none_or(|blocks| blocks.iter().all(Option::is_none))
+    }
+}
+
 /// Hashes the full blocks of `tokens`. A partial last block gets no digest.
 ///
 /// ```
@@ -210,10 +229,16 @@ pub struct HashOptions<'a> {
 ///
 /// # Errors
 /// [`Error::Config`] for a block size of 0, a token above 2^63, a parent of another width than the
-/// algorithm's digests, a number of extra keys other than the number of full blocks, or extra keys
-/// that nest too deeply.
+/// algorithm's digests, a number of extra keys other than the number of full blocks, extra keys
+/// that nest too deeply, or options that are not native.
 pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<Hashes> {
     let num_blocks = check(tokens, block_size, options)?;
+    if !options.is_native(block_size) {
+        return Err(Error::Config(format!(
+            "blocks of {block_size} tokens have extra keys, or a pickle of more than one frame: \
+             hash them with Python's pickle, or use \"sha256_cbor\""
+        )));
+    }
     let HashOptions { algorithm, parent, extra_keys, seed } = options;
 
     let width = algorithm.digest_bytes();
@@ -222,23 +247,35 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
     if let Some(digest) = parent.filter(|digest| !digest.is_empty()) {
         previous[..width].copy_from_slice(digest);
     } else {
-        encoder.str(seed.unwrap_or(DEFAULT_SEED)).map_err(unencodable)?;
-        previous = algorithm.digest(encoder.writer());
+        let seed = seed.unwrap_or(DEFAULT_SEED);
+        match algorithm {
+            Algorithm::Sha256 => pickle::write_text(encoder.writer_mut(), seed),
+            _ => encoder.str(seed).and_then(Encoder::ok).map_err(unencodable)?,
+        }
+        previous = algorithm.digest(encoder.writer_mut());
     }
 
     let mut hashes = Hashes::with_capacity(num_blocks);
     for (block, block_tokens) in tokens.chunks_exact(block_size).enumerate() {
-        let extra = extra_keys.and_then(|blocks| blocks.get(block)?.as_deref());
-        encoder.writer_mut().clear();
-        encode_block(&mut encoder, &previous[..width], block_tokens, extra).map_err(unencodable)?;
-        previous = algorithm.digest(encoder.writer());
+        let before = &previous[..width];
+        if algorithm == Algorithm::Sha256 {
+            pickle::write_block(encoder.writer_mut(), before, block_tokens);
+        } else {
+            let extra = extra_keys.and_then(|blocks| blocks.get(block)?.as_deref());
+            encoder.writer_mut().clear();
+            encode_block(&mut encoder, before, block_tokens, extra).map_err(unencodable)?;
+        }
+        previous = algorithm.digest(encoder.writer_mut());
         hashes.push(&previous[..width])?;
     }
     Ok(hashes)
 }
 
-/// Refuses impossible arguments. Returns the number of full blocks.
-fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<usize> {
+/// Returns the number of full blocks.
+///
+/// # Errors
+/// As [`hash_tokens`], but options need not be native.
+pub fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<usize> {
     let HashOptions { algorithm, parent, extra_keys, .. } = options;
     if block_size == 0 {
         return Err(Error::Config("block_size is 0: a block has at least 1 token".to_owned()));

@@ -11,7 +11,7 @@
 //!
 //! | floor | modules |
 //! |---|---|
-//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`], `requests` |
+//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`], `pickle`, `sha256`, `requests` |
 //! | 1 | [`pool`], [`curve`] |
 //! | 2 | [`group`] |
 //! | 3 | [`ledger`] |
@@ -32,4 +32,6 @@ pub mod offload;
 pub mod pool;
 pub mod snapshot;
 
+mod pickle;
 mod requests;
+mod sha256;

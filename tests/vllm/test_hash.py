@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import pytest
@@ -18,13 +18,15 @@ from vllm.v1.request import Request
 import kvstow
 
 Key: TypeAlias = int | str | bytes | bool | tuple["Key", ...] | list["Key"] | None
-Algorithm: TypeAlias = Literal["sha256_cbor", "xxhash_cbor"]
+Algorithm: TypeAlias = Literal["sha256", "sha256_cbor", "xxhash_cbor"]
 HashFunction: TypeAlias = Callable[[object], bytes]
 
-algorithms: st.SearchStrategy[Algorithm] = st.sampled_from(["sha256_cbor", "xxhash_cbor"])
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+algorithms: st.SearchStrategy[Algorithm] = st.sampled_from(ALGORITHMS)
 
 # Nearly all uniform ids take nine bytes, so ask for the other lengths and their edges, too.
-edges = [bound + by for bound in (24, 2**8, 2**16, 2**32, 2**63 - 1) for by in (-1, 0, 1)]
+bounds = (24, 2**8, 2**16, 2**31, 2**32, 2**39, 2**47, 2**55, 2**63 - 1)
+edges = [bound + by for bound in bounds for by in (-1, 0, 1)]
 token_ids = st.sampled_from(edges) | st.integers(0, 200_000) | st.integers(0, 2**63)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -134,7 +136,7 @@ def test_hashes_equal_vllms(
         assert without_keys[-1] != expected[-1]
 
 
-@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash_cbor"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_hashes_equal_those_of_a_vllm_request(algorithm: Algorithm) -> None:
     """vLLM derives the extra keys of a request, and hashes its prompt and output."""
     with vllm_seeded(algorithm, "1234") as function:
