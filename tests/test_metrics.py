@@ -15,7 +15,7 @@ from tests.replay.scenario import BLOCK as REPLAY_BLOCK
 from tests.replay.scenario import comes_back, prepared, pushed_out
 
 from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
-from kvstow.observability.metrics import METRICS, MetricsCollector
+from kvstow.observability.metrics import CONNECTOR_METRICS, METRICS, MetricsCollector
 from kvstow.replay import (
     BUNDLED_TRACE,
     Observer,
@@ -30,6 +30,7 @@ from kvstow.transfer import READY, BlockLayout
 BLOCK = 4
 BLOCK_BYTES = 2 * BLOCK * 8  # both ranks
 DOCUMENT = list(range(16))  # 4 blocks
+ALL = METRICS + CONNECTOR_METRICS
 
 
 def scraped(collector: MetricsCollector) -> dict[str, float]:
@@ -291,9 +292,9 @@ def test_the_host_is_asked_only_for_tokens_that_the_device_lacks() -> None:
 
 
 def test_metric_names_are_unique_and_follow_the_conventions() -> None:
-    names = [metric.name for metric in METRICS]
+    names = [metric.name for metric in ALL]
     assert len(set(names)) == len(names)
-    for metric in METRICS:
+    for metric in ALL:
         assert re.fullmatch(r"kvstow_[a-z]+(_[a-z]+)*", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert (metric.label == "") == (list(metric.keys) == [""])
@@ -318,7 +319,7 @@ def test_the_documentation_lists_every_metric() -> None:
             f"`{metric.label}`: {', '.join(metric.keys)}" if metric.label else "",
             metric.text,
         )
-        for metric in METRICS
+        for metric in ALL
     ]
     assert rows == expected
 

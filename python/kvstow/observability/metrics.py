@@ -4,8 +4,9 @@
     REGISTRY.register(MetricsCollector(engine.stats))
     start_http_server(9400)
 
-`METRICS` defines every metric. The collector reads the statistics at each scrape and leaves out
-the metrics that its source lacks: `OffloadScheduler.stats` has no device tier and no bytes.
+`METRICS` and `CONNECTOR_METRICS` define every metric. The collector reads the statistics at each
+scrape and leaves out the metrics that its source lacks: `OffloadScheduler.stats` has no device tier
+and no bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,8 @@ class Metric(NamedTuple):
     @property
     def label(self) -> str:
         """The label that distinguishes the samples; empty for a single sample."""
-        return {"": "", "device": "tier", "store": "direction"}[next(iter(self.keys))]
+        labels = {"device": "tier", "store": "direction", "request": "reason", "wrong": "hint"}
+        return labels.get(next(iter(self.keys)), "")
 
 
 METRICS: Final = (
@@ -143,7 +145,27 @@ METRICS: Final = (
         {"": "lost_events"},
     ),
 )
-"""All metrics. `kvstow.Engine` and the vLLM connector export them under the same names."""
+"""The metrics that `kvstow.Engine` and the vLLM connector export under the same names."""
+
+CONNECTOR_METRICS: Final = (
+    Metric(
+        "kvstow_skipped_blocks_total",
+        "Blocks that kvstow was not to store: because of their request (`store: false`), or "
+        "because they have generated tokens (`offload_prompt_only`).",
+        {"request": "unwanted_blocks", "generated": "generated_blocks"},
+    ),
+    Metric(
+        "kvstow_request_hints_total",
+        "Hints that requests gave. A request counts again when vLLM admits it again, after a "
+        "preemption or a failed load.",
+        {
+            "wrong": "wrong_hints",
+            "store": "store_hints",
+            "max_load_tokens": "max_load_tokens_hints",
+        },
+    ),
+)
+"""The metrics that only the vLLM connector exports."""
 
 
 class MetricsCollector(Collector):

@@ -60,7 +60,8 @@ class Loads:
             offload.release(request.request_id)
             return 0
         # At least one token is left to compute.
-        found = offload.lookup(request.request_id, num_local_tokens, request.num_tokens - 1)
+        end = min(request.num_tokens - 1, num_local_tokens + tracked.max_load_tokens)
+        found = offload.lookup(request.request_id, num_local_tokens, end)
         if found and self.drops_last_block:
             end = num_local_tokens + found - model.tokens_per_hit
             found = offload.lookup(request.request_id, num_local_tokens, end)

@@ -1,4 +1,4 @@
-"""The options of `kv_connector_extra_config`."""
+"""The options of `kv_connector_extra_config`, and how kvstow reads what users write."""
 
 from __future__ import annotations
 
@@ -6,15 +6,101 @@ import difflib
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from reprlib import repr as short_repr
+from typing import Any, Literal, TypeVar
 
 from kvstow import ConfigError
 from kvstow.sizes import parse_bytes
 from kvstow.transfer.layout import MAX_BLOCKS
 
 DEFAULT_BYTES = 8 << 30
+MAX_THRESHOLD = 255
 WHERE = "kv_connector_extra_config"
+
+_T = TypeVar("_T")
+_Reader = Callable[[str, object], Any]
+
+
+def option(default: _T, read: _Reader) -> _T:
+    """Return a field with this default, whose value `read` takes from what the user wrote."""
+    made: Any = field(default=default, metadata={"read": read})
+    return made  # type: ignore[no-any-return]
+
+
+def read_option(cls: type, where: str, name: str, value: object) -> Any:
+    """Return the value of the field of `cls` that a user wrote as `where.name`.
+
+    Raises:
+        ConfigError: `cls` has no such field (the message names the nearest one), or it cannot have
+            this value.
+    """
+    readers = {known.name: known.metadata["read"] for known in fields(cls)}
+    if name not in readers:
+        near = difflib.get_close_matches(name, readers, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(readers)}"
+        raise ConfigError(f"{where} has no option {short_repr(name)}: {hint}")
+    return readers[name](f"{where}.{name}", value)
+
+
+def read_size(name: str, value: object) -> int:
+    """Return a number of bytes, or the bytes of a text such as "32GiB"."""
+    return parse_bytes(value, name=name)
+
+
+def read_count(least: int, most: int | None = None) -> _Reader:
+    """Return a reader of whole numbers from `least` to `most`."""
+    rule = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")
+
+    def read(name: str, value: object) -> int:
+        try:
+            is_whole = isinstance(value, float) and value.is_integer()
+            whole: Any = int(value) if is_whole else value  # type: ignore[call-overload]
+            number = -1 if isinstance(value, bool) else operator.index(whole)
+        except TypeError:
+            number = -1
+        if number < least or (most is not None and number > most):
+            raise _refused(name, value, rule)
+        return number
+
+    return read
+
+
+def read_flag(name: str, value: object) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise _refused(name, value, "true or false")
+    return value
+
+
+def read_seconds(name: str, value: object) -> float:
+    """Return a finite number of seconds above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise _refused(name, value, "a finite number of seconds above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def read_text(name: str, value: object) -> str:
+    """Return a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise _refused(name, value, "a text that is not empty")
+    return value
+
+
+def read_choice(*choices: str) -> _Reader:
+    """Return a reader of one of these texts."""
+
+    def read(name: str, value: object) -> str:
+        if value not in choices:
+            raise _refused(name, value, f"one of {', '.join(choices)}")
+        return str(value)
+
+    return read
+
+
+def _refused(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError(f"{name} is {short_repr(value)}, and it must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -27,6 +113,8 @@ class Options:
         cpu_bytes_to_use_per_rank: host memory of each rank, instead of `cpu_bytes_to_use`.
         num_cpu_blocks: host blocks of each rank, instead of bytes.
         lazy_offload: store a block when it comes near eviction, not when it is computed.
+        offload_prompt_only: store only blocks of prompts, not those with generated tokens. Of a
+            streaming session, only the first prompt counts.
         eviction_policy: "lru" evicts the block that was used least recently. "hit-density" evicts
             the block with the fewest expected hits per unit of time.
         load_timeout_s: seconds after which a load or store counts as failed. The request of a
@@ -39,16 +127,17 @@ class Options:
             and empties the tier if the content has changed. Needs `preserve_on_sleep`.
     """
 
-    cpu_bytes_to_use: int | None = None
-    cpu_bytes_to_use_per_rank: int | None = None
-    num_cpu_blocks: int | None = None
-    lazy_offload: bool = False
-    eviction_policy: str = "lru"
-    load_timeout_s: float = 60.0
-    verify: Literal["off", "checksum"] = "off"
-    events_path: str | None = None
-    preserve_on_sleep: bool = False
-    weights_version_path: str | None = None
+    cpu_bytes_to_use: int | None = option(None, read_size)
+    cpu_bytes_to_use_per_rank: int | None = option(None, read_size)
+    num_cpu_blocks: int | None = option(None, read_count(1))
+    lazy_offload: bool = option(False, read_flag)
+    offload_prompt_only: bool = option(False, read_flag)
+    eviction_policy: str = option("lru", read_choice("lru", "hit-density"))
+    load_timeout_s: float = option(60.0, read_seconds)
+    verify: Literal["off", "checksum"] = option("off", read_choice("off", "checksum"))
+    events_path: str | None = option(None, read_text)
+    preserve_on_sleep: bool = option(False, read_flag)
+    weights_version_path: str | None = option(None, read_text)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
@@ -58,15 +147,9 @@ class Options:
             ConfigError: an option that does not exist (the message names the nearest one), a value
                 of the wrong kind or out of bounds, or more than one size of the tier.
         """
-        given = dict(given or {})
-        known = [option.name for option in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
-                raise ConfigError(f"{WHERE} has no option {name!r}: {hint}")
-        values = {name: _READERS[name](name, value) for name, value in given.items()}
-        sizes = [name for name in known[:3] if values.get(name) is not None]
+        given = given or {}
+        values = {name: read_option(cls, WHERE, name, value) for name, value in given.items()}
+        sizes = [known.name for known in fields(cls)[:3] if values.get(known.name) is not None]
         if len(sizes) > 1:
             raise ConfigError(
                 f"{WHERE} has {' and '.join(sizes)}, and only one option may set the size of the "
@@ -104,65 +187,3 @@ class Options:
                 f"{slot_stride_bytes * (world_size if name == 'cpu_bytes_to_use' else 1)}"
             )
         return num_bytes // slot_stride_bytes
-
-
-def _size(name: str, value: object) -> int:
-    return parse_bytes(value, name=f"{WHERE}.{name}")
-
-
-def _count(name: str, value: object) -> int:
-    try:
-        is_whole = isinstance(value, float) and value.is_integer()
-        whole: Any = int(value) if is_whole else value  # type: ignore[call-overload]
-        number = 0 if isinstance(value, bool) else operator.index(whole)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise _refused(name, value, "a whole number of at least 1")
-    return number
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _refused(name, value, "true or false")
-    return value
-
-
-def _seconds(name: str, value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise _refused(name, value, "a finite number of seconds above 0")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise _refused(name, value, "a text that is not empty")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[str, object], str]:
-    def read(name: str, value: object) -> str:
-        if value not in choices:
-            raise _refused(name, value, f"one of {', '.join(choices)}")
-        return str(value)
-
-    return read
-
-
-def _refused(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(f"{WHERE}.{name} is {value!r}, and it must be {rule}")
-
-
-_READERS: dict[str, Callable[[str, object], Any]] = {
-    "cpu_bytes_to_use": _size,
-    "cpu_bytes_to_use_per_rank": _size,
-    "num_cpu_blocks": _count,
-    "lazy_offload": _flag,
-    "eviction_policy": _one_of("lru", "hit-density"),
-    "load_timeout_s": _seconds,
-    "verify": _one_of("off", "checksum"),
-    "events_path": _text,
-    "preserve_on_sleep": _flag,
-    "weights_version_path": _text,
-}

@@ -25,6 +25,7 @@ A request that is not tracked any more may still have jobs in flight. They go on
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler, SlidingWindow
+from kvstow.vllm.hints import HintReader
 from kvstow.vllm.model import Model
 from kvstow.vllm.tier import HostTier
 
@@ -57,6 +59,8 @@ class TrackedRequest:
         is_stale: its blocks are not stored, because a reset came after their computation or because
             their hashes cannot be trusted.
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
+        max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
+        max_load_tokens: the most tokens to load.
         was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
         filling: per group, the blocks that the steps under way make full. They are recorded when
             vLLM allocates them, because a window drops blocks as soon as it has moved past them.
@@ -68,6 +72,8 @@ class TrackedRequest:
     num_reported: list[int]
     due_tokens: int
     recompute: bool = False
+    max_stored_tokens: int = sys.maxsize
+    max_load_tokens: int = sys.maxsize
     num_hashes: int = 0
     last_hash: bytes = b""
     num_local_tokens: int = 0
@@ -112,6 +118,11 @@ class TrackedRequest:
         if reported == first and len(blocks) <= num_full - reported:
             return blocks
         return blocks[reported - first : num_full - first]
+
+    def num_wanted(self, g: int) -> int:
+        """Return how many of a group's next blocks are to be stored."""
+        num_wanted = self.max_stored_tokens // self.model.groups[g].block_size
+        return max(0, num_wanted - self.num_reported[g])
 
     def num_cached_tokens(self) -> int:
         """Return how many computed tokens lie in blocks that have the hashes of these tokens.
@@ -171,18 +182,30 @@ class Requests:
         stores_sessions: as `SchedulerHalf` has it.
         tracked: all tracked requests.
         due: those whose blocks a scheduled step makes full.
+        hints: reads what each request asks for.
     """
 
     tier: HostTier
     stores_sessions: bool
     tracked: dict[str, TrackedRequest] = field(default_factory=dict)
     due: dict[str, TrackedRequest] = field(default_factory=dict)
+    hints: HintReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hints = HintReader(self.tier.counts)
 
     def track(self, request: Request, *, recompute: bool = False) -> TrackedRequest:
         """Begin to track a request; `recompute` if its load has failed."""
         model = self.tier.model
         none_reported = [0] * len(model.groups)
         tracked = TrackedRequest(request, model, none_reported, model.tokens_per_hash, recompute)
+        hints = self.hints.read(request.kv_transfer_params)
+        if not hints.store:
+            tracked.max_stored_tokens = 0
+        elif self.tier.options.offload_prompt_only:
+            tracked.max_stored_tokens = request.num_prompt_tokens
+        if hints.max_load_tokens is not None:
+            tracked.max_load_tokens = hints.max_load_tokens
         if request.resumable and not self.stores_sessions:
             tracked.is_stale = tracked.recompute = True
         if self.tier.offload is not None:

@@ -1,6 +1,6 @@
 """The connector's statistics in vLLM's log and in vLLM's Prometheus metrics.
 
-The statistics have the keys of `Engine.stats`, and `METRICS` names their metrics, so one dashboard
+Most statistics have the keys of `Engine.stats`, and `METRICS` names their metrics, so one dashboard
 fits an engine and vLLM. Each rank reports bytes and seconds. The scheduler half reports the rest,
 once for all ranks.
 """
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvstow.observability.metrics import METRICS, Metric
+from kvstow.observability.metrics import CONNECTOR_METRICS, METRICS, Metric
 
 Direction: TypeAlias = Literal["store", "load"]
 STORE: Final[Direction] = "store"
@@ -26,7 +26,7 @@ _SECONDS: Final = {STORE: "store_seconds", LOAD: "load_seconds"}
 
 EXPORTED: Final = {
     key: (metric, value)
-    for metric in METRICS
+    for metric in METRICS + CONNECTOR_METRICS
     for value, key in metric.keys.items()
     # vLLM itself counts the device tier. The events file reports its losses in the log.
     if not key.startswith("device_") and key != "lost_events"

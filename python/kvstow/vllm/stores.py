@@ -48,9 +48,12 @@ class Stores:
             tracked.report_hashes(offload, num_computed)
             for g, group in enumerate(tracked.model.groups):
                 filled = tracked.filled(g, num_computed // group.block_size)
-                ids += self._report_blocks(tracked, g, filled)
-                blocks += filled
+                wanted = filled[: tracked.num_wanted(g)]
+                ids += self._report_blocks(tracked, g, wanted)
+                blocks += wanted
                 offsets.append(len(ids))
+                if len(wanted) < len(filled):
+                    self._leave_out(tracked, g, filled[len(wanted) :])
             named.append(request_id)
             computed.append(num_computed)
             unit = tracked.model.tokens_per_hash
@@ -84,6 +87,12 @@ class Stores:
             self.host_events.computed(request, g, block_size, stored)
         tracked.num_reported[g] += len(filled)
         return ids
+
+    def _leave_out(self, tracked: TrackedRequest, g: int, blocks: list[KVCacheBlock]) -> None:
+        """Count a group's filled blocks that are not to be stored, and do not report them."""
+        tracked.num_reported[g] += len(blocks)
+        reason = "generated_blocks" if tracked.max_stored_tokens else "unwanted_blocks"
+        self.tier.counts[reason] += sum(not block.is_null for block in blocks)
 
     def store_evictable(self) -> None:
         """Lazy, store the blocks that vLLM overwrites next."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class HostTier:
         off_until: None unless an error has turned the tier off. Then the time up to which the last
             copies keep vLLM stepping.
         manager: vLLM's accounting, from `bind` on.
+        counts: statistics of the connector beside those of `offload`.
     """
 
     model: Model
@@ -54,6 +56,7 @@ class HostTier:
     lazy: LazyQueue | None = None
     off_until: float | None = None
     manager: KVCacheManager = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
     _capacities: dict[int, int] = field(default_factory=dict)
     _wait_until: float | None = None
     _has_warned: bool = False
@@ -146,7 +149,7 @@ class HostTier:
 
     def stats(self) -> dict[str, int]:
         """Return the tier's counters and gauges; empty unless the tier is on."""
-        return {} if self.offload is None else self.offload.stats()
+        return {} if self.offload is None else self.offload.stats() | self.counts
 
     def take_events(self) -> Sequence[BlockEvent]:
         """Return the events of the tier's blocks since the last call."""

@@ -1,0 +1,328 @@
+"""Hints of requests: what they take away from stores and loads, and how wrong ones are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.vllm.halves import BLOCK_SIZE, FULL, WINDOW, Scheduler, Step
+from vllm.v1.request import Request
+
+from kvstow import ConfigError
+from kvstow.vllm.hints import MAX_BODY_BYTES, MAX_WARNINGS, HintReader, Hints, RefuseWrongHints
+from kvstow.vllm.messages import Copies
+from kvstow.vllm.stats import EXPORTED
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+def hinted(scheduler: Scheduler, name: str, num_tokens: int, **hints: object) -> Request:
+    request = scheduler.request(name, num_tokens)
+    request.kv_transfer_params = {"kvstow": hints}
+    return request
+
+
+def run(scheduler: Scheduler, request: Request, num_generated: int = 0) -> list[Copies]:
+    """Compute a request that hits nothing on the host, and return what was stored meanwhile."""
+    assert scheduler.admit(request) == 0
+    stores: list[Copies] = []
+    for at in range(1 + num_generated):
+        if at:
+            scheduler.manager.allocate_slots(request, 1)
+        scheduler.step(request)
+        stores += scheduler.jobs.stores
+        request.append_output_token_ids(7)
+    scheduler.finish(request)
+    for _ in range(3):  # a lazy store is planned once its blocks are free
+        scheduler.step()
+        stores += scheduler.jobs.stores
+    scheduler.step(reports=[(copies.job_id, 0, True) for copies in stores])
+    assert not scheduler.half.transfers.in_flight
+    return stores
+
+
+def keys(scheduler: Scheduler, block_ids: Sequence[int]) -> list[bytes]:
+    return [scheduler.manager.block_pool.blocks[block_id].block_hash for block_id in block_ids]
+
+
+def num_resident(scheduler: Scheduler) -> int:
+    assert scheduler.half.offload is not None
+    scheduler.half.offload.check()
+    return scheduler.half.offload.num_resident
+
+
+# -- store --------------------------------------------------------------------------------------
+
+
+def test_a_request_with_store_false_is_not_stored() -> None:
+    scheduler = Scheduler(FULL)
+    run(scheduler, hinted(scheduler, "a", 100, store=False), num_generated=30)
+    assert num_resident(scheduler) == 0
+    assert scheduler.half.stats()["unwanted_blocks"] == (100 + 30) // BLOCK_SIZE
+    assert scheduler.half.stats()["store_hints"] == 1
+
+
+def test_a_request_with_store_false_still_loads() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_request("a", 100)
+    assert scheduler.admit(hinted(scheduler, "b", 100, store=False)) == 96
+
+
+def test_the_lookup_of_a_request_with_store_false_counts() -> None:
+    scheduler = Scheduler(FULL)
+    run(scheduler, hinted(scheduler, "a", 100, store=False))
+    assert scheduler.half.stats()["query_tokens"] == 96
+
+
+def test_blocks_that_others_share_are_stored_for_those() -> None:
+    scheduler = Scheduler(FULL)
+    run(scheduler, hinted(scheduler, "a", 100, store=False))
+    second = scheduler.request("b", 100)  # hits the blocks on the device
+    hit, num_local = scheduler.manager.get_computed_blocks(second)[:2]
+    assert num_local == 96
+    scheduler.half.lookup(second, num_local)
+    scheduler.manager.allocate_slots(second, 4, num_local, hit)
+    scheduler.half.allocated(second, scheduler.manager.get_blocks("b"), 0)
+    second.num_computed_tokens = num_local
+    scheduler.step(second)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert len(store.block_ids) == 6
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_lazy_mode_does_not_store_what_a_request_declines(lazy: bool) -> None:
+    scheduler = Scheduler(FULL, lazy_offload=lazy)
+    assert run(scheduler, hinted(scheduler, "a", 100, store=False)) == []
+    assert run(scheduler, scheduler.request("b", 200)) != []
+    # "b" hits the blocks of "a" on the device, and kvstow stores them for it.
+    assert num_resident(scheduler) == 12
+
+
+def test_a_preempted_request_with_store_false_keeps_the_keys_of_written_blocks() -> None:
+    """Only blocks that the step granted and did not compute lose their keys."""
+    scheduler = Scheduler(FULL)
+    request = hinted(scheduler, "a", 64, store=False)
+    scheduler.admit(request)
+    scheduler.step(request)
+    for _ in range(33):
+        request.append_output_token_ids(7)
+    scheduler.manager.allocate_slots(request, 33)
+    written = scheduler.manager.get_blocks("a").blocks[0][: 64 // BLOCK_SIZE]
+    scheduler.half.build(Step(preempted_req_ids={"a"}))
+    assert all(block.block_hash is not None for block in written)
+    assert scheduler.manager.block_pool.get_cached_block(request.block_hashes[4], [0]) is None
+
+
+# -- offload_prompt_only ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_only_blocks_of_the_prompt_are_stored(lazy: bool) -> None:
+    scheduler = Scheduler(FULL, offload_prompt_only=True, lazy_offload=lazy)
+    request = scheduler.request("a", 40)
+    run(scheduler, request, num_generated=60)
+    assert num_resident(scheduler) == 40 // BLOCK_SIZE
+    assert scheduler.half.stats()["generated_blocks"] == 100 // BLOCK_SIZE - 40 // BLOCK_SIZE
+    again = scheduler.request("b", request.num_tokens)
+    again.block_hashes[:] = request.block_hashes
+    assert scheduler.half.lookup(again, 0) == 32
+
+
+def test_each_group_stores_only_blocks_of_the_prompt() -> None:
+    scheduler = Scheduler(FULL, WINDOW, offload_prompt_only=True, retention=None)
+    request = scheduler.request("a", 40)
+    (store,) = run(scheduler, request, num_generated=60)
+    assert store.offsets.tolist() == [0, 2, 4]
+    hashes = request.block_hashes[:2]
+    full, window = ([bytes(key) + bytes([0, 0, 0, g]) for key in hashes] for g in (0, 1))
+    assert keys(scheduler, store.block_ids.tolist()) == full + window
+
+
+def test_a_prompt_that_grows_leaves_no_gap_in_what_is_stored() -> None:
+    """A streaming session makes generated tokens a part of its next prompt.
+
+    If the limit grew with the prompt, the tier would take a later block for one that was left out.
+    """
+    scheduler = Scheduler(FULL, offload_prompt_only=True)
+    request = scheduler.request("a", 40)
+    assert scheduler.admit(request) == 0
+    stored: dict[int, bytes] = {}
+    for at in range(100):
+        if at:
+            request.append_output_token_ids(7)
+            scheduler.manager.allocate_slots(request, 1)
+        if at == 70:
+            request.num_prompt_tokens = request.num_tokens
+        scheduler.step(request)
+        for copies in scheduler.jobs.stores:
+            found = keys(scheduler, copies.block_ids.tolist())
+            stored |= dict(zip(copies.host_slots.tolist(), found, strict=True))
+            scheduler.step(reports=[(copies.job_id, 0, True)])
+    scheduler.finish(request)
+    scheduler.step()
+    assert scheduler.manager.reset_prefix_cache()
+    again = scheduler.request("b", request.num_tokens)
+    again.block_hashes[:] = request.block_hashes
+    num_tokens = scheduler.admit(again)
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    block_key = scheduler.half.tier.model.block_key
+    expected = [block_key(again, at, 0) for at in range(num_tokens // BLOCK_SIZE)]
+    assert num_tokens == 32
+    assert [stored[slot] for slot in load.host_slots.tolist()] == expected
+
+
+# -- max_load_tokens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [0, 1, 15, 16, 40, 96, 97, 2**70])
+def test_no_more_than_max_load_tokens_are_loaded(most: int) -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_request("a", 100)
+    request = hinted(scheduler, "b", 100, max_load_tokens=most)
+    found = scheduler.half.lookup(request, 0)
+    assert found == min(most // BLOCK_SIZE * BLOCK_SIZE, 96)
+    assert scheduler.half.stats()["max_load_tokens_hints"] == 1
+
+
+def test_max_load_tokens_does_not_count_the_local_hit() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.store_request("a", 100)
+    assert scheduler.half.lookup(hinted(scheduler, "b", 100, max_load_tokens=20), 32) == 16
+
+
+# -- wrong hints --------------------------------------------------------------------------------
+
+WRONG: list[tuple[object, str]] = [
+    ({"stroe": False}, "has no option 'stroe': did you mean 'store'?"),
+    ({"x": 1}, "has no option 'x': use one of store, max_load_tokens"),
+    ({"store": 0}, "kv_transfer_params.kvstow.store is 0, and it must be true or false"),
+    ({"store": "no"}, "store is 'no'"),
+    ({"max_load_tokens": -1}, "max_load_tokens is -1, and it must be a whole number of at least 0"),
+    ({"max_load_tokens": True}, "max_load_tokens is True"),
+    ({"max_load_tokens": 1.5}, "max_load_tokens is 1.5"),
+    ({"max_load_tokens": [1]}, "max_load_tokens is [1]"),
+    (False, "kv_transfer_params.kvstow is a bool, and it must be an object with store"),
+    ([], "kv_transfer_params.kvstow is a list"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_a_wrong_hint_is_ignored_with_one_warning(
+    given: Any, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    reader = HintReader()
+    for _ in range(3):
+        assert reader.read({"kvstow": given}) == Hints()
+    (warning,) = [r.getMessage() for r in caplog.records if "hint" in r.getMessage()]
+    assert message in warning
+    assert reader.num_given["wrong_hints"] == 3
+
+
+def test_a_wrong_hint_leaves_the_other_hints_of_its_request() -> None:
+    reader = HintReader()
+    given = {"kvstow": {"max_load_tokens": "5", "store": False, "foo": 1}, "do_remote_decode": 1}
+    assert reader.read(given) == Hints(store=False)
+    assert reader.num_given["wrong_hints"] == 2
+
+
+def test_clients_cannot_flood_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    reader = HintReader()
+    for at in range(3 * MAX_WARNINGS):
+        reader.read({"kvstow": {f"{at}" + "x" * 10_000: "y" * 10_000, "store": "z" * 10_000}})
+    assert len(caplog.records) == MAX_WARNINGS
+    assert max(len(record.getMessage()) for record in caplog.records) < 300
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, [], "x", {"kvstow": {}}])
+def test_a_request_without_hints_has_the_defaults(params: object) -> None:
+    reader = HintReader()
+    assert reader.read(params) == Hints()
+    assert not +reader.num_given
+
+
+def test_vllm_exports_every_count_of_hints() -> None:
+    scheduler = Scheduler(FULL, offload_prompt_only=True)
+    scheduler.half.lookup(hinted(scheduler, "a", 10, store=False, max_load_tokens=1, x=2), 0)
+    counted = scheduler.half.tier.counts
+    assert counted == {"store_hints": 1, "max_load_tokens_hints": 1, "wrong_hints": 1}
+    assert counted.keys() <= EXPORTED.keys()
+
+
+# -- the server ---------------------------------------------------------------------------------
+
+
+def served(
+    *parts: bytes, content_type: bytes = b"application/json"
+) -> tuple[list[dict[str, Any]], bytes]:
+    """Return what the client gets, and the body that vLLM reads; its answer has status 200."""
+    to_come = [
+        {"type": "http.request", "body": part, "more_body": at < len(parts)}
+        for at, part in enumerate(parts, 1)
+    ]
+    sent: list[dict[str, Any]] = []
+    read = b""
+
+    async def receive() -> dict[str, Any]:
+        return to_come.pop(0) if to_come else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal read
+        while (message := await receive())["type"] == "http.request":
+            read += message["body"]
+        await send({"type": "http.response.start", "status": 200})
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", content_type)]}
+    asyncio.run(RefuseWrongHints(vllm)(scope, receive, send))
+    return sent, read
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_the_middleware_refuses_a_wrong_hint(given: Any, message: str) -> None:
+    body = json.dumps({"prompt": [1], "kv_transfer_params": {"kvstow": given}}).encode()
+    sent, read = served(body[:20], body[20:])
+    assert sent[0]["status"] == 400 and read == b""
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["code"] == 400 and message in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"prompt": "kvstow"}',
+        b'{"kv_transfer_params": {"kvstow": {"store": false}}}',
+        b'{"kv_transfer_params": {"kvstow": ',
+        b'["kvstow"]',
+        b'{"kv_transfer_params": ["kvstow"]}',
+        b'"kvstow"' + b" " * (MAX_BODY_BYTES + 1),
+    ],
+    ids=range(7),
+)
+def test_the_middleware_passes_other_requests_on(body: bytes) -> None:
+    sent, read = served(body[:9], body[9:-9], body[-9:] if len(body) > 9 else b"")
+    assert sent[0]["status"] == 200 and read == (body if len(body) > 18 else read)
+    assert len(read) >= len(body) - 9
+
+
+def test_the_middleware_reads_json_only() -> None:
+    wrong = b'{"kv_transfer_params": {"kvstow": 1}}'
+    assert served(wrong, content_type=b"multipart/form-data")[0][0]["status"] == 200
+    with pytest.raises(ConfigError):
+        Hints.read({"kvstow": 1}, _raise)
+
+
+def _raise(name: str, error: ConfigError) -> None:
+    raise error
