@@ -214,11 +214,17 @@ class Engine:
         asked: Sequence[Sequence[int]],
         max_tokens: int = 16,
         lora_request: Any = None,
+        hints: Sequence[dict[str, Any]] | None = None,
         **prompt: Any,
     ) -> list[Answer]:
+        """Answer these prompts; `hints` has those of each request."""
+        params: Any = greedy(max_tokens)
+        if hints is not None:
+            given = [{"kv_transfer_params": {"kvstow": hint}} for hint in hints]
+            params = [greedy(max_tokens, extra_args=args) for args in given]
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(tokens), **prompt} for tokens in asked],
-            greedy(max_tokens),
+            params,
             use_tqdm=False,
             lora_request=lora_request,
         )

@@ -28,6 +28,7 @@ SETTINGS = {
     "--max-model-len": "512",
     "--max-num-seqs": "16",
     "--max-num-batched-tokens": str(MAX_NUM_BATCHED_TOKENS),
+    "--middleware": "kvstow.vllm.hints.RefuseWrongHints",
     # Without it vLLM kills its engine at once, and the engine closes nothing.
     "--shutdown-timeout": "30",
 }

@@ -127,6 +127,44 @@ def test_damage_to_one_block_in_one_layer_changes_answers(
     assert difference(answers, expected) > DAMAGE
 
 
+def test_a_request_with_store_false_is_not_on_the_host(
+    engine: Engine, expected: list[Answer]
+) -> None:
+    first = engine.generate(PROMPTS, hints=[{"store": at % 2 == 0} for at in range(8)])
+    engine.settle()
+    answers = engine.generate(PROMPTS)
+    assert hits(answers) == [NUM_HIT, 0] * 4
+    assert difference(first, expected) < TOLERANCE
+    assert difference(answers, expected) < TOLERANCE
+    assert hits(engine.generate(PROMPTS)) == [NUM_HIT] * 8
+
+
+def test_no_more_than_max_load_tokens_come_from_the_host(
+    engine: Engine, expected: list[Answer]
+) -> None:
+    engine.generate(PROMPTS)
+    for most in (0, 3 * BLOCK_SIZE + 5, 300):
+        answers = engine.generate(PROMPTS, hints=[{"max_load_tokens": most}] * 8)
+        # The window before an earlier end is not on the host.
+        allowed = 0 if engine.has_windows and most < NUM_HIT else most // BLOCK_SIZE * BLOCK_SIZE
+        assert hits(answers) == [allowed] * 8
+        assert difference(answers, expected) < TOLERANCE
+
+
+def test_only_prompts_are_stored_with_offload_prompt_only(
+    engine: Engine, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.change_options(monkeypatch, offload_prompt_only=True)
+    engine.start_over()
+    # More than three at a time do not fit with their answers.
+    first = engine.generate(PROMPTS[:3], max_tokens=3 * BLOCK_SIZE)
+    assert difference(engine.generate(PROMPTS), expected) < TOLERANCE
+    turns = [
+        prompt + list(answer.tokens) for prompt, answer in zip(PROMPTS[:3], first, strict=True)
+    ]
+    assert hits(engine.generate(turns, max_tokens=1)) == [NUM_HIT] * 3
+
+
 def test_lazy_mode_stores_blocks_before_vllm_overwrites_them(
     engine: Engine, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ def test_a_prompt_that_grows_leaves_no_gap_in_what_is_stored() -> None:
             request.append_output_token_ids(7)
             scheduler.manager.allocate_slots(request, 1)
         if at == 70:
-            request.num_prompt_tokens = request.num_tokens
+            request.num_prompt_tokens = request.num_tokens + 30
         scheduler.step(request)
         for copies in scheduler.jobs.stores:
             found = keys(scheduler, copies.block_ids.tolist())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -33,12 +35,29 @@ def check(address: str, *arguments: str) -> int:
     )
 
 
+def status_of(address: str, hints: dict[str, object]) -> int:
+    """Return the HTTP status of a request with these hints."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "kv_transfer_params": {"kvstow": hints}}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), headers
+    )
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        assert "did you mean 'store'" in json.load(error)["error"]["message"]
+        return error.code
+
+
 def test_the_server_passes_the_five_cases(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = tmp_path / "events.jsonl"
     options = {"num_cpu_blocks": NUM_HOST_BLOCKS, "events_path": str(events)}
     with served(folder, tmp_path / "log", kv_connector_extra_config=options) as address:
+        assert status_of(address, {"store": False}) == 200
+        assert status_of(address, {"stroe": False}) == 400
         status = check(address, "--events", str(events))
         printed = capsys.readouterr().out
         with urllib.request.urlopen(f"{address}/metrics") as reply:
