@@ -10,6 +10,7 @@ import click
 
 from kvstow.cli import _commands
 from kvstow.observability.metrics import CONNECTOR_METRICS, METRICS
+from kvstow.vllm.hints import Hints
 from kvstow.vllm.options import DEFAULT_BYTES, Options
 
 DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
@@ -24,15 +25,12 @@ def command_line() -> str:
 
 def options() -> str:
     """Return the table of the connector's options."""
-    defaults = {option.name: option.default for option in dataclasses.fields(Options)}
-    defaults["cpu_bytes_to_use"] = DEFAULT_BYTES
-    texts = dict(_attributes(Options.__doc__ or ""))
-    assert texts.keys() == defaults.keys(), "each option of `Options` has an entry in its docstring"
-    rows = [
-        (f"`{name}`", "" if value is None else f"`{json.dumps(value)}`", texts[name])
-        for name, value in defaults.items()
-    ]
-    return table(("option", "default", "what it is"), rows)
+    return _fields(Options, "option", cpu_bytes_to_use=DEFAULT_BYTES)
+
+
+def hints() -> str:
+    """Return the table of the hints that a request may give to the connector."""
+    return _fields(Hints, "hint")
 
 
 def metrics() -> str:
@@ -62,9 +60,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "command-line": command_line,
+    "hints": hints,
     "metrics": metrics,
     "options": options,
 }
+
+
+def _fields(cls: type, head: str, **defaults: object) -> str:
+    """Return the table of the fields of a dataclass; `defaults` replaces some defaults."""
+    defaults = {known.name: known.default for known in dataclasses.fields(cls)} | defaults
+    texts = dict(_attributes(cls.__doc__ or ""))
+    assert texts.keys() == defaults.keys(), "each field has an entry in the docstring"
+    rows = [
+        (f"`{name}`", "" if value is None else f"`{json.dumps(value)}`", texts[name])
+        for name, value in defaults.items()
+    ]
+    return table((head, "default", "what it is"), rows)
 
 
 def _cell(text: str) -> str:
