@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
 
 import kvstow.vllm
-from kvstow import ConfigError, TransferError
+from kvstow import ConfigError, StateSpace, TransferError
 from kvstow.transfer import READY
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
@@ -111,9 +111,47 @@ def test_options_are_checked_before_weights_load() -> None:
 
 
 def test_an_unknown_kind_of_attention_is_refused() -> None:
-    mamba = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigError, match="KV cache group 1 is of kind MambaSpec"):
-        Model.of(cache_config(FULL, mamba))
+    class CrossSpec(type(FULL)):  # type: ignore[misc]
+        pass
+
+    unknown = CrossSpec(**vars(FULL))
+    with pytest.raises(ConfigError, match="KV cache group 1 is of kind CrossSpec"):
+        Model.of(cache_config(FULL, unknown))
+
+
+def mamba(mode: str) -> MambaSpec:
+    """Return a state of 32 bytes, padded to the size of an attention block."""
+    return MambaSpec(
+        block_size=BLOCK_SIZE,
+        shapes=((8,),),
+        dtypes=(torch.float32,),
+        page_size_padded=PAGE_BYTES,
+        mamba_cache_mode=mode,
+    )
+
+
+def test_recurrent_states_are_served_where_vllm_caches_them() -> None:
+    for mode in ("align", "all"):
+        model = Model.of(cache_config(FULL, mamba(mode)))
+        assert model.groups[1] == StateSpace(BLOCK_SIZE)
+        assert model.slot_bytes == PAGE_BYTES and model.tokens_per_hit == BLOCK_SIZE
+    for mode in ("none", "new"):
+        with pytest.raises(ConfigError, match="group 1 is of kind MambaSpec in mode") as refused:
+            Model.of(cache_config(FULL, mamba(mode)))
+        assert repr(mode) in str(refused.value) and "--mamba-cache-mode" in str(refused.value)
+
+
+def test_a_padded_state_is_copied_with_its_padding() -> None:
+    """vLLM registers a view of the states whose stride is the padded size."""
+    model = Model.of(cache_config(FULL, mamba("align")))
+    memory = torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.int8)
+    states = memory.as_strided((NUM_BLOCKS, 1, 1, 32), (PAGE_BYTES, 32, 32, 1))
+    for layout in model.layouts({"0": memory, "1": states}):
+        (region,) = layout.regions
+        assert region.base_address == memory.data_ptr()
+        assert (region.block_stride_bytes, region.block_bytes) == (PAGE_BYTES, PAGE_BYTES)
+    with pytest.raises(ConfigError, match=rf"layer '1' begins \+{PAGE_BYTES} bytes from where"):
+        model.layouts({"0": memory, "1": states[1:]})
 
 
 def test_a_layout_that_differs_from_vllms_configuration_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -33,16 +34,30 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of wh
 PROMPTS = prompts(8, 300)
 # vLLM computes the last of 300 tokens, and caches whole blocks only.
 NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
-MODELS = {"llama": (models.LLAMA, 40, 400), "gemma": (models.GEMMA, 200, 900)}
+MODELS: dict[str, tuple[dict[str, object], int, int]] = {
+    "llama": (models.LLAMA, 40, 400),
+    "gemma": (models.GEMMA, 200, 900),
+    "granite": (models.GRANITE, 80, 500),
+    "qwen-next": (models.QWEN_NEXT, 80, 500),
+}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=itertools.product(MODELS, ["sync", "async"]), ids="-".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The model, and the way of scheduling."""
+    kind: tuple[str, str] = request.param
+    skip_unless_in_ci(*kind)
+    return kind
+
+
+@pytest.fixture(scope="module")
 def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, list[Answer]]:
-    """A model, and its answers without a connector."""
-    config, num_blocks, _ = MODELS[request.param]
-    folder = models.make_model(config, tmp_path_factory.mktemp(request.param))
+    kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Answer]]:
+    """The folder of a model, and its answers without a connector."""
+    name, _ = kind
+    config, num_blocks, _ = MODELS[name]
+    folder = models.make_model(config, tmp_path_factory.mktemp(name))
     engine = Engine(folder, num_blocks=num_blocks)
     try:
         answers = engine.generate(PROMPTS)
@@ -52,20 +67,18 @@ def reference(
     assert [answer.num_cached for answer in again] == [0] * 8, (
         "the pool must be too small for two rounds"
     )
-    return request.param, folder, answers
+    return folder, answers
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def shared(
-    request: pytest.FixtureRequest, reference: tuple[str, Path, list[Answer]]
-) -> Iterator[Engine]:
-    name, folder, _ = reference
-    skip_unless_in_ci(name, request.param)
+@pytest.fixture(scope="module")
+def shared(kind: tuple[str, str], reference: tuple[Path, list[Answer]]) -> Iterator[Engine]:
+    name, scheduling = kind
+    folder, _ = reference
     _, num_blocks, num_host_blocks = MODELS[name]
     engine = Engine(
         folder,
         num_blocks=num_blocks,
-        scheduling=request.param,
+        scheduling=scheduling,
         options={
             "num_cpu_blocks": num_host_blocks,
             "load_timeout_s": 30,
@@ -78,8 +91,8 @@ def shared(
 
 
 @pytest.fixture
-def expected(reference: tuple[str, Path, list[Answer]]) -> list[Answer]:
-    return reference[2]
+def expected(reference: tuple[Path, list[Answer]]) -> list[Answer]:
+    return reference[1]
 
 
 def hits(answers: list[Answer]) -> list[int]:
@@ -368,9 +381,9 @@ def contains(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
 
 
 def test_the_events_file_has_every_transfer(
-    engine: Engine, reference: tuple[str, Path, list[Answer]]
+    engine: Engine, reference: tuple[Path, list[Answer]]
 ) -> None:
-    path = reference[1] / "events.jsonl"
+    path = reference[0] / "events.jsonl"
     num_before = len(path.read_text().splitlines())
     for _ in range(2):
         engine.generate(PROMPTS)

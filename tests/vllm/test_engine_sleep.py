@@ -29,7 +29,12 @@ from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-MODELS = {"llama": (models.LLAMA, 60, 400), "gemma": (models.GEMMA, 260, 900)}
+MODELS: dict[str, tuple[dict[str, object], int, int]] = {
+    "llama": (models.LLAMA, 60, 400),
+    "gemma": (models.GEMMA, 260, 900),
+    "granite": (models.GRANITE, 80, 500),
+    "qwen-next": (models.QWEN_NEXT, 80, 500),
+}
 PROMPTS = prompts(3, 300)
 NUM_TOKENS = 24
 

@@ -10,6 +10,10 @@ allocation |... layer l: base + offset + l * layer_stride ...|
 
 Groups share these bytes, and a block belongs to one group at a time. So a copy of a block takes
 only the layers of its own group.
+
+A block of a recurrent group holds the states of its layers after the block's last token. vLLM pads
+a state to the size of an attention block. Copies include the padding, because regions of equal
+sizes let groups share a mover.
 """
 
 from __future__ import annotations
@@ -25,11 +29,12 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from kvstow import ChunkedLocal, ConfigError, FullAttention, SlidingWindow
+from kvstow import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.transfer.arena import slot_stride_bytes
 from kvstow.transfer.layout import BlockLayout, Region, cuda_device, joined
 
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.request import Request
 
-Group = FullAttention | SlidingWindow | ChunkedLocal
+Group = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
 
 
 @dataclass(frozen=True)
@@ -196,9 +201,18 @@ def _group(name: str, spec: KVCacheSpec) -> Group:
         )
     if kind is ChunkedLocalAttentionSpec:
         return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
+    if kind is MambaSpec:
+        if spec.mamba_cache_mode in ("align", "all"):
+            return StateSpace(spec.block_size)
+        raise ConfigError(
+            f"{name} is of kind MambaSpec in mode {spec.mamba_cache_mode!r}, and kvstow supports "
+            "recurrent states only in the modes 'align' and 'all', because vLLM caches no state in "
+            "another mode: start vLLM with --mamba-cache-mode align, or without the connector"
+        )
     raise ConfigError(
         f"{name} is of kind {kind.__name__}, and in vLLM kvstow supports full attention (also "
-        "MLA), sliding windows and local chunks: start vLLM without the connector"
+        "MLA), sliding windows, local chunks and recurrent states (MambaSpec): start vLLM without "
+        "the connector"
     )
 
 
