@@ -13,6 +13,8 @@ The slots of a run are padded less, but evenly: slot i is still at base + i * st
 ```
 |slot 0|pad|slot 1|pad| ... |slot k - 1|pad|slot k|pad| ...      k * stride is a multiple of 4 KiB
 ```
+
+Processes that share an arena also share the checksums of its slots, which lie behind the slots.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from kvstow.closing import Closing
 from kvstow.threads import map_on_threads
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.layout import MAX_ADDRESS, MAX_BLOCKS
+from kvstow.transfer.shared import SharedMemory
 
 SLOT_ALIGNMENT_BYTES = 4096
 # Alignment of a slot within a run: a cache line, which also suits a device's widest access.
@@ -41,6 +44,8 @@ _MAX_PREFAULT_THREADS = 1024
 _PREFAULT_CHUNK_BYTES = 64 << 20
 _MADV_WIPEONFORK = 18  # of Linux; the module mmap has no name for it
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+# Of shared memory: `checksums`, and both arrays of `device_sums`.
+_SUM_BYTES_PER_SLOT = 3 * 8
 
 
 class HostArena(Closing):
@@ -66,6 +71,7 @@ class HostArena(Closing):
         num_prefault_threads: int = 0,
         prefault_cpus: Collection[int] = (),
         file: tuple[int, int] | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         """Map the memory.
 
@@ -81,6 +87,9 @@ class HostArena(Closing):
             file: (descriptor, offset) of a file that holds the slots; the offset is a multiple of
                 4 KiB. The mapping is copy-on-write, so the file never changes. Nobody may overwrite
                 or cut it: write a new file and rename it. None for memory that holds zeros.
+            shared: memory of `shared_bytes(num_slots, slot_bytes, slots_per_run)` bytes that other
+                processes map, too. Only its creator touches pages now, because the others may find
+                stored blocks there. None for memory of this process.
 
         Raises:
             ConfigError: a number is outside its bounds, or the system has too little memory.
@@ -111,22 +120,37 @@ class HostArena(Closing):
         self._checksums: npt.NDArray[np.int64] | None = None
         self._device_sums: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._is_forked = False
-        self._map = self._map_memory(file)
+        self._map = self._map_memory(file, shared)
         _keep_private(self._map)
-        memory = np.frombuffer(self._map, dtype=np.uint8)[-self.num_bytes :]
+        memory = np.frombuffer(self._map, dtype=np.uint8)
+        if shared is None:
+            memory = memory[-self.num_bytes :]
+        else:
+            memory = self._split(memory, is_creator=shared.is_creator)
         self._base_address = memory.ctypes.data
         self._memory: npt.NDArray[np.uint8] | None = memory
         rows = memory.reshape(self._num_slots, self._slot_stride_bytes)
         self._slots: npt.NDArray[np.uint8] | None = rows[:, : self._slot_bytes]
-        if num_threads:
+        if num_threads and (shared is None or shared.is_creator):
             _touch_pages(memory, num_threads, prefault_cpus)
         self._on_close: list[Callable[[], None]] = []
         close_in_children(self)
 
-    def _map_memory(self, file: tuple[int, int] | None) -> mmap.mmap:
+    def _split(self, memory: npt.NDArray[np.uint8], *, is_creator: bool) -> npt.NDArray[np.uint8]:
+        """Take the sums from the end of shared memory, and return the memory of the slots."""
+        sums = memory[self.num_bytes :].view(np.uint64).reshape(3, self._num_slots)
+        self._checksums, self._device_sums = sums[0].view(np.int64), (sums[1], sums[2])
+        if is_creator:
+            self._checksums.fill(-1)
+        return memory[: self.num_bytes]
+
+    def _map_memory(self, file: tuple[int, int] | None, shared: SharedMemory | None) -> mmap.mmap:
         """Map all slots at once."""
         num_bytes = self._num_slots * self._slot_stride_bytes
         try:
+            if shared is not None:
+                num_bytes += self._num_slots * _SUM_BYTES_PER_SLOT
+                return mmap.mmap(shared.descriptor, num_bytes, mmap.MAP_SHARED, _READ_AND_WRITE)
             if file is not None:
                 descriptor, offset = file
                 # A mapping begins at a page, and pages may be larger than 4 KiB.
@@ -267,7 +291,7 @@ class HostArena(Closing):
                 closing.callback(self._on_close.pop(0))
 
     def _unmap(self) -> None:
-        self._slots = self._memory = None
+        self._drop_views()
         if self._is_forked:
             return  # see `close_in_child`
         # Python refuses while a view is alive, because its user would crash. The mapping goes with
@@ -275,11 +299,14 @@ class HostArena(Closing):
         with contextlib.suppress(BufferError):
             self._map.close()
 
+    def _drop_views(self) -> None:
+        self._slots = self._memory = self._checksums = self._device_sums = None
+
     def close_in_child(self) -> None:
         """Close the arena in a forked child; the parent calls what `on_close` registered."""
         self._is_forked = True
         self._on_close.clear()
-        self._slots = self._memory = None
+        self._drop_views()
         # Never unmap here: the child lacks the mapping, and another may have its addresses.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
 
@@ -289,6 +316,11 @@ def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
     shared = math.gcd(slots_per_run, SLOT_ALIGNMENT_BYTES)
     alignment = max(SLOT_ALIGNMENT_BYTES // shared, _MIN_ALIGNMENT_BYTES)
     return -(-slot_bytes // alignment) * alignment
+
+
+def shared_bytes(num_slots: int, slot_bytes: int, slots_per_run: int = 1) -> int:
+    """Return the bytes of shared memory for an arena: its slots and their checksums."""
+    return num_slots * (slot_stride_bytes(slot_bytes, slots_per_run) + _SUM_BYTES_PER_SLOT)
 
 
 def _keep_private(memory: mmap.mmap) -> None:

@@ -12,6 +12,7 @@ from kvstow.transfer.cuda.runtime import cuda_runtime
 from kvstow.transfer.host.mover import HostMover
 from kvstow.transfer.layout import BlockLayout
 from kvstow.transfer.mover import Mover
+from kvstow.transfer.shared import SharedMemory
 from kvstow.transfer.verified import VerifiedMover
 
 
@@ -21,6 +22,7 @@ def arena_for(
     *,
     slots_per_run: int = 1,
     progress: Progress | None = None,
+    shared: SharedMemory | None = None,
 ) -> HostArena:
     """Return host memory for the blocks of all layouts, pinned if they are on a CUDA device.
 
@@ -30,6 +32,7 @@ def arena_for(
         slots_per_run: see `HostArena`.
         progress: called with the number of pinned bytes, and of all bytes. To pin 10 GB takes a
             second or more.
+        shared: memory that other processes map, too: see `HostArena`.
 
     Raises:
         ConfigError: the layouts are on several devices, or there is no memory for the slots.
@@ -42,13 +45,14 @@ def arena_for(
             "the layouts of each device as a rank of their own"
         )
     if device is None:
-        return HostArena(num_slots, slot_bytes, slots_per_run=slots_per_run)
+        return HostArena(num_slots, slot_bytes, slots_per_run=slots_per_run, shared=shared)
     return pinned_arena(
         num_slots,
         slot_bytes,
         cuda_runtime(device),
         slots_per_run=slots_per_run,
         progress=progress,
+        shared=shared,
     )
 
 

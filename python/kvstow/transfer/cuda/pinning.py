@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.interface import CudaError, Runtime
+from kvstow.transfer.shared import SharedMemory
 
 # CUDA refuses to pin 512 GiB at once, and reports nothing while it pins. Chunks of this size take
 # about a second each, and then there is progress to report. A copy must not cross from one chunk
@@ -29,13 +30,14 @@ Progress = Callable[[int, int], None]
 """Called with the number of pinned bytes, and of all bytes."""
 
 
-def pinned_arena(
+def pinned_arena(  # noqa: PLR0913 - as HostArena
     num_slots: int,
     slot_bytes: int,
     runtime: Runtime,
     *,
     slots_per_run: int = 1,
     progress: Progress | None = None,
+    shared: SharedMemory | None = None,
 ) -> HostArena:
     """Return an arena near the device, pinned until it is closed.
 
@@ -49,6 +51,7 @@ def pinned_arena(
         slots_per_run=slots_per_run,
         num_prefault_threads=min(len(cpus), _MAX_THREADS),
         prefault_cpus=cpus,
+        shared=shared,
     )
     try:
         arena.on_close(pin(arena, runtime, progress=progress))
