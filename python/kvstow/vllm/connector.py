@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvstow import ConfigError
 from kvstow.observability.events import EventFile
@@ -28,6 +29,7 @@ from kvstow.vllm.events import HostEvents
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.stats import LOAD, STORE, ConnectorPromMetrics, ConnectorStats, StatsReporter
 from kvstow.vllm.tier import HostTier
@@ -73,8 +75,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         _check_config(vllm_config)
-        model = Model.of(kv_cache_config)
         parallel = vllm_config.parallel_config
+        model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._model = model
         self._reporter: StatsReporter | None = None
         self._host_events: HostEvents | None = None
@@ -90,6 +92,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 # that share this machine do not count.
                 num_local_ranks=parallel.local_world_size
                 * max(parallel.data_parallel_size_local, 1),
+                replicas=Replicas.of(vllm_config, kv_cache_config),
             )
             return
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -329,11 +332,11 @@ def _check_config(config: VllmConfig) -> None:
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     ):
-        if getattr(parallel, name, 1) > 1:
+        if getattr(parallel, name, 1) > 1 and not hasattr(KVCacheSpec, "dcp_sharded"):
             raise ConfigError(
-                f"{flag} is {getattr(parallel, name)}, and kvstow does not support blocks that are "
-                "spread over context-parallel ranks: set it to 1, or start vLLM without the "
-                "connector"
+                f"{flag} is {getattr(parallel, name)}, and vLLM before 0.31 does not say which "
+                "blocks context-parallel ranks divide: set it to 1, use a later vLLM, or start "
+                "vLLM without the connector"
             )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(

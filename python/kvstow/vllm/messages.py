@@ -53,7 +53,8 @@ class StepReports(KVConnectorWorkerMetadata):
     Attributes:
         reports: jobs that have ended, as (job id, rank, success). Success is one bool per block of
             the job if a check found damaged host slots.
-        released: stores that have read all their blocks and have not ended, once per rank.
+        released: stores that no longer need their blocks, once per rank: it has read them and its
+            copy has not ended, or another rank stores them for it.
         capacities: the number of host blocks by rank, if the step's jobs ask for it.
     """
 

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -74,8 +75,11 @@ class Model:
     tokens_per_vllm_hash: int = 0
 
     @classmethod
-    def of(cls, config: KVCacheConfig) -> Model:
+    def of(cls, config: KVCacheConfig, context_parallel_size: int = 1) -> Model:
         """Return the model of vLLM's configuration.
+
+        With decode context parallelism (`context_parallel_size` ranks) a block id names the same
+        block on every rank, and each rank has a share of its tokens.
 
         Raises:
             ConfigError: a kind of attention or a layout that kvstow does not support.
@@ -88,7 +92,8 @@ class Model:
         groups, layers = [], []
         for number, group in enumerate(config.kv_cache_groups):
             spec = group.kv_cache_spec
-            groups.append(_group(f"KV cache group {number}", spec))
+            name = f"KV cache group {number}"
+            groups.append(_group(name, _spread(name, spec, context_parallel_size)))
             placed = [_layer(config, name, spec) for name in group.layer_names]
             layers.append(tuple(sorted(placed, key=lambda layer: layer.offset)))
         model = cls(config.num_blocks, tuple(groups), tuple(layers))
@@ -178,6 +183,23 @@ class Model:
             owners=tuple(owners),
             device=cuda_device(owners[0]),
         )
+
+
+def _spread(name: str, spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:
+    """Return a spec whose block has the tokens that vLLM counts, which are those of all ranks."""
+    if context_parallel_size == 1:
+        return spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError(
+            f"--decode-context-parallel-size is {context_parallel_size}, and {name} is of kind "
+            f"{type(spec).__name__}, which no context-parallel rank divides. vLLM then hits inside "
+            "blocks, and kvstow does not: set it to 1, or start vLLM without the connector"
+        )
+    if not spec.dcp_sharded:
+        return spec
+    return replace(spec, block_size=spec.block_size * context_parallel_size)
 
 
 def _group(name: str, spec: KVCacheSpec) -> Group:

@@ -164,10 +164,11 @@ class Options:
             )
         return options
 
-    def num_host_blocks(self, slot_stride_bytes: int, world_size: int) -> int:
+    def num_host_blocks(self, slot_stride_bytes: int, world_size: int, num_sharing: int = 1) -> int:
         """Return the number of slots of each of `world_size` ranks.
 
-        A rank without layers stores nothing. Its slots take 0 bytes, so it sets no bound.
+        A rank without layers stores nothing. Its slots take 0 bytes, so it sets no bound. Ranks
+        that share an arena (`num_sharing`) put their memory together.
 
         Raises:
             ConfigError: the memory does not hold a single block.
@@ -186,4 +187,4 @@ class Options:
                 f"takes {slot_stride_bytes}: raise {name} to at least "
                 f"{slot_stride_bytes * (world_size if name == 'cpu_bytes_to_use' else 1)}"
             )
-        return num_bytes // slot_stride_bytes
+        return num_bytes * num_sharing // slot_stride_bytes

@@ -29,9 +29,12 @@ from kvstow.transfer import (
     mover_for,
     outcome,
 )
+from kvstow.transfer.arena import shared_bytes
+from kvstow.transfer.shared import SharedMemory
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
 
 if TYPE_CHECKING:
@@ -63,13 +66,21 @@ class WorkerHalf:
     """Everything that runs beside one of vLLM's workers.
 
     Attributes:
-        arena: this rank's part of the host tier; None before `register` and after `close`.
+        arena: this rank's part of the host tier, which ranks with equal KV share; None before
+            `register` and after `close`.
         movers: one for each group that has layers on this rank. Groups that lie in the same bytes
             share a mover. Empty while vLLM sleeps.
     """
 
-    def __init__(
-        self, model: Model, options: Options, *, rank: int, world_size: int, num_local_ranks: int
+    def __init__(  # noqa: PLR0913 - the rank's place among the others
+        self,
+        model: Model,
+        options: Options,
+        *,
+        rank: int,
+        world_size: int,
+        num_local_ranks: int,
+        replicas: Replicas | None = None,
     ) -> None:
         """Wait for the KV caches (`register`).
 
@@ -79,12 +90,13 @@ class WorkerHalf:
             rank: this worker's number in its engine.
             world_size: workers of the engine.
             num_local_ranks: workers on this machine, those of other engines included.
+            replicas: the ranks with which this one may share its part of the host tier.
         """
         self._model = model
         self._options = options
         self._rank = rank
         self._world_size = world_size
-        self._num_host_blocks = options.num_host_blocks(model.slot_stride_bytes, world_size)
+        self._share(replicas)
         # Read now: when this rank registers, others may have pinned their parts already, and these
         # would count twice.
         self._num_local_ranks, self._free_bytes = num_local_ranks, free_memory()
@@ -97,6 +109,19 @@ class WorkerHalf:
         self._running: dict[int, _Running] = {}
         self._reports = StepReports()
         self._stats = ConnectorStats()
+
+    def _share(self, replicas: Replicas | None) -> None:
+        """Count the ranks that share one arena, and the blocks in it."""
+        self._replicas = replicas
+        self._num_sharing = 1 if replicas is None else replicas.num
+        self._num_host_blocks = self._options.num_host_blocks(
+            self._model.slot_stride_bytes, self._world_size, self._num_sharing
+        )
+
+    @property
+    def _is_writer(self) -> bool:
+        """Whether this rank stores blocks; if not, another rank stores them for it."""
+        return self._replicas is None or self._replicas.is_writer
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the device memory that vLLM has allocated, and map the host memory.
@@ -112,28 +137,43 @@ class WorkerHalf:
                 "devices and of vLLM's CPU engine only: start vLLM without the connector"
             )
         layouts = self._model.layouts(kv_caches)
-        num_bytes = self._num_host_blocks * self._model.slot_stride_bytes
         self._stop()
         if self.arena is None and layouts:
             # Kept when vLLM registers again, because the scheduler half relies on its content.
-            check_memory(
-                self._num_host_blocks,
-                self._model.slot_stride_bytes,
-                lower=f"cpu_bytes_to_use or num_cpu_blocks in {WHERE}",
-                free=self._free_bytes,
-                num_ranks=self._num_local_ranks,
-            )
-            self.arena = arena_for(layouts, self._num_host_blocks, progress=_log_pinned)
+            self.arena = self._map(layouts)
         self._layouts = layouts
         self.restore()
         logger.info(
-            "kvstow: rank %d keeps up to %d blocks of %d bytes in host memory (%.2f GiB), %s",
+            "kvstow: rank %d keeps up to %d blocks of %d bytes in host memory (%.2f GiB%s), %s",
             self._rank,
             self._num_host_blocks,
             self._model.slot_bytes,
-            num_bytes / 2**30,
+            self._num_host_blocks * self._model.slot_stride_bytes / 2**30,
+            f", one copy for {self._num_sharing} ranks" if self._num_sharing > 1 else "",
             "stored lazily" if self._options.lazy_offload else "stored eagerly",
         )
+
+    def _map(self, layouts: tuple[BlockLayout, ...]) -> HostArena:
+        """Map the host memory, with the ranks that have equal KV if they can share it."""
+
+        def arena_in(shared: SharedMemory | None) -> HostArena:
+            if shared is None or shared.is_creator:
+                check_memory(
+                    self._num_host_blocks,
+                    self._model.slot_stride_bytes,
+                    lower=f"cpu_bytes_to_use or num_cpu_blocks in {WHERE}",
+                    free=self._free_bytes,
+                    num_ranks=self._num_local_ranks // self._num_sharing,
+                )
+            return arena_for(layouts, self._num_host_blocks, progress=_log_pinned, shared=shared)
+
+        if self._replicas is not None:
+            slot_bytes = max(layout.slot_bytes for layout in layouts)
+            num_bytes = shared_bytes(self._num_host_blocks, slot_bytes)
+            if (arena := self._replicas.map(num_bytes, arena_in)) is not None:
+                return arena
+            self._share(None)
+        return arena_in(None)
 
     def unregister(self) -> None:
         """Let go of the device memory before vLLM sleeps and frees it; copies in flight end first.
@@ -196,6 +236,11 @@ class WorkerHalf:
         """Give each group's part of a job to the group's mover."""
         if len(self.movers) < len(self._model.local_groups):
             raise StateError("vLLM sleeps and has freed the device memory, so nothing is copied")
+        if running.direction == STORE and not self._is_writer:
+            # The slots can be found only when the writer, too, has reported: see `Replicas`.
+            running.is_released = True
+            self._reports.released.append(running.copies.job_id)
+            return
         copies, after = running.copies, self._before_step or self._computed()
         offsets = copies.offsets.tolist()
         local = zip(self._model.local_groups, self.movers, self._layouts, strict=True)
@@ -289,9 +334,7 @@ class WorkerHalf:
         error = running.error or next((error for error in errors if error is not None), None)
         ok: bool | list[bool] = error is None
         if error is None:
-            # A transfer takes as long as its ranks do on average: vLLM adds up what they report.
-            seconds = (time.monotonic() - running.begun) / self._world_size
-            self._stats.moved(running.direction, running.num_bytes, seconds)
+            self._count(running)
         else:
             if running.error is None:
                 ok = outcome(running.tickets, running.copies.host_slots)
@@ -304,6 +347,17 @@ class WorkerHalf:
                 _CONSEQUENCES[running.direction],
             )
         self._reports.reports.append((job_id, self._rank, ok))
+
+    def _count(self, running: _Running) -> None:
+        """Count a job that succeeded, unless another rank has copied for this one."""
+        num_copying = self._world_size
+        if running.direction == STORE:
+            if not self._is_writer:
+                return
+            num_copying //= self._num_sharing
+        # A transfer takes as long as its ranks do on average: vLLM adds up what they report.
+        seconds = (time.monotonic() - running.begun) / num_copying
+        self._stats.moved(running.direction, running.num_bytes, seconds)
 
 
 def _log_pinned(num_bytes: int, of_bytes: int) -> None:
