@@ -28,7 +28,7 @@ from tests.vllm.relied_on import RELIED_ON
 
 import kvstow
 
-OURS = sorted((Path(kvstow.__file__).parent / "vllm").glob("*.py"))
+OURS = sorted((Path(kvstow.__file__).parent / "vllm").rglob("*.py"))
 
 
 def root() -> Path:

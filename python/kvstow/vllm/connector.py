@@ -102,6 +102,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 f"block size {model.tokens_per_hash}: start vLLM without --hash-block-size"
             )
         _warn(self._kv_transfer_config)
+        if options.accelerate:
+            from kvstow.vllm import accelerate  # noqa: PLC0415 - off by default
+
+            accelerate.enable()
         kv_events = vllm_config.kv_events_config
         if kv_events is not None and kv_events.enable_kv_cache_events:
             # A lazy store comes long after its plan. Its block is on the device until then, so the

@@ -125,6 +125,8 @@ class Options:
         preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
             and empties the tier if the content has changed. Needs `preserve_on_sleep`.
+        accelerate: replace three functions of vLLM with faster ones that have the same results, for
+            versions of vLLM that kvstow knows. Off by default.
     """
 
     cpu_bytes_to_use: int | None = option(None, read_size)
@@ -138,6 +140,7 @@ class Options:
     events_path: str | None = option(None, read_text)
     preserve_on_sleep: bool = option(False, read_flag)
     weights_version_path: str | None = option(None, read_text)
+    accelerate: bool = option(False, read_flag)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
