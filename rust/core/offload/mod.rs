@@ -17,7 +17,7 @@ mod request;
 mod stats;
 mod store;
 mod tier;
-mod transfer;
+mod transfer_event;
 
 pub use config::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE, Mode, OffloadConfig};
 pub use job::{Copies, Job, JobEnd, Outcome};
@@ -25,7 +25,7 @@ pub(crate) use record::SchedulerRecord;
 pub use stats::OffloadStats;
 pub use store::Progress;
 pub use tier::EvictionPolicy;
-pub use transfer::{Direction, TransferEvent};
+pub use transfer_event::{Direction, TransferEvent};
 
 use std::collections::BTreeMap;
 
