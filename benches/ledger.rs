@@ -48,7 +48,7 @@ fn look_up(ledger: &BlockLedger) -> PrefixHit {
 }
 
 fn free(ledger: &mut BlockLedger) {
-    ledger.free("request").unwrap();
+    ledger.free("request", None).unwrap();
 }
 
 fn bench_request(criterion: &mut Criterion) {
@@ -108,7 +108,7 @@ fn bench_step(criterion: &mut Criterion) {
     let ids: Vec<_> = (0..NUM_DECODING).map(|id| format!("request-{id}")).collect();
     let admit = |ledger: &mut BlockLedger| {
         for (at, id) in ids.iter().enumerate() {
-            let _ = ledger.free(id); // unknown the first time
+            let _ = ledger.free(id, None); // unknown the first time
             // Lengths differ, so that in each step every sixteenth request enters a new block.
             let num_new_tokens = 256 + at % BLOCK_SIZE;
             let args = AllocateArgs { num_new_tokens, ..AllocateArgs::default() };

@@ -8,13 +8,6 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::hash::extra_keys_to_py;
 
-fn medium_name(medium: Medium) -> &'static str {
-    match medium {
-        Medium::Device => "GPU",
-        Medium::Host => "CPU",
-    }
-}
-
 fn digests<'py>(
     py: Python<'py>,
     hashes: &[BlockHash],
@@ -29,7 +22,8 @@ pub(crate) struct BlockStored {
     stored: event::BlockStored,
     width: HashWidth,
     /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
-    medium: Medium,
+    #[pyo3(get)]
+    medium: &'static str,
 }
 
 #[pymethods]
@@ -72,18 +66,12 @@ impl BlockStored {
         self.stored.group.0
     }
 
-    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
-    #[getter]
-    fn medium(&self) -> &'static str {
-        medium_name(self.medium)
-    }
-
     fn __repr__(&self) -> String {
         format!(
             "BlockStored({} blocks, group={}, medium={:?})",
             self.stored.hashes.len(),
             self.group(),
-            self.medium()
+            self.medium
         )
     }
 }
@@ -97,7 +85,8 @@ pub(crate) struct BlockRemoved {
     #[pyo3(get)]
     group: u16,
     /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
-    medium: Medium,
+    #[pyo3(get)]
+    medium: &'static str,
 }
 
 #[pymethods]
@@ -108,18 +97,12 @@ impl BlockRemoved {
         digests(py, &self.hashes, self.width)
     }
 
-    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
-    #[getter]
-    fn medium(&self) -> &'static str {
-        medium_name(self.medium)
-    }
-
     fn __repr__(&self) -> String {
         format!(
             "BlockRemoved({} blocks, group={}, medium={:?})",
             self.hashes.len(),
             self.group,
-            self.medium()
+            self.medium
         )
     }
 }
@@ -128,19 +111,14 @@ impl BlockRemoved {
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct AllBlocksCleared {
     /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
-    medium: Medium,
+    #[pyo3(get)]
+    medium: &'static str,
 }
 
 #[pymethods]
 impl AllBlocksCleared {
-    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
-    #[getter]
-    fn medium(&self) -> &'static str {
-        medium_name(self.medium)
-    }
-
     fn __repr__(&self) -> String {
-        format!("AllBlocksCleared(medium={:?})", self.medium())
+        format!("AllBlocksCleared(medium={:?})", self.medium)
     }
 }
 
@@ -166,6 +144,10 @@ impl Batch {
     /// Returns the events as a list of Python objects.
     pub(crate) fn into_list(self, py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         let Self { events, medium, width } = self;
+        let medium = match medium {
+            Medium::Device => "GPU",
+            Medium::Host => "CPU",
+        };
         let to_object = |event| -> PyResult<Bound<'_, PyAny>> {
             Ok(match event {
                 Event::Stored(stored) => {

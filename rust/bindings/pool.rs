@@ -14,19 +14,12 @@ use pyo3::types::PyList;
 use crate::convert::{Count, Int32Array, group_id, hashes, ids, to_array};
 use crate::error::to_py;
 use crate::event::Batch;
-use crate::lock::{detached, lock};
+use crate::lock::lock;
 
 /// A pool behind a lock: its own, or that of a ledger.
 pub(crate) trait SharedPool {
     /// Locks the pool, and calls.
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R;
-
-    /// Locks the pool, and calls without the interpreter lock.
-    fn with_detached<R: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
-    ) -> R;
 
     /// Converts ids, locks the pool, and calls.
     fn with_ids<R>(
@@ -100,7 +93,7 @@ macro_rules! pool_methods {
 
             /// Drop every key. Return False and change nothing if a block is referenced or pinned.
             fn reset(&self, py: Python<'_>) -> bool {
-                self.with_detached(py, pool::BlockPool::reset)
+                py.detach(|| self.with(pool::BlockPool::reset))
             }
 
             /// Return the number of references on each block.
@@ -145,14 +138,6 @@ pub(crate) struct BlockPool(Mutex<pool::BlockPool>);
 impl SharedPool for BlockPool {
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
         call(&mut lock(&self.0))
-    }
-
-    fn with_detached<R: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
-    ) -> R {
-        detached(py, &self.0, call)
     }
 }
 
@@ -245,7 +230,7 @@ pool_methods!(BlockPool {
 
     /// Verify every invariant in O(num_blocks). Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        self.with_detached(py, |pool| pool.check()).map_err(to_py)
+        py.detach(|| self.with(|pool| pool.check())).map_err(to_py)
     }
 });
 
@@ -256,14 +241,6 @@ pub(crate) struct LedgerPool(pub(crate) Arc<Mutex<BlockLedger>>);
 impl SharedPool for LedgerPool {
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
         call(lock(&self.0).pool_mut())
-    }
-
-    fn with_detached<R: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut pool::BlockPool) -> R + Send,
-    ) -> R {
-        detached(py, &self.0, |ledger| call(ledger.pool_mut()))
     }
 }
 

@@ -213,10 +213,10 @@ impl World {
         self.step.retain(|&other| other != who);
         let computed = running.map_or(0, |running| running.computed);
         if !self.rules.is_reported {
-            self.ledger.free(&name(who)).unwrap();
+            self.ledger.free(&name(who), None).unwrap();
             return;
         }
-        for other in self.ledger.free_computed(&name(who), computed).unwrap() {
+        for other in self.ledger.free(&name(who), Some(computed)).unwrap() {
             assert_eq!(
                 self.rules.publish,
                 Publish::Granted,

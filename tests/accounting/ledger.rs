@@ -178,10 +178,7 @@ fn rewind(who: usize, tokens: usize, ledger: &mut BlockLedger, model: &mut Model
 fn free(who: usize, computed: Option<usize>, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let num_computed = computed.unwrap_or(0);
     let is_ok = model.requests.get(&who).is_some_and(|request| num_computed <= request.granted);
-    let freed = match computed {
-        None => ledger.free(&name(who)).map(|()| Vec::new()),
-        Some(computed) => ledger.free_computed(&name(who), computed),
-    };
+    let freed = ledger.free(&name(who), computed);
     let expected = is_ok.then(|| {
         let holders = model.free(who, computed.unwrap_or(usize::MAX));
         holders.into_iter().map(name).collect::<Vec<_>>()
@@ -195,17 +192,15 @@ fn sleep(is_packed: bool, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let anew = BlockLedger::new(ledger.pool().num_blocks(), groups, None, false).unwrap();
     let anew = anew.with_publish(model.publish);
     let restored = anew.restore(&ledger.snapshot(true), ids).unwrap();
-    model.sleep(|id| restored.new_id(BlockId(id)).unwrap().0);
+    let new_ids: BTreeMap<_, _> = restored.moves.into_iter().collect();
+    model.sleep(|id| new_ids[&BlockId(id)].0);
     *ledger = restored.ledger;
 }
 
 /// Compares a restart with a request that is freed and added again.
 fn restart(who: usize, computed: Option<usize>, ledger: &mut BlockLedger, model: &mut ModelLedger) {
     let hit = ledger.lookup(&name(who), usize::MAX).ok();
-    let done = match computed {
-        None => ledger.restart(&name(who)).map(|()| Vec::new()),
-        Some(computed) => ledger.restart_computed(&name(who), computed),
-    };
+    let done = ledger.restart(&name(who), computed);
     let known = model.requests.get(&who);
     let known = known.filter(|request| computed.unwrap_or(0) <= request.granted);
     let Some(names) = known.map(|request| request.names.clone()) else {
@@ -344,7 +339,7 @@ fn a_hit_is_refused_once_stale_or_foreign() {
     let before = format!("{ledger:?}");
     assert!(ledger.allocate("second", &with_hit).is_err(), "a stale hit");
     assert_eq!(format!("{ledger:?}"), before);
-    ledger.free("second").unwrap();
+    ledger.free("second", None).unwrap();
     ledger.add("second", &hashes(&[1, 2]), context()).unwrap();
     assert!(ledger.allocate("second", &with_hit).is_err(), "a namesake's hit");
 }

@@ -101,7 +101,7 @@ fn snapshot_without_blocks_keeps_requests_that_have_no_tokens() {
 fn restore_refuses_a_small_pool_and_wrong_new_ids() {
     let bytes = ledger().snapshot(true);
     let restored =
-        |num_blocks, ids: NewIds<'_>| new_ledger(num_blocks).restore(&bytes, ids).map(|_| ());
+        |num_blocks, ids: NewIds| new_ledger(num_blocks).restore(&bytes, ids).map(|_| ());
     let too_few = Error::OutOfBlocks { needed: 6, free: 5 };
     for ids in [NewIds::Same, NewIds::Packed] {
         assert_eq!(restored(6, ids), Err(too_few.clone()));
@@ -109,14 +109,14 @@ fn restore_refuses_a_small_pool_and_wrong_new_ids() {
     assert!(matches!(restored(7, NewIds::Same), Err(Error::Config(why)) if why.contains("packed")));
     restored(7, NewIds::Packed).unwrap();
     let given = ids(&[6, 5, 4, 3, 2, 1]);
-    restored(7, NewIds::Given(&given)).unwrap();
+    restored(7, NewIds::Given(given)).unwrap();
     for (wrong, why) in [
         (ids(&[1, 2, 3]), "3 new ids for 6 blocks"),
         (ids(&[1, 2, 3, 4, 5, 5]), "is the new id of two blocks"),
         (ids(&[0, 1, 2, 3, 4, 5]), "null block"),
         (ids(&[1, 2, 3, 4, 5, 7]), "ids go from 0 to 6"),
     ] {
-        let error = restored(7, NewIds::Given(&wrong)).unwrap_err();
+        let error = restored(7, NewIds::Given(wrong)).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     }
 }
@@ -215,7 +215,7 @@ proptest! {
                 for name in names {
                     let new = AllocateArgs { num_new_tokens: 1, ..AllocateArgs::default() };
                     let _ = ledger.allocate(&name, &new);
-                    ledger.free(&name).unwrap();
+                    ledger.free(&name, None).unwrap();
                 }
                 ledger.check().unwrap();
             }

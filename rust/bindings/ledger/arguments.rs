@@ -1,7 +1,6 @@
 //! The arguments of `BlockLedger`'s methods.
 
-use kvstow_core::ids::BlockId;
-use kvstow_core::ledger::{Context, Publish};
+use kvstow_core::ledger::{Context, NewIds, Publish};
 use kvstow_core::pool::MAX_BLOCKS;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -9,13 +8,6 @@ use pyo3::types::PyString;
 use crate::convert::{Name, counts, ids};
 use crate::error::ConfigError;
 use crate::hash::{extra_keys_from_py, tokens_from_py};
-
-/// As [`NewIds`], owned.
-pub(super) enum IdChoice {
-    Same,
-    Packed,
-    Given(Vec<BlockId>),
-}
 
 pub(super) fn publish_from_py(given: Option<Name>) -> PyResult<Publish> {
     match given.as_ref().map_or("granted", |name| name.0.as_str()) {
@@ -44,13 +36,13 @@ pub(super) fn counts_for(
     Ok(tokens)
 }
 
-pub(super) fn new_ids(given: &Bound<'_, PyAny>) -> PyResult<IdChoice> {
+pub(super) fn new_ids(given: &Bound<'_, PyAny>) -> PyResult<NewIds> {
     let Ok(name) = given.cast::<PyString>() else {
-        return Ok(IdChoice::Given(ids(given, MAX_BLOCKS)?));
+        return Ok(NewIds::Given(ids(given, MAX_BLOCKS)?));
     };
     match name.to_str() {
-        Ok("same") => Ok(IdChoice::Same),
-        Ok("packed") => Ok(IdChoice::Packed),
+        Ok("same") => Ok(NewIds::Same),
+        Ok("packed") => Ok(NewIds::Packed),
         _ => Err(ConfigError::new_err(format!(
             "block_ids is {}: it is \"same\", \"packed\" or the ids to take",
             name.repr()?

@@ -21,7 +21,7 @@ use crate::lock::{detached, lock};
 use crate::pool::LedgerPool;
 
 use allocation::per_group;
-use arguments::{IdChoice, context, counts_for, new_ids, publish_from_py};
+use arguments::{context, counts_for, new_ids, publish_from_py};
 
 /// The accounting of a device: requests, their block tables, and the prefixes they share.
 ///
@@ -324,12 +324,8 @@ impl BlockLedger {
         request_id: RequestId,
         num_computed_tokens: Option<Count>,
     ) -> PyResult<Vec<String>> {
-        let mut ledger = lock(&self.0);
-        match num_computed_tokens {
-            None => ledger.free(&request_id).map(|()| Vec::new()),
-            Some(count) => ledger.free_computed(&request_id, count.0),
-        }
-        .map_err(to_py)
+        let num_computed = num_computed_tokens.map(|count| count.0);
+        lock(&self.0).free(&request_id, num_computed).map_err(to_py)
     }
 
     /// Free the request's blocks, as `free` does, and keep it added with its hashes.
@@ -342,12 +338,8 @@ impl BlockLedger {
         request_id: RequestId,
         num_computed_tokens: Option<Count>,
     ) -> PyResult<Vec<String>> {
-        let mut ledger = lock(&self.0);
-        match num_computed_tokens {
-            None => ledger.restart(&request_id).map(|()| Vec::new()),
-            Some(count) => ledger.restart_computed(&request_id, count.0),
-        }
-        .map_err(to_py)
+        let num_computed = num_computed_tokens.map(|count| count.0);
+        lock(&self.0).restart(&request_id, num_computed).map_err(to_py)
     }
 
     /// Return the ids of all requests that were added and not freed, in no order.
@@ -419,12 +411,7 @@ impl BlockLedger {
         snapshot: &[u8],
         block_ids: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Int32Array<'py>, Int32Array<'py>)> {
-        let choice = block_ids.map(new_ids).transpose()?.unwrap_or(IdChoice::Same);
-        let ids = match &choice {
-            IdChoice::Same => NewIds::Same,
-            IdChoice::Packed => NewIds::Packed,
-            IdChoice::Given(given) => NewIds::Given(given),
-        };
+        let ids = block_ids.map_or(Ok(NewIds::Same), new_ids)?;
         let moves = detached(py, &self.0, |ledger| {
             let restored = ledger.clone().restore(snapshot, ids)?;
             *ledger = restored.ledger;

@@ -168,20 +168,21 @@ impl Group {
         num_unread_tokens / self.block_size
     }
 
-    /// The most blocks that a request holds while it computes `num_in_flight` tokens at a time.
-    /// None if there is no bound.
+    /// The most blocks that a request of `num_tokens` tokens holds while it computes at most
+    /// `max_in_flight` of them at a time. None means no such limit.
     #[inline]
-    pub(crate) fn max_held_blocks(self, num_in_flight: usize) -> Option<usize> {
-        match self.attention {
-            Attention::Full | Attention::StateSpace => None,
+    pub(crate) fn max_held_blocks(self, num_tokens: usize, max_in_flight: Option<usize>) -> usize {
+        let held_at_once = |num_in_flight| match self.attention {
+            Attention::Full | Attention::StateSpace => usize::MAX,
             Attention::SlidingWindow { window } => {
                 let window = window + self.extra_retained_tokens;
-                Some(sliding_window::max_held_blocks(window, self.block_size, num_in_flight))
+                sliding_window::max_held_blocks(window, self.block_size, num_in_flight)
             }
             Attention::ChunkedLocal { chunk } => {
-                Some(chunked_local::max_held_blocks(chunk, self.block_size, num_in_flight))
+                chunked_local::max_held_blocks(chunk, self.block_size, num_in_flight)
             }
-        }
+        };
+        self.num_blocks(num_tokens).min(max_in_flight.map_or(usize::MAX, held_at_once))
     }
 
     /// Whether some hit needs block `index`, if all hits end at multiples of `step` blocks. Only a

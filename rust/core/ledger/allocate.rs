@@ -72,15 +72,7 @@ impl BlockLedger {
         let place = self.requests.place(request_id)?;
         self.check_args(request_id, self.requests.at(place), args)?;
         let mut allocated = Allocation::with_capacity(self.model.groups().len());
-        let mut grant = Grant {
-            pool: &mut self.pool,
-            model: &self.model,
-            max_in_flight: self.max_in_flight_tokens,
-            publish: self.publish,
-            request: self.requests.at_mut(place),
-            args,
-        };
-        let is_granted = grant.allocate(&mut allocated)?;
+        let is_granted = self.grant(place, args).allocate(&mut allocated)?;
         Ok(is_granted.then_some(allocated))
     }
 
@@ -107,19 +99,24 @@ impl BlockLedger {
         let mut allocated = Allocation::with_capacity(places.len() * self.model.groups().len());
         for (&place, (_, num_new_tokens)) in places.iter().zip(wants) {
             args.num_new_tokens = num_new_tokens;
-            let mut grant = Grant {
-                pool: &mut self.pool,
-                model: &self.model,
-                max_in_flight: self.max_in_flight_tokens,
-                publish: self.publish,
-                request: self.requests.at_mut(place),
-                args: &args,
-            };
-            if !grant.allocate(&mut allocated)? {
+            if !self.grant(place, &args).allocate(&mut allocated)? {
                 break;
             }
         }
         Ok(allocated)
+    }
+
+    /// An allocation of the request at a place, whose arguments were checked.
+    #[inline]
+    fn grant<'a>(&'a mut self, place: usize, args: &'a AllocateArgs<'a>) -> Grant<'a> {
+        Grant {
+            pool: &mut self.pool,
+            model: &self.model,
+            max_in_flight: self.max_in_flight_tokens,
+            publish: self.publish,
+            request: self.requests.at_mut(place),
+            args,
+        }
     }
 
     #[inline]
@@ -324,8 +321,7 @@ impl Grant<'_> {
         max_in_flight: Option<usize>,
     ) -> usize {
         let need = |(index, &group): (usize, &Group)| {
-            let cap = max_in_flight.and_then(|num_tokens| group.max_held_blocks(num_tokens));
-            let num_required = group.num_blocks(num_tokens).min(cap.unwrap_or(usize::MAX));
+            let num_required = group.max_held_blocks(num_tokens, max_in_flight);
             let num_held = self.request.tables[index].blocks.len();
             if self.request.is_running {
                 return num_required.saturating_sub(num_held);

@@ -132,10 +132,7 @@ impl BlockLedger {
 
     /// The blocks that [`AllocateArgs::must_fit_tokens`] counts for `num_tokens`.
     pub fn blocks_to_fit(&self, num_tokens: usize) -> usize {
-        let held = |group: &Group| {
-            let cap = self.max_in_flight_tokens.and_then(|limit| group.max_held_blocks(limit));
-            group.num_blocks(num_tokens).min(cap.unwrap_or(usize::MAX))
-        };
+        let held = |group: &Group| group.max_held_blocks(num_tokens, self.max_in_flight_tokens);
         self.model.groups().iter().map(held).fold(0, usize::saturating_add)
     }
 
@@ -252,34 +249,49 @@ impl BlockLedger {
     }
 
     /// Drops a request and its references, group by group, each group's tail first. So a prefix
-    /// outlives its extensions. All granted tokens count as computed. If a step was not finished,
-    /// call [`BlockLedger::free_computed`] instead.
+    /// outlives its extensions.
+    ///
+    /// If a step was not finished, give the number of tokens that were computed: the request's own
+    /// blocks beyond them lose their keys, and blocks that it hit keep theirs. Returns the other
+    /// requests, sorted, whose tables hold a block that was never computed. Free them too, and let
+    /// them recompute. Skipped blocks count as computed, so name tokens in flight when you allocate.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`].
-    pub fn free(&mut self, request_id: &str) -> Result<()> {
+    /// [`Error::UnknownRequest`]; [`Error::Config`] for more computed tokens than were granted.
+    pub fn free(
+        &mut self,
+        request_id: &str,
+        num_computed_tokens: Option<usize>,
+    ) -> Result<Vec<String>> {
+        let uncomputed = self.evict_uncomputed(request_id, num_computed_tokens)?;
         let request = self.requests.remove(request_id)?;
-        self.release(&request.tables);
-        Ok(())
+        Ok(self.release(&request.tables, uncomputed))
     }
 
     /// Frees a request's blocks as [`BlockLedger::free`] does. The request stays added, with its
     /// hashes and its context, as before its first allocation.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`].
-    pub fn restart(&mut self, request_id: &str) -> Result<()> {
+    /// As [`BlockLedger::free`].
+    pub fn restart(
+        &mut self,
+        request_id: &str,
+        num_computed_tokens: Option<usize>,
+    ) -> Result<Vec<String>> {
+        let uncomputed = self.evict_uncomputed(request_id, num_computed_tokens)?;
         let tables = self.requests.get_mut(request_id)?.restart(self.num_added);
         self.num_added += 1;
-        self.release(&tables);
-        Ok(())
+        Ok(self.release(&tables, uncomputed))
     }
 
-    fn release(&mut self, tables: &[BlockTable]) {
+    /// Drops a request's references. Returns the requests that still hold `uncomputed` blocks.
+    fn release(&mut self, tables: &[BlockTable], mut uncomputed: Vec<BlockId>) -> Vec<String> {
         for table in tables {
             let kept = table.blocks.get(table.num_skipped..).unwrap_or_default();
             self.pool.release(kept.iter().rev().copied());
         }
+        uncomputed.retain(|&id| self.pool.num_refs(id) > 0);
+        self.holders(&uncomputed)
     }
 
     /// Verifies every invariant of requests and pool.

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! vLLM publishes granted tokens, so requests of one step share a prefix that this step computes.
-//! If the step is dropped, blocks have keys but no KV. [`BlockLedger::free_computed`] drops these
-//! keys and names the requests that have hit the blocks.
+//! If the step is dropped, blocks have keys but no KV. [`BlockLedger::free`] drops these keys
+//! and names the requests that have hit the blocks.
 
 use crate::error::Result;
 use crate::ids::BlockId;
@@ -56,42 +56,15 @@ impl BlockLedger {
         Ok(())
     }
 
-    /// As [`BlockLedger::free`], for a request that has computed only its first
-    /// `num_computed_tokens`. Its own blocks beyond them lose their keys; blocks that it hit keep
-    /// theirs. Returns the other requests, sorted, whose tables hold a block that was never
-    /// computed. Free them too, and let them recompute.
-    ///
-    /// Skipped blocks count as computed. So name tokens in flight when you allocate.
-    ///
-    /// # Errors
-    /// [`Error::UnknownRequest`](crate::error::Error::UnknownRequest);
-    /// [`Error::Config`](crate::error::Error::Config) beyond the granted tokens.
-    pub fn free_computed(
+    /// Takes their keys from the request's own blocks beyond its first `num_computed_tokens`. Blocks
+    /// that it hit keep theirs, and skipped blocks count as computed. Returns these blocks; none if
+    /// the number is None, because all granted tokens were computed.
+    pub(super) fn evict_uncomputed(
         &mut self,
         request_id: &str,
-        num_computed_tokens: usize,
-    ) -> Result<Vec<String>> {
-        self.end_computed(request_id, num_computed_tokens, Self::free)
-    }
-
-    /// As [`BlockLedger::free_computed`], of a request that stays added: [`BlockLedger::restart`].
-    ///
-    /// # Errors
-    /// As [`BlockLedger::free_computed`].
-    pub fn restart_computed(
-        &mut self,
-        request_id: &str,
-        num_computed_tokens: usize,
-    ) -> Result<Vec<String>> {
-        self.end_computed(request_id, num_computed_tokens, Self::restart)
-    }
-
-    fn end_computed(
-        &mut self,
-        request_id: &str,
-        num_computed_tokens: usize,
-        end: impl FnOnce(&mut Self, &str) -> Result<()>,
-    ) -> Result<Vec<String>> {
+        num_computed_tokens: Option<usize>,
+    ) -> Result<Vec<BlockId>> {
+        let Some(num_computed_tokens) = num_computed_tokens else { return Ok(Vec::new()) };
         let request = self.requests.get(request_id)?;
         request.check_granted(request_id, num_computed_tokens, "count as computed")?;
         let mut uncomputed: Vec<BlockId> = Vec::new();
@@ -101,13 +74,11 @@ impl BlockLedger {
             uncomputed.extend(table.blocks.get(start..).unwrap_or_default());
         }
         self.pool.evict(&uncomputed)?;
-        end(self, request_id)?;
-        uncomputed.retain(|&id| self.pool.num_refs(id) > 0);
-        Ok(self.holders(&uncomputed))
+        Ok(uncomputed)
     }
 
     /// The requests whose tables hold one of these blocks, sorted.
-    fn holders(&self, blocks: &[BlockId]) -> Vec<String> {
+    pub(super) fn holders(&self, blocks: &[BlockId]) -> Vec<String> {
         if blocks.is_empty() {
             return Vec::new();
         }

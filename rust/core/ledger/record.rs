@@ -16,7 +16,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
 use crate::pool::MAX_BLOCKS;
 
-use super::request::{BlockTable, MAX_TOKENS, Request};
+use super::request::{MAX_TOKENS, Request};
 use super::{BlockLedger, Context, Publish};
 
 /// More requests than any ledger serves. A larger count could wrap.
@@ -42,14 +42,14 @@ pub(crate) struct LedgerRecord {
 }
 
 /// The ids of restored blocks in the new pool.
-#[derive(Clone, Copy, Debug)]
-pub enum NewIds<'a> {
+#[derive(Clone, Debug)]
+pub enum NewIds {
     /// The old ids.
     Same,
     /// 1, 2, 3, and so on, in the order in which the requests' tables name them: a table is a run.
     Packed,
     /// These, in the order of `Packed`. There may be more of them than blocks.
-    Given(&'a [BlockId]),
+    Given(Vec<BlockId>),
 }
 
 /// A ledger restored from a snapshot.
@@ -59,14 +59,6 @@ pub struct Restored {
     pub ledger: BlockLedger,
     /// The old and the new id of each block that it holds, sorted by the old id.
     pub moves: Vec<(BlockId, BlockId)>,
-}
-
-impl Restored {
-    /// The new id of a block.
-    pub fn new_id(&self, old: BlockId) -> Option<BlockId> {
-        let at = self.moves.binary_search_by_key(&old, |&(old, _)| old).ok()?;
-        Some(self.moves[at].1)
-    }
 }
 
 /// A block in a table, as a sleep image stores it.
@@ -92,9 +84,7 @@ impl BlockLedger {
                     table.blocks.truncate(group.num_blocks(request.num_granted_tokens));
                 });
             } else {
-                request.tables.fill(BlockTable::default());
-                (request.num_granted_tokens, request.is_running, request.is_delayed) =
-                    (0, false, false);
+                request.restart(request.serial);
             }
             (name.to_owned(), request)
         };
@@ -173,13 +163,13 @@ impl BlockLedger {
         check_requests(&record, &self.model)?;
         self.num_added = record.num_added;
         self.identity = Arc::default();
-        let new_ids = IdMap::plan(&record, ids, self.pool.num_blocks())?;
+        let new_ids = new_ids(&record, ids, self.pool.num_blocks())?;
         let has_events = self.pool.medium().is_some();
         for (name, mut request) in record.requests {
             self.requests.check_new(&name).or_else(|_| damaged("it holds a request twice"))?;
             for table in &mut request.tables {
                 for id in &mut table.blocks {
-                    *id = new_ids.new_id(*id);
+                    *id = new_ids.get(id).map_or(BlockId::NULL, |&(new, _)| new);
                 }
                 self.pool.touch(&table.blocks)?;
             }
@@ -189,7 +179,7 @@ impl BlockLedger {
             self.requests.insert(&name, request);
         }
         for (id, key) in record.keys {
-            let Some(&(new, group)) = new_ids.0.get(&id) else {
+            let Some(&(new, group)) = new_ids.get(&id) else {
                 return damaged("a key belongs to no block in a table");
             };
             if group != key.group || self.pool.key(new).is_some() {
@@ -199,12 +189,10 @@ impl BlockLedger {
         }
         self.check_keys()?;
         self.check().or_else(|error| damaged(&error.to_string()))?;
-        let moves = new_ids.0.into_iter().map(|(old, (new, _))| (old, new)).collect();
+        let moves = new_ids.into_iter().map(|(old, (new, _))| (old, new)).collect();
         Ok(Restored { ledger: self, moves })
     }
-}
 
-impl BlockLedger {
     /// Refuses a published block whose key is not that of its place in a table. Refuses an
     /// unpublished block that has a key or a second reference.
     fn check_keys(&self) -> Result<()> {
@@ -229,64 +217,52 @@ impl BlockLedger {
 }
 
 /// By old id, the new id and the group whose tables hold the block.
-struct IdMap(BTreeMap<BlockId, (BlockId, GroupId)>);
-
-impl IdMap {
-    fn plan(record: &LedgerRecord, ids: NewIds, num_blocks: usize) -> Result<Self> {
-        let mut new_ids = BTreeMap::new();
-        let mut order = Vec::new();
-        // Requests share a block only through hits, so always at the same position.
-        let mut positions = BTreeMap::new();
-        let groups = || (0..=u16::MAX).map(GroupId);
-        for (group, table) in record.requests.iter().flat_map(|(_, r)| groups().zip(&r.tables)) {
-            let mut in_table = BTreeSet::new();
-            for (index, &id) in table.blocks.iter().enumerate().filter(|(_, id)| !id.is_null()) {
-                if id.index() >= MAX_BLOCKS || !in_table.insert(id) {
-                    return damaged("a block id is out of range, or a table holds a block twice");
-                }
-                if *positions.entry(id).or_insert((group, index)) != (group, index) {
-                    return damaged("tables hold a block at two positions");
-                }
-                new_ids.entry(id).or_insert_with(|| {
-                    order.push(id);
-                    (id, group)
-                });
+fn new_ids(
+    record: &LedgerRecord,
+    ids: NewIds,
+    num_blocks: usize,
+) -> Result<BTreeMap<BlockId, (BlockId, GroupId)>> {
+    let mut order = Vec::new();
+    // Requests share a block only through hits, so always at the same position.
+    let mut positions = BTreeMap::new();
+    let groups = || (0..=u16::MAX).map(GroupId);
+    for (group, table) in record.requests.iter().flat_map(|(_, r)| groups().zip(&r.tables)) {
+        let mut in_table = BTreeSet::new();
+        for (index, &id) in table.blocks.iter().enumerate().filter(|(_, id)| !id.is_null()) {
+            if id.index() >= MAX_BLOCKS || !in_table.insert(id) {
+                return damaged("a block id is out of range, or a table holds a block twice");
+            }
+            let position = positions.entry(id).or_insert_with(|| {
+                order.push((id, group));
+                (group, index)
+            });
+            if *position != (group, index) {
+                return damaged("tables hold a block at two positions");
             }
         }
-        let num_usable = num_blocks - 1;
-        if order.len() > num_usable {
-            return Err(Error::OutOfBlocks { needed: order.len(), free: num_usable });
-        }
-        match ids {
-            NewIds::Same => {
-                if let Some((&last, _)) = new_ids.last_key_value()
-                    && last.index() >= num_blocks
-                {
-                    return Err(Error::Config(format!(
-                        "block {last} is outside a pool of {num_blocks} blocks: restore the {} \
-                         blocks with packed ids, which fit",
-                        order.len()
-                    )));
-                }
-            }
-            NewIds::Packed => {
-                for (old, new) in order.iter().zip((1..).map(BlockId)) {
-                    new_ids.entry(*old).and_modify(|entry| entry.0 = new);
-                }
-            }
-            NewIds::Given(given) => {
-                check_given(given, order.len(), num_blocks)?;
-                for (old, &new) in order.iter().zip(given) {
-                    new_ids.entry(*old).and_modify(|entry| entry.0 = new);
-                }
-            }
-        }
-        Ok(Self(new_ids))
     }
-
-    fn new_id(&self, old: BlockId) -> BlockId {
-        self.0.get(&old).map_or(BlockId::NULL, |&(new, _)| new)
+    let num_usable = num_blocks - 1;
+    if order.len() > num_usable {
+        return Err(Error::OutOfBlocks { needed: order.len(), free: num_usable });
     }
+    let given = match ids {
+        NewIds::Same => match positions.last_key_value() {
+            Some((last, _)) if last.index() >= num_blocks => {
+                return Err(Error::Config(format!(
+                    "block {last} is outside a pool of {num_blocks} blocks: restore the {} blocks \
+                     with packed ids, which fit",
+                    order.len()
+                )));
+            }
+            _ => order.iter().map(|&(id, _)| id).collect(),
+        },
+        NewIds::Packed => (1..).map(BlockId).take(order.len()).collect(),
+        NewIds::Given(given) => {
+            check_given(&given, order.len(), num_blocks)?;
+            given
+        }
+    };
+    Ok(order.into_iter().zip(given).map(|((old, group), new)| (old, (new, group))).collect())
 }
 
 /// Refuses new ids that are too few, outside the pool, null, or repeated.

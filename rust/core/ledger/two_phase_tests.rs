@@ -60,8 +60,8 @@ fn hits_at_head(groups: Vec<Group>, num_blocks: u8, num_others: u8) -> BlockLedg
         ledger.add(name, &prompt(chain, num_blocks), Context::default()).unwrap();
         grant(&mut ledger, name, num_blocks.into());
     }
-    ledger.free("first").unwrap();
-    ledger.free("other").unwrap();
+    ledger.free("first", None).unwrap();
+    ledger.free("other", None).unwrap();
     ledger
 }
 
@@ -155,12 +155,12 @@ fn preempt_and_reallocate(groups: Vec<Group>) -> Result<(), InTwoPlaces> {
         grant(&mut ledger, name, num_blocks);
     }
     // All blocks are allocated and cached, so the first blocks freed are at the head.
-    ledger.free("a").unwrap();
-    ledger.free("rest").unwrap();
+    ledger.free("a", None).unwrap();
+    ledger.free("rest", None).unwrap();
     let hit = admit(&mut ledger, "a", &a, 2, 1)?;
     assert_eq!(hit.num_tokens, 4 * BLOCK_SIZE);
-    ledger.free("b").unwrap();
-    ledger.free("a").unwrap();
+    ledger.free("b", None).unwrap();
+    ledger.free("a", None).unwrap();
     let hit = admit(&mut ledger, "b", &b, 2, 1)?;
     assert_eq!(hit.num_tokens, 4 * BLOCK_SIZE);
     Ok(())
@@ -181,7 +181,7 @@ fn evictable_cached_blocks_are_not_allocated_twice() {
             ..AllocateArgs::default()
         };
         assert_eq!(ledger.allocate("large", &args), Ok(None));
-        ledger.free("large").unwrap();
+        ledger.free("large", None).unwrap();
         admit(&mut ledger, "next", &prompt(1, 6), 2, 1)?;
         assert_eq!(ledger.pool.num_free(), 0);
         Ok(())

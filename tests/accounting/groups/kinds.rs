@@ -134,7 +134,7 @@ fn a_hit_does_not_need_retained_blocks() {
     let mut ledger = with_prompt(&groups, 20);
     // The window of token 20 begins in block 4; blocks 2 and 3 are retained below it.
     assert_eq!(found_without(&ledger, 0, &[0, 1, 2, 3]), (20, vec![(4, 5)]));
-    ledger.free("a").unwrap();
+    ledger.free("a", None).unwrap();
     ledger.add("a", &hashes(&[0, 1, 2, 3, 4]), Context::default()).unwrap();
     let hit = ledger.lookup("a", usize::MAX).unwrap();
     let args = AllocateArgs { num_new_tokens: 4, hit: Some(&hit), ..AllocateArgs::default() };

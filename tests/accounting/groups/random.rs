@@ -332,7 +332,7 @@ impl World {
             return;
         }
         let mut ledger = self.ledger.clone();
-        ledger.free(&name(who)).unwrap();
+        ledger.free(&name(who), None).unwrap();
         ledger.add(&name(who), &hashes(&known.names), Context::default()).unwrap();
         assert!(ledger.lookup(&name(who), usize::MAX).unwrap().num_tokens >= num_published);
     }
@@ -340,11 +340,11 @@ impl World {
     /// Freeing loses nothing: added again at once, a request finds what it would have found.
     fn free(&mut self, who: usize) {
         let Some(known) = self.requests.remove(&who) else {
-            assert!(self.ledger.free(&name(who)).is_err());
+            assert!(self.ledger.free(&name(who), None).is_err());
             return;
         };
         let before = self.ledger.lookup(&name(who), usize::MAX).unwrap();
-        self.ledger.free(&name(who)).unwrap();
+        self.ledger.free(&name(who), None).unwrap();
         let mut again = self.ledger.clone();
         again.add(&name(who), &hashes(&known.names), Context::default()).unwrap();
         let after = again.lookup(&name(who), usize::MAX).unwrap();

@@ -207,7 +207,7 @@ impl Soak {
     fn stop(&mut self, who: usize) {
         self.running.retain(|&other| other != who);
         self.requests[who].loading_from = None;
-        self.ledger.free(&name(who)).unwrap();
+        self.ledger.free(&name(who), None).unwrap();
         self.ledger.check().unwrap();
     }
 

@@ -203,7 +203,7 @@ impl World {
         let (ledger, scheduler) = (self.ledger.snapshot(true), self.scheduler.snapshot().unwrap());
         let ledger_of =
             |size| BlockLedger::new(size, self.model.groups().to_vec(), None, false).unwrap();
-        let restored = ledger_of(size).restore(&ledger, ids).unwrap_or_else(|error| {
+        let restored = ledger_of(size).restore(&ledger, ids.clone()).unwrap_or_else(|error| {
             assert!(matches!(error, Error::OutOfBlocks { .. } | Error::Config(_)), "{error}");
             ledger_of(self.device.len()).restore(&ledger, ids).unwrap()
         });

@@ -90,7 +90,7 @@ impl World {
     }
 
     pub(super) fn refuse(&mut self, id: &str) {
-        self.ledger.free(id).unwrap();
+        self.ledger.free(id, None).unwrap();
         self.scheduler.finish(id).unwrap();
     }
 

@@ -149,7 +149,7 @@ impl World {
         if self.requests.remove(&who).is_some() {
             let id = who.to_string();
             self.scheduler.finish(&id).unwrap();
-            self.ledger.free(&id).unwrap();
+            self.ledger.free(&id, None).unwrap();
         }
     }
 
