@@ -11,7 +11,7 @@ use crate::key::BlockHash;
 #[derive(Clone, Debug)]
 pub(super) struct FingerprintTable {
     /// Fingerprint in the upper half, block id in the lower. 0 (the null block) is an empty place.
-    entries: Vec<u64>,
+    pub(super) entries: Vec<u64>,
 }
 
 impl FingerprintTable {
@@ -19,23 +19,6 @@ impl FingerprintTable {
     pub(super) fn new(num_blocks: usize) -> Self {
         // At most half full: most probes end at their first place.
         Self { entries: vec![0; (2 * num_blocks).next_power_of_two()] }
-    }
-
-    /// The entry at a place; 0 if the place is empty.
-    #[inline]
-    pub(super) fn get(&self, place: usize) -> u64 {
-        self.entries[place]
-    }
-
-    /// Writes the entry at a place.
-    #[inline]
-    pub(super) fn set(&mut self, place: usize, entry: u64) {
-        self.entries[place] = entry;
-    }
-
-    /// The entries and their places, empty places left out.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
-        self.entries.iter().copied().enumerate().filter(|&(_, entry)| entry != 0)
     }
 
     /// The first place that a probe for a fingerprint reads.
@@ -86,16 +69,6 @@ impl FingerprintTable {
             }
         }
         self.entries[gap] = 0;
-    }
-
-    /// Removes every entry.
-    pub(super) fn clear(&mut self) {
-        self.entries.fill(0);
-    }
-
-    /// Bytes on the heap.
-    pub(super) fn memory_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<u64>()
     }
 
     #[inline]

@@ -113,12 +113,6 @@ impl FreeQueue {
         self.links[END as usize].prev = last.0;
     }
 
-    /// Puts `id`, which must not be in the queue, at the tail.
-    #[inline]
-    pub(crate) fn push_back(&mut self, id: BlockId) {
-        self.push_back_all(std::iter::once(id));
-    }
-
     /// Puts ids that are not in the queue at the tail, in this order.
     #[inline]
     pub(crate) fn push_back_all(&mut self, ids: impl Iterator<Item = BlockId>) {

@@ -27,7 +27,8 @@ pub(super) struct Index {
     /// Neighbours in the circle of blocks with the same key, in order of publication.
     duplicates: Vec<[u32; 2]>,
     table: FingerprintTable,
-    num_cached: usize,
+    /// Number of blocks that hold a key.
+    pub(super) num_cached: usize,
 }
 
 /// Keys handled together: enough to keep the memory busy.
@@ -51,11 +52,6 @@ impl Index {
             table: FingerprintTable::new(num_blocks),
             num_cached: 0,
         }
-    }
-
-    /// Number of blocks that hold a key.
-    pub(super) fn num_cached(&self) -> usize {
-        self.num_cached
     }
 
     /// The key that `id` holds.
@@ -207,7 +203,7 @@ impl Index {
     /// Takes every key from its block.
     pub(super) fn clear(&mut self) {
         self.group_tags.fill(0);
-        self.table.clear();
+        self.table.entries.fill(0);
         self.num_cached = 0;
     }
 
@@ -216,7 +212,7 @@ impl Index {
         self.hashes.capacity()
             + self.group_tags.capacity() * size_of::<u32>()
             + self.duplicates.capacity() * size_of::<[u32; 2]>()
-            + self.table.memory_bytes()
+            + self.table.entries.capacity() * size_of::<u64>()
     }
 
     #[inline]
@@ -244,7 +240,7 @@ impl Index {
         }
         if num_keys > 1 {
             for (entry, &fingerprint) in homes.iter_mut().zip(&fingerprints[..num_keys]) {
-                *entry = self.table.get(self.table.home(fingerprint));
+                *entry = self.table.entries[self.table.home(fingerprint)];
             }
             if self.group_tags.len() > NUM_NEAR {
                 let read = |sum, &entry: &u64| {
@@ -259,7 +255,7 @@ impl Index {
 
     #[inline]
     fn oldest(&self, fingerprint: u32, hash: &BlockHash, tag: u32) -> Option<BlockId> {
-        let id = block_of(self.table.get(self.probe(fingerprint, hash, tag)));
+        let id = block_of(self.table.entries[self.probe(fingerprint, hash, tag)]);
         (!id.is_null()).then_some(id)
     }
 
@@ -267,10 +263,10 @@ impl Index {
     #[inline]
     fn insert(&mut self, id: BlockId, fingerprint: u32, hash: &BlockHash, tag: u32) -> bool {
         let place = self.probe(fingerprint, hash, tag);
-        let oldest = block_of(self.table.get(place));
+        let oldest = block_of(self.table.entries[place]);
         let is_first = oldest.is_null();
         if is_first {
-            self.table.set(place, entry_of(fingerprint, id));
+            self.table.entries[place] = entry_of(fingerprint, id);
             self.duplicates[id.index()] = [id.0; 2];
         } else {
             let newest = self.duplicates[oldest.index()][OLDER];
@@ -296,8 +292,8 @@ impl Index {
         } else {
             self.duplicates[older as usize][NEWER] = newer;
             self.duplicates[newer as usize][OLDER] = older;
-            if block_of(self.table.get(place)) == id {
-                self.table.set(place, entry_of(fingerprint, BlockId(newer)));
+            if block_of(self.table.entries[place]) == id {
+                self.table.entries[place] = entry_of(fingerprint, BlockId(newer));
             }
         }
         self.group_tags[id.index()] = 0;
@@ -318,7 +314,8 @@ impl Index {
     pub(super) fn check(&self) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("index: {what}")));
         let mut num_reached = 0;
-        for (place, entry) in self.table.iter() {
+        let entries = self.table.entries.iter().enumerate().filter(|&(_, &entry)| entry != 0);
+        for (place, &entry) in entries {
             let oldest = block_of(entry);
             let Some(key) = self.group_tags.get(oldest.index()).and_then(|_| self.key(oldest))
             else {

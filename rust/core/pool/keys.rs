@@ -12,7 +12,7 @@ use super::BlockPool;
 impl BlockPool {
     /// Number of blocks that hold a key.
     pub fn num_cached(&self) -> usize {
-        self.index.num_cached()
+        self.index.num_cached
     }
 
     /// Number of blocks that have lost their key to an allocation, since construction.

@@ -30,7 +30,8 @@ use crate::key::{BlockHash, BlockKey};
 use crate::pool::{BLOCK_BYTES, MAX_BLOCKS, check_memory};
 
 use chains::Chains;
-use policy::AnyPolicy;
+use policy::{AnyPolicy, Policy, with_policy};
+use room::is_unpinned_leaf;
 use slots::Slots;
 
 /// What a store fills its slots with, known from its plan on.
@@ -97,7 +98,7 @@ impl Tier {
     }
 
     pub(super) fn num_resident(&self) -> usize {
-        self.policy.len()
+        with_policy!(&self.policy, policy => policy.len())
     }
 
     /// The slot that holds a block and can be loaded from.
@@ -133,7 +134,7 @@ impl Tier {
     /// Puts below a slot the blocks that await the key that it holds from now on.
     fn adopt(&mut self, slot: BlockId, key: &BlockKey) {
         for root in self.chains.adopt(slot, key) {
-            self.policy.split(root);
+            with_policy!(&mut self.policy, policy => policy.split(root));
         }
     }
 
@@ -234,7 +235,8 @@ impl Tier {
         // The first block of a prompt is evicted last, whatever its group. So what is left is a
         // shorter prefix that every group still serves.
         kept.sort_unstable_by_key(|&at| Reverse((ends[at], at)));
-        self.policy.stored(kept.iter().map(|&at| (slots[at], &keys[at])));
+        let stored = kept.iter().map(|&at| (slots[at], &keys[at]));
+        with_policy!(&mut self.policy, policy => policy.stored(stored));
         Ok(kept.len())
     }
 
@@ -260,14 +262,15 @@ impl Tier {
 
     /// Makes slots the most recent ones, the last most of all. Each comes with whether it is a hit.
     pub(super) fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
-        self.policy.make_recent(slots);
+        with_policy!(&mut self.policy, policy => policy.make_recent(slots));
     }
 
     /// Makes a whole chain most recent, from `tail` up to its root. All but the `num_missed` next
     /// to the tail are hits.
     pub(super) fn make_chain_recent(&mut self, tail: BlockId, num_missed: usize) {
         let Self { policy, chains, .. } = self;
-        policy.make_chain_recent(tail, |slot| chains.parent(slot), num_missed);
+        let parent = |slot| chains.parent(slot);
+        with_policy!(policy, policy => policy.make_chain_recent(tail, parent, num_missed));
     }
 
     /// Drops everything. Slots in use by jobs are empty when the jobs end, pinned ones when they
@@ -277,7 +280,7 @@ impl Tier {
             self.slots.iter().filter(|&slot| self.policy.contains(slot)).collect();
         self.slots.pool.evict(&residents)?;
         self.slots.pool.free(&residents)?;
-        self.policy.clear();
+        with_policy!(&mut self.policy, policy => policy.clear());
         self.num_losses += 1;
         let filling: Vec<BlockId> =
             self.slots.iter().filter(|&slot| self.slots.is_filling(slot)).collect();
@@ -289,7 +292,7 @@ impl Tier {
     /// Takes a slot out of its chain and out of the eviction order. Returns its parent, which may
     /// be a leaf now.
     fn forget(&mut self, slot: BlockId) -> BlockId {
-        self.policy.removed(slot);
+        with_policy!(&mut self.policy, policy => policy.removed(slot));
         self.chains.leave(slot)
     }
 
@@ -315,7 +318,8 @@ impl Tier {
         lost.retain(|&slot| self.policy.contains(slot));
         for &slot in &lost {
             let Some(key) = self.slots.key(slot) else { continue };
-            self.policy.split(self.chains.root(slot));
+            let root = self.chains.root(slot);
+            with_policy!(&mut self.policy, policy => policy.split(root));
             self.chains.abandon(slot, key);
             let parent = self.forget(slot);
             self.retry(&[parent]);
@@ -330,7 +334,9 @@ impl Tier {
         let is_resident = |slot| self.policy.contains(slot);
         self.slots.check(is_resident)?;
         let parent = |slot| self.chains.parent(slot);
-        self.policy.check(|slot| self.slots.key(slot), parent, |slot| self.is_evictable(slot))?;
+        let key = |slot| self.slots.key(slot);
+        let is_evictable = |slot| is_unpinned_leaf(&self.chains, &self.slots, slot);
+        with_policy!(&self.policy, policy => policy.check(key, parent, is_evictable))?;
         let is_kept = |slot| is_resident(slot) || self.slots.is_filling(slot);
         self.chains.check(is_kept, |key| self.resident_or_filling(key).is_some())
     }

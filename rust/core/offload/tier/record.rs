@@ -65,12 +65,8 @@ impl Tier {
         let is_known = |key: &BlockKey| {
             width.fits(&key.hash) && usize::from(key.group.0) < model.groups().len()
         };
-        if !residents
-            .iter()
-            .map(|(_, key, _)| key)
-            .chain(awaited.iter().map(|(_, key)| key))
-            .all(is_known)
-        {
+        let awaited_keys = awaited.iter().map(|(_, key)| key);
+        if !residents.iter().map(|(_, key, _)| key).chain(awaited_keys).all(is_known) {
             return damaged("a host slot holds a hash of another width, or of no group");
         }
         // A block's parent is of its own group, in the tier or awaited.

@@ -4,19 +4,23 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 
 use super::Tier;
+use super::chains::Chains;
+use super::policy::{AnyPolicy, Policy, with_policy};
+use super::slots::Slots;
+
+/// Whether a resident slot may be evicted for room.
+#[inline]
+pub(super) fn is_unpinned_leaf(chains: &Chains, slots: &Slots, slot: BlockId) -> bool {
+    chains.is_leaf(slot) && slots.pool.num_pins(slot) == 0
+}
 
 impl Tier {
-    /// Whether a resident slot may be evicted for room: an unpinned leaf.
-    pub(super) fn is_evictable(&self, slot: BlockId) -> bool {
-        self.chains.is_leaf(slot) && self.slots.pool.num_pins(slot) == 0
-    }
-
     /// Lets the policy consider slots again that have lost a pin or a child.
     pub(super) fn retry(&mut self, candidates: &[BlockId]) {
         let Self { policy, chains, slots, .. } = self;
-        let is_evictable =
-            |slot: &BlockId| chains.is_leaf(*slot) && slots.pool.num_pins(*slot) == 0;
-        policy.retry(candidates.iter().copied().filter(is_evictable));
+        let is_evictable = |slot: &BlockId| is_unpinned_leaf(chains, slots, *slot);
+        let evictable = candidates.iter().copied().filter(is_evictable);
+        with_policy!(policy, policy => policy.retry(evictable));
     }
 
     /// Reserves exactly `num_slots` slots, evicting for them, while no store fills any.
@@ -64,10 +68,11 @@ impl Tier {
         let mut skipped = Vec::new();
         while victims.len() < num_missing {
             let Self { policy, chains, slots, .. } = self;
-            let is_evictable = |slot| chains.is_leaf(slot) && slots.pool.num_pins(slot) == 0;
-            let Some(slot) = policy.victim(is_evictable) else { break };
+            let is_evictable = |slot| is_unpinned_leaf(chains, slots, slot);
+            let victim = with_policy!(policy, policy => policy.victim(is_evictable));
+            let Some(slot) = victim else { break };
             let parent = self.forget(slot);
-            if self.policy.has_skipped(parent) {
+            if with_policy!(&self.policy, policy => policy.has_skipped(parent)) {
                 skipped.push(parent);
             }
             victims.push(slot);

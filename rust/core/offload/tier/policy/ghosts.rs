@@ -91,11 +91,8 @@ impl Ghosts {
         self.find(fingerprint).map(|place| self.take_at(place))
     }
 
-    pub(super) fn contains(&self, fingerprint: u64) -> bool {
-        self.find(fingerprint).is_some()
-    }
-
-    fn find(&self, fingerprint: u64) -> Option<u32> {
+    /// The place of a ghost.
+    pub(super) fn find(&self, fingerprint: u64) -> Option<u32> {
         let mut place = self.buckets[self.bucket(fingerprint)];
         while place != 0 && self.fingerprints[place as usize] != fingerprint {
             place = self.after[place as usize];

@@ -87,7 +87,7 @@ impl HitDensity {
     /// The order that contains `slot`.
     #[inline]
     fn order(&self, slot: BlockId) -> Option<usize> {
-        [NEW, USED].into_iter().find(|&order| self.orders[order].contains(slot))
+        [NEW, USED].into_iter().find(|&order| self.orders[order].queue().contains(slot))
     }
 
     /// Number of blocks stored since `time`.
@@ -112,7 +112,7 @@ impl HitDensity {
 
     #[inline]
     fn append(&mut self, order: usize, slot: BlockId) {
-        self.orders[order].push_back(slot);
+        self.orders[order].push_back_all(std::iter::once(slot));
         self.times[slot.index()] = self.clock;
     }
 }
@@ -198,7 +198,7 @@ impl Policy for HitDensity {
     }
 
     fn len(&self) -> usize {
-        self.orders.iter().map(EvictionOrder::len).sum()
+        self.orders.iter().map(|order| order.queue().len()).sum()
     }
 
     fn contains(&self, slot: BlockId) -> bool {
@@ -228,8 +228,8 @@ impl Policy for HitDensity {
         for order in &self.orders {
             order.check(&is_evictable)?;
             let mut age = u32::MAX;
-            for slot in order.iter() {
-                if self.orders.iter().filter(|order| order.contains(slot)).count() != 1 {
+            for slot in order.queue().iter() {
+                if self.orders.iter().filter(|order| order.queue().contains(slot)).count() != 1 {
                     return broken(format!("slot {slot} is in both orders"));
                 }
                 if self.age(self.times[slot.index()]) > age {
@@ -240,7 +240,7 @@ impl Policy for HitDensity {
                 if key(slot).is_none_or(|key| fingerprint(&key) != print) {
                     return broken(format!("slot {slot} is resident with another key"));
                 }
-                if self.ghosts.contains(print) {
+                if self.ghosts.find(print).is_some() {
                     return broken(format!("slot {slot} is resident, but its key is a ghost"));
                 }
             }

@@ -467,7 +467,7 @@ proptest! {
             let num_ghosts = model.ghosts.iter().flatten().count();
             prop_assert_eq!(tier.0.ghosts.len(), num_ghosts);
             for order in [NEW, USED] {
-                let slots: Vec<u32> = tier.0.orders[order].iter().map(|slot| slot.0).collect();
+                let slots: Vec<u32> = tier.0.orders[order].queue().iter().map(|slot| slot.0).collect();
                 let expected: Vec<u32> = model.orders[order].iter().map(|found| found.0).collect();
                 prop_assert_eq!(slots, expected);
                 prop_assert_eq!(tier.0.densities[order].at, model.densities[order]);

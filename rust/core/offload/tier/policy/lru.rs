@@ -69,7 +69,7 @@ impl Run {
     #[inline]
     fn push(&mut self, order: &mut EvictionOrder, first: BlockId, last: BlockId) {
         self.0 = match self.0 {
-            Some((begin, end)) if order.next(end) == first => Some((begin, last)),
+            Some((begin, end)) if order.queue().next(end) == first => Some((begin, last)),
             Some((begin, end)) => {
                 order.move_run_to_back(begin, end);
                 Some((first, last))
@@ -96,7 +96,7 @@ impl Policy for Lru {
         self.forget_chains();
         let mut run = Run::default();
         for (slot, _) in slots {
-            if self.order.contains(slot) {
+            if self.order.queue().contains(slot) {
                 run.push(&mut self.order, slot, slot);
             }
         }
@@ -109,11 +109,14 @@ impl Policy for Lru {
         let mut at = tail;
         while !at.is_null() {
             let mut end = at;
-            if self.order.contains(at) {
+            if self.order.queue().contains(at) {
                 end = self.end_of_chain(at);
                 let mut above = parent(end);
                 // As long as each parent is right behind its child.
-                while self.order.next(end) == above && !above.is_null() && !self.begins(above) {
+                while self.order.queue().next(end) == above
+                    && !above.is_null()
+                    && !self.begins(above)
+                {
                     end = above;
                     above = parent(end);
                 }
@@ -137,7 +140,7 @@ impl Policy for Lru {
 
     #[inline]
     fn removed(&mut self, slot: BlockId) {
-        if self.order.contains(slot) {
+        if self.order.queue().contains(slot) {
             self.order.remove(slot);
             self.roots[slot.index()] = 0;
             self.tails[slot.index()] = 0;
@@ -165,11 +168,11 @@ impl Policy for Lru {
     }
 
     fn len(&self) -> usize {
-        self.order.len()
+        self.order.queue().len()
     }
 
     fn contains(&self, slot: BlockId) -> bool {
-        self.order.contains(slot)
+        self.order.queue().contains(slot)
     }
 
     #[cfg(test)]
@@ -185,11 +188,11 @@ impl Policy for Lru {
         is_evictable: impl Fn(BlockId) -> bool,
     ) -> Result<()> {
         self.order.check(is_evictable)?;
-        for slot in self.order.iter() {
+        for slot in self.order.queue().iter() {
             let mut at = slot;
             let end = self.end_of_chain(slot);
             while at != end {
-                let next = self.order.next(at);
+                let next = self.order.queue().next(at);
                 if next.is_null() || parent(at) != next {
                     return Err(Error::Broken(format!(
                         "lru: {slot} to {end} is not a contiguous chain: {next} follows {at}"

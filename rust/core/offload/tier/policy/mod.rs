@@ -168,15 +168,16 @@ pub(super) trait Policy {
     ) -> Result<()>;
 }
 
-/// One of the policies. The `match` is outside each loop, because a call becomes slow if it decides
-/// for each of thousands of slots.
+/// One of the policies. [`with_policy`] calls it.
 #[derive(Clone, Debug)]
 pub(super) enum AnyPolicy {
     Lru(Lru),
     HitDensity(Box<HitDensity>),
 }
 
-macro_rules! delegate {
+/// Calls a method of the [`Policy`] in an [`AnyPolicy`]. The `match` is outside each loop, because
+/// a call becomes slow if it decides for each of thousands of slots.
+macro_rules! with_policy {
     ($any:expr, $policy:ident => $call:expr) => {
         match $any {
             AnyPolicy::Lru($policy) => $call,
@@ -185,67 +186,12 @@ macro_rules! delegate {
     };
 }
 
+pub(super) use with_policy;
+
 impl AnyPolicy {
-    pub(super) fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
-        delegate!(self, policy => policy.stored(slots));
-    }
-
-    pub(super) fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
-        delegate!(self, policy => policy.make_recent(slots));
-    }
-
-    pub(super) fn make_chain_recent(
-        &mut self,
-        tail: BlockId,
-        parent: impl Fn(BlockId) -> BlockId,
-        num_missed: usize,
-    ) {
-        delegate!(self, policy => policy.make_chain_recent(tail, parent, num_missed));
-    }
-
-    pub(super) fn split(&mut self, root: BlockId) {
-        delegate!(self, policy => policy.split(root));
-    }
-
-    #[inline]
-    pub(super) fn removed(&mut self, slot: BlockId) {
-        delegate!(self, policy => policy.removed(slot));
-    }
-
-    #[inline]
-    pub(super) fn victim(&mut self, is_evictable: impl Fn(BlockId) -> bool) -> Option<BlockId> {
-        delegate!(self, policy => policy.victim(is_evictable))
-    }
-
-    #[inline]
-    pub(super) fn has_skipped(&self, slot: BlockId) -> bool {
-        delegate!(self, policy => policy.has_skipped(slot))
-    }
-
-    #[inline]
-    pub(super) fn retry(&mut self, slots: impl Iterator<Item = BlockId> + Clone) {
-        delegate!(self, policy => policy.retry(slots));
-    }
-
-    pub(super) fn clear(&mut self) {
-        delegate!(self, policy => policy.clear());
-    }
-
-    pub(super) fn len(&self) -> usize {
-        delegate!(self, policy => policy.len())
-    }
-
+    /// Whether `slot` is resident.
     pub(super) fn contains(&self, slot: BlockId) -> bool {
-        delegate!(self, policy => policy.contains(slot))
-    }
-
-    pub(super) fn check(
-        &self,
-        key: impl Fn(BlockId) -> Option<BlockKey>,
-        parent: impl Fn(BlockId) -> BlockId,
-        is_evictable: impl Fn(BlockId) -> bool,
-    ) -> Result<()> {
-        delegate!(self, policy => policy.check(key, parent, is_evictable))
+        with_policy!(self, policy => policy.contains(slot))
     }
 }
 

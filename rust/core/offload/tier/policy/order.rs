@@ -35,34 +35,16 @@ impl EvictionOrder {
         }
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.queue.len()
-    }
-
+    /// The slots, to read their order.
     #[inline]
-    pub(super) fn contains(&self, slot: BlockId) -> bool {
-        self.queue.contains(slot)
-    }
-
-    /// The slot after `slot`; the null block at the end.
-    #[inline]
-    pub(super) fn next(&self, slot: BlockId) -> BlockId {
-        self.queue.next(slot)
+    pub(super) fn queue(&self) -> &FreeQueue {
+        &self.queue
     }
 
     /// The first slot that was not skipped; the null block if there is none.
     #[inline]
     pub(super) fn first(&self) -> BlockId {
         self.queue.next(self.skipped)
-    }
-
-    pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.queue.iter()
-    }
-
-    #[inline]
-    pub(super) fn push_back(&mut self, slot: BlockId) {
-        self.queue.push_back(slot);
     }
 
     #[inline]

@@ -45,12 +45,13 @@ impl AnyPolicy {
     /// What a snapshot keeps.
     pub(in crate::offload) fn to_record(&self) -> PolicyRecord {
         match self {
-            Self::Lru(lru) => PolicyRecord::Lru { order: lru.order.iter().collect() },
+            Self::Lru(lru) => PolicyRecord::Lru { order: lru.order.queue().iter().collect() },
             Self::HitDensity(policy) => {
+                let orders = policy.orders.each_ref().map(EvictionOrder::queue);
                 let time = |slot: BlockId| policy.times[slot.index()];
                 PolicyRecord::HitDensity {
-                    orders: policy.orders.each_ref().map(|order| order.iter().collect()),
-                    times: policy.orders.each_ref().map(|order| order.iter().map(time).collect()),
+                    orders: orders.map(|order| order.iter().collect()),
+                    times: orders.map(|order| order.iter().map(time).collect()),
                     densities: policy.densities.clone(),
                     ghosts: policy.ghosts.kept().collect(),
                     last: policy.ghosts.last,
@@ -107,10 +108,10 @@ fn fill(
     key: impl Fn(BlockId) -> Option<BlockKey>,
 ) -> Result<()> {
     for &slot in order {
-        if key(slot).is_none() || queue.contains(slot) {
+        if key(slot).is_none() || queue.queue().contains(slot) {
             return damaged("an eviction order has an empty slot, or a slot twice");
         }
-        queue.push_back(slot);
+        queue.push_back_all(std::iter::once(slot));
     }
     Ok(())
 }
@@ -149,7 +150,7 @@ impl Ghosts {
                 && self.fingerprints[place as usize] == 0
                 && fingerprint & 1 == 1
                 && order <= 1
-                && !self.contains(fingerprint);
+                && self.find(fingerprint).is_none();
             if !is_sound {
                 return damaged("an evicted block is listed twice, or at no place");
             }

@@ -32,7 +32,7 @@ fn distance_counts_inserted_deleted_and_replaced_letters() {
 fn a_policy_takes_the_bytes_that_it_states() {
     let num_slots = 10_000;
     for (known, policy) in EvictionPolicy::ALL.map(|known| (known, known.build(num_slots + 1))) {
-        let memory_bytes = delegate!(&policy, policy => policy.memory_bytes());
+        let memory_bytes = with_policy!(&policy, policy => policy.memory_bytes());
         let stated_bytes = known.slot_bytes() * (num_slots as usize + 1);
         assert!(memory_bytes <= stated_bytes, "{known:?}: {memory_bytes} of {stated_bytes} bytes");
         assert!(memory_bytes + 100 > stated_bytes, "{known:?}: {memory_bytes} of {stated_bytes}");
