@@ -53,21 +53,13 @@ fn ints(
 ) -> PyResult<Vec<i64>> {
     if let Ok(array) = obj.cast::<PyUntypedArray>() {
         check_integer_array(array)?;
-        if let Ok(items) = obj.extract::<PyReadonlyArray1<'_, i64>>().map(|array| array.to_vec())
-            && let Ok(items) = items
-        {
+        let int64 = obj.extract::<PyReadonlyArray1<'_, i64>>().map(|array| array.to_vec());
+        if let Ok(Ok(items)) = int64 {
             return Ok(items);
         }
         // numpy converts other widths, signs, byte orders and arrays that are not contiguous.
-        return sequence_of_ints(&obj.call_method0("tolist")?, too_large);
+        return ints(&obj.call_method0("tolist")?, too_large);
     }
-    sequence_of_ints(obj, too_large)
-}
-
-fn sequence_of_ints(
-    obj: &Bound<'_, PyAny>,
-    too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
-) -> PyResult<Vec<i64>> {
     let items = sequence(obj, "integers")?;
     let num_items = items.len().unwrap_or(usize::MAX);
     if num_items > MAX_ITEMS {
@@ -294,4 +286,11 @@ pub(crate) type Int32Array<'py> = Bound<'py, PyArray1<i32>>;
 pub(crate) fn to_array(py: Python<'_>, ids: impl IntoIterator<Item = BlockId>) -> Int32Array<'_> {
     // Ids are below 2^31: a pool has no more blocks.
     ids.into_iter().map(|id| id.0.cast_signed()).collect::<Vec<_>>().into_pyarray(py)
+}
+
+/// Offsets into an array of ids.
+pub(crate) fn offsets_to_array(py: Python<'_>, offsets: Vec<usize>) -> Int32Array<'_> {
+    // Each block is there once, so there are fewer than 2^31.
+    let to_i32 = |offset| i32::try_from(offset).unwrap_or(i32::MAX);
+    offsets.into_iter().map(to_i32).collect::<Vec<_>>().into_pyarray(py)
 }

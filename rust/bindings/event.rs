@@ -2,7 +2,6 @@
 
 use kvstow_core::event::{self, Event, Medium};
 use kvstow_core::key::{BlockHash, HashWidth};
-use kvstow_core::pool::BlockPool;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
@@ -14,6 +13,11 @@ fn digests<'py>(
     width: HashWidth,
 ) -> PyResult<Bound<'py, PyList>> {
     PyList::new(py, hashes.iter().map(|hash| PyBytes::new(py, width.digest(hash))))
+}
+
+/// The `repr` of an event with blocks.
+fn shown(class: &str, num_blocks: usize, group: u16, medium: &str) -> String {
+    format!("{class}({num_blocks} blocks, group={group}, medium={medium:?})")
 }
 
 /// Blocks of one pool and one group that lookups can now find, consecutive in their prefix.
@@ -67,12 +71,7 @@ impl BlockStored {
     }
 
     fn __repr__(&self) -> String {
-        format!(
-            "BlockStored({} blocks, group={}, medium={:?})",
-            self.stored.hashes.len(),
-            self.group(),
-            self.medium
-        )
+        shown("BlockStored", self.stored.hashes.len(), self.group(), self.medium)
     }
 }
 
@@ -98,12 +97,7 @@ impl BlockRemoved {
     }
 
     fn __repr__(&self) -> String {
-        format!(
-            "BlockRemoved({} blocks, group={}, medium={:?})",
-            self.hashes.len(),
-            self.group,
-            self.medium
-        )
+        shown("BlockRemoved", self.hashes.len(), self.group, self.medium)
     }
 }
 
@@ -122,45 +116,28 @@ impl AllBlocksCleared {
     }
 }
 
-/// Events of a pool, with the medium and hash width that their Python objects need.
-pub(crate) struct Batch {
+/// Events of one pool as a list of Python objects.
+pub(crate) fn events_to_py(
+    py: Python<'_>,
     events: Vec<Event>,
     medium: Medium,
     width: HashWidth,
-}
-
-impl Batch {
-    /// Takes the events of a device pool.
-    pub(crate) fn of_pool(pool: &mut BlockPool) -> Self {
-        let (medium, width) = (pool.medium().unwrap_or(Medium::Device), pool.hash_width());
-        Self { events: pool.take_events(), medium, width }
-    }
-
-    /// Wraps events of the host tier.
-    pub(crate) fn of_host(events: Vec<Event>, width: HashWidth) -> Self {
-        Self { events, medium: Medium::Host, width }
-    }
-
-    /// Returns the events as a list of Python objects.
-    pub(crate) fn into_list(self, py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
-        let Self { events, medium, width } = self;
-        let medium = match medium {
-            Medium::Device => "GPU",
-            Medium::Host => "CPU",
-        };
-        let to_object = |event| -> PyResult<Bound<'_, PyAny>> {
-            Ok(match event {
-                Event::Stored(stored) => {
-                    Bound::new(py, BlockStored { stored, width, medium })?.into_any()
-                }
-                Event::Removed { hashes, group } => {
-                    Bound::new(py, BlockRemoved { hashes, width, group: group.0, medium })?
-                        .into_any()
-                }
-                Event::Cleared => Bound::new(py, AllBlocksCleared { medium })?.into_any(),
-            })
-        };
-        let objects = events.into_iter().map(to_object).collect::<PyResult<Vec<_>>>()?;
-        PyList::new(py, objects)
-    }
+) -> PyResult<Bound<'_, PyList>> {
+    let medium = match medium {
+        Medium::Device => "GPU",
+        Medium::Host => "CPU",
+    };
+    let to_object = |event| -> PyResult<Bound<'_, PyAny>> {
+        Ok(match event {
+            Event::Stored(stored) => {
+                Bound::new(py, BlockStored { stored, width, medium })?.into_any()
+            }
+            Event::Removed { hashes, group } => {
+                Bound::new(py, BlockRemoved { hashes, width, group: group.0, medium })?.into_any()
+            }
+            Event::Cleared => Bound::new(py, AllBlocksCleared { medium })?.into_any(),
+        })
+    };
+    let objects = events.into_iter().map(to_object).collect::<PyResult<Vec<_>>>()?;
+    PyList::new(py, objects)
 }

@@ -1,11 +1,11 @@
 //! Jobs of a scheduler, and what happens to them.
 
 use kvstow_core::ids::{BlockId, JobId};
-use kvstow_core::offload::{self, Copies, Direction, TransferEvent};
+use kvstow_core::offload::{self, Direction, TransferEvent};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 
-use crate::convert::to_array;
+use crate::convert::{offsets_to_array, to_array};
 
 /// One store or load in flight: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
 ///
@@ -144,22 +144,14 @@ pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<P
     })
 }
 
-/// Copies as a job of no id: nobody reports them.
-pub(crate) fn unnamed(copies: Copies) -> offload::Job {
-    let Copies { block_ids, host_slots, offsets } = copies;
-    offload::Job { job_id: JobId(0), block_ids, host_slots, offsets }
-}
-
 pub(crate) fn to_job(py: Python<'_>, job: offload::Job) -> Job {
-    // Slots are below 2^31: the tier has no more. So are the copies of a job.
+    // Slots are below 2^31: the tier has no more.
     let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
-    let to_i32 = |offset| i32::try_from(offset).unwrap_or(i32::MAX);
-    let offsets: Vec<i32> = job.offsets.into_iter().map(to_i32).collect();
     Job {
         job_id: job.job_id.0,
         block_ids: to_array(py, job.block_ids).unbind(),
         host_slots: host_slots.into_pyarray(py).unbind(),
-        offsets: offsets.into_pyarray(py).unbind(),
+        offsets: offsets_to_array(py, job.offsets).unbind(),
     }
 }
 

@@ -13,7 +13,7 @@ use pyo3::types::PyList;
 
 use crate::convert::{Count, Int32Array, group_id, hashes, ids, to_array};
 use crate::error::to_py;
-use crate::event::Batch;
+use crate::event::events_to_py;
 use crate::lock::lock;
 
 /// A pool behind a lock: its own, or that of a ledger.
@@ -114,7 +114,8 @@ macro_rules! pool_methods {
 
             /// Return the events since the last call, oldest first. Empty without `events=True`.
             fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-                self.with(Batch::of_pool).into_list(py)
+                let (events, width) = self.with(|pool| (pool.take_events(), pool.hash_width()));
+                events_to_py(py, events, Medium::Device, width)
             }
         }
     };

@@ -40,5 +40,5 @@ impl fmt::Display for BlockId {
 pub struct GroupId(#[n(0)] pub u16);
 
 /// The id of a store or a load in flight. Ids count up from 1, and no id returns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobId(pub u64);

@@ -1,11 +1,11 @@
 //! `PrefixHit` and `StepAllocation`: what lookups and allocations return.
 
 use kvstow_core::ledger::{self, Allocation};
-use numpy::{IntoPyArray, PyArray1};
+use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::convert::to_array;
+use crate::convert::{offsets_to_array, to_array};
 
 /// The prefix that `BlockLedger.lookup` found.
 ///
@@ -45,16 +45,10 @@ pub(crate) struct StepAllocation {
 
 impl StepAllocation {
     pub(super) fn new(py: Python<'_>, allocated: Allocation) -> Self {
-        // Each block is in one table only, so there are fewer than 2^31.
-        let offsets: Vec<i32> = allocated
-            .offsets
-            .iter()
-            .map(|&offset| i32::try_from(offset).unwrap_or(i32::MAX))
-            .collect();
         Self {
             num_granted: allocated.num_granted,
             ids: to_array(py, allocated.ids).unbind(),
-            offsets: offsets.into_pyarray(py).unbind(),
+            offsets: offsets_to_array(py, allocated.offsets).unbind(),
         }
     }
 }

@@ -7,6 +7,7 @@ mod values;
 
 use std::sync::Mutex;
 
+use kvstow_core::event::Medium;
 use kvstow_core::key::BlockKey;
 use kvstow_core::offload::{self, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
@@ -18,9 +19,9 @@ use crate::convert::{
     Count, Name, RequestId, as_strs, counts, group_id, hashes, ids, job_id, request_ids,
 };
 use crate::error::{ConfigError, to_py};
-use crate::event::Batch;
+use crate::event::events_to_py;
 use crate::group::groups;
-use crate::job::{Job, JobEnd, event_to_py, to_end, to_job, unnamed};
+use crate::job::{Job, JobEnd, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
 use crate::lock::{detached, lock};
 use crate::pool::SharedPool;
@@ -130,7 +131,7 @@ impl OffloadScheduler {
     ///     ConfigError: a ledger of other groups.
     fn hold_image(&self, py: Python<'_>, ledger: &BlockLedger) -> PyResult<Job> {
         let copies = ledger.with(|ledger| lock(&self.0).hold_image(ledger)).map_err(to_py)?;
-        Ok(to_job(py, unnamed(copies)))
+        Ok(to_job(py, copies))
     }
 
     /// All copies of the held image. The reverse of each brings its block back.
@@ -139,7 +140,7 @@ impl OffloadScheduler {
     #[getter]
     fn image(&self, py: Python<'_>) -> PyResult<Job> {
         let copies = lock(&self.0).image().cloned().map_err(to_py)?;
-        Ok(to_job(py, unnamed(copies)))
+        Ok(to_job(py, copies))
     }
 
     /// Return the slots in use, ascending: resident, in a store, or part of a sleep image.
@@ -410,7 +411,7 @@ impl OffloadScheduler {
     ///     StateError: the job is not in flight, or this rank has reported it.
     ///     ConfigError: a rank outside the world, or a number of outcomes other than the blocks'.
     #[pyo3(
-        signature = (job_id, *, ok = Outcome::Whole(true), rank = Count(0)),
+        signature = (job_id, *, ok = Outcome(true.into()), rank = Count(0)),
         text_signature = "($self, job_id, *, ok=True, rank=0)"
     )]
     fn complete(
@@ -420,7 +421,7 @@ impl OffloadScheduler {
         rank: Count,
     ) -> PyResult<Option<JobEnd>> {
         let job_id = self::job_id(job_id)?;
-        let end = lock(&self.0).complete(job_id, rank.0, ok.as_core()).map_err(to_py)?;
+        let end = lock(&self.0).complete(job_id, rank.0, ok.0).map_err(to_py)?;
         Ok(end.map(to_end))
     }
 
@@ -485,11 +486,11 @@ impl OffloadScheduler {
 
     /// Return the events since the last call, oldest first. Empty without `events=True`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let batch = {
+        let (events, width) = {
             let mut scheduler = lock(&self.0);
-            Batch::of_host(scheduler.take_events(), scheduler.hash_width())
+            (scheduler.take_events(), scheduler.hash_width())
         };
-        batch.into_list(py)
+        events_to_py(py, events, Medium::Host, width)
     }
 
     /// Return job events since the last call, oldest first; none without `events=True`.

@@ -22,19 +22,7 @@ pub(super) fn mode(name: &str) -> PyResult<Mode> {
 }
 
 /// How a rank's part of a job went: one bool for all of it, or one per block.
-pub(super) enum Outcome {
-    Whole(bool),
-    Blocks(Vec<bool>),
-}
-
-impl Outcome {
-    pub(super) fn as_core(&self) -> offload::Outcome<'_> {
-        match self {
-            Self::Whole(is_ok) => offload::Outcome::Whole(*is_ok),
-            Self::Blocks(are_ok) => offload::Outcome::Blocks(are_ok),
-        }
-    }
-}
+pub(super) struct Outcome(pub(super) offload::Outcome);
 
 impl<'py> FromPyObject<'_, 'py> for Outcome {
     type Error = PyErr;
@@ -42,9 +30,9 @@ impl<'py> FromPyObject<'_, 'py> for Outcome {
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         // numpy's arrays are not sequences, and its bools are not `bool`.
         if let Ok(is_ok) = obj.extract::<bool>() {
-            return Ok(Self::Whole(is_ok));
+            return Ok(Self(is_ok.into()));
         }
-        bools(&obj).map(Self::Blocks)
+        Ok(Self(offload::Outcome::Blocks(bools(&obj)?)))
     }
 }
 

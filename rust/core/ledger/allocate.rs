@@ -355,7 +355,7 @@ impl Grant<'_> {
             table.num_published = table.num_hits;
             // A defect for `two_phase_tests`, which show what it breaks.
             #[cfg(test)]
-            if tests::INTERLEAVED.get() {
+            if super::two_phase_tests::INTERLEAVED.get() {
                 let missing = group.num_blocks(num_computed).saturating_sub(table.blocks.len());
                 self.pool.allocate(missing, &mut table.blocks)?;
             }
@@ -374,16 +374,5 @@ impl Grant<'_> {
             }
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use std::cell::Cell;
-
-    thread_local! {
-        /// Whether each group allocates its external blocks right after it touched its own hits:
-        /// the defect that two phases avoid.
-        pub(in crate::ledger) static INTERLEAVED: Cell<bool> = const { Cell::new(false) };
     }
 }

@@ -13,7 +13,7 @@ mod request;
 mod two_phase_tests;
 
 pub use allocate::{AllocateArgs, Allocation};
-pub(crate) use record::{LedgerRecord, damaged};
+pub(crate) use record::{LedgerRecord, TableBlock, damaged};
 pub use record::{NewIds, Restored};
 pub use request::Context;
 
@@ -87,7 +87,8 @@ impl BlockLedger {
     ) -> Result<Self> {
         let model = Model::new(groups)?;
         let pool = BlockPool::new(num_blocks, events.then_some(Medium::Device))?;
-        if let Some(num_tokens) = max_in_flight_tokens.filter(|&num_tokens| num_tokens > MAX_TOKENS)
+        if let Some(num_tokens) = max_in_flight_tokens
+            && num_tokens > MAX_TOKENS
         {
             return Err(Error::Config(format!(
                 "max_in_flight_tokens is {num_tokens}, more than {MAX_TOKENS}, the maximum: leave \

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::group::{Group, Model};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth};
-use crate::pool::MAX_BLOCKS;
+use crate::pool::{MAX_BLOCKS, check_ids, repeated};
 
 use super::request::{MAX_TOKENS, Request};
 use super::{BlockLedger, Context, Publish};
@@ -273,21 +273,14 @@ fn check_given(given: &[BlockId], num_needed: usize, num_blocks: usize) -> Resul
             given.len()
         )));
     }
-    if let Some(id) = given.iter().find(|id| id.index() >= num_blocks) {
-        return Err(Error::NoSuchBlock { id: id.to_string(), num_blocks });
-    }
+    check_ids(given, num_blocks)?;
     let mut sorted = given.to_vec();
     sorted.sort_unstable();
-    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::InvalidBlock {
-            id: pair[0],
-            why: "is the new id of two blocks: pass each id once",
-        }),
-        None if sorted.first().is_some_and(|id| id.is_null()) => {
-            let why = "is the null block: pass ids from 1 on";
-            Err(Error::InvalidBlock { id: BlockId::NULL, why })
-        }
-        None => Ok(()),
+    let refuse = |id, why| Err(Error::InvalidBlock { id, why });
+    match (repeated(&sorted), sorted.first()) {
+        (Some(id), _) => refuse(id, "is the new id of two blocks: pass each id once"),
+        (None, Some(&id)) if id.is_null() => refuse(id, "is the null block: pass ids from 1 on"),
+        _ => Ok(()),
     }
 }
 

@@ -43,7 +43,7 @@ pub(super) struct BlockTable {
     pub(super) num_hits: usize,
 }
 
-#[derive(Clone, Debug, Encode, Decode)]
+#[derive(Clone, Debug, Default, Encode, Decode)]
 pub(super) struct Request {
     /// Number of requests that the ledger had added before.
     #[n(0)]
@@ -73,13 +73,9 @@ impl Request {
     pub(super) fn new(serial: u64, num_groups: usize, has_tokens: bool) -> Self {
         Self {
             serial,
-            hashes: Vec::new(),
             tables: vec![BlockTable::default(); num_groups],
-            num_granted_tokens: 0,
-            is_running: false,
-            is_delayed: false,
             tokens: has_tokens.then(Vec::new),
-            extra_keys: Vec::new(),
+            ..Self::default()
         }
     }
 

@@ -4,13 +4,20 @@
 //! defect.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use super::allocate::tests::INTERLEAVED;
+use std::cell::Cell;
+
 use super::{AllocateArgs, BlockLedger, Context, PrefixHit};
 use crate::group::{Attention, Group};
 use crate::ids::BlockId;
 use crate::key::Hashes;
 
 const BLOCK_SIZE: usize = 4;
+
+thread_local! {
+    /// Whether each group allocates its external blocks right after it touched its own hits: the
+    /// defect that two phases avoid.
+    pub(super) static INTERLEAVED: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The block that is at two places of a request's tables.
 #[derive(Debug, PartialEq)]

@@ -1,8 +1,8 @@
 //! The sleep image: the device's blocks on the host while the device sleeps.
 //!
-//! A block whose key is resident stays in that slot, which is pinned. Every other block, the
-//! partial one at a request's end included, gets a place in a slot of the image's own, which no
-//! lookup finds. Both are released when the device has its bytes back.
+//! A block whose key is resident stays in that slot, which is pinned. Every other block gets a place
+//! in a slot that only the image has, and that no lookup finds. This includes the partial block at
+//! a request's end. The image releases its slots when the device has its bytes back.
 
 use std::collections::BTreeSet;
 
@@ -11,12 +11,12 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
-use crate::ledger::{BlockLedger, damaged};
-use crate::pool::MAX_BLOCKS;
+use crate::ledger::{BlockLedger, TableBlock, damaged};
+use crate::pool::{MAX_BLOCKS, repeated};
 
-use super::OffloadScheduler;
-use super::job::{Copies, slot_at};
+use super::job::slot_at;
 use super::request::HeldSlots;
+use super::{Job, OffloadScheduler};
 
 /// The blocks of a device that sleeps.
 #[derive(Clone, Debug, Encode, Decode)]
@@ -28,19 +28,14 @@ pub(super) struct Image {
     #[n(1)]
     pub(super) shared: Vec<BlockId>,
     #[n(2)]
-    pub(super) copies: Copies,
+    pub(super) copies: Job,
     /// Whether a shared slot proved damaged. A snapshot keeps no such image.
     #[cbor(skip)]
     pub(super) is_damaged: bool,
 }
 
-/// A block of the device, and the slot that holds it.
-struct ImageBlock {
-    group: usize,
-    block: BlockId,
-    /// The resident slot that holds it, and its place in that slot.
-    shared: Option<(BlockId, usize)>,
-}
+/// A resident slot that holds a block of the image, and the block's place in it.
+type Place = (BlockId, usize);
 
 impl OffloadScheduler {
     /// Reserves slots for every block in a table of `ledger`. Returns the copies to make: the tier
@@ -50,7 +45,7 @@ impl OffloadScheduler {
     /// # Errors
     /// [`Error::NoRoomForImage`] if the tier cannot hold them all; [`Error::State`] while jobs
     /// are in flight or an image is held; [`Error::Config`] for a ledger of other groups.
-    pub fn hold_image(&mut self, ledger: &BlockLedger) -> Result<Copies> {
+    pub fn hold_image(&mut self, ledger: &BlockLedger) -> Result<Job> {
         if self.image.is_some() || !self.jobs.is_empty() {
             return Err(Error::State(format!(
                 "a sleep image is held already, or {} jobs are in flight: wake first, or end them",
@@ -65,7 +60,7 @@ impl OffloadScheduler {
         }
         let placed = self.placed(ledger);
         let shared: Vec<BlockId> =
-            placed.iter().filter_map(|placed| placed.shared).map(|(slot, _)| slot).collect();
+            placed.iter().filter_map(|&(_, shared)| shared).map(|(slot, _)| slot).collect();
         let num_slots = (placed.len() - shared.len()).div_ceil(self.config.blocks_per_slot);
         // The slots that lookups hold may be evicted. If the room is still short, they stay.
         let held: Vec<BlockId> =
@@ -88,35 +83,36 @@ impl OffloadScheduler {
         Ok(missing)
     }
 
-    /// Each block of the ledger's tables, and the slot that has it.
-    fn placed(&self, ledger: &BlockLedger) -> Vec<ImageBlock> {
+    /// Each block of the ledger's tables, and where the tier has it.
+    fn placed<'a>(&self, ledger: &'a BlockLedger) -> Vec<(TableBlock<'a>, Option<Place>)> {
         let per_slot = self.config.blocks_per_slot;
         let placed = ledger.table_blocks().map(|block| {
-            let group = usize::from(block.group.0);
-            let per_hash = self.slot_model.hashes_per_block(self.slot_model.groups()[group]);
-            let last = (block.index / per_slot + 1) * per_hash - 1;
-            let slot = block
-                .hashes
-                .get(last)
-                .filter(|_| block.is_published)
-                .and_then(|&hash| self.host.resident(&BlockKey { hash, group: block.group }));
+            let group = self.slot_model.groups()[usize::from(block.group.0)];
+            let last = (block.index / per_slot + 1) * self.slot_model.hashes_per_block(group) - 1;
+            let hash = block.hashes.get(last).filter(|_| block.is_published);
+            let key = hash.map(|&hash| BlockKey { hash, group: block.group });
+            let slot = key.and_then(|key| self.host.resident(&key));
             let shared = slot.map(|slot| (slot, block.index % per_slot));
-            ImageBlock { group, block: block.id, shared }
+            (block, shared)
         });
         placed.collect()
     }
 
     /// Returns the copies into `own` slots, and all copies.
-    fn image_copies_of(&self, placed: &[ImageBlock], own: &[BlockId]) -> (Copies, Copies) {
+    fn image_copies_of(
+        &self,
+        placed: &[(TableBlock<'_>, Option<Place>)],
+        own: &[BlockId],
+    ) -> (Job, Job) {
         let per_slot = self.config.blocks_per_slot;
         let mut free = own.iter().flat_map(|&slot| (0..per_slot).map(move |at| (slot, at)));
-        let (mut missing, mut all) = (Copies::default(), Copies::default());
-        for group in 0..self.model.groups().len() {
-            for placed in placed.iter().filter(|placed| placed.group == group) {
-                let Some((slot, at)) = placed.shared.or_else(|| free.next()) else { continue };
-                let stored = placed.shared.is_none().then_some(&mut missing);
+        let (mut missing, mut all) = (Job::empty(), Job::empty());
+        for (id, _) in self.model.enumerate() {
+            for (block, shared) in placed.iter().filter(|(block, _)| block.group == id) {
+                let Some((slot, at)) = shared.or_else(|| free.next()) else { continue };
+                let stored = shared.is_none().then_some(&mut missing);
                 for copies in stored.into_iter().chain([&mut all]) {
-                    copies.push(placed.block, slot, at, per_slot);
+                    copies.push(block.id, slot, at, per_slot);
                 }
             }
             missing.end_group();
@@ -129,7 +125,7 @@ impl OffloadScheduler {
     ///
     /// # Errors
     /// [`Error::State`] if no image is held, or a block of it proved damaged in the tier.
-    pub fn image(&self) -> Result<&Copies> {
+    pub fn image(&self) -> Result<&Job> {
         match &self.image {
             Some(image) if image.is_damaged => Err(Error::State(
                 "the sleep image shares a host slot that proved damaged: release the image, and \
@@ -144,7 +140,7 @@ impl OffloadScheduler {
     }
 
     /// The slots in use, counted from 0, ascending: those that lookup finds, that stores fill, and
-    /// that the image holds, also if a reset has emptied the tier since.
+    /// that the image holds. A reset of the tier does not change the last.
     pub fn used_slots(&self) -> impl Iterator<Item = u32> {
         let mut shared = self.image.as_ref().map_or(Vec::new(), |image| image.shared.clone());
         shared.sort_unstable();
@@ -173,7 +169,7 @@ impl OffloadScheduler {
 
     /// Refuses an image of a snapshot that does not fit this scheduler.
     pub(super) fn check_image(&self, image: &Image) -> Result<()> {
-        let Copies { block_ids, host_slots, offsets } = &image.copies;
+        let Job { block_ids, host_slots, offsets, .. } = &image.copies;
         let is_covered = offsets.first() == Some(&0)
             && offsets.last() == Some(&block_ids.len())
             && offsets.is_sorted()
@@ -181,10 +177,8 @@ impl OffloadScheduler {
             && block_ids.len() == host_slots.len();
         let mut sorted = block_ids.clone();
         sorted.sort_unstable();
-        let is_distinct = sorted.windows(2).all(|pair| pair[0] != pair[1])
-            && sorted.first().is_none_or(|id| !id.is_null());
-        let is_distinct = is_distinct && sorted.last().is_none_or(|id| id.index() < MAX_BLOCKS);
-        if !is_covered || !is_distinct {
+        let is_block = |id: &BlockId| (1..MAX_BLOCKS).contains(&id.index());
+        if !is_covered || !sorted.iter().all(is_block) || repeated(&sorted).is_some() {
             return damaged("a sleep image names no blocks, or blocks that cannot be");
         }
         let own: BTreeSet<BlockId> = image.own.iter().copied().collect();
@@ -205,8 +199,7 @@ impl OffloadScheduler {
         let mut named = image.shared.clone();
         named.sort_unstable();
         shared.sort_unstable();
-        is_held &= named == shared;
-        if !is_held {
+        if !is_held || named != shared {
             return damaged("a sleep image names blocks or slots that it does not hold");
         }
         Ok(())

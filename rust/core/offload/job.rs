@@ -14,27 +14,17 @@ use crate::ids::{BlockId, JobId};
 use super::tier::Filling;
 use super::{OffloadScheduler, TransferEvent};
 
-/// The copies of one job: `block_ids[i]` and `host_slots[i]` are the two ends of a copy.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The copies of a store, of a load or of a sleep image: `block_ids[i]` and `host_slots[i]` are the
+/// two ends of a copy.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Job {
-    /// Id of the job.
+    /// Id of the job. 0 until it begins, and for a sleep image, whose copies nobody reports.
+    #[cbor(skip)]
     pub job_id: JobId,
     /// Device blocks to pin until the job ends.
-    pub block_ids: Vec<BlockId>,
-    /// Places on the host, counted from 0. A slot of several blocks has several places.
-    pub host_slots: Vec<u32>,
-    /// Where each group's copies begin, and the end of the last.
-    pub offsets: Vec<usize>,
-}
-
-/// The copies of a job that is being planned, or of a sleep image. `block_ids[i]` and
-/// `host_slots[i]` are the two ends of a copy.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct Copies {
-    /// Device blocks.
     #[n(0)]
     pub block_ids: Vec<BlockId>,
-    /// Places on the host.
+    /// Places on the host, counted from 0. A slot of several blocks has several places.
     #[n(1)]
     pub host_slots: Vec<u32>,
     /// Where each group's copies begin, and the end of the last.
@@ -42,13 +32,13 @@ pub struct Copies {
     pub offsets: Vec<usize>,
 }
 
-impl Default for Copies {
-    fn default() -> Self {
-        Self { block_ids: Vec::new(), host_slots: Vec::new(), offsets: vec![0] }
+impl Job {
+    /// A job without copies.
+    pub(super) fn empty() -> Self {
+        let (block_ids, host_slots) = (Vec::new(), Vec::new());
+        Self { job_id: JobId::default(), block_ids, host_slots, offsets: vec![0] }
     }
-}
 
-impl Copies {
     pub(super) fn reserve(&mut self, num_copies: usize) {
         self.block_ids.reserve(num_copies);
         self.host_slots.reserve(num_copies);
@@ -69,25 +59,25 @@ impl Copies {
 }
 
 /// How one rank's part of a job went.
-#[derive(Clone, Copy, Debug)]
-pub enum Outcome<'a> {
+#[derive(Clone, Debug)]
+pub enum Outcome {
     /// The outcome of the whole part. A failure does not mean that the host's bytes are damaged.
     Whole(bool),
     /// Block by block, in the job's order. False for a block of a load means that its slot is
     /// damaged.
-    Blocks(&'a [bool]),
+    Blocks(Vec<bool>),
 }
 
-impl From<bool> for Outcome<'_> {
+impl From<bool> for Outcome {
     fn from(is_ok: bool) -> Self {
         Self::Whole(is_ok)
     }
 }
 
-impl Outcome<'_> {
-    fn is_ok(self) -> bool {
+impl Outcome {
+    fn is_ok(&self) -> bool {
         match self {
-            Self::Whole(is_ok) => is_ok,
+            Self::Whole(is_ok) => *is_ok,
             Self::Blocks(are_ok) => !are_ok.contains(&false),
         }
     }
@@ -139,18 +129,8 @@ pub(super) enum Kind {
 }
 
 impl InFlight {
-    /// Number of slots that this job fills, dropped ones included.
-    pub(super) fn num_storing(&self) -> usize {
-        self.slots.len() - self.num_loading()
-    }
-
     /// The slots of the blocks that an outcome reports as damaged.
-    fn damaged(
-        &self,
-        job_id: JobId,
-        outcome: Outcome<'_>,
-        per_slot: usize,
-    ) -> Result<Vec<BlockId>> {
+    fn damaged(&self, job_id: JobId, outcome: &Outcome, per_slot: usize) -> Result<Vec<BlockId>> {
         let Outcome::Blocks(are_ok) = outcome else { return Ok(Vec::new()) };
         if are_ok.len() != self.block_ids.len() {
             return Err(Error::Config(format!(
@@ -181,23 +161,22 @@ pub(super) fn slot_at(place: u32, per_slot: usize) -> BlockId {
 }
 
 impl OffloadScheduler {
-    /// Begins a job.
+    /// Begins a job, which gets its id.
     pub(super) fn begin(
         &mut self,
-        copies: Copies,
+        mut job: Job,
         slots: Vec<BlockId>,
         kind: Kind,
         deadline: Option<f64>,
     ) -> Job {
         self.num_jobs += 1;
         let job_id = JobId(self.num_jobs);
-        let Copies { block_ids, host_slots, offsets } = copies;
-        let job = Job { job_id, block_ids: block_ids.clone(), host_slots, offsets };
-        let (direction, num_blocks) = (kind.direction(), block_ids.len());
+        job.job_id = job_id;
+        let (direction, num_blocks) = (kind.direction(), job.block_ids.len());
         self.report(TransferEvent::Initiated { job_id, direction, num_blocks });
         let reported = vec![false; self.config.world_size];
         let in_flight = InFlight {
-            block_ids,
+            block_ids: job.block_ids.clone(),
             slots,
             kind,
             deadline,
@@ -224,11 +203,11 @@ impl OffloadScheduler {
     /// [`Error::UnknownJob`] for a job that is not in flight; [`Error::Config`] for a rank outside
     /// the world, and for another number of outcomes than the job has blocks; [`Error::State`] for
     /// a rank that has reported this job already.
-    pub fn complete<'a>(
+    pub fn complete(
         &mut self,
         job_id: JobId,
         rank: usize,
-        outcome: impl Into<Outcome<'a>>,
+        outcome: impl Into<Outcome>,
     ) -> Result<Option<JobEnd>> {
         let outcome = outcome.into();
         if rank >= self.config.world_size {
@@ -247,7 +226,7 @@ impl OffloadScheduler {
                 job_id.0
             )));
         }
-        let damaged = job.damaged(job_id, outcome, self.config.blocks_per_slot)?;
+        let damaged = job.damaged(job_id, &outcome, self.config.blocks_per_slot)?;
         job.reported[rank] = true;
         job.has_failed |= !outcome.is_ok();
         let is_ended = !job.reported.contains(&false);

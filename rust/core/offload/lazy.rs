@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::group::Attention;
 use crate::ids::BlockId;
 use crate::key::{BlockHash, BlockKey};
+use crate::pool::check_ids;
 
 use super::request::ReportedTable;
 use super::store::Part;
@@ -123,7 +124,7 @@ impl OffloadScheduler {
     /// # Errors
     /// [`Error::NoSuchBlock`] for an id outside the device pool.
     pub fn invalidate(&mut self, block_ids: &[BlockId]) -> Result<()> {
-        self.check_ids(block_ids)?;
+        check_ids(block_ids, self.config.num_device_blocks)?;
         Self::forget_computed(&mut self.computed, block_ids);
         Ok(())
     }

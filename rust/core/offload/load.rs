@@ -3,8 +3,9 @@
 use crate::error::{Error, Result};
 use crate::group::Source;
 use crate::ids::BlockId;
+use crate::pool::{check_ids, repeated};
 
-use super::job::{Copies, Kind};
+use super::job::Kind;
 use super::request::HeldSlots;
 use super::{Job, OffloadScheduler};
 
@@ -88,7 +89,7 @@ impl OffloadScheduler {
         request_id: &str,
         num_tokens: usize,
         block_ids: &[Vec<BlockId>],
-    ) -> Result<(Vec<BlockId>, Copies)> {
+    ) -> Result<(Vec<BlockId>, Job)> {
         self.check_multiple("external", num_tokens)?;
         self.check_num_groups(block_ids.len())?;
         let request = self.requests.get(request_id)?;
@@ -108,7 +109,7 @@ impl OffloadScheduler {
         let start = held.num_local_tokens;
         let per_slot = self.config.blocks_per_slot;
         let mut slots = Vec::with_capacity(held.slots.len());
-        let mut copies = Copies::default();
+        let mut copies = Job::empty();
         for ((id, group), blocks) in self.model.enumerate().zip(block_ids) {
             let end = (start + num_tokens) / group.block_size;
             let first = group.num_skipped_blocks(start + num_tokens).max(start / group.block_size);
@@ -122,7 +123,7 @@ impl OffloadScheduler {
                     blocks.len()
                 )));
             }
-            self.check_ids(blocks)?;
+            check_ids(blocks, self.config.num_device_blocks)?;
             let slot_group = self.slot_model.groups()[usize::from(id.0)];
             let needed = first / per_slot..end.div_ceil(per_slot);
             let own = self.slot_model.own_hashes(slot_group, &request.hashes, needed.clone());
@@ -137,17 +138,13 @@ impl OffloadScheduler {
                 )));
             }
             for (index, &block) in (first..end).zip(blocks) {
-                copies.push(
-                    block,
-                    found[index / per_slot - needed.start],
-                    index % per_slot,
-                    per_slot,
-                );
+                let slot = found[index / per_slot - needed.start];
+                copies.push(block, slot, index % per_slot, per_slot);
             }
             slots.extend(found);
             copies.end_group();
         }
-        check_targets(&block_ids.concat())?;
+        check_targets(block_ids.concat())?;
         Ok((slots, copies))
     }
 
@@ -172,20 +169,14 @@ impl OffloadScheduler {
 }
 
 /// Refuses null blocks, and one block as the target of two copies.
-fn check_targets(block_ids: &[BlockId]) -> Result<()> {
-    let mut sorted = block_ids.to_vec();
-    sorted.sort_unstable();
-    if let Some(&id) = sorted.first().filter(|id| id.is_null()) {
-        return Err(Error::InvalidBlock {
-            id,
-            why: "is the null block: give a block to load into",
-        });
-    }
-    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::InvalidBlock {
-            id: pair[0],
-            why: "is the target of two copies: give each block once",
-        }),
-        None => Ok(()),
+fn check_targets(mut block_ids: Vec<BlockId>) -> Result<()> {
+    block_ids.sort_unstable();
+    let refuse = |id, why| Err(Error::InvalidBlock { id, why });
+    match (block_ids.first(), repeated(&block_ids)) {
+        (Some(&id), _) if id.is_null() => {
+            refuse(id, "is the null block: give a block to load into")
+        }
+        (_, Some(id)) => refuse(id, "is the target of two copies: give each block once"),
+        _ => Ok(()),
     }
 }

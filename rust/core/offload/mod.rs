@@ -20,7 +20,7 @@ mod tier;
 mod transfer_event;
 
 pub use config::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE, Mode, OffloadConfig};
-pub use job::{Copies, Job, JobEnd, Outcome};
+pub use job::{Job, JobEnd, Outcome};
 pub(crate) use record::SchedulerRecord;
 pub use stats::OffloadStats;
 pub use store::Progress;
@@ -180,7 +180,9 @@ impl OffloadScheduler {
                 self.host.num_pins()
             ));
         }
-        let num_storing: usize = self.jobs.values().map(InFlight::num_storing).sum();
+        // Stores fill the other slots of jobs, dropped ones included.
+        let num_slots: usize = self.jobs.values().map(|job| job.slots.len()).sum();
+        let num_storing = num_slots - num_loading;
         let num_own = image.map_or(0, |image| image.own.len());
         if self.host.num_referenced() != self.host.num_resident() + num_storing + num_own {
             return broken(format!(

@@ -18,15 +18,11 @@ impl OffloadScheduler {
         for (id, group) in self.slot_model.enumerate() {
             let per_block = self.slot_model.hashes_per_block(group);
             let own = hashes.chunks_exact(per_block).filter_map(<[_]>::last);
-            let kept =
-                own.map(|&hash| self.host.resident_or_filling(&BlockKey { hash, group: id }));
-            let with_end =
-                |(index, slot): (usize, Option<_>)| Some(((index + 1) * group.block_size, slot?));
-            if group.attention == Attention::Full {
-                slots.extend(kept.take_while(Option::is_some).enumerate().filter_map(with_end));
-            } else {
-                slots.extend(kept.enumerate().filter_map(with_end));
-            }
+            let kept = own
+                .map(|&hash| self.host.resident_or_filling(&BlockKey { hash, group: id }))
+                .take_while(|slot| group.attention != Attention::Full || slot.is_some());
+            let ends = (1..).map(|num_blocks| num_blocks * group.block_size);
+            slots.extend(ends.zip(kept).filter_map(|(end, slot)| Some((end, slot?))));
         }
         // Sorted by their end in the prompt, whatever their group. So what is left after evictions
         // is a shorter prefix that every group still serves.

@@ -4,8 +4,9 @@ use crate::error::{Error, Result};
 use crate::group::{Attention, Group, Model};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
+use crate::pool::check_ids;
 
-use super::job::{Copies, Kind};
+use super::job::Kind;
 use super::request::ReportedTable;
 use super::tier::{Filling, Tier};
 use super::{Job, Mode, OffloadScheduler};
@@ -79,7 +80,7 @@ impl OffloadScheduler {
             self.requests.get(request_id)?;
             self.check_num_groups(new_blocks.len())?;
             for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
-                self.check_ids(blocks)?;
+                check_ids(blocks, self.config.num_device_blocks)?;
                 let is_full = group.attention == Attention::Full;
                 if let Some(&id) = blocks.iter().find(|id| is_full && id.is_null()) {
                     let why = "is the null block: a full-attention table holds none";
@@ -131,7 +132,7 @@ impl OffloadScheduler {
     ) -> Option<Job> {
         let per_slot = self.config.blocks_per_slot;
         let mut all = Part::default();
-        let mut copies = Copies::default();
+        let mut copies = Job::empty();
         for part in parts {
             copies.reserve(part.block_ids.len());
             for (blocks, &slot) in part.block_ids.chunks(per_slot).zip(&part.slots) {
@@ -144,15 +145,6 @@ impl OffloadScheduler {
         }
         let kind = Kind::Store { filling: all.filling, tails };
         (!all.slots.is_empty()).then(|| self.begin(copies, all.slots, kind, deadline))
-    }
-
-    /// Refuses ids outside the device pool.
-    pub(super) fn check_ids(&self, ids: &[BlockId]) -> Result<()> {
-        let num_blocks = self.config.num_device_blocks;
-        match ids.iter().find(|id| id.index() >= num_blocks) {
-            Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
-            None => Ok(()),
-        }
     }
 
     pub(super) fn check_num_groups(&self, given: usize) -> Result<()> {

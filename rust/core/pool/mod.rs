@@ -57,6 +57,20 @@ pub(crate) fn check_memory(num_blocks: usize, block_bytes: usize) -> Result<()> 
     Ok(())
 }
 
+/// Refuses ids outside a pool of `num_blocks`.
+#[inline]
+pub(crate) fn check_ids(ids: &[BlockId], num_blocks: usize) -> Result<()> {
+    match ids.iter().find(|id| id.index() >= num_blocks) {
+        Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
+        None => Ok(()),
+    }
+}
+
+/// The first id that stands twice in an ascending list.
+pub(crate) fn repeated(sorted: &[BlockId]) -> Option<BlockId> {
+    sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
+}
+
 /// All blocks of one memory. At most 92 bytes a block, allocated at construction.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
@@ -143,11 +157,7 @@ impl BlockPool {
     /// # Errors
     /// [`Error::NoSuchBlock`].
     pub fn check_ids(&self, ids: &[BlockId]) -> Result<()> {
-        let num_blocks = self.num_blocks();
-        match ids.iter().find(|id| id.index() >= num_blocks) {
-            Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
-            None => Ok(()),
-        }
+        check_ids(ids, self.num_blocks())
     }
 
     /// Verifies every invariant in O(`num_blocks`).

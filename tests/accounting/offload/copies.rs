@@ -25,7 +25,7 @@ impl World {
         let bad = copy.job.host_slots.iter().zip(&are_ok).filter(|&(_, is_sound)| !is_sound);
         let bad: Vec<u32> = bad.map(|(&place, _)| place).collect();
         let is_whole = bad.is_empty() || !is_ok;
-        let outcome = if is_whole { Outcome::Whole(is_ok) } else { Outcome::Blocks(&are_ok) };
+        let outcome = if is_whole { Outcome::Whole(is_ok) } else { Outcome::Blocks(are_ok) };
         let is_ok = is_ok && bad.is_empty();
         let end = self.scheduler.complete(job_id, rank, outcome).unwrap();
         assert!(self.scheduler.complete(job_id, rank, is_ok).is_err(), "a rank reports once");
