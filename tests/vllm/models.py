@@ -59,6 +59,24 @@ GEMMA = {
 }
 
 
+# One group of MLA layers: one latent for all heads. vLLM's CPU kernel has these sizes of it only.
+DEEPSEEK: dict[str, object] = {
+    **_COMMON,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "q_lora_rank": None,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 2,  # no layer of experts
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
 _HYBRID: dict[str, object] = {
     **_COMMON,
     "num_hidden_layers": 6,
