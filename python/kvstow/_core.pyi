@@ -191,15 +191,21 @@ class FullAttention:
 
     Args:
         block_size: tokens per block.
+        drops_last_block: a hit ends one block before the blocks that are found. The attention
+            layers of a draft model that reads hidden states (EAGLE, MTP) need this, because they
+            compute a token from the token after it.
 
     Raises:
         ConfigError: a block size that is not 1 to 2**30.
     """
 
-    def __new__(cls, block_size: int) -> FullAttention: ...
+    def __new__(cls, block_size: int, *, drops_last_block: bool = False) -> FullAttention: ...
     @property
     def block_size(self) -> int:
         """Tokens per block."""
+    @property
+    def drops_last_block(self) -> bool:
+        """Whether a hit ends one block before the blocks that are found."""
     def __hash__(self) -> int: ...
 
 @final
@@ -213,6 +219,9 @@ class SlidingWindow:
             keeps their blocks, and a load brings them. Speculative decoding with several MTP
             modules needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the
             device does not need them.
+        drops_last_block: a hit ends one block before the blocks that are found. The attention
+            layers of a draft model that reads hidden states (EAGLE, MTP) need this, because they
+            compute a token from the token after it.
 
     Raises:
         ConfigError: a block size or window that is not 1 to 2**30, or a window that exceeds
@@ -220,7 +229,12 @@ class SlidingWindow:
     """
 
     def __new__(
-        cls, block_size: int, window: int, *, extra_retained_tokens: int = 0
+        cls,
+        block_size: int,
+        window: int,
+        *,
+        extra_retained_tokens: int = 0,
+        drops_last_block: bool = False,
     ) -> SlidingWindow: ...
     @property
     def block_size(self) -> int:
@@ -231,6 +245,9 @@ class SlidingWindow:
     @property
     def extra_retained_tokens(self) -> int:
         """Tokens right below the window whose blocks a request keeps."""
+    @property
+    def drops_last_block(self) -> bool:
+        """Whether a hit ends one block before the blocks that are found."""
     def __hash__(self) -> int: ...
 
 @final
@@ -836,6 +853,15 @@ class OffloadScheduler:
         Raises:
             ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
                 in common.
+        """
+    def full_attention_hit(self, request_id: str) -> int:
+        """Return the tokens of the prefix whose full-attention blocks the last `lookup` found.
+
+        The local hit is part of it. Where it is longer than the hit, a window or a state that the
+        host lacks has shortened the hit. It is 0 without full attention.
+
+        Args:
+            request_id: the request.
         """
     def load(
         self,

@@ -1,5 +1,6 @@
 //! Groups of layers as Python classes.
 
+use kvstow_core::error::Result;
 use kvstow_core::group::{Attention, Group};
 use pyo3::prelude::*;
 
@@ -10,6 +11,9 @@ use crate::error::{ConfigError, to_py};
 ///
 /// Args:
 ///     block_size: tokens per block.
+///     drops_last_block: a hit ends one block before the blocks that are found. The attention
+///         layers of a draft model that reads hidden states (EAGLE, MTP) need this, because they
+///         compute a token from the token after it.
 ///
 /// Raises:
 ///     ConfigError: a block size that is not 1 to 2**30.
@@ -20,8 +24,16 @@ pub(crate) struct FullAttention(Group);
 #[pymethods]
 impl FullAttention {
     #[new]
-    fn new(block_size: Count) -> PyResult<Self> {
-        Group::new(Attention::Full, block_size.0).map(Self).map_err(to_py)
+    #[pyo3(signature = (block_size, *, drops_last_block = false))]
+    fn new(block_size: Count, drops_last_block: bool) -> PyResult<Self> {
+        let group = Group::new(Attention::Full, block_size.0);
+        group.and_then(|group| dropping(group, drops_last_block)).map(Self).map_err(to_py)
+    }
+
+    /// Whether a hit ends one block before the blocks that are found.
+    #[getter]
+    fn drops_last_block(&self) -> bool {
+        self.0.drops_last_block()
     }
 
     /// Tokens per block.
@@ -31,7 +43,7 @@ impl FullAttention {
     }
 
     fn __repr__(&self) -> String {
-        format!("FullAttention(block_size={})", self.0.block_size)
+        format!("FullAttention(block_size={}{})", self.0.block_size, shown_drop(self.0))
     }
 }
 
@@ -44,6 +56,9 @@ impl FullAttention {
 ///         keeps their blocks, and a load brings them. Speculative decoding with several MTP
 ///         modules needs them (vLLM's `SlidingWindowSpec.extra_retained_tokens`). A hit on the
 ///         device does not need them.
+///     drops_last_block: a hit ends one block before the blocks that are found. The attention
+///         layers of a draft model that reads hidden states (EAGLE, MTP) need this, because they
+///         compute a token from the token after it.
 ///
 /// Raises:
 ///     ConfigError: a block size or window that is not 1 to 2**30, or a window that exceeds
@@ -61,13 +76,22 @@ pub(crate) struct SlidingWindow {
 impl SlidingWindow {
     #[new]
     #[pyo3(
-        signature = (block_size, window, *, extra_retained_tokens = Count(0)),
-        text_signature = "(block_size, window, *, extra_retained_tokens=0)"
+        signature = (
+            block_size, window, *, extra_retained_tokens = Count(0), drops_last_block = false
+        ),
+        text_signature =
+            "(block_size, window, *, extra_retained_tokens=0, drops_last_block=False)"
     )]
-    fn new(block_size: Count, window: Count, extra_retained_tokens: Count) -> PyResult<Self> {
+    fn new(
+        block_size: Count,
+        window: Count,
+        extra_retained_tokens: Count,
+        drops_last_block: bool,
+    ) -> PyResult<Self> {
         let window = window.0;
         let group = Group::new(Attention::SlidingWindow { window }, block_size.0)
             .and_then(|group| group.retaining(extra_retained_tokens.0))
+            .and_then(|group| dropping(group, drops_last_block))
             .map_err(to_py)?;
         Ok(Self { group, window })
     }
@@ -76,6 +100,12 @@ impl SlidingWindow {
     #[getter]
     fn extra_retained_tokens(&self) -> usize {
         self.group.extra_retained_tokens()
+    }
+
+    /// Whether a hit ends one block before the blocks that are found.
+    #[getter]
+    fn drops_last_block(&self) -> bool {
+        self.group.drops_last_block()
     }
 
     /// Tokens per block.
@@ -89,7 +119,12 @@ impl SlidingWindow {
             0 => String::new(),
             extra => format!(", extra_retained_tokens={extra}"),
         };
-        format!("SlidingWindow(block_size={}, window={}{extra})", self.block_size(), self.window)
+        let drop = shown_drop(self.group);
+        format!(
+            "SlidingWindow(block_size={}, window={}{extra}{drop})",
+            self.block_size(),
+            self.window
+        )
     }
 }
 
@@ -158,6 +193,15 @@ impl StateSpace {
     fn __repr__(&self) -> String {
         format!("StateSpace(block_size={})", self.0.block_size)
     }
+}
+
+fn dropping(group: Group, drops_last_block: bool) -> Result<Group> {
+    if drops_last_block { group.dropping_last_block() } else { Ok(group) }
+}
+
+/// The argument of a group's repr, where it is not the default.
+fn shown_drop(group: Group) -> &'static str {
+    if group.drops_last_block() { ", drops_last_block=True" } else { "" }
 }
 
 /// A group of any kind, as Python passes it to the core.

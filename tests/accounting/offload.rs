@@ -83,7 +83,8 @@ proptest! {
             world.end(0, true);
         }
         for which in 0..NUM_CHAINS {
-            prop_assert_eq!(world.num_served(which), world.num_servable(which));
+            let servable = (world.num_servable(which), world.num_servable_in_full(which));
+            prop_assert_eq!(world.served(which), servable);
         }
         prop_assert_eq!(world.scheduler.stats().evicted_blocks, 0);
         prop_assert_eq!(world.scheduler.stats().dropped_blocks, 0);
@@ -166,7 +167,8 @@ proptest! {
         (0..4).for_each(|who| world.leave(who));
         keep(&mut world);
         for which in 0..NUM_CHAINS {
-            prop_assert_eq!(world.num_served(which), world.num_servable(which));
+            let servable = (world.num_servable(which), world.num_servable_in_full(which));
+            prop_assert_eq!(world.served(which), servable);
         }
         prop_assert!(world.scheduler.stats().stored_blocks <= world.storable.len());
     }

@@ -93,17 +93,27 @@ class Scheduler:
         world_size: int = 1,
         num_host_blocks: int | None = NUM_BLOCKS,
         retention: int | None = 0,
+        draft_groups: Sequence[int] | None = None,
+        num_modules: int = 1,
         **options: Any,
     ) -> None:
-        """With `num_host_blocks` None the test reports the ranks' capacities."""
+        """With `num_host_blocks` None the test reports the ranks' capacities.
+
+        With `draft_groups` a draft model of so many modules computes these groups; with an empty
+        list vLLM does not know which.
+        """
         init_none_hash(sha256_cbor)
         config = cache_config(*specs, retention=retention)
+        for group in draft_groups or ():
+            config.kv_cache_groups[group].is_eagle_group = True
         self.manager = KVCacheManager(
             config,
             max_model_len=1 << 20,
             scheduler_block_size=BLOCK_SIZE,
             hash_block_size=BLOCK_SIZE,
             max_in_flight_tokens=None,
+            use_eagle=draft_groups is not None,
+            num_prefill_lookahead=0 if draft_groups is None else num_modules,
         )
         self.now = 0.0
         tier = HostTier(
@@ -124,10 +134,15 @@ class Scheduler:
         assert self.half.tier.lazy is not None
         return self.half.tier.lazy
 
-    def request(self, name: str, num_tokens: int, **settings: Any) -> Request:
+    def request(
+        self, name: str, num_tokens: int, *, num_shared: int | None = None, **settings: Any
+    ) -> Request:
+        """Return a request whose first `num_shared` tokens (by default all) others have, too."""
+        shared = list(range(num_tokens))[:num_shared]
+        own = [1000 + ord(name[-1])] * (num_tokens - len(shared))
         return Request(
             request_id=name,
-            prompt_token_ids=list(range(num_tokens)),
+            prompt_token_ids=shared + own,
             sampling_params=SamplingParams(max_tokens=8),
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
@@ -136,7 +151,8 @@ class Scheduler:
 
     def admit(self, request: Request) -> int:
         """Admit a request, and return the tokens to load."""
-        hit, num_local = self.manager.get_computed_blocks(request)[:2]
+        hit, num_local, boundary = self.manager.get_computed_blocks(request)
+        request.shared_prefix_boundary = boundary
         found = self.half.lookup(request, num_local)
         assert found is not None
         num_new = 0 if found else request.num_tokens - num_local
@@ -175,13 +191,23 @@ class Scheduler:
 
     def store_request(self, name: str = "a", num_tokens: int = 100, **settings: Any) -> None:
         """Compute and store a request, and drop it from the device."""
-        request = self.request(name, num_tokens, **settings)
-        assert self.admit(request) == 0
+        assert self.serve(self.request(name, num_tokens, **settings)) == 0
+        assert self.manager.reset_prefix_cache()
+
+    def serve(self, request: Request) -> int:
+        """Load, compute and store a request, and return the tokens that were loaded."""
+        found = self.admit(request)
+        if found:
+            self.step()
+            self.step(reports=[(copies.job_id, 0, True) for copies in self.jobs.loads])
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+            self.half.allocated(request, self.manager.get_blocks(request.request_id), 0)
+            self.manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens)
         self.step(request)
         self.finish(request)
         self.step()
         self.step(reports=[(copies.job_id, 0, True) for copies in self.jobs.stores])
-        assert self.manager.reset_prefix_cache()
+        return found
 
 
 def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:

@@ -50,14 +50,30 @@ class Model:
     def hit_block_size(self) -> int:
         return math.lcm(*(group.block_size for group in self.groups))
 
+    def max_hit_tokens(self, num_tokens: int) -> int:
+        """Return the most tokens that vLLM lets a hit of a request have.
+
+        It leaves one token to compute. With one group it looks for no block above that, so a hit
+        that drops its last block ends a block lower.
+        """
+        dropped = 0
+        if len(self.groups) == 1 and drops_last_block(self.groups[0]):
+            dropped = self.hit_block_size
+        return max(0, num_tokens - 1 - dropped)
+
     def manager(self, num_blocks: int, max_in_flight_tokens: int | None) -> KVCacheManager:
-        specs = [KVCacheGroupSpec([str(at)], spec(group)) for at, group in enumerate(self.groups)]
+        specs = [
+            KVCacheGroupSpec([str(at)], spec(group), is_eagle_group=drops_last_block(group))
+            for at, group in enumerate(self.groups)
+        ]
         manager = KVCacheManager(
             KVCacheConfig(num_blocks, [], specs, prefix_cache_retention_interval=None),
             max_model_len=1 << 20,
             scheduler_block_size=self.hit_block_size,
             hash_block_size=self.hash_block_size,
             max_in_flight_tokens=max_in_flight_tokens,
+            use_eagle=any(map(drops_last_block, self.groups)),
+            num_prefill_lookahead=int(any(map(drops_last_block, self.groups))),
         )
         # kvstow has no hits that end inside a block. If hashes are finer than blocks, vLLM keys the
         # last block of a prompt for such hits, although no lookup here asks for them.
@@ -66,6 +82,10 @@ class Model:
             if isinstance(group, FullAttentionManager):
                 group._cache_partial_tail_block = lambda request, num_tokens: None
         return manager
+
+
+def drops_last_block(group: Group) -> bool:
+    return isinstance(group, FullAttention | SlidingWindow) and group.drops_last_block
 
 
 def spec(group: Group) -> KVCacheSpec:
@@ -167,7 +187,7 @@ class Pair:
     def admit(self, id: str) -> None:
         request = self.requests[id]
         found, num_local, _ = self.vllm.get_computed_blocks(request)
-        hit = self.ledger.lookup(id, request.num_tokens - 1)
+        hit = self.ledger.lookup(id, self.model.max_hit_tokens(request.num_tokens))
         num_rest = (request.num_tokens - 1 - num_local) // self.unit
         external = self.random.choice([0, 0, self.random.randint(0, num_rest)]) * self.unit
         is_async = external > 0 and self.random.random() < 0.7
@@ -331,6 +351,6 @@ class Pair:
             assert ours == list(self.tables(id))
             assert self.ledger.num_granted_tokens(id) == request.num_computed_tokens
             found, num_tokens, _ = self.vllm.get_computed_blocks(request)
-            hit = self.ledger.lookup(id, request.num_tokens - 1)
+            hit = self.ledger.lookup(id, self.model.max_hit_tokens(request.num_tokens))
             assert hit.num_tokens == num_tokens
             assert [blocks.tolist() for blocks in hit.blocks] == list(found.get_block_ids())

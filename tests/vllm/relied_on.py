@@ -173,6 +173,7 @@ class Request:
     cache_salt: ...
     prompt_embeds: ...
     resumable: ...
+    shared_prefix_boundary: ...
 """,
     "vllm.lora.request": """
 class LoRARequest:
@@ -246,6 +247,9 @@ class HybridKVCacheCoordinator:
     enable_partial_hash_hits: ...
 """,
     "vllm.v1.core.single_type_kv_cache_manager": """
+class SingleTypeKVCacheManager:
+    use_eagle: ...
+
 class FullAttentionManager:
     req_to_blocks: ...
     num_cached_block: ...
@@ -375,9 +379,6 @@ class SchedulerConfig:
     max_num_batched_tokens: ...
     max_num_seqs: ...
 
-class SpeculativeConfig:
-    def use_eagle(self): ...
-
 class KVEventsConfig:
     enable_kv_cache_events: ...
 
@@ -397,6 +398,12 @@ ORDERS = [
         "Scheduler.schedule",
         ("connector.get_num_new_matched_tokens", "connector.update_state_after_alloc"),
         "kvstow plans the load of a hit once vLLM has given the request its blocks",
+    ),
+    (
+        _SCHEDULER,
+        "Scheduler.schedule",
+        ("_get_local_prefix_cache_hit", "connector.get_num_new_matched_tokens"),
+        "kvstow raises the boundary of a shared prefix after vLLM has set its own",
     ),
     (
         _SCHEDULER,

@@ -5,17 +5,27 @@
 """
 
 import os
+import random
 from collections import Counter
 
 import pytest
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.request import Request
 
-from kvstow import ChunkedLocal, FullAttention, SlidingWindow, StateSpace
+from kvstow import ChunkedLocal, FullAttention, OffloadScheduler, SlidingWindow, StateSpace
 
-from .pair import Model, Pair
+from .pair import Group, Model, Pair
 
 NUM_OPS = 150
+
+DRAFT = FullAttention(4, drops_last_block=True)
 
 MODELS = [
     Model("full", (FullAttention(4),)),
@@ -46,8 +56,29 @@ MODELS = [
     Model("sliding in larger blocks", (FullAttention(4), SlidingWindow(8, 20))),
     Model("three block sizes", (FullAttention(4), SlidingWindow(8, 9), SlidingWindow(2, 3))),
     Model("no common block size", (FullAttention(4), SlidingWindow(6, 14))),
+    Model("draft: full", (DRAFT,)),
+    Model("draft: sliding", (SlidingWindow(4, 11, drops_last_block=True),)),
+    Model("draft: full, target: state", (StateSpace(4), DRAFT, StateSpace(4))),
+    Model("draft: full, target: sliding", (SlidingWindow(4, 9), DRAFT)),
+    Model(
+        "draft: sliding of several modules, target: full",
+        (
+            FullAttention(4),
+            SlidingWindow(4, 9, extra_retained_tokens=2, drops_last_block=True),
+            SlidingWindow(4, 9, extra_retained_tokens=2, drops_last_block=True),
+        ),
+    ),
+    Model("draft: unknown", (DRAFT, SlidingWindow(4, 9, drops_last_block=True))),
+    Model(
+        "draft: full in smaller blocks",
+        (FullAttention(8), FullAttention(2, drops_last_block=True), StateSpace(8)),
+    ),
+    Model(
+        "draft: sliding in smaller blocks",
+        (FullAttention(16), SlidingWindow(2, 6, drops_last_block=True)),
+    ),
 ]
-NUM_SEQUENCES = -(-int(os.environ.get("KVSTOW_SEQUENCES", "814")) // len(MODELS))
+NUM_SEQUENCES = -(-int(os.environ.get("KVSTOW_SEQUENCES", "1110")) // len(MODELS))
 
 
 def run(model: Model, seed: int) -> Counter[str]:
@@ -86,3 +117,73 @@ def test_ledger_equals_vllms_manager(model: Model) -> None:
         expected.add("skipped blocks")
     seen = +seen
     assert expected <= set(seen), f"never seen: {expected - set(seen)}"
+
+
+def enlarged(group: Group) -> Group:
+    """Return the group in which a hit needs all blocks that a load fills."""
+    if not isinstance(group, SlidingWindow):
+        return group
+    window = group.window + group.extra_retained_tokens
+    return SlidingWindow(group.block_size, window, drops_last_block=group.drops_last_block)
+
+
+def hold(model: Model, seed: int) -> tuple[OffloadScheduler, KVCacheManager, Request]:
+    """Give vLLM's device and the host the same random blocks of a request's prompt."""
+    dice = random.Random(seed)
+    device = Model(model.name, tuple(map(enlarged, model.groups))).manager(2, None)
+    request = Request(
+        request_id="a",
+        prompt_token_ids=list(
+            range(dice.randint(1, 12) * model.hit_block_size + dice.randint(0, 1))
+        ),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(model.hash_block_size, sha256_cbor),
+    )
+    host = OffloadScheduler(1000, model.groups, num_device_blocks=2)
+    host.add("a", request.block_hashes)
+    ids: list[int] = []
+    offsets = [0]
+    # The host keeps no block of full attention without all blocks before it.
+    num_full = dice.choice([request.num_tokens, dice.randint(0, request.num_tokens)])
+    likely = dice.choice([0.5, 0.8, 0.95])
+    for g, group in enumerate(model.groups):
+        num_known = num_full if isinstance(group, FullAttention) else request.num_tokens
+        num_blocks = num_known // group.block_size
+        is_full = isinstance(group, FullAttention)
+        held = [is_full or dice.random() < likely for _ in range(num_blocks)]
+        per_block = group.block_size // model.hash_block_size
+        for at in range(num_blocks):
+            if held[at]:
+                key = make_block_hash_with_group_id(
+                    request.block_hashes[(at + 1) * per_block - 1], g
+                )
+                device.block_pool.cached_block_hash_to_block.insert(
+                    key, device.block_pool.blocks[1]
+                )
+        ids += map(int, held)
+        offsets.append(len(ids))
+    job = host.store(["a"], [request.num_tokens], ids, offsets)
+    if job is not None:
+        host.complete(job.job_id)
+    return host, device, request
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_hits_on_the_host_are_as_long_as_vllms(model: Model) -> None:
+    """Of the same blocks. Beside them the host reports what full attention alone could serve."""
+    init_none_hash(sha256_cbor)
+    full_kinds = {group for group in model.groups if isinstance(group, FullAttention)}
+    lengths = Counter[int]()
+    for seed in range(NUM_SEQUENCES * 10):
+        host, device, request = hold(model, seed)
+        max_tokens = model.max_hit_tokens(request.num_tokens)
+        found = host.lookup("a", 0, max_tokens)
+        _, expected, num_uncached = device.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        assert found == expected, f"seed {seed}"
+        if len(full_kinds) == 1:
+            assert host.full_attention_hit("a") == expected + num_uncached, f"seed {seed}"
+        lengths[found or 0] += 1
+    assert len(lengths) > 4

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -281,10 +282,68 @@ def test_steps_in_flight_are_not_stored() -> None:
 
 
 def test_a_draft_model_loads_one_block_less_of_a_hit() -> None:
-    scheduler = Scheduler(FULL)
+    scheduler = Scheduler(FULL, draft_groups=[0])
     scheduler.store_request()
-    scheduler.half.loads.drops_last_block = True
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 80
+
+
+# Specs, the groups of the draft model, and its modules. With no groups vLLM does not know which.
+DRAFTS = [
+    ((FULL,), [], 1),
+    ((FULL, WINDOW), [], 1),
+    ((FULL, WINDOW), [0], 1),
+    ((WINDOW, FULL), [0], 1),
+    ((FULL, replace(WINDOW, extra_retained_tokens=2)), [1], 3),
+    ((FULL, replace(WINDOW, extra_retained_tokens=4)), [], 5),
+]
+
+
+@pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
+@pytest.mark.parametrize(("specs", "groups", "num_modules"), DRAFTS)
+def test_hits_of_draft_models_are_as_long_as_vllms(
+    specs: tuple[KVCacheSpec, ...], groups: list[int], num_modules: int, retention: int | None
+) -> None:
+    scheduler = Scheduler(*specs, draft_groups=groups, num_modules=num_modules, retention=retention)
+    scheduler.serve(scheduler.request("a", 200))
+    again = scheduler.request("b", 200)
+    on_device = scheduler.manager.get_computed_blocks(again)[1]
+    assert on_device == 176, "192 are whole blocks, and the draft model drops the last"
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.admit(again) == on_device
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    tables = scheduler.manager.get_blocks("b").blocks
+    taken = [block.block_id for table in tables for block in table[:11] if not block.is_null]
+    assert load.block_ids.tolist() == taken
+    scheduler.step(reports=[(load.job_id, 0, True)])
+    scheduler.finish(again)
+
+
+def test_a_window_is_kept_where_prompts_part() -> None:
+    """Though the device has lost what they share: the host knows how long they agree."""
+    scheduler = Scheduler(FULL, WINDOW)
+    hits = []
+    for name in "abcde":
+        hits.append(scheduler.serve(scheduler.request(name, 300, num_shared=170)))
+        assert scheduler.manager.reset_prefix_cache()
+    # The first request shows nothing, and the second one stores the window at 160 tokens.
+    assert hits == [0, 0, 160, 160, 160]
+
+
+def test_the_boundary_of_a_shared_prefix_is_only_raised() -> None:
+    scheduler = Scheduler(FULL, WINDOW)
+    scheduler.serve(scheduler.request("a", 300, num_shared=170))
+    assert scheduler.manager.reset_prefix_cache()
+    request = scheduler.request("b", 300, num_shared=170)
+    request.shared_prefix_boundary = 240  # vLLM's own, of what it has on the device
+    assert scheduler.half.lookup(request, 0) == 0
+    assert request.shared_prefix_boundary == 240
+    again = scheduler.request("a2", 304)
+    assert scheduler.half.lookup(again, 0) == 0
+    assert again.shared_prefix_boundary == 160
+    whole = scheduler.request("c", 160)
+    assert scheduler.half.lookup(whole, 0) == 0
+    assert whole.shared_prefix_boundary == 144, "one token is left to compute"
 
 
 def test_a_request_keeps_its_hit_when_the_requests_before_it_end() -> None:

@@ -123,7 +123,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = SchedulerHalf(
             tier,
-            drops_last_block=speculative is not None and speculative.use_eagle(),
             stores_sessions=_hashes_sessions_correctly(
                 vllm_version.__version_tuple__[:2], has_drafts=speculative is not None
             ),

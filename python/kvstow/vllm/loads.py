@@ -19,16 +19,11 @@ logger = logging.getLogger("vllm." + __name__)
 
 @dataclass
 class Loads:
-    """Answers vLLM's lookups, and plans loads.
-
-    Attributes:
-        drops_last_block: as `SchedulerHalf` has it.
-    """
+    """Answers vLLM's lookups, and plans loads."""
 
     tier: HostTier
     requests: Requests
     transfers: Transfers
-    drops_last_block: bool
 
     def lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Return the tokens after the local hit that the host can serve; None: ask again later."""
@@ -62,10 +57,13 @@ class Loads:
         # At least one token is left to compute.
         end = min(request.num_tokens - 1, num_local_tokens + tracked.max_load_tokens)
         found = offload.lookup(request.request_id, num_local_tokens, end)
-        if found and self.drops_last_block:
-            end = num_local_tokens + found - model.tokens_per_hit
-            found = offload.lookup(request.request_id, num_local_tokens, end)
         tracked.was_offered_idle = bool(found) and self._is_idle()
+        if found is not None and end == request.num_tokens - 1 and any(model.is_window):
+            # Where prompts part, vLLM keeps what a later hit needs of a window or a state, but only
+            # as far as the device holds the prefix. The host may hold more of it.
+            shared = offload.full_attention_hit(request.request_id)
+            if shared > num_local_tokens + found:
+                request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared)
         return found
 
     def _is_idle(self) -> bool:

@@ -19,7 +19,7 @@ sizes let groups share a mover.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,30 @@ class Model:
                 f"needs all {len(groups)}: start vLLM without the connector"
             )
         return model
+
+    def dropping_last_blocks(self, drops: Sequence[bool]) -> Model:
+        """Return the model in which these groups drop the last block of a hit, as in vLLM.
+
+        vLLM names all groups if it does not know which are the draft model's. A draft model has no
+        other kinds of attention than full attention and windows, so other groups stay as they are.
+        """
+        groups: list[Group] = []
+        for group, does_drop in zip(self.groups, drops, strict=True):
+            match group:
+                case FullAttention():
+                    groups.append(FullAttention(group.block_size, drops_last_block=does_drop))
+                case SlidingWindow():
+                    groups.append(
+                        SlidingWindow(
+                            group.block_size,
+                            group.window,
+                            extra_retained_tokens=group.extra_retained_tokens,
+                            drops_last_block=does_drop,
+                        )
+                    )
+                case _:
+                    groups.append(group)
+        return replace(self, groups=tuple(groups))
 
     @cached_property
     def tokens_per_hash(self) -> int:

@@ -35,6 +35,11 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
   is not stored (`TrackedRequest.is_stale`). A preempted request starts over (`Loads.lookup`).
 - The weights change while vLLM sleeps, after the reset: the first lookup after a reset reads the
   version of the weights once more (`Sleep.compare_weights`).
+- A draft model (EAGLE, MTP) computes a token from the token after it, which the hash of a block's
+  last token does not cover. So where vLLM drops the last block of a hit, a hit on the host ends one
+  block before the blocks that are found (`HostTier.bind`).
+- The boundary of a shared prefix (`Loads.lookup`) decides only where vLLM ends a chunk and which
+  blocks it hashes. It is the end of a block of the request's own prompt.
 - Structured output, adapters and prompt embeddings change no token that was reported. They are part
   of the hashes or of the sampling. Weights that change under one adapter's name need a reset.
 - vLLM uses a request id again only after `finished`.
@@ -80,7 +85,6 @@ class SchedulerHalf:
         self,
         tier: HostTier,
         *,
-        drops_last_block: bool = False,
         stores_sessions: bool = True,
         host_events: HostEvents | None = None,
     ) -> None:
@@ -88,7 +92,6 @@ class SchedulerHalf:
 
         Args:
             tier: the host tier, which is still absent.
-            drops_last_block: a draft model (EAGLE) uses one block less of a hit.
             stores_sessions: the hashes of a session (a resumable request) are those of the tokens
                 that vLLM keeps of it.
             host_events: gets the content of the blocks that may be stored.
@@ -98,7 +101,7 @@ class SchedulerHalf:
         self.transfers = Transfers(tier)
         parts = tier, self.requests, self.transfers
         stores = Stores(*parts, host_events)
-        self.loads = Loads(*parts, drops_last_block)
+        self.loads = Loads(*parts)
         self.steps = Steps(*parts, stores)
         self.sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))
         self.bind = tier.bind

@@ -62,8 +62,10 @@ class HostTier:
     _has_warned: bool = False
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take vLLM's accounting, whose blocks jobs hold."""
+        """Take vLLM's accounting, whose blocks jobs hold, and how it cuts the hits of drafts."""
         self.manager = manager
+        drops = [group.use_eagle for group in manager.coordinator.single_type_managers]
+        self.model = self.model.dropping_last_blocks(drops)
         is_lazy = self.options.lazy_offload
         self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks) if is_lazy else None
 

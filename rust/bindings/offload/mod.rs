@@ -232,6 +232,17 @@ impl OffloadScheduler {
         lock(&self.0).lookup(&request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
     }
 
+    /// Return the tokens of the prefix whose full-attention blocks the last `lookup` found.
+    ///
+    /// The local hit is part of it. Where it is longer than the hit, a window or a state that the
+    /// host lacks has shortened the hit. It is 0 without full attention.
+    ///
+    /// Args:
+    ///     request_id: the request.
+    fn full_attention_hit(&self, request_id: RequestId) -> PyResult<usize> {
+        lock(&self.0).full_attention_hit(&request_id).map_err(to_py)
+    }
+
     /// Load the first `num_tokens` of what `lookup` found, and unpin the rest.
     ///
     /// Args:

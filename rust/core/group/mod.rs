@@ -14,8 +14,9 @@
 //!
 //! A hit needs the blocks that the next token reads. The table holds the null block in place of a
 //! skipped block. A window may retain tokens below it ([`Group::retaining`]). A request keeps their
-//! blocks longer and a tier loads them, but a hit on the device does not need them. The reference
-//! is vLLM 0.32's `single_type_kv_cache_manager.py`.
+//! blocks longer and a tier loads them, but a hit on the device does not need them. A draft model's
+//! group needs one block after the hit as well ([`Group::dropping_last_block`]). The reference is
+//! vLLM 0.32's `single_type_kv_cache_manager.py`.
 
 mod chunked_local;
 mod model;
@@ -24,6 +25,7 @@ mod sliding_window;
 mod source;
 mod state_space;
 
+pub(crate) use model::Hit;
 pub use model::Model;
 pub(crate) use source::Source;
 
@@ -76,6 +78,10 @@ pub struct Group {
     #[n(2)]
     #[cbor(default)]
     extra_retained_tokens: usize,
+    /// Whether a hit ends one block before the blocks that are found.
+    #[n(3)]
+    #[cbor(default)]
+    drops_last_block: bool,
 }
 
 impl Group {
@@ -99,7 +105,7 @@ impl Group {
                 }
             }
         }
-        Ok(Self { attention, block_size, extra_retained_tokens: 0 })
+        Ok(Self { attention, block_size, extra_retained_tokens: 0, drops_last_block: false })
     }
 
     /// The same window that keeps the blocks of this many more tokens. Draft models of several
@@ -120,22 +126,54 @@ impl Group {
         Ok(Self { extra_retained_tokens, ..self })
     }
 
+    /// The same group in which a hit ends one block before the blocks that are found. A draft model
+    /// that reads the target's hidden states (EAGLE, MTP) computes a token from the token after it.
+    /// So the last block before a hit's end has the right draft KV only if the next block is found.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for kinds other than full attention and windows: no draft model has them.
+    pub fn dropping_last_block(self) -> Result<Self> {
+        if matches!(self.attention, Attention::Full | Attention::SlidingWindow { .. }) {
+            return Ok(Self { drops_last_block: true, ..self });
+        }
+        Err(Error::Config(format!(
+            "drops_last_block is true for {:?}: only full attention and windows can have it",
+            self.attention
+        )))
+    }
+
     /// The group as a tier holds it, with blocks `factor` times as large. A load fills all blocks
     /// that a request keeps, so a hit in the tier needs retained tokens too.
     pub(crate) fn in_tier(self, factor: usize) -> Result<Self> {
-        let block_size = self.block_size.saturating_mul(factor);
-        match self.attention {
+        let attention = match self.attention {
             Attention::SlidingWindow { window } => {
-                let window = window + self.extra_retained_tokens;
-                Self::new(Attention::SlidingWindow { window }, block_size)
+                Attention::SlidingWindow { window: window + self.extra_retained_tokens }
             }
-            other => Self::new(other, block_size),
-        }
+            other => other,
+        };
+        let group = Self::new(attention, self.block_size.saturating_mul(factor))?;
+        Ok(Self { drops_last_block: self.drops_last_block, ..group })
     }
 
     /// Tokens right below a window whose blocks a request keeps.
     pub fn extra_retained_tokens(self) -> usize {
         self.extra_retained_tokens
+    }
+
+    /// Whether a hit ends one block before the blocks that are found.
+    pub fn drops_last_block(self) -> bool {
+        self.drops_last_block
+    }
+
+    /// Whether a hit needs every block of the prefix.
+    pub(crate) fn is_full(self) -> bool {
+        self.attention == Attention::Full
+    }
+
+    /// Number of blocks, from the first, among which are all that a hit of `num_blocks` needs.
+    #[inline]
+    fn num_searched_blocks(self, num_blocks: usize) -> usize {
+        num_blocks + usize::from(self.drops_last_block && num_blocks > 0)
     }
 
     /// Number of blocks for `num_tokens` tokens. The last may be partial.
@@ -193,6 +231,7 @@ impl Group {
         let end = (index / step + 1) * step;
         !matches!(self.attention, Attention::SlidingWindow { .. })
             || index >= self.num_unread_blocks(end * self.block_size)
+            || (self.drops_last_block && index > 0 && index.is_multiple_of(step))
     }
 }
 

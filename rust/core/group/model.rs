@@ -9,7 +9,7 @@ use crate::key::BlockHash;
 
 use super::search::{Cached, Search, own_hashes};
 use super::source::Source;
-use super::{Attention, Group, MAX_GROUP_TOKENS, MAX_GROUPS};
+use super::{Group, MAX_GROUP_TOKENS, MAX_GROUPS};
 
 /// A model's groups and the sizes they have in common.
 #[derive(Clone, Debug)]
@@ -56,7 +56,7 @@ impl Model {
                 None => kinds.push((group, vec![id])),
             }
         }
-        kinds.sort_by_key(|(group, _)| group.attention != Attention::Full);
+        kinds.sort_by_key(|(group, _)| !group.is_full());
         Ok(Self { groups, kinds, hash_block_size: divisor, hit_block_size: multiple })
     }
 
@@ -119,8 +119,18 @@ impl Model {
     #[inline]
     pub(crate) fn reachable(&self, group: Group) -> Option<impl Fn(usize) -> bool> {
         let step = self.hit_block_size / group.block_size;
-        // Of every step, the first block is the last that a longer window reaches.
-        (!group.is_reachable(0, step)).then_some(move |index| group.is_reachable(index, step))
+        // Of every step, the first block is the last that a longer window reaches. A hit that drops
+        // its last block needs that block in any case, so there the second block is the last.
+        let last_reached = usize::from(group.drops_last_block);
+        (!group.is_reachable(last_reached, step))
+            .then_some(move |index| group.is_reachable(index, step))
+    }
+
+    /// Number of blocks of a group, from the first, that hits of the first `num_tokens` can need.
+    #[inline]
+    pub(crate) fn num_hit_blocks(&self, group: Group, num_tokens: usize) -> usize {
+        let end = (num_tokens - num_tokens % self.hit_block_size) / group.block_size;
+        group.num_searched_blocks(end).min(num_tokens / group.block_size)
     }
 
     /// Whether these blocks, per group, have the form of a hit of `num_tokens`: a block is null
@@ -137,8 +147,7 @@ impl Model {
     }
 
     /// The longest prefix of at most `max_tokens` tokens that every group can serve from `source`.
-    /// Returns its tokens and the blocks of each group, null where the group needs none. The first
-    /// `num_local_tokens` need not be in `source`.
+    /// The first `num_local_tokens` need not be in `source`.
     ///
     /// Each kind shortens the hit of the kinds before it, until none does (vLLM 0.32's
     /// `HybridKVCacheCoordinator.find_longest_cache_hit`).
@@ -148,7 +157,7 @@ impl Model {
         hashes: &'a [BlockHash],
         num_local_tokens: usize,
         max_tokens: usize,
-    ) -> (usize, Vec<Vec<BlockId>>) {
+    ) -> Hit {
         let mut num_tokens = (hashes.len() * self.hash_block_size).min(max_tokens);
         num_tokens -= num_tokens % self.hit_block_size;
         let search = |(group, ids): &'a (Group, Vec<GroupId>)| {
@@ -159,11 +168,12 @@ impl Model {
             Search::new(cached, self.hit_block_size / group.block_size)
         };
         let mut searches: Vec<Search<'_>> = self.kinds.iter().map(search).collect();
+        let num_full = self.kinds.iter().take_while(|(group, _)| group.is_full()).count();
+        num_tokens = self.shorten(num_tokens, &mut searches[..num_full]);
+        let num_full_tokens = if num_full > 0 { num_tokens } else { 0 };
         loop {
             let before = num_tokens;
-            for ((group, _), search) in self.kinds.iter().zip(&mut searches) {
-                num_tokens = search.longest_hit(num_tokens / group.block_size) * group.block_size;
-            }
+            num_tokens = self.shorten(num_tokens, &mut searches);
             if num_tokens == before {
                 break;
             }
@@ -174,8 +184,25 @@ impl Model {
                 blocks[usize::from(id.0)] = found;
             }
         }
-        (num_tokens, blocks)
+        Hit { num_tokens, num_full_tokens, blocks }
     }
+
+    /// The tokens of a hit after the first kinds, one per search, have shortened it in turn.
+    fn shorten(&self, mut num_tokens: usize, searches: &mut [Search<'_>]) -> usize {
+        for ((group, _), search) in self.kinds.iter().zip(searches) {
+            num_tokens = search.longest_hit(num_tokens / group.block_size) * group.block_size;
+        }
+        num_tokens
+    }
+}
+
+/// The longest prefix that every group can serve.
+pub(crate) struct Hit {
+    pub(crate) num_tokens: usize,
+    /// Tokens of the longest prefix that the full-attention groups can serve; 0 without any.
+    pub(crate) num_full_tokens: usize,
+    /// The blocks of each group, null where the group needs none.
+    pub(crate) blocks: Vec<Vec<BlockId>>,
 }
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {
@@ -188,6 +215,7 @@ mod tests {
 
     use std::cell::Cell;
 
+    use super::super::Attention;
     use super::*;
 
     /// Holds the blocks of each group that a rule names, and counts lookups.

@@ -7,16 +7,16 @@ use std::ops::Range;
 use crate::ids::{BlockId, GroupId};
 use crate::key::BlockHash;
 
+use super::Group;
 use super::source::Source;
-use super::{Attention, Group};
 
 /// The search for the longest hit of equal groups.
 pub(super) struct Search<'a> {
     cached: Cached<'a>,
     /// Hits end at its multiples, in blocks.
     step: usize,
-    /// Every group has all blocks from here up to the end of the hit. None before the first
-    /// attempt.
+    /// Every group has all blocks from here up to the last that the hit needs. None before the
+    /// first attempt.
     known: Option<usize>,
     /// The blocks that the first attempt found, per group, if none was missing.
     found: Vec<Vec<BlockId>>,
@@ -31,41 +31,48 @@ impl<'a> Search<'a> {
     /// than the call before.
     pub(super) fn longest_hit(&mut self, max_blocks: usize) -> usize {
         let group = self.cached.group;
-        let mut end = max_blocks - max_blocks % self.step;
+        let mut end = self.longest_end(max_blocks, self.cached.num_named_blocks());
         let known = match self.known {
             Some(known) => known,
-            None if group.attention == Attention::Full => {
-                self.found = self.cached.prefix(end);
-                end = self.found.first().map_or(0, Vec::len);
+            None if group.is_full() => {
+                self.found = self.cached.prefix(group.num_searched_blocks(end));
+                end = self.longest_end(end, self.found.first().map_or(0, Vec::len));
                 0
             }
             None => {
                 // Usually no block is missing, and one range is faster than many blocks.
-                let first = self.first_needed(end);
-                let found = self.cached.range(&(first..end));
-                let is_complete = found.iter().all(|blocks| blocks.len() == end);
+                let (first, searched) = (self.first_needed(end), group.num_searched_blocks(end));
+                let found = self.cached.range(&(first..searched));
+                let is_complete = found.iter().all(|blocks| blocks.len() == searched);
                 self.found = if is_complete { found } else { Vec::new() };
-                if is_complete { first } else { end }
+                if is_complete { first } else { searched }
             }
         };
-        end -= end % self.step;
-        let mut known = known.min(end);
+        let mut known = known.min(group.num_searched_blocks(end));
         // From the right, so that a short window costs little however long the prefix is. A hit
         // that needs a missing block must end before it.
         while let Some(missing) =
             (self.first_needed(end)..known).rev().find(|&index| !self.cached.has(index))
         {
-            end = missing - missing % self.step;
-            known = end;
+            end = self.longest_end(end, missing);
+            known = group.num_searched_blocks(end);
         }
         self.known = Some(known.min(self.first_needed(end)));
         end
     }
 
+    /// Where the longest hit of at most `max_blocks` ends that needs only the first `num_found`.
+    fn longest_end(&self, max_blocks: usize, num_found: usize) -> usize {
+        let dropped = usize::from(self.cached.group.drops_last_block);
+        let end = max_blocks.min(num_found.saturating_sub(dropped));
+        end - end % self.step
+    }
+
     /// The blocks of a hit of `num_blocks` blocks, per group; null where the hit needs none.
     pub(super) fn into_blocks(mut self, num_blocks: usize) -> Vec<Vec<BlockId>> {
-        let is_full = self.cached.group.attention == Attention::Full;
-        if !is_full && self.found.first().map(Vec::len) != Some(num_blocks) {
+        let group = self.cached.group;
+        let num_searched = group.num_searched_blocks(num_blocks);
+        if !group.is_full() && self.found.first().map(Vec::len) != Some(num_searched) {
             return self.cached.range(&(self.first_needed(num_blocks)..num_blocks));
         }
         for blocks in &mut self.found {
@@ -93,6 +100,11 @@ pub(super) struct Cached<'a> {
 }
 
 impl Cached<'_> {
+    /// Number of blocks that have a hash.
+    fn num_named_blocks(&self) -> usize {
+        self.hashes.len() / self.hashes_per_block
+    }
+
     /// Whether every group has the block at `index`.
     fn has(&self, index: usize) -> bool {
         let hash = &self.hashes[(index + 1) * self.hashes_per_block - 1];

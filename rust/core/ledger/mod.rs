@@ -23,7 +23,7 @@ use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 use crate::event::Medium;
-use crate::group::{Group, Model};
+use crate::group::{Group, Hit, Model};
 use crate::ids::BlockId;
 use crate::key::Hashes;
 use crate::pool::BlockPool;
@@ -185,7 +185,7 @@ impl BlockLedger {
     /// [`Error::UnknownRequest`].
     pub fn lookup(&self, request_id: &str, max_tokens: usize) -> Result<PrefixHit> {
         let request = self.requests.get(request_id)?;
-        let (num_tokens, blocks) =
+        let Hit { num_tokens, blocks, .. } =
             self.model.longest_hit(&self.pool, &request.hashes, 0, max_tokens);
         let ledger = Arc::clone(&self.identity);
         Ok(PrefixHit { num_tokens, blocks, request_serial: request.serial, ledger })

@@ -162,11 +162,9 @@ impl Request {
         if !self.tables.iter().zip(model.groups()).any(is_behind) {
             return; // in most steps of a decoding request
         }
-        // Hits end at these multiples, so no hit needs a block after the last of them.
-        let num_tokens = num_tokens - num_tokens % model.hit_block_size();
         for (id, group) in model.enumerate() {
             let table = &self.tables[usize::from(id.0)];
-            let range = table.num_published..num_tokens / group.block_size;
+            let range = table.num_published..model.num_hit_blocks(group, num_tokens);
             if range.is_empty() {
                 continue;
             }

@@ -1,7 +1,7 @@
 //! Lookups in the host tier, and loads of what they found.
 
 use crate::error::{Error, Result};
-use crate::group::Source;
+use crate::group::{Hit, Source};
 use crate::ids::BlockId;
 use crate::pool::{check_ids, repeated};
 
@@ -29,9 +29,10 @@ impl OffloadScheduler {
         self.check_multiple("local", num_local_tokens)?;
         let request = self.requests.get_mut(request_id)?;
         self.host.unpin(&std::mem::take(&mut request.held).slots)?;
-        let (end, found) =
+        let Hit { num_tokens: end, num_full_tokens, blocks } =
             self.slot_model.longest_hit(&self.host, &request.hashes, num_local_tokens, max_tokens);
-        let slots: Vec<BlockId> = found.into_iter().flatten().filter(|id| !id.is_null()).collect();
+        request.num_full_tokens = num_full_tokens;
+        let slots: Vec<BlockId> = blocks.into_iter().flatten().filter(|id| !id.is_null()).collect();
         if slots.iter().any(|&slot| self.host.slots.is_loading(slot)) {
             self.counters.pending_lookups += 1;
             return Ok(None);
@@ -45,6 +46,16 @@ impl OffloadScheduler {
         let num_tokens = end.saturating_sub(num_local_tokens);
         request.held = HeldSlots { slots, num_local_tokens, num_tokens };
         Ok(Some(num_tokens))
+    }
+
+    /// Tokens of the longest prefix for which the last lookup found all full-attention blocks, the
+    /// local hit included. 0 before a lookup, and for a model without full attention. Where it is
+    /// longer than the hit, the other groups lack what a hit there needs.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn full_attention_hit(&self, request_id: &str) -> Result<usize> {
+        Ok(self.requests.get(request_id)?.num_full_tokens)
     }
 
     /// Loads the first `num_tokens` of what lookup found into the device blocks of each group, in

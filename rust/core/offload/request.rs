@@ -20,6 +20,8 @@ pub(super) struct RequestState {
     /// Tokens, from the first, that device and host had at its last lookup. 0 once the policy knows
     /// these hits, because each request counts once.
     pub(super) num_hit_tokens: usize,
+    /// Tokens, from the first, of which its last lookup found all full-attention blocks.
+    pub(super) num_full_tokens: usize,
     /// The tier's losses when `tables` was last compared with it.
     pub(super) num_losses: u64,
 }

@@ -6,7 +6,7 @@ use kvstow_core::ledger::{AllocateArgs, BlockLedger, Context};
 
 use crate::{hashes, raw};
 
-use super::{chunked, full, num_null, retaining, state, window};
+use super::{chunked, dropping, full, num_null, retaining, state, window};
 
 /// A ledger with a request "a" of `num_tokens`, all granted at once. So the request holds all its
 /// blocks, and those that a hit can need are published.
@@ -148,6 +148,54 @@ fn a_hit_does_not_need_retained_blocks() {
     // Token 32 reads from 28 on, and 22 to 27 are retained.
     assert_eq!(num_null(ledger.block_table("a", 0).unwrap()), 5);
     ledger.check().unwrap();
+}
+
+#[test]
+fn a_draft_group_needs_one_block_after_the_hit() {
+    let ledger = with_prompt(&[dropping(full(4))], 18);
+    assert_eq!(found_without(&ledger, 0, &[]), (12, vec![(0, 3)]));
+    assert_eq!(found_without(&ledger, 0, &[2]), (4, vec![(0, 1)]));
+    assert_eq!(found_without(&ledger, 0, &[1]), (0, vec![(0, 0)]));
+    assert_eq!(found_without(&with_prompt(&[dropping(full(4))], 3), 0, &[]), (0, vec![(0, 0)]));
+    let ledger = with_prompt(&[dropping(window(6, 4))], 24);
+    assert_eq!(found_without(&ledger, 0, &[0, 1, 2]), (20, vec![(3, 5)]));
+    assert_eq!(found_without(&ledger, 0, &[5]), (16, vec![(2, 4)]));
+    // A hit of one block needs two blocks, and a hit of none needs none.
+    assert_eq!(found_without(&ledger, 0, &[2, 5]), (4, vec![(0, 1)]));
+    assert_eq!(found_without(&ledger, 0, &[1, 4]), (0, vec![(0, 0)]));
+}
+
+#[test]
+fn only_the_draft_group_needs_the_block_after_the_hit() {
+    let ledger = with_prompt(&[dropping(full(4)), state(4), full(4)], 20);
+    assert_eq!(found_without(&ledger, 0, &[]), (16, vec![(0, 4), (3, 4), (0, 4)]));
+    // The hit ends at a state, and the states after it are not needed.
+    assert_eq!(found_without(&ledger, 1, &[4]), (16, vec![(0, 4), (3, 4), (0, 4)]));
+    assert_eq!(found_without(&ledger, 2, &[4]), (16, vec![(0, 4), (3, 4), (0, 4)]));
+    assert_eq!(found_without(&ledger, 0, &[4]), (12, vec![(0, 3), (2, 3), (0, 3)]));
+}
+
+#[test]
+fn a_draft_group_publishes_the_block_after_a_hit() {
+    // Hits end at 8, and a hit of 16 needs the blocks that begin at 16.
+    let ledger = with_prompt(&[full(8), dropping(full(2)), dropping(window(3, 2))], 21);
+    let is_published = |group: usize| -> Vec<bool> {
+        let table = ledger.block_table("a", group).unwrap();
+        table.iter().map(|&id| ledger.pool().key(id).is_some()).collect()
+    };
+    assert_eq!(is_published(0), [true, true, false]);
+    assert_eq!(is_published(1), [[true; 9].as_slice(), &[false; 2]].concat());
+    let [no, yes] = [false, true];
+    assert_eq!(is_published(2), [no, no, no, yes, yes, no, no, yes, yes, no, no]);
+    assert_eq!(found_without(&ledger, 2, &[3, 4]).0, 16);
+    assert_eq!(found_without(&ledger, 2, &[8]).0, 8);
+}
+
+#[test]
+fn only_attention_drops_its_last_block() {
+    for group in [chunked(8, 4), state(4)] {
+        assert!(group.dropping_last_block().is_err());
+    }
 }
 
 #[test]

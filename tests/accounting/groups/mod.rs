@@ -25,6 +25,10 @@ fn retaining(extra: usize, group: Group) -> Group {
     group.retaining(extra).unwrap()
 }
 
+fn dropping(group: Group) -> Group {
+    group.dropping_last_block().unwrap()
+}
+
 fn chunked(chunk: usize, block_size: usize) -> Group {
     Group::new(Attention::ChunkedLocal { chunk }, block_size).unwrap()
 }
@@ -33,7 +37,8 @@ fn state(block_size: usize) -> Group {
     Group::new(Attention::StateSpace, block_size).unwrap()
 }
 
-/// The blocks that a hit of `num_tokens`, a multiple of the block size, needs.
+/// The blocks that a hit of `num_tokens`, a multiple of the block size, needs. The last of them is
+/// not part of the hit if the group drops it.
 fn needed(group: Group, num_tokens: usize) -> Range<usize> {
     let end = num_tokens / group.block_size;
     let start = match group.attention {
@@ -45,7 +50,7 @@ fn needed(group: Group, num_tokens: usize) -> Range<usize> {
         Attention::StateSpace => end.saturating_sub(1),
         _ => unreachable!("no other kind is known here"),
     };
-    start..end
+    start..end + usize::from(group.drops_last_block() && end > 0)
 }
 
 /// Number of blocks, from the first, that the request gives up.

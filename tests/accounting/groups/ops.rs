@@ -4,7 +4,7 @@ use kvstow_core::group::Group;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::{chunked, full, retaining, state, window};
+use super::{chunked, dropping, full, retaining, state, window};
 
 /// Sizes are eighths of the model's hit block size, so that they fit every model.
 #[derive(Clone, Debug)]
@@ -59,11 +59,14 @@ pub(super) struct More {
 }
 
 pub(super) fn group() -> impl Strategy<Value = Group> {
-    (0..5, select(vec![1, 2, 4, 8, 6, 3]), 1..40_usize).prop_map(|(kind, block_size, extent)| {
+    (0..8, select(vec![1, 2, 4, 8, 6, 3]), 1..40_usize).prop_map(|(kind, block_size, extent)| {
         match kind {
             0 => full(block_size),
             1 => window(extent, block_size),
             4 => retaining(extent % 13, window(1 + extent % 11, block_size)),
+            5 => dropping(full(block_size)),
+            6 => dropping(window(extent, block_size)),
+            7 => dropping(retaining(extent % 13, window(1 + extent % 11, block_size))),
             2 => chunked((1 + extent % 4) * block_size, block_size),
             _ => state(block_size),
         }

@@ -161,7 +161,8 @@ impl World {
         let names = &self.requests[&who].names;
         let hash_block_size = self.ledger.model().hash_block_size();
         // One token is left to compute.
-        let max_tokens = (names.len() * hash_block_size).saturating_sub(1);
+        let num_named = names.len() * hash_block_size;
+        let max_tokens = num_named.saturating_sub(1);
         let hashes = hashes(names);
         let get = |group: usize, block_size: usize, index: usize| {
             let hash = &hashes.as_slice()[(index + 1) * block_size / hash_block_size - 1];
@@ -172,8 +173,12 @@ impl World {
                 let needed = needed(group, num_tokens);
                 let mut blocks = vec![BlockId::NULL; needed.start];
                 for index in needed {
+                    if (index + 1) * group.block_size > num_named {
+                        return None;
+                    }
                     blocks.push(get(id, group.block_size, index)?);
                 }
+                blocks.truncate(num_tokens / group.block_size);
                 Some(blocks)
             };
             self.groups().into_iter().enumerate().map(blocks).collect()
@@ -326,6 +331,10 @@ impl World {
     fn verify_published(&self, who: usize, num_tokens: usize) {
         let known = &self.requests[&who];
         let num_tokens = num_tokens.min(known.names.len() * self.ledger.model().hash_block_size());
+        // A group may drop the last block that it finds.
+        let dropped = |group: &Group| usize::from(group.drops_last_block()) * group.block_size;
+        let num_dropped = self.groups().iter().map(dropped).max().unwrap();
+        let num_tokens = num_tokens.saturating_sub(num_dropped);
         let num_published = num_tokens - num_tokens % self.unit();
         // Below what is computed a window may have gone on.
         if self.has_evicted || num_published < known.computed {

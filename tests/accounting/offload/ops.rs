@@ -11,6 +11,7 @@ pub(super) const NUM_CHAINS: usize = 4;
 pub(super) fn models() -> impl Strategy<Value = Vec<Group>> {
     let group = |attention, block_size| Group::new(attention, block_size).unwrap();
     let window = |window, size| group(Attention::SlidingWindow { window }, size);
+    let dropping = |group: Group| group.dropping_last_block().unwrap();
     prop_oneof![
         4 => Just(vec![group(Attention::Full, 2)]),
         2 => Just(vec![group(Attention::Full, 2), window(4, 2)]),
@@ -19,6 +20,8 @@ pub(super) fn models() -> impl Strategy<Value = Vec<Group>> {
         2 => Just(vec![window(3, 2), group(Attention::Full, 4), group(Attention::StateSpace, 2)]),
         1 => Just(vec![group(Attention::ChunkedLocal { chunk: 6 }, 2), window(5, 4)]),
         1 => Just(vec![group(Attention::Full, 2), group(Attention::Full, 2)]),
+        1 => Just(vec![dropping(group(Attention::Full, 2)), group(Attention::StateSpace, 2)]),
+        1 => Just(vec![group(Attention::Full, 4), dropping(window(5, 2).retaining(2).unwrap())]),
     ]
 }
 

@@ -195,25 +195,48 @@ impl World {
         assert!(self.scheduler.num_resident() <= self.storable.len(), "no stale block is resident");
     }
 
-    /// Number of hashed blocks of a chain that a host without losses can serve.
-    pub(super) fn num_servable(&self, which: usize) -> usize {
+    /// Number of hashed blocks of a chain that a host without losses can serve in these groups.
+    fn num_servable_by(&self, which: usize, is_asked: fn(Group) -> bool) -> usize {
         let (names, step) = (chain(which, 8), self.model.hit_block_size());
+        let num_tokens = names.len() * BLOCK_SIZE;
         let is_servable = |end: &usize| {
-            self.groups().into_iter().all(|(at, group)| {
-                let needed = group.num_skipped_blocks(*end)..end / group.block_size;
-                needed.into_iter().all(|i| self.storable.contains(&self.content(at, i, &names)))
+            self.groups().into_iter().filter(|&(_, group)| is_asked(group)).all(|(at, group)| {
+                let dropped = usize::from(group.drops_last_block() && *end > 0);
+                let last = end / group.block_size + dropped;
+                let mut needed = group.num_skipped_blocks(*end)..last;
+                last * group.block_size <= num_tokens
+                    && needed.all(|i| self.storable.contains(&self.content(at, i, &names)))
             })
         };
-        let ends = (0..=names.len() * BLOCK_SIZE / step).rev().map(|end| end * step);
+        let ends = (0..=num_tokens / step).rev().map(|end| end * step);
         ends.into_iter().find(is_servable).unwrap_or(0) / BLOCK_SIZE
+    }
+
+    /// Number of hashed blocks of a chain that a host without losses can serve.
+    pub(super) fn num_servable(&self, which: usize) -> usize {
+        self.num_servable_by(which, |_| true)
+    }
+
+    /// As [`World::num_servable`], if a hit needed only the full-attention groups.
+    pub(super) fn num_servable_in_full(&self, which: usize) -> usize {
+        let is_full = |group: Group| group.attention == Attention::Full;
+        let has_any = self.model.groups().iter().any(|&group| is_full(group));
+        if has_any { self.num_servable_by(which, is_full) } else { 0 }
     }
 
     /// Number of hashed blocks of a chain that the host can serve from its start.
     pub(super) fn num_served(&mut self, which: usize) -> usize {
+        self.served(which).0
+    }
+
+    /// What the host can serve from the start of a chain, in hashed blocks: in all groups, and if a
+    /// hit needed only the full-attention groups.
+    pub(super) fn served(&mut self, which: usize) -> (usize, usize) {
         let names = chain(which, 8);
         self.scheduler.add("probe", &hashes(&names)).unwrap();
         let found = self.scheduler.lookup("probe", 0, usize::MAX).unwrap().unwrap();
+        let in_full = self.scheduler.full_attention_hit("probe").unwrap();
         self.scheduler.finish("probe").unwrap();
-        found / BLOCK_SIZE
+        (found / BLOCK_SIZE, in_full / BLOCK_SIZE)
     }
 }
