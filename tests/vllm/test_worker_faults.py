@@ -13,17 +13,21 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, copies, stage
 
+import kvstow.vllm.replicas as replicas_module
 import kvstow.vllm.worker as module
 from kvstow.transfer import arena_for, mover_for
+from kvstow.transfer.shared import SharedMemory
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
@@ -107,7 +111,7 @@ class FaultyTicket:
 class Run:
     """A worker's life: stores, loads, a sleep, stores, and the end. It repeats calls that raise."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, replicas: Replicas | None = None) -> None:
         self.faults = faults
         self.raised = 0
         self.reports: Counter[tuple[int, bool]] = Counter()
@@ -119,6 +123,7 @@ class Run:
             rank=0,
             world_size=1,
             num_local_ranks=1,
+            replicas=replicas,
         )
 
     def __call__(self) -> None:
@@ -178,16 +183,26 @@ def left(faults: Faults) -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(mapped)
 
 
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Faults], Run]]:
+@pytest.fixture(params=["own", "shared"])
+def faulty(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Faults], Run]]:
     # pytest keeps the log, and with it the frames of errors.
     monkeypatch.setattr(module.logger, "disabled", True)
+    monkeypatch.setattr(replicas_module.logger, "disabled", True)
 
     def run(faults: Faults) -> Run:
+        replicas = None
+        if request.param == "shared":
+            # A set of one rank takes the same way as one of several.
+            exchange = faults.wrap("exchange", lambda own: [own])
+            replicas = Replicas(1, 0, exchange)
+            create = faults.wrap("SharedMemory.create", SharedMemory.create)
+            monkeypatch.setattr(replicas_module, "SharedMemory", SimpleNamespace(create=create))
         monkeypatch.setattr(module, "check_memory", faults.wrap("check_memory", lambda *_, **__: 0))
         monkeypatch.setattr(module, "arena_for", faults.arena)
         monkeypatch.setattr(module, "mover_for", faults.mover)
-        made = Run(faults)
+        made = Run(faults, replicas)
         made()
         return made
 
@@ -200,6 +215,8 @@ def test_an_error_in_any_call_loses_no_job_and_leaks_nothing(
 ) -> None:
     run = faulty(Faults(None, error))
     calls = run.faults.calls
+    if "exchange" in calls:
+        assert calls[:2] == ["SharedMemory.create", "check_memory"]
     wanted = "check_memory arena_for mover_for mover.load mover.store mover.close arena.close"
     assert {*wanted.split(), "ticket.poll", "ticket.error"} <= set(calls)
     assert run.reports == Counter((job_id, True) for job_id in range(1, 6))
@@ -219,7 +236,9 @@ def test_an_error_in_any_call_loses_no_job_and_leaks_nothing(
         num_failed = sum(not ok for _, ok in run.reports)
         begins = name in ("mover.load", "mover.store")
         assert num_failed >= 1 if begins else num_failed <= 1, f"call {at}, {name}"
-        assert run.raised or begins
+        # Ranks that cannot share the memory keep copies of their own.
+        shares = "exchange" in calls and at < calls.index("mover_for")
+        assert run.raised or begins or shares
         for tensor in run.caches.values():
             check_loaded(run, tensor)
         assert run.worker.arena is None and run.worker.movers == []
