@@ -25,6 +25,10 @@ How a rank could load wrong bytes, and what guards:
 - The ranks' KV is not equal. vLLM says that it is, and counts 1 for kinds that it does not know.
 
 A rank that dies ends vLLM's engine. The memory goes with the last process that maps it.
+
+Why each rank loads for itself: from shared memory that takes as long as from a copy of its own. If
+the writer loaded and sent the blocks on, it took half as long again between two processes, and all
+ranks would have to meet for every load.
 """
 
 from __future__ import annotations
