@@ -27,7 +27,7 @@ struct State {
 impl State {
     /// A pool with all blocks free, without keys, and in random order.
     fn shuffled() -> Self {
-        let mut pool = BlockPool::new(NUM_DEVICE_BLOCKS + 1, None).unwrap();
+        let mut pool = BlockPool::new(NUM_DEVICE_BLOCKS + 1, false).unwrap();
         let mut all = Vec::new();
         pool.allocate(NUM_DEVICE_BLOCKS, &mut all).unwrap();
         // An odd stride visits each of 2^n blocks once.
@@ -105,7 +105,7 @@ fn bench_pool(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("build");
     group.sample_size(10);
     group.bench_function("a pool of 1,000,000", |bencher| {
-        bencher.iter(|| BlockPool::new(black_box(1_000_000), None).unwrap());
+        bencher.iter(|| BlockPool::new(black_box(1_000_000), false).unwrap());
     });
     group.finish();
 }

@@ -1,6 +1,6 @@
 //! Events as frozen Python objects, in vLLM's vocabulary.
 
-use kvstow_core::event::{self, Event, Medium};
+use kvstow_core::event::{self, Event};
 use kvstow_core::key::{BlockHash, HashWidth};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -116,18 +116,14 @@ impl AllBlocksCleared {
     }
 }
 
-/// Events of one pool as a list of Python objects.
-pub(crate) fn events_to_py(
-    py: Python<'_>,
+/// Events of one pool as a list of Python objects. `medium` is vLLM's name of its memory.
+pub(crate) fn events_to_py<'py>(
+    py: Python<'py>,
     events: Vec<Event>,
-    medium: Medium,
+    medium: &'static str,
     width: HashWidth,
-) -> PyResult<Bound<'_, PyList>> {
-    let medium = match medium {
-        Medium::Device => "GPU",
-        Medium::Host => "CPU",
-    };
-    let to_object = |event| -> PyResult<Bound<'_, PyAny>> {
+) -> PyResult<Bound<'py, PyList>> {
+    let to_object = |event| -> PyResult<Bound<'py, PyAny>> {
         Ok(match event {
             Event::Stored(stored) => {
                 Bound::new(py, BlockStored { stored, width, medium })?.into_any()

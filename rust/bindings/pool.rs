@@ -3,7 +3,6 @@
 use std::sync::{Arc, Mutex};
 
 use kvstow_core::error::Result;
-use kvstow_core::event::Medium;
 use kvstow_core::ids::BlockId;
 use kvstow_core::ledger::BlockLedger;
 use kvstow_core::pool;
@@ -115,7 +114,7 @@ macro_rules! pool_methods {
             /// Return the events since the last call, oldest first. Empty without `events=True`.
             fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
                 let (events, width) = self.with(|pool| (pool.take_events(), pool.hash_width()));
-                events_to_py(py, events, Medium::Device, width)
+                events_to_py(py, events, "GPU", width)
             }
         }
     };
@@ -146,8 +145,7 @@ pool_methods!(BlockPool {
     #[new]
     #[pyo3(signature = (num_blocks, *, events = false))]
     fn new(num_blocks: Count, events: bool) -> PyResult<Self> {
-        let medium = events.then_some(Medium::Device);
-        Ok(Self(Mutex::new(pool::BlockPool::new(num_blocks.0, medium).map_err(to_py)?)))
+        Ok(Self(Mutex::new(pool::BlockPool::new(num_blocks.0, events).map_err(to_py)?)))
     }
 
     /// Bytes of memory that the accounting itself takes.

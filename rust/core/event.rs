@@ -7,15 +7,6 @@ use crate::hash::ExtraKey;
 use crate::ids::GroupId;
 use crate::key::{BlockHash, BlockKey};
 
-/// The memory of a pool's blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Medium {
-    /// Device memory; vLLM calls it "GPU".
-    Device,
-    /// Host memory; vLLM calls it "CPU".
-    Host,
-}
-
 /// A change of the keys that lookups can find.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
@@ -57,19 +48,12 @@ pub struct Origin {
 }
 
 /// A pool's events until the caller takes them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct EventLog {
-    /// The memory that the events name.
-    pub medium: Medium,
     pending: Vec<Event>,
 }
 
 impl EventLog {
-    /// An empty log.
-    pub fn new(medium: Medium) -> Self {
-        Self { medium, pending: Vec::new() }
-    }
-
     /// The events since the last call, oldest first.
     pub fn take(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.pending)

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvstow_core::event::{Event, Medium};
+use kvstow_core::event::Event;
 use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::Hashes;
 use kvstow_core::pool::BlockPool;
@@ -107,7 +107,7 @@ proptest! {
 
     #[test]
     fn pool_equals_model(num_blocks in 2..12_u32, ops in vec(op(), 1..40)) {
-        let mut pool = BlockPool::new(num_blocks as usize, Some(Medium::Device)).unwrap();
+        let mut pool = BlockPool::new(num_blocks as usize, true).unwrap();
         let mut model = ModelPool::new(num_blocks);
         let mut findable = BTreeSet::new();
         for op in &ops {
@@ -125,7 +125,7 @@ proptest! {
     /// Many more keys than places in a small table, so that probes collide and wrap.
     #[test]
     fn lookup_survives_churn(names in vec(any::<u16>(), 1..200)) {
-        let mut pool = BlockPool::new(9, None).unwrap();
+        let mut pool = BlockPool::new(9, false).unwrap();
         let mut held: Vec<u16> = Vec::new();
         for name in names {
             let mut allocated = Vec::new();
@@ -157,7 +157,7 @@ proptest! {
             order.extend(run);
         }
         let num_keys = order.len();
-        let mut pool = BlockPool::new(num_keys + older.len() + pad + 1, None).unwrap();
+        let mut pool = BlockPool::new(num_keys + older.len() + pad + 1, false).unwrap();
         let mut allocated = Vec::new();
         pool.allocate(pool.num_usable(), &mut allocated).unwrap();
         for (at, &name) in older.iter().enumerate() {
@@ -183,7 +183,7 @@ fn a_lookup_never_confuses_two_keys() {
         numbers.for_each(|number| all.push(&number.to_be_bytes()).unwrap());
         all
     };
-    let mut pool = BlockPool::new(200_001, None).unwrap();
+    let mut pool = BlockPool::new(200_001, false).unwrap();
     let mut allocated = Vec::new();
     pool.allocate(200_000, &mut allocated).unwrap();
     pool.cache(&allocated, &digests(0..200_000), GroupId(0)).unwrap();
@@ -198,7 +198,7 @@ fn a_lookup_never_confuses_two_keys() {
 fn a_block_costs_at_most_100_bytes() {
     // The table's size is a power of two, so one block more is the worst case.
     for num_blocks in [1 << 20, (1 << 20) + 1, 1_000_000] {
-        let pool = BlockPool::new(num_blocks, None).unwrap();
+        let pool = BlockPool::new(num_blocks, false).unwrap();
         let memory_bytes = pool.memory_bytes();
         assert!(memory_bytes <= 92 * num_blocks, "{memory_bytes} bytes for {num_blocks} blocks");
     }
@@ -207,13 +207,13 @@ fn a_block_costs_at_most_100_bytes() {
 #[test]
 fn sizes_beyond_bounds_are_refused() {
     for num_blocks in [0, 1, usize::try_from(i32::MAX).unwrap() + 1, usize::MAX] {
-        assert!(BlockPool::new(num_blocks, None).is_err());
+        assert!(BlockPool::new(num_blocks, false).is_err());
     }
 }
 
 #[test]
 fn hashes_keep_one_width() {
-    let mut pool = BlockPool::new(4, None).unwrap();
+    let mut pool = BlockPool::new(4, false).unwrap();
     let mut allocated = Vec::new();
     pool.allocate(2, &mut allocated).unwrap();
     pool.cache(&allocated[..1], &hashes(&[1]), GroupId(0)).unwrap();
@@ -229,7 +229,7 @@ fn hashes_keep_one_width() {
 
 #[test]
 fn removals_of_two_groups_are_two_events() {
-    let mut pool = BlockPool::new(4, Some(Medium::Device)).unwrap();
+    let mut pool = BlockPool::new(4, true).unwrap();
     let mut allocated = Vec::new();
     pool.allocate(2, &mut allocated).unwrap();
     pool.cache(&allocated[..1], &hashes(&[1]), GroupId(0)).unwrap();

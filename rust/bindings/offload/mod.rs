@@ -7,7 +7,6 @@ mod values;
 
 use std::sync::Mutex;
 
-use kvstow_core::event::Medium;
 use kvstow_core::key::BlockKey;
 use kvstow_core::offload::{self, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
@@ -501,7 +500,7 @@ impl OffloadScheduler {
             let mut scheduler = lock(&self.0);
             (scheduler.take_events(), scheduler.hash_width())
         };
-        events_to_py(py, events, Medium::Host, width)
+        events_to_py(py, events, "CPU", width)
     }
 
     /// Return job events since the last call, oldest first; none without `events=True`.

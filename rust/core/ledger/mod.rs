@@ -22,7 +22,6 @@ use std::sync::Arc;
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
-use crate::event::Medium;
 use crate::group::{Group, Hit, Model};
 use crate::ids::BlockId;
 use crate::key::Hashes;
@@ -86,7 +85,7 @@ impl BlockLedger {
         events: bool,
     ) -> Result<Self> {
         let model = Model::new(groups)?;
-        let pool = BlockPool::new(num_blocks, events.then_some(Medium::Device))?;
+        let pool = BlockPool::new(num_blocks, events)?;
         if let Some(num_tokens) = max_in_flight_tokens
             && num_tokens > MAX_TOKENS
         {
@@ -339,7 +338,7 @@ impl BlockLedger {
 
     fn check_context(&self, context: &Context) -> Result<()> {
         let is_given = context.tokens.is_some() || context.extra_keys.is_some();
-        if is_given && self.pool.medium().is_none() {
+        if is_given && !self.pool.has_events() {
             return Err(Error::Config(
                 "tokens and extra keys are for events: pass events=True to the ledger, or leave \
                  them out"

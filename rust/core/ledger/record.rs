@@ -164,7 +164,7 @@ impl BlockLedger {
         self.num_added = record.num_added;
         self.identity = Arc::default();
         let new_ids = new_ids(&record, ids, self.pool.num_blocks())?;
-        let has_events = self.pool.medium().is_some();
+        let has_events = self.pool.has_events();
         for (name, mut request) in record.requests {
             self.requests.check_new(&name).or_else(|_| damaged("it holds a request twice"))?;
             for table in &mut request.tables {

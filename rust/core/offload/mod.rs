@@ -30,7 +30,7 @@ pub use transfer_event::{Direction, TransferEvent};
 use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
-use crate::event::{Event, Medium};
+use crate::event::Event;
 use crate::group::{Attention, Model};
 use crate::ids::JobId;
 use crate::key::HashWidth;
@@ -84,7 +84,7 @@ impl OffloadScheduler {
         Ok(Self {
             slot_model: model.in_tier(blocks_per_slot)?,
             model,
-            host: Tier::new(num_host_blocks, policy, events.then_some(Medium::Host))?,
+            host: Tier::new(num_host_blocks, policy, events)?,
             config,
             requests: Requests::default(),
             jobs: BTreeMap::new(),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::event::{Event, EventLog, Medium, Origin};
+use crate::event::{Event, EventLog, Origin};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
 
@@ -196,9 +196,9 @@ impl BlockPool {
         is_idle
     }
 
-    /// The memory that the events name; None if no events are recorded.
-    pub fn medium(&self) -> Option<Medium> {
-        self.log.as_ref().map(|log| log.medium)
+    /// Whether the pool records events.
+    pub(crate) fn has_events(&self) -> bool {
+        self.log.is_some()
     }
 
     /// The events since the last call, oldest first.

@@ -28,7 +28,7 @@ mod references;
 pub(crate) use free_queue::FreeQueue;
 
 use crate::error::{Error, Result};
-use crate::event::{EventLog, Medium};
+use crate::event::EventLog;
 use crate::ids::BlockId;
 use crate::key::HashWidth;
 
@@ -89,11 +89,11 @@ pub struct BlockPool {
 
 impl BlockPool {
     /// A pool of `num_blocks` blocks, the null block included. All are free and without a key. With
-    /// a medium, the pool records events for [`BlockPool::take_events`].
+    /// `events`, the pool records events for [`BlockPool::take_events`].
     ///
     /// # Errors
     /// [`Error::Config`] unless `num_blocks` is 2 to [`MAX_BLOCKS`].
-    pub fn new(num_blocks: usize, events: Option<Medium>) -> Result<Self> {
+    pub fn new(num_blocks: usize, events: bool) -> Result<Self> {
         let count =
             u32::try_from(num_blocks).ok().filter(|_| (2..=MAX_BLOCKS).contains(&num_blocks));
         let Some(count) = count else {
@@ -111,7 +111,7 @@ impl BlockPool {
             pinned_head: BlockId::NULL,
             num_evicted: 0,
             width: HashWidth::default(),
-            log: events.map(EventLog::new),
+            log: events.then(EventLog::default),
         })
     }
 

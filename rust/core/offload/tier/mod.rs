@@ -23,7 +23,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::event::{Medium, Origin};
+use crate::event::Origin;
 use crate::group::{Model, Source};
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
@@ -72,12 +72,8 @@ impl Source for Tier {
 }
 
 impl Tier {
-    /// A tier of `num_slots` empty slots. With a medium it records events.
-    pub(super) fn new(
-        num_slots: usize,
-        policy: EvictionPolicy,
-        events: Option<Medium>,
-    ) -> Result<Self> {
+    /// A tier of `num_slots` empty slots. With `events` it records them.
+    pub(super) fn new(num_slots: usize, policy: EvictionPolicy, events: bool) -> Result<Self> {
         let num_blocks = num_slots.saturating_add(1);
         let policy_size =
             u32::try_from(num_blocks).ok().filter(|_| (1..MAX_BLOCKS).contains(&num_slots));
@@ -217,7 +213,7 @@ impl Tier {
     ) -> Result<usize> {
         let Filling { keys, parents, ends } = filling;
         let mut kept = self.slots.publish(slots);
-        if self.slots.pool.medium().is_some() {
+        if self.slots.pool.has_events() {
             let continues = |&before: &usize, &at: &usize| {
                 at == before + 1
                     && keys[before].group == keys[at].group

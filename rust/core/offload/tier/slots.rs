@@ -11,7 +11,6 @@
 //! it. The key is withheld from lookups and events until the store is complete.
 
 use crate::error::{Error, Result};
-use crate::event::Medium;
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 use crate::pool::BlockPool;
@@ -33,8 +32,8 @@ pub(in crate::offload) struct Slots {
 impl Slots {
     pub(super) const SLOT_BYTES: usize = 5;
 
-    /// `num_slots` empty slots. With a medium they record events.
-    pub(super) fn new(num_slots: usize, events: Option<Medium>) -> Result<Self> {
+    /// `num_slots` empty slots. With `events`, the pool records them.
+    pub(super) fn new(num_slots: usize, events: bool) -> Result<Self> {
         Ok(Self {
             pool: BlockPool::new(num_slots + 1, events)?,
             num_loads: vec![0; num_slots + 1],
