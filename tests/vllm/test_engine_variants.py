@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.vllm import models
 from tests.vllm.engine import (
     BLOCK_SIZE,
     TOLERANCE,
@@ -155,6 +156,87 @@ def test_two_lora_names_share_no_block(folder: Path, tmp_path: Path) -> None:
             rounds_agree(engine, PROMPTS, answers, lora_request=adapter)
         for adapter, answers in zip(adapters, expected, strict=True):
             sleep_changes_nothing(engine, PROMPTS, answers, lora_request=adapter)
+        engine.check_idle()
+
+
+def make_drafter(folder: Path) -> Path:
+    """Write a draft model (EAGLE) of one layer for the tiny Llama."""
+    folder.mkdir()
+    config: dict[str, Any] = models.LLAMA | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    num_q, num_kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (num_q, hidden),
+        "layers.0.self_attn.k_proj": (num_kv, hidden),
+        "layers.0.self_attn.v_proj": (num_kv, hidden),
+        "layers.0.self_attn.o_proj": (hidden, num_q),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        f"{name}.weight": torch.empty(shape).normal_(0, 0.15, generator=generator)
+        for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def answered_one_by_one(engine: Engine) -> tuple[list[Answer], list[list[int]]]:
+    """Return the answers to `PROMPTS`, and all drafts in their order."""
+    drafts: list[list[int]] = []
+    schedule = engine.core.scheduler.schedule
+
+    def recording(*args: Any) -> Any:
+        scheduled = schedule(*args)
+        drafts.extend(map(list, scheduled.scheduled_spec_decode_tokens.values()))
+        return scheduled
+
+    engine.core.scheduler.schedule = recording
+    answers = [answer for tokens in PROMPTS for answer in engine.generate([tokens])]
+    engine.core.scheduler.schedule = schedule
+    return answers, drafts
+
+
+@full
+def test_a_draft_model_drafts_from_the_host_as_from_the_device(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The target model verifies all drafts, so only the drafts show the draft model's layer."""
+    speculation = {
+        "method": "eagle",
+        "model": str(make_drafter(tmp_path / "drafter")),
+        "num_speculative_tokens": 3,
+    }
+    with running(folder, options=None, num_blocks=400, speculative_config=speculation) as engine:
+        first, _ = answered_one_by_one(engine)
+        second, drafts = answered_one_by_one(engine)
+    assert {answer.num_cached for answer in first} == {0}
+    # 288 tokens are whole blocks, and a draft model drops the last.
+    assert {answer.num_cached for answer in second} == {NUM_HIT - BLOCK_SIZE}
+    with running(folder, speculative_config=speculation) as engine:
+        assert difference(answered_one_by_one(engine)[0], first) < TOLERANCE
+        for is_damaged in (False, True, False):
+            engine.settle()
+            assert engine.llm.reset_prefix_cache()
+            assert engine.worker.arena is not None
+            slots, (layers,) = engine.worker.arena.slots, engine.half.tier.model.layers
+            at = [layer.name for layer in layers].index("model.layers.4.self_attn.attn")
+            start = sum(layer.block_bytes for layer in layers[:at])
+            own = slice(start, start + layers[at].block_bytes)
+            kept = slots[:, own].copy()
+            if is_damaged:
+                slots[:, own] = 0
+            answers, found = answered_one_by_one(engine)
+            slots[:, own] = kept
+            assert [a.num_cached for a in answers] == [a.num_cached for a in second]
+            assert difference(answers, second) < TOLERANCE
+            assert len(found) > len(PROMPTS) and (found == drafts) != is_damaged
+        engine.settle()
         engine.check_idle()
 
 
