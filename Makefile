@@ -44,14 +44,15 @@ test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES
 	$(BIN)/kvstow replay '$(KVSTOW_TRACES)/mooncake_conversation_trace.jsonl.gz' \
 	    --device-blocks 4096 --host-blocks 200000
 
-test-differential: $(VENV)/.test ## compare the ledger with vLLM's own accounting, in 2,000 random sequences
-	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py
+test-differential: $(VENV)/.test ## compare the ledger, and accelerate, with vLLM's own accounting, in 2,000 random sequences
+	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py tests/vllm/test_accelerate.py
 
 test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connector, Model Runner V2, and 300 requests at once (SEEDS=20)
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py -k 'not another_process'
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine_random.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_accelerate_engine.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_modes.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
@@ -64,11 +65,13 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.r
 	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
 	        "$$(ls -t dist/kvstow-*.whl | head -1)" && \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
-	        -k 'test_drift or second_round or damage' || failed="$$failed $$version"; \
+	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py \
+	        -k 'test_drift or test_accelerate or second_round or damage' || failed="$$failed $$version"; \
 	done; \
 	for version in $(DRIFT_SOURCES); do \
 	    echo "vLLM $$version: the drift test, on its sources"; \
-	    KVSTOW_VLLM_SOURCES=$(DRIFT)/$$version $(BIN)/pytest -q tests/vllm/test_drift.py || failed="$$failed $$version"; \
+	    KVSTOW_VLLM_SOURCES=$(DRIFT)/$$version $(BIN)/pytest -q tests/vllm/test_drift.py \
+	        tests/vllm/test_accelerate_patch.py -k 'test_drift or is_known' || failed="$$failed $$version"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "kvstow does not work with vLLM$$failed" >&2; exit 1; fi
 
@@ -99,6 +102,7 @@ bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own acco
 	cargo bench
 	$(BIN)/python -m benches.compare.accounting
 	$(BIN)/python -m benches.compare.connector
+	$(BIN)/python -m benches.compare.accelerate
 
 # Uses neither .venv nor a network. Runs PYTHON as it is, with the unpacked wheel on its path.
 gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest)

@@ -45,6 +45,7 @@ __all__ = [
     "SimpleCPUOffloadMetadata",
     "SimpleCPUOffloadScheduler",
     "block_ids",
+    "cache_config",
     "free_order",
     "loaded",
     "manager",
@@ -75,7 +76,7 @@ def manager(num_blocks: int, groups: Sequence[Group]) -> KVCacheManager:
     """Return a manager of groups of one block size, with prefix caching, without events."""
     block_size = groups[0].block_size
     return KVCacheManager(
-        _config(num_blocks, groups),
+        cache_config(num_blocks, groups),
         max_model_len=MAX_MODEL_TOKENS,
         scheduler_block_size=block_size,
         hash_block_size=block_size,
@@ -102,7 +103,7 @@ def offload(
             max_in_flight_tokens=MAX_MODEL_TOKENS,
             num_prefill_lookahead_tokens=0,
         ),
-        dataclasses.replace(_config(num_blocks, groups), kv_cache_tensors=tensors),
+        dataclasses.replace(cache_config(num_blocks, groups), kv_cache_tensors=tensors),
         cpu_capacity_bytes=num_host_blocks,
         scheduler_block_size=block_size,
         hash_block_size=block_size,
@@ -163,7 +164,7 @@ def free_order(manager: KVCacheManager) -> list[int]:
     return _ids(manager.block_pool.free_block_queue.get_all_free_blocks())
 
 
-def _config(num_blocks: int, groups: Sequence[Group]) -> KVCacheConfig:
+def cache_config(num_blocks: int, groups: Sequence[Group]) -> KVCacheConfig:
     specs = [KVCacheGroupSpec([str(at)], _spec(group)) for at, group in enumerate(groups)]
     return KVCacheConfig(num_blocks, [], specs, prefix_cache_retention_interval=None)
 

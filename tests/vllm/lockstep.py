@@ -402,7 +402,5 @@ class Lockstep:
                 self.preempt()
             if self.sides[0].pinned:
                 self.pin()
-            assert self.both(lambda side: side.manager.reset_prefix_cache())
-            return True
-        self.both(lambda side: side.manager.reset_prefix_cache())
-        return False
+        is_reset: bool = self.both(lambda side: side.manager.reset_prefix_cache())
+        return is_reset

@@ -65,7 +65,7 @@ MUTATIONS = {
         "num_slots > len(blocks) * block_size",
         "num_slots > len(blocks) * block_size + 1",
     ),
-    "drafts take no slots": ("num_new + num_lookahead", "num_new"),
+    "drafts take no slots": ("num_final + num_lookahead", "num_final"),
     "a full block stays unknown": ("< num_final // block_size", "< num_final // block_size - 1"),
     "the window ends a token later": ("num_processed - window)", "num_processed - window - 1)"),
     "other groups do not count": (

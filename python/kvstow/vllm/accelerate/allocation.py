@@ -79,15 +79,22 @@ def _faster_allocate(vllm_allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _changes_nothing(manager: Any, request: Any, num_new: int, num_lookahead: int) -> bool:
+    # Comparisons instead of `min`, because this runs for each request in each step.
     _, groups, alignment = _plan(manager)
     if groups is None or (manager.watermark_blocks and request.status is not RequestStatus.RUNNING):
         return False
     max_tokens = manager.max_model_len
-    num_computed = min(request.num_computed_tokens, max_tokens)
-    num_final = min(num_computed + num_new, request.num_tokens)
+    num_computed = request.num_computed_tokens
+    if num_computed > max_tokens:  # noqa: PLR1730
+        num_computed = max_tokens
+    num_final = num_computed + num_new
+    num_slots = num_final + num_lookahead
+    if num_slots > max_tokens:  # noqa: PLR1730
+        num_slots = max_tokens
+    num_tokens = request.num_tokens
+    if num_final > num_tokens:  # noqa: PLR1730
+        num_final = num_tokens
     num_final -= num_final % alignment
-    num_slots = min(num_computed + num_new + num_lookahead, max_tokens)
-    num_processed = num_computed - request.num_in_flight_tokens
     name = request.request_id
     for group, block_size, window in groups:
         blocks = group.req_to_blocks.get(name)
@@ -99,7 +106,10 @@ def _changes_nothing(manager: Any, request: Any, num_new: int, num_lookahead: in
         ):
             return False
         if window is not None:
-            num_skipped = min((num_processed - window) // block_size, len(blocks))
+            num_processed = num_computed - request.num_in_flight_tokens
+            num_skipped = (num_processed - window) // block_size
+            if num_skipped > len(blocks):  # noqa: PLR1730
+                num_skipped = len(blocks)
             if num_skipped > 0 and blocks[num_skipped - 1] is not group._null_block:
                 return False
     return True
