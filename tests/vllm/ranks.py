@@ -165,6 +165,7 @@ class Rank:
 
 
 def _serve(index: int, num: int, options: Options, link: Connection) -> None:
+    torch.set_num_threads(1)  # this process has none of its parent's threads
     rank = Rank(index, num, options, link)
     while True:
         name, args, settings = link.recv()
