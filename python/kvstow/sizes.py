@@ -43,14 +43,11 @@ def parse_bytes(value: object, *, name: str = "size") -> int:
 
 def _from_text(name: str, text: str) -> int:
     match = _SIZE.fullmatch(text)
-    if match is None or len(match[1]) > _MAX_DIGITS:
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None or len(match[1]) > _MAX_DIGITS:
         raise _refused(name, text)
-    number, unit = match.groups()
-    factor = _UNITS.get(unit.upper())
-    if factor is None:
-        raise _refused(name, text)
-    num_bytes = Fraction(number) * factor
-    if not unit and num_bytes.denominator != 1:
+    num_bytes = Fraction(match[1]) * factor
+    if not match[2] and num_bytes.denominator != 1:
         raise _refused(name, text)
     return int(num_bytes)
 
