@@ -789,6 +789,9 @@ class OffloadScheduler:
         world_size: ranks that must report a job before it ends.
         num_device_blocks: blocks of the device pool. The scheduler refuses ids outside it.
         events: whether to record events for `take_events` and `take_transfer_events`.
+        store_threshold: a block is stored once this many requests have computed, hit or loaded it
+            and every block before it: 1 to 255. The counts take 32 bytes per slot, at least 512
+            KiB, and a count is lost when many other blocks were seen since.
 
     Raises:
         ConfigError: a value outside its range, or the machine lacks the memory for the accounting.
@@ -805,6 +808,7 @@ class OffloadScheduler:
         world_size: int = 1,
         num_device_blocks: int | None = None,
         events: bool = False,
+        store_threshold: int = 1,
     ) -> OffloadScheduler: ...
     @property
     def num_host_blocks(self) -> int:
@@ -897,6 +901,7 @@ class OffloadScheduler:
         block_ids: _Ints,
         offsets: _Ints,
         *,
+        max_blocks: int | None = None,
         deadline: float | None = None,
     ) -> Job | None:
         """Plan the stores that a finished step has made due, all in one job.
@@ -912,12 +917,15 @@ class OffloadScheduler:
                 and 0 where a group skips a block.
             offsets: where each (request, group) begins in `block_ids`, as in
                 `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+            max_blocks: the most blocks that the job may have; None for no limit.
             deadline: when `expire` fails the job, on the caller's clock.
 
         Returns:
             The job, or None if there is nothing to store. Keys on the host or in flight are not
             stored again. If slots are short, the first blocks of a full-attention group are stored
-            and the last blocks of a window. The others count as dropped.
+            and the last blocks of a window. The others count as dropped. `max_blocks` leaves out
+            the same blocks, and they count as throttled. A full-attention block that was left out
+            is due again when its request is next named.
         """
     def store_evictable(
         self, pool: BlockPool | LedgerPool, num_blocks: int, *, deadline: float | None = None
@@ -1051,6 +1059,8 @@ class OffloadScheduler:
         Counters:
             stored_blocks, loaded_blocks: blocks that were copied.
             dropped_blocks: blocks that had found no room when their request left.
+            rare_blocks: blocks that fewer requests than `store_threshold` had seen.
+            throttled_blocks: blocks that `max_blocks` of `store` left out.
             evicted_blocks: slots that were evicted for room.
             failed_stores, failed_loads, late_jobs: jobs.
             damaged_blocks: blocks that were dropped because a load found them damaged.

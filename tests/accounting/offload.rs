@@ -105,7 +105,9 @@ proptest! {
     ) {
         let is_full = groups.iter().all(|group| group.attention == Attention::Full);
         let blocks_per_slot = if is_full { options.blocks_per_slot } else { 1 };
-        let options = Options { blocks_per_slot, mode: Mode::Eager, ..options };
+        // A snapshot has no counts of sightings, so blocks must be seen anew.
+        let options =
+            Options { blocks_per_slot, mode: Mode::Eager, store_threshold: 1, ..options };
         let world = || World::of(groups.clone(), size * groups.len(), num_host, options);
         let (mut restored, mut other) = (world(), world());
         for op in &ops {

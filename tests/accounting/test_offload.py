@@ -12,8 +12,10 @@ from kvstow import (
     BlockLedger,
     BlockRemoved,
     BlockStored,
+    ConfigError,
     Job,
     OffloadScheduler,
+    SlidingWindow,
     StateError,
 )
 
@@ -388,3 +390,28 @@ def test_query_counts_once_however_often_a_request_asks() -> None:
     # Of 4 blocks one is on the device, and of the last a token is left to compute.
     assert rig.stat("query_tokens") == (3 + 2) * BLOCK_SIZE
     rig.end(loads)
+
+
+@pytest.mark.parametrize("threshold", [0, 256, 2**40])
+def test_a_threshold_outside_1_to_255_is_refused(threshold: int) -> None:
+    with pytest.raises(ConfigError, match=f"store_threshold is {threshold}: it must be 1 to 255"):
+        OffloadScheduler(4, [GROUP], store_threshold=threshold)
+
+
+def test_max_blocks_leaves_out_the_tail_of_a_chain_and_the_head_of_a_window() -> None:
+    window = SlidingWindow(BLOCK_SIZE, 100 * BLOCK_SIZE)
+    tier = OffloadScheduler(100, [GROUP, window])
+    tier.add("a", hashes("abcdef"))
+    num_tokens, ids = 6 * BLOCK_SIZE, list(range(1, 13))
+    job = some(tier.store(["a"], [num_tokens], ids, [0, 6, 12], max_blocks=8))
+    assert job.block_ids.tolist() == [1, 2, 3, 4, 5, 6, 11, 12]
+    assert tier.stats()["throttled_blocks"] == 4
+    tier.add("b", hashes("uvwxyz"))
+    job = some(tier.store(["b"], [num_tokens], ids, [0, 6, 12], max_blocks=4))
+    assert job.block_ids.tolist() == [1, 2, 3, 4]
+    job = some(tier.store(["b"], [num_tokens], [], [0, 0, 0]))
+    assert job.block_ids.tolist() == [5, 6], "blocks of a window may have left the device"
+    tier.finish("b")
+    assert tier.stats()["throttled_blocks"] == 4 + 6
+    assert tier.stats()["dropped_blocks"] == 0
+    tier.check()

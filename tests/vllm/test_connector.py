@@ -49,6 +49,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"load_timeout_s": float("inf")}, "seconds above 0"),
         ({"eviction_policy": "fifo"}, "lru, hit-density"),
         ({"verify": "md5"}, "off, checksum"),
+        ({"offload_prompt_only": 1}, "offload_prompt_only is 1, and it must be true or false"),
+        ({"store_threshold": 0}, "store_threshold is 0, and it must be a whole number of at least"),
+        ({"store_threshold": 256}, "at least 1 and at most 255"),
+        ({"max_store_blocks_in_flight": 0}, "max_store_blocks_in_flight is 0"),
         ({"events_path": ""}, "events_path"),
     ],
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.vllm.halves import BLOCK_SIZE, FULL, WINDOW, Scheduler, Step
+from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
 from vllm.v1.request import Request
 
 from kvstow import ConfigError
@@ -194,6 +194,127 @@ def test_max_load_tokens_does_not_count_the_local_hit() -> None:
     scheduler = Scheduler(FULL)
     scheduler.store_request("a", 100)
     assert scheduler.half.lookup(hinted(scheduler, "b", 100, max_load_tokens=20), 32) == 16
+
+
+# -- store_threshold ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_a_block_is_stored_once_enough_requests_have_seen_it(threshold: int, lazy: bool) -> None:
+    scheduler = Scheduler(FULL, store_threshold=threshold, lazy_offload=lazy)
+    for at in range(1, threshold + 1):
+        run(scheduler, scheduler.request(f"a{at}", 100))
+        assert num_resident(scheduler) == (6 if at == threshold else 0)
+    assert scheduler.half.stats()["rare_blocks"] == 6 * (threshold - 1)
+
+
+def test_only_the_prefix_that_requests_share_reaches_the_threshold() -> None:
+    scheduler = Scheduler(FULL, store_threshold=2)
+    run(scheduler, scheduler.request("a", 50))
+    run(scheduler, scheduler.request("b", 100))
+    assert num_resident(scheduler) == 50 // BLOCK_SIZE
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 48
+
+
+def test_lookups_of_a_request_that_waits_count_once() -> None:
+    scheduler = Scheduler(FULL, store_threshold=2)
+    request = scheduler.request("a", 100)
+    for _ in range(5):
+        assert scheduler.half.lookup(request, 0) == 0
+    assert run(scheduler, request) == []
+
+
+# -- back-pressure ------------------------------------------------------------------------------
+
+
+def late(scheduler: Scheduler, *requests: Request) -> list[Copies]:
+    """Compute these requests in one step, without an end of their stores; return these."""
+    for request in requests:
+        assert scheduler.admit(request) == 0
+    scheduler.step(*requests)
+    scheduler.step()
+    return scheduler.jobs.stores
+
+
+def test_stores_hold_no_more_blocks_than_they_may() -> None:
+    """The step goes on, and the rest of a running request is stored when it is next due."""
+    scheduler = Scheduler(FULL, max_store_blocks_in_flight=4)
+    request = scheduler.request("a", 100)
+    (store,) = late(scheduler, request)
+    assert len(store.block_ids) == 4
+    for _ in range(20):  # fills a block while the link lags
+        request.append_output_token_ids(7)
+        scheduler.manager.allocate_slots(request, 1)
+        scheduler.step(request)
+        assert not scheduler.jobs.stores
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    for _ in range(16):
+        request.append_output_token_ids(7)
+        scheduler.manager.allocate_slots(request, 1)
+        scheduler.step(request)
+    scheduler.step()
+    assert num_resident(scheduler) == 4
+    (second,) = scheduler.half.transfers.in_flight.values()
+    table = scheduler.manager.get_blocks("a").blocks[0]
+    assert second.blocks == table[4:8]
+    assert scheduler.half.stats()["throttled_blocks"] == 0
+    scheduler.finish(request)
+    assert scheduler.half.stats()["throttled_blocks"] == 136 // BLOCK_SIZE - 8
+
+
+def test_a_block_that_was_left_out_is_stored_at_its_next_hit() -> None:
+    scheduler = Scheduler(FULL, max_store_blocks_in_flight=4)
+    request = scheduler.request("a", 100)
+    (store,) = late(scheduler, request)
+    scheduler.finish(request)
+    assert scheduler.half.stats()["throttled_blocks"] == 2
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    again = scheduler.request("b", 120)
+    hit, num_local = scheduler.manager.get_computed_blocks(again)[:2]
+    assert num_local == 96 and scheduler.half.lookup(again, num_local) == 0
+    scheduler.manager.allocate_slots(again, 24, num_local, hit)
+    scheduler.half.allocated(again, scheduler.manager.get_blocks("b"), 0)
+    again.num_computed_tokens = num_local
+    scheduler.step(again)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert len(store.block_ids) == 3
+
+
+def test_blocks_that_every_rank_has_read_make_room_before_the_copy_ends() -> None:
+    scheduler = Scheduler(FULL, max_store_blocks_in_flight=4)
+    (store,) = late(scheduler, scheduler.request("a", 64))
+    assert len(store.block_ids) == 4 and scheduler.half.transfers.num_storable() == 0
+    scheduler.step(released=[store.job_id])
+    assert scheduler.half.transfers.num_storable() == 4
+
+
+def test_stores_leave_a_quarter_of_the_device_to_vllm_by_default() -> None:
+    scheduler = Scheduler(FULL, num_host_blocks=1000)
+    other = scheduler.request("b", 700, cache_salt="b")
+    stores = late(scheduler, scheduler.request("a", 200), other)
+    held = [len(copies.block_ids) for copies in stores]
+    assert sum(held) == NUM_BLOCKS * 3 // 4
+
+
+def test_lazy_mode_puts_off_what_stores_may_not_hold() -> None:
+    scheduler = Scheduler(FULL, lazy_offload=True, max_store_blocks_in_flight=4)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    scheduler.step()
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert len(store.block_ids) == 4
+    assert scheduler.half.stats()["postponed_blocks"] >= 2
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    assert len(store.block_ids) == 2
+    scheduler.step(reports=[(store.job_id, 0, True)])
+    assert num_resident(scheduler) == 6
 
 
 # -- wrong hints --------------------------------------------------------------------------------

@@ -114,6 +114,18 @@ METRICS: Final = (
         {"": "dropped_blocks"},
     ),
     Metric(
+        "kvstow_rare_blocks_total",
+        "Blocks, counted in host slots, that were not stored because fewer requests than "
+        "store_threshold had seen them.",
+        {"": "rare_blocks"},
+    ),
+    Metric(
+        "kvstow_throttled_blocks_total",
+        "Blocks, counted in host slots, that were not stored because earlier stores held as many "
+        "device blocks as they may.",
+        {"": "throttled_blocks"},
+    ),
+    Metric(
         "kvstow_damaged_blocks_total",
         "Blocks, counted in host slots, that the host tier dropped because a load found "
         "damaged bytes.",
@@ -148,6 +160,12 @@ METRICS: Final = (
 """The metrics that `kvstow.Engine` and the vLLM connector export under the same names."""
 
 CONNECTOR_METRICS: Final = (
+    Metric(
+        "kvstow_postponed_blocks_total",
+        "Blocks that lazy mode put off to the next step because stores held as many device blocks "
+        "as they may. A block counts each time. vLLM may overwrite it before it is stored.",
+        {"": "postponed_blocks"},
+    ),
     Metric(
         "kvstow_skipped_blocks_total",
         "Blocks that kvstow was not to store: because of their request (`store: false`), or "

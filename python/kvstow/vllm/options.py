@@ -115,6 +115,12 @@ class Options:
         lazy_offload: store a block when it comes near eviction, not when it is computed.
         offload_prompt_only: store only blocks of prompts, not those with generated tokens. Of a
             streaming session, only the first prompt counts.
+        store_threshold: store a block once this many requests have computed, hit or loaded it and
+            every block before it. kvstow counts the blocks that were seen last: four times as many
+            as the tier holds, and at least 65,536.
+        max_store_blocks_in_flight: the most device blocks that stores may hold. vLLM cannot use
+            these blocks until they are copied. More are not stored, or stored in a later step. The
+            default leaves a quarter of the device's blocks to vLLM.
         eviction_policy: "lru" evicts the block that was used least recently. "hit-density" evicts
             the block with the fewest expected hits per unit of time.
         load_timeout_s: seconds after which a load or store counts as failed. The request of a
@@ -134,6 +140,8 @@ class Options:
     num_cpu_blocks: int | None = option(None, read_count(1))
     lazy_offload: bool = option(False, read_flag)
     offload_prompt_only: bool = option(False, read_flag)
+    store_threshold: int = option(1, read_count(1, MAX_THRESHOLD))
+    max_store_blocks_in_flight: int | None = option(None, read_count(1))
     eviction_policy: str = option("lru", read_choice("lru", "hit-density"))
     load_timeout_s: float = option(60.0, read_seconds)
     verify: Literal["off", "checksum"] = option("off", read_choice("off", "checksum"))

@@ -60,8 +60,14 @@ class Stores:
             tracked.due_tokens = (num_computed // unit + 1) * unit
             del self.requests.due[request_id]
         if named:
-            deadline = self.tier.deadline()
-            job = offload.store(named, computed, ids, offsets, deadline=deadline)
+            job = offload.store(
+                named,
+                computed,
+                ids,
+                offsets,
+                max_blocks=self.transfers.num_storable(),
+                deadline=self.tier.deadline(),
+            )
             if job is not None:
                 self.transfers.begin_store(job, ids, blocks)
 
@@ -95,9 +101,16 @@ class Stores:
         self.tier.counts[reason] += sum(not block.is_null for block in blocks)
 
     def store_evictable(self) -> None:
-        """Lazy, store the blocks that vLLM overwrites next."""
-        if self.tier.lazy is not None:
-            self.store_cached(self.tier.lazy.evictable())
+        """Lazy, store the blocks that vLLM overwrites next, as many as stores may hold."""
+        if self.tier.lazy is None:
+            return
+        blocks = self.tier.lazy.evictable()
+        num_storable = self.transfers.num_storable()
+        if len(blocks) > num_storable:
+            blocks, too_many = blocks[:num_storable], blocks[num_storable:]
+            self.tier.lazy.offer_again(too_many)
+            self.tier.counts["postponed_blocks"] += len(too_many)
+        self.store_cached(blocks)
 
     def store_cached(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Plan the stores of those of these cached blocks that the host does not have."""

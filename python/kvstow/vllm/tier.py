@@ -136,9 +136,16 @@ class HostTier:
             world_size=self.world_size,
             num_device_blocks=self.model.num_blocks,
             events=self.events,
+            store_threshold=self.options.store_threshold,
         )
         for request_id in request_ids:
             self.offload.add(request_id, [])
+
+    @property
+    def max_stored_blocks(self) -> int:
+        """The most device blocks that stores may hold at a time."""
+        given = self.options.max_store_blocks_in_flight
+        return max(1, self.model.num_blocks * 3 // 4) if given is None else given
 
     def turn_off(self) -> None:
         """Give the tier up for good."""
@@ -151,7 +158,7 @@ class HostTier:
 
     def stats(self) -> dict[str, int]:
         """Return the tier's counters and gauges; empty unless the tier is on."""
-        return {} if self.offload is None else self.offload.stats() | self.counts
+        return {} if self.offload is None else {**self.counts, **self.offload.stats()}
 
     def take_events(self) -> Sequence[BlockEvent]:
         """Return the events of the tier's blocks since the last call."""

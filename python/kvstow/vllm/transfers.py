@@ -176,6 +176,12 @@ class Transfers:
         transfer.is_late = True
         self.fail_load(transfer.request_id)
 
+    def num_storable(self) -> int:
+        """Return how many more device blocks stores may hold."""
+        transfers = self.in_flight.values()
+        num_held = sum(len(t.held) for t in transfers if t.direction == "store")
+        return max(0, self.tier.max_stored_blocks - num_held)
+
     # -- what vLLM asks about them --------------------------------------------------------------
 
     @property

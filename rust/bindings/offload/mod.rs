@@ -48,6 +48,9 @@ use values::{AnyPool, Outcome, check_time, parts, stats_dict};
 ///     world_size: ranks that must report a job before it ends.
 ///     num_device_blocks: blocks of the device pool. The scheduler refuses ids outside it.
 ///     events: whether to record events for `take_events` and `take_transfer_events`.
+///     store_threshold: a block is stored once this many requests have computed, hit or loaded it
+///         and every block before it: 1 to 255. The counts take 32 bytes per slot, at least 512
+///         KiB, and a count is lost when many other blocks were seen since.
 ///
 /// Raises:
 ///     ConfigError: a value outside its range, or the machine lacks the memory for the accounting.
@@ -62,10 +65,11 @@ impl OffloadScheduler {
         signature = (
             num_host_blocks, groups, *, mode = Name("eager".to_owned()),
             policy = Name("lru".to_owned()), blocks_per_slot = Count(1), world_size = Count(1),
-            num_device_blocks = None, events = false,
+            num_device_blocks = None, events = false, store_threshold = Count(1),
         ),
         text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', \
-            blocks_per_slot=1, world_size=1, num_device_blocks=None, events=False)"
+            blocks_per_slot=1, world_size=1, num_device_blocks=None, events=False, \
+            store_threshold=1)"
     )]
     fn new(
         num_host_blocks: Count,
@@ -76,6 +80,7 @@ impl OffloadScheduler {
         world_size: Count,
         num_device_blocks: Option<Count>,
         events: bool,
+        store_threshold: Count,
     ) -> PyResult<Self> {
         let config = OffloadConfig {
             mode: values::mode(&mode.0)?,
@@ -84,6 +89,7 @@ impl OffloadScheduler {
             world_size: world_size.0,
             num_device_blocks: num_device_blocks.map_or(MAX_BLOCKS, |count| count.0),
             events,
+            store_threshold: values::threshold(store_threshold.0)?,
             ..OffloadConfig::new(num_host_blocks.0, self::groups(&groups)?)
         };
         Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
@@ -292,19 +298,25 @@ impl OffloadScheduler {
     ///         and 0 where a group skips a block.
     ///     offsets: where each (request, group) begins in `block_ids`, as in
     ///         `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+    ///     max_blocks: the most blocks that the job may have; None for no limit.
     ///     deadline: when `expire` fails the job, on the caller's clock.
     ///
     /// Returns:
     ///     The job, or None if there is nothing to store. Keys on the host or in flight are not
     ///     stored again. If slots are short, the first blocks of a full-attention group are stored
-    ///     and the last blocks of a window. The others count as dropped.
-    #[pyo3(signature = (request_ids, num_computed_tokens, block_ids, offsets, *, deadline = None))]
+    ///     and the last blocks of a window. The others count as dropped. `max_blocks` leaves out
+    ///     the same blocks, and they count as throttled. A full-attention block that was left out
+    ///     is due again when its request is next named.
+    #[pyo3(signature = (
+        request_ids, num_computed_tokens, block_ids, offsets, *, max_blocks = None, deadline = None
+    ))]
     fn store(
         &self,
         request_ids: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         block_ids: &Bound<'_, PyAny>,
         offsets: &Bound<'_, PyAny>,
+        max_blocks: Option<Count>,
         deadline: Option<f64>,
     ) -> PyResult<Option<Job>> {
         check_time("deadline", deadline)?;
@@ -330,7 +342,8 @@ impl OffloadScheduler {
                 new_blocks,
             },
         );
-        let job = lock(&self.0).store(progress, deadline).map_err(to_py)?;
+        let max_blocks = max_blocks.map_or(usize::MAX, |count| count.0);
+        let job = lock(&self.0).store_at_most(max_blocks, progress, deadline).map_err(to_py)?;
         Ok(job.map(|job| to_job(py, job)))
     }
 
@@ -477,6 +490,8 @@ impl OffloadScheduler {
     /// Counters:
     ///     stored_blocks, loaded_blocks: blocks that were copied.
     ///     dropped_blocks: blocks that had found no room when their request left.
+    ///     rare_blocks: blocks that fewer requests than `store_threshold` had seen.
+    ///     throttled_blocks: blocks that `max_blocks` of `store` left out.
     ///     evicted_blocks: slots that were evicted for room.
     ///     failed_stores, failed_loads, late_jobs: jobs.
     ///     damaged_blocks: blocks that were dropped because a load found them damaged.

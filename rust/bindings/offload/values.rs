@@ -21,6 +21,13 @@ pub(super) fn mode(name: &str) -> PyResult<Mode> {
     }
 }
 
+/// The number of requests that must have seen a block.
+pub(super) fn threshold(number: usize) -> PyResult<u8> {
+    u8::try_from(number).ok().filter(|&threshold| threshold > 0).ok_or_else(|| {
+        ConfigError::new_err(format!("store_threshold is {number}: it must be 1 to 255"))
+    })
+}
+
 /// How a rank's part of a job went: one bool for all of it, or one per block.
 pub(super) struct Outcome(pub(super) offload::Outcome);
 

@@ -54,6 +54,9 @@ pub struct OffloadConfig {
     /// Whether to record events.
     #[cbor(skip)]
     pub events: bool,
+    /// A block is stored once this many requests have seen it and every block before it.
+    #[cbor(skip)]
+    pub store_threshold: u8,
 }
 
 impl OffloadConfig {
@@ -68,6 +71,7 @@ impl OffloadConfig {
             world_size: 1,
             num_device_blocks: MAX_BLOCKS,
             events: false,
+            store_threshold: 1,
         }
     }
 

@@ -14,6 +14,7 @@ mod load;
 mod recency;
 mod record;
 mod request;
+mod sightings;
 mod stats;
 mod store;
 mod tier;
@@ -40,6 +41,7 @@ use image::Image;
 use job::InFlight;
 use lazy::ComputedBlocks;
 use request::RequestState;
+use sightings::Sightings;
 use tier::Tier;
 
 /// Plans stores and loads between a device's blocks and a host tier.
@@ -69,6 +71,8 @@ pub struct OffloadScheduler {
     image: Option<Image>,
     /// None if no events are recorded.
     transfers: Option<Vec<TransferEvent>>,
+    /// None if every block is stored the first time that it is seen.
+    sightings: Option<Sightings>,
 }
 
 impl OffloadScheduler {
@@ -80,6 +84,7 @@ impl OffloadScheduler {
     pub fn new(config: OffloadConfig) -> Result<Self> {
         config.check()?;
         let OffloadConfig { num_host_blocks, blocks_per_slot, policy, events, .. } = config;
+        let threshold = config.store_threshold;
         let model = Model::new(config.groups.clone())?;
         Ok(Self {
             slot_model: model.in_tier(blocks_per_slot)?,
@@ -94,6 +99,7 @@ impl OffloadScheduler {
             counters: OffloadStats::default(),
             image: None,
             transfers: events.then(Vec::new),
+            sightings: Sightings::new(num_host_blocks, threshold)?,
         })
     }
 

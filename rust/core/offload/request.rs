@@ -22,6 +22,12 @@ pub(super) struct RequestState {
     pub(super) num_hit_tokens: usize,
     /// Tokens, from the first, of which its last lookup found all full-attention blocks.
     pub(super) num_full_tokens: usize,
+    /// Hashes, from the first, that the sightings have counted.
+    pub(super) num_seen: usize,
+    /// Hashes, from the first, that enough requests have seen.
+    pub(super) num_wanted: usize,
+    /// Whether blocks are still due only because its last store was allowed too few.
+    pub(super) is_throttled: bool,
     /// The tier's losses when `tables` was last compared with it.
     pub(super) num_losses: u64,
 }
@@ -101,6 +107,8 @@ impl OffloadScheduler {
         let num_tokens = num_hashes * self.model.hash_block_size();
         request.num_queried = request.num_queried.min(num_tokens);
         request.num_hit_tokens = request.num_hit_tokens.min(num_tokens);
+        request.num_seen = request.num_seen.min(num_hashes);
+        request.num_wanted = request.num_wanted.min(num_hashes);
         for (table, &group) in request.tables.iter_mut().zip(self.slot_model.groups()) {
             let num_slots = num_hashes / self.slot_model.hashes_per_block(group);
             let dropped = num_slots.min(table.num_confirmed)..table.num_confirmed;
@@ -122,10 +130,14 @@ impl OffloadScheduler {
     pub fn finish(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.remove(request_id)?;
         self.host.unpin(&request.held.slots)?;
-        for table in &request.tables {
-            self.counters.dropped_blocks +=
-                table.num_confirmed - table.num_kept.min(table.num_confirmed);
+        let left_out = |table: &ReportedTable| table.num_confirmed.saturating_sub(table.num_kept);
+        let num_left_out: usize = request.tables.iter().map(left_out).sum();
+        if request.is_throttled {
+            self.counters.throttled_blocks += num_left_out;
+        } else {
+            self.counters.dropped_blocks += num_left_out;
         }
+        self.counters.rare_blocks += self.num_rare(&request);
         self.make_recent(&request.hashes, request.num_hit_tokens);
         Ok(())
     }

@@ -56,6 +56,14 @@ stats! {
     #[n(9)]
     #[cbor(default)]
     damaged_blocks,
+    /// Blocks that were not stored because too few requests had seen them.
+    #[n(10)]
+    #[cbor(default)]
+    rare_blocks,
+    /// Blocks that were not stored because the caller allowed too few when they were due.
+    #[n(11)]
+    #[cbor(default)]
+    throttled_blocks,
     /// Jobs that missed their deadline.
     #[n(5)]
     late_jobs,

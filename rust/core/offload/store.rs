@@ -76,6 +76,20 @@ impl OffloadScheduler {
         progress: impl Iterator<Item = Progress<'a>> + Clone,
         deadline: Option<f64>,
     ) -> Result<Option<Job>> {
+        self.store_at_most(usize::MAX, progress, deadline)
+    }
+
+    /// As [`store`](Self::store), with at most `max_blocks` blocks in the job, as if slots were
+    /// short.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store).
+    pub fn store_at_most<'a>(
+        &mut self,
+        max_blocks: usize,
+        progress: impl Iterator<Item = Progress<'a>> + Clone,
+        deadline: Option<f64>,
+    ) -> Result<Option<Job>> {
         for Progress { request_id, new_blocks, .. } in progress.clone() {
             self.requests.get(request_id)?;
             self.check_num_groups(new_blocks.len())?;
@@ -90,18 +104,23 @@ impl OffloadScheduler {
         }
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
+        let mut max_slots = max_blocks / self.config.blocks_per_slot;
         let num_losses = self.host.num_losses;
         for Progress { request_id, num_computed_tokens, new_blocks } in progress {
             if self.requests.get(request_id)?.num_losses != num_losses {
                 self.reconsider(request_id)?;
             }
+            self.see(request_id, num_computed_tokens)?;
             let request = self.requests.get_mut(request_id)?;
             self.counters.query_tokens += std::mem::take(&mut request.num_queried);
+            let num_wanted =
+                if self.sightings.is_some() { request.num_wanted } else { request.hashes.len() };
+            request.is_throttled = false;
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {
                 let table = &mut request.tables[index];
                 table.blocks.extend_from_slice(new_blocks[index]);
                 table.num_confirmed = (num_computed_tokens / group.block_size)
-                    .min(request.hashes.len() / self.slot_model.hashes_per_block(group))
+                    .min(num_wanted / self.slot_model.hashes_per_block(group))
                     .min(table.blocks.len() / self.config.blocks_per_slot);
                 let mut plan = Plan {
                     model: &self.slot_model,
@@ -110,13 +129,17 @@ impl OffloadScheduler {
                     group,
                     hashes: &request.hashes,
                     part: &mut parts[index],
+                    max_slots: &mut max_slots,
                 };
                 if self.config.mode == Mode::Lazy {
                     Self::record(&mut self.computed, table, |at| plan.key(at));
                 } else if group.attention == Attention::Full {
                     tails.extend(plan.chain(table, &mut self.host)?);
+                    request.is_throttled |= max_slots == 0 && table.num_kept < table.num_confirmed;
                 } else {
-                    self.counters.dropped_blocks += plan.window(table, &mut self.host)?;
+                    let (num_dropped, num_throttled) = plan.window(table, &mut self.host)?;
+                    self.counters.dropped_blocks += num_dropped;
+                    self.counters.throttled_blocks += num_throttled;
                 }
             }
         }
@@ -166,6 +189,8 @@ struct Plan<'a> {
     group: Group,
     hashes: &'a [BlockHash],
     part: &'a mut Part,
+    /// How many slots this job may still fill.
+    max_slots: &'a mut usize,
 }
 
 impl Plan<'_> {
@@ -182,7 +207,8 @@ impl Plan<'_> {
         let first = if parent.is_some() { table.num_kept } else { 0 };
         let due = self.model.own_hashes(self.group, self.hashes, first..table.num_confirmed);
         let above = parent.unwrap_or(BlockId::NULL);
-        let (placed, num_kept) = tier.reserve_chain(&due, self.id, above)?;
+        let (placed, num_kept) = tier.reserve_chain(&due, self.id, above, *self.max_slots)?;
+        *self.max_slots -= placed.len();
         table.num_kept = first + num_kept;
         let last = placed.last().map(|&(_, slot)| slot);
         let placed = placed.into_iter().map(|(at, slot)| (first + at, slot)).collect::<Vec<_>>();
@@ -191,8 +217,8 @@ impl Plan<'_> {
     }
 
     /// Adds the due blocks of a group that skips blocks, one per slot. Returns the number of blocks
-    /// without room.
-    fn window(&mut self, table: &mut ReportedTable, tier: &mut Tier) -> Result<usize> {
+    /// without room, and of blocks beyond those that the job may have.
+    fn window(&mut self, table: &mut ReportedTable, tier: &mut Tier) -> Result<(usize, usize)> {
         let is_reachable = self.model.reachable(self.group);
         let mut due = Vec::new();
         for at in table.num_kept..table.num_confirmed {
@@ -204,10 +230,12 @@ impl Plan<'_> {
             }
         }
         table.num_kept = table.num_kept.max(table.num_confirmed);
-        let slots = tier.reserve(due.len())?;
-        let num_dropped = due.len() - slots.len();
+        let num_allowed = due.len().min(*self.max_slots);
+        let slots = tier.reserve(num_allowed)?;
+        let num_dropped = num_allowed - slots.len();
+        let num_throttled = due.len() - num_allowed;
         let mut placed = Vec::with_capacity(slots.len());
-        for (&at, slot) in due[num_dropped..].iter().zip(slots) {
+        for (&at, slot) in due[num_throttled + num_dropped..].iter().zip(slots) {
             // A list that is no true chain may hold a key twice.
             if tier.resident_or_filling(&self.key(at)).is_some() {
                 tier.slots.pool.free(&[slot])?;
@@ -216,8 +244,9 @@ impl Plan<'_> {
             tier.fill(slot, self.key(at), BlockId::NULL);
             placed.push((at, slot));
         }
+        *self.max_slots -= placed.len();
         self.add(table, &placed);
-        Ok(num_dropped)
+        Ok((num_dropped, num_throttled))
     }
 
     /// Adds filled slots, each with its index in the table.

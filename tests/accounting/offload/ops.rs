@@ -89,11 +89,21 @@ pub(super) struct Options {
     pub(super) mode: Mode,
     pub(super) blocks_per_slot: usize,
     pub(super) policy: EvictionPolicy,
+    pub(super) store_threshold: u8,
+    /// The most blocks of a store.
+    pub(super) max_blocks: usize,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { world_size: 1, mode: Mode::Eager, blocks_per_slot: 1, policy: EvictionPolicy::Lru }
+        Self {
+            world_size: 1,
+            mode: Mode::Eager,
+            blocks_per_slot: 1,
+            policy: EvictionPolicy::Lru,
+            store_threshold: 1,
+            max_blocks: usize::MAX,
+        }
     }
 }
 
@@ -104,12 +114,18 @@ pub(super) fn options() -> impl Strategy<Value = Options> {
         1 => Just((Mode::Lazy, 1)),
     ];
     let policy = prop::sample::select(EvictionPolicy::ALL.to_vec());
-    (1..4_usize, forms, policy).prop_map(|(world_size, (mode, blocks_per_slot), policy)| Options {
-        world_size,
-        mode,
-        blocks_per_slot,
-        policy,
-    })
+    let threshold = prop_oneof![3 => Just(1_u8), 1 => 2..4_u8];
+    let max_blocks = prop_oneof![3 => Just(usize::MAX), 1 => 0..4_usize];
+    (1..4_usize, forms, policy, threshold, max_blocks).prop_map(
+        |(world_size, (mode, blocks_per_slot), policy, store_threshold, max_blocks)| Options {
+            world_size,
+            mode,
+            blocks_per_slot,
+            policy,
+            store_threshold,
+            max_blocks,
+        },
+    )
 }
 
 /// Blocks at the head of the free queue that a lazy scheduler looks at.

@@ -145,9 +145,25 @@ impl World {
         let num_computed_tokens = request.computed;
         let progress = Progress { request_id: &id, num_computed_tokens, new_blocks: &new_blocks };
         let deadline = Some(self.now + PATIENCE);
-        let job = self.scheduler.store(std::iter::once(progress), deadline).unwrap();
+        let progress = std::iter::once(progress);
+        let job = self.scheduler.store_at_most(self.max_blocks, progress, deadline).unwrap();
         assert!(job.is_none() || self.config.mode == Mode::Eager);
+        for name in request.names.iter().take(num_computed_tokens / BLOCK_SIZE) {
+            self.seen.entry(*name).or_default().insert(request.serial);
+        }
+        if let Some(job) = &job {
+            assert!(job.block_ids.len() <= self.max_blocks);
+            self.check_seen(&job.block_ids);
+        }
         job
+    }
+
+    /// Only blocks that enough requests have seen are stored.
+    pub(super) fn check_seen(&self, stored: &[BlockId]) {
+        for block in stored {
+            let (_, name) = self.device[block.index()];
+            assert!(self.seen[&name].len() >= usize::from(self.config.store_threshold));
+        }
     }
 
     /// Stores due blocks among the first `num_blocks` of the device's free queue, which stays as it is.
@@ -160,6 +176,7 @@ impl World {
             assert!(
                 job.block_ids.iter().all(|id| before[..num_blocks.min(before.len())].contains(id))
             );
+            self.check_seen(&job.block_ids);
         }
         self.begin_store(job);
         assert!(self.ledger.pool().free_order().eq(before));

@@ -60,6 +60,10 @@ pub(super) struct World {
     pub(super) damaged: BTreeSet<usize>,
     pub(super) num_admitted: usize,
     pub(super) config: OffloadConfig,
+    /// The most blocks of a store.
+    pub(super) max_blocks: usize,
+    /// The requests that have seen what a hash names, by the numbers of their admissions.
+    pub(super) seen: BTreeMap<u16, BTreeSet<usize>>,
     pub(super) now: f64,
     /// Events of jobs.
     pub(super) transfers: Vec<TransferEvent>,
@@ -85,13 +89,14 @@ impl World {
         num_host_blocks: usize,
         options: Options,
     ) -> Self {
-        let Options { world_size, mode, blocks_per_slot, policy } = options;
+        let Options { world_size, mode, blocks_per_slot, policy, .. } = options;
         let config = OffloadConfig {
             world_size,
             mode,
             blocks_per_slot,
             policy,
             events: true,
+            store_threshold: options.store_threshold,
             ..OffloadConfig::new(num_host_blocks, groups.clone())
         };
         Self {
@@ -99,6 +104,8 @@ impl World {
             scheduler: OffloadScheduler::new(config.clone()).unwrap(),
             ledger: BlockLedger::new(num_device_blocks, groups, None, false).unwrap(),
             device: vec![NOTHING; num_device_blocks],
+            max_blocks: options.max_blocks,
+            seen: BTreeMap::new(),
             host: vec![NOTHING; num_host_blocks * blocks_per_slot],
             requests: BTreeMap::new(),
             copies: Vec::new(),

@@ -147,14 +147,15 @@ impl Tier {
     }
 
     /// Reserves and fills slots for those of `hashes`, a chain below `parent` (null: a root), that
-    /// the tier does not have. Evicts leaves, never of this chain. If slots are short, the chain's
-    /// head gets them. Returns each slot with its hash's position, and how many hashes, from the
-    /// first, the tier now has.
+    /// the tier does not have. Evicts leaves, never of this chain. If slots are short, or more than
+    /// `max_slots` are needed, the chain's head gets them. Returns each slot with its hash's
+    /// position, and how many hashes, from the first, the tier now has.
     pub(super) fn reserve_chain(
         &mut self,
         hashes: &[BlockHash],
         group: GroupId,
         parent: BlockId,
+        max_slots: usize,
     ) -> Result<(Vec<(usize, BlockId)>, usize)> {
         let kept = self.slots.pool.prefix(hashes, group);
         let due = &hashes[kept.len()..];
@@ -163,7 +164,7 @@ impl Tier {
         // above one another, and a slot must not be evicted and then become its own parent.
         self.pin(&[parent])?;
         self.pin(&kept)?;
-        let empty = self.reserve(num_missing);
+        let empty = self.reserve(num_missing.min(max_slots));
         self.unpin(&kept)?;
         self.unpin(&[parent])?;
         let empty = empty?;

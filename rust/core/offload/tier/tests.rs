@@ -20,13 +20,14 @@ fn a_failed_store_looks_only_at_its_own_slots_and_those_below() {
     for policy in EvictionPolicy::ALL {
         let mut tier = Tier::new(NUM_SLOTS, policy, false).unwrap();
         for chain in 0..255 {
-            tier.reserve_chain(&hashes(chain, 16), GroupId(0), BlockId::NULL).unwrap();
+            tier.reserve_chain(&hashes(chain, 16), GroupId(0), BlockId::NULL, usize::MAX).unwrap();
         }
         // The second store continues the chain of the first one.
         let chain = hashes(255, 16);
-        let (first, _) = tier.reserve_chain(&chain[..8], GroupId(0), BlockId::NULL).unwrap();
+        let (first, _) =
+            tier.reserve_chain(&chain[..8], GroupId(0), BlockId::NULL, usize::MAX).unwrap();
         let last = first.last().unwrap().1;
-        tier.reserve_chain(&chain[8..], GroupId(0), last).unwrap();
+        tier.reserve_chain(&chain[8..], GroupId(0), last, usize::MAX).unwrap();
         assert_eq!(tier.slots.num_filling, NUM_SLOTS);
         let slots: Vec<BlockId> = first.into_iter().map(|(_, slot)| slot).collect();
         looks::take();
