@@ -106,7 +106,8 @@ class Run:
         self._num_outputs: dict[str, int] = {}
 
     # Without sessions where vLLM drafts: it may count a draft as computed that it accepted beyond
-    # the last token of a chunk.
+    # the last token of a chunk. Without sessions where a model has recurrent states: if a session
+    # loses its blocks between chunks, vLLM's worker copies a state from where it was before.
     @property
     def kinds(self) -> dict[str, float]:
         kinds: dict[str, float] = {
@@ -118,7 +119,8 @@ class Run:
             "again": 1,
         }
         kinds |= {"shake": 2, "damage": 1}
-        if not self.engine.core.scheduler.num_spec_tokens:
+        has_states = self.engine.half.tier.model.has_states
+        if not self.engine.core.scheduler.num_spec_tokens and not has_states:
             kinds |= {"begin": 2, "chunk": 5, "close": 0.5, "ask": 4}
         return kinds
 

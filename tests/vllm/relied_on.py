@@ -360,6 +360,7 @@ class VllmConfig:
 
 class CacheConfig:
     enable_prefix_caching: ...
+    mamba_cache_mode: ...
 
 class ModelConfig:
     max_model_len: ...
@@ -378,6 +379,9 @@ class ParallelConfig:
 class SchedulerConfig:
     max_num_batched_tokens: ...
     max_num_seqs: ...
+
+class SpeculativeConfig:
+    num_speculative_tokens: ...
 
 class KVEventsConfig:
     enable_kv_cache_events: ...
@@ -411,6 +415,13 @@ ORDERS = [
         ("allocate_slots", "_build_kv_connector_meta", "_update_after_schedule"),
         "kvstow records the blocks that a step fills after their allocation and before "
         "`num_computed_tokens` counts them",
+    ),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.allocate_slots",
+        ("remove_skipped_blocks", "allocate_new_blocks", "cache_blocks"),
+        "a table has the block of a recurrent state, with its hash, until the step after the one "
+        "that writes it, and kvstow records the table between these steps",
     ),
     (
         _SCHEDULER,

@@ -191,9 +191,10 @@ def test_sessions_are_not_stored_if_vllm_keeps_hashes_of_dropped_tokens(
 ) -> None:
     for version, right in (((0, 31), ()), ((0, 32), (False,)), ((0, 33), (False, True))):
         for has_drafts in (False, True):
-            assert _hashes_sessions_correctly(version, has_drafts=has_drafts) == (
+            assert _hashes_sessions_correctly(version, has_drafts=has_drafts, has_states=False) == (
                 has_drafts in right
             )
+            assert not _hashes_sessions_correctly(version, has_drafts=has_drafts, has_states=True)
     engine = Simulated(folder, {"num_cpu_blocks": 60})
     engine.half.requests.stores_sessions = False
     engine.add("session", tokens(63, 1), max_tokens=1, resumable=True)

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kvstow import ConfigError
+from kvstow import ConfigError, StateSpace
 from kvstow.observability.events import EventFile
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.messages import StepJobs
@@ -101,7 +101,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
                 f"block size {model.tokens_per_hash}: start vLLM without --hash-block-size"
             )
-        _warn(self._kv_transfer_config)
+        _warn(self._kv_transfer_config, model, tokens_per_hash)
         if options.accelerate:
             from kvstow.vllm import accelerate  # noqa: PLC0415 - off by default
 
@@ -124,7 +124,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = SchedulerHalf(
             tier,
             stores_sessions=_hashes_sessions_correctly(
-                vllm_version.__version_tuple__[:2], has_drafts=speculative is not None
+                vllm_version.__version_tuple__[:2],
+                has_drafts=speculative is not None,
+                has_states=model.has_states,
             ),
             host_events=self._host_events,
         )
@@ -350,7 +352,7 @@ def _check_config(config: VllmConfig) -> None:
         )
 
 
-def _warn(transfer: Any) -> None:
+def _warn(transfer: Any, model: Model, tokens_per_hash: int) -> None:
     """Log a warning for each setting that works less well than another."""
     if transfer.kv_role != "kv_both":
         logger.warning(
@@ -364,21 +366,41 @@ def _warn(transfer: Any) -> None:
             'error. Set it to "recompute" to recompute the request instead',
             transfer.kv_load_failure_policy,
         )
+    if model.has_states and tokens_per_hash < model.tokens_per_hit:
+        logger.warning(
+            "kvstow: vLLM matches prefixes in units of %d tokens, and hits of the host tier end at "
+            "multiples of %d. vLLM may then keep no state where such a hit ends. Start vLLM "
+            "without --prefix-match-unit for more hits on the host",
+            tokens_per_hash,
+            model.tokens_per_hit,
+        )
 
 
-def _hashes_sessions_correctly(version: tuple[object, ...], *, has_drafts: bool) -> bool:
+def _hashes_sessions_correctly(
+    version: tuple[object, ...], *, has_drafts: bool, has_states: bool
+) -> bool:
     """Whether vLLM's hashes of a session's blocks are those of the tokens in them.
 
     A session drops its last sampled token when its next chunk arrives. vLLM before 0.32 keeps the
     hash of the dropped token. vLLM before 0.33 counts drafts that it accepted beyond a stop as
-    computed, and then mistakes the chunk's first tokens for them.
+    computed, and then mistakes the chunk's first tokens for them. If a session with recurrent
+    states loses its blocks between chunks, vLLM's worker continues from a wrong state.
     """
-    return version >= ((0, 33) if has_drafts else (0, 32))
+    return not has_states and version >= ((0, 33) if has_drafts else (0, 32))
 
 
 def _horizon_blocks(model: Model, config: VllmConfig) -> int:
-    """Return the blocks that the next step may take: its tokens, and the longest prompt's load."""
-    scheduler = config.scheduler_config
+    """Return the blocks that the next step may take: its tokens, and the longest prompt's load.
+
+    In mode align a request takes two blocks of a group of states at most, and one for each draft.
+    """
+    scheduler, speculative = config.scheduler_config, config.speculative_config
     num_tokens: int = scheduler.max_num_batched_tokens + config.model_config.max_model_len
-    per_token = sum(-(-num_tokens // group.block_size) for group in model.groups)
-    return per_token + int(scheduler.max_num_seqs) * len(model.groups)
+    num_drafts: int = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    has_few_states = config.cache_config.mamba_cache_mode == "align"
+    return sum(
+        int(scheduler.max_num_seqs) * (2 + num_drafts)
+        if isinstance(group, StateSpace) and has_few_states
+        else -(-num_tokens // group.block_size) + int(scheduler.max_num_seqs)
+        for group in model.groups
+    )

@@ -144,6 +144,11 @@ class Model:
         """Per group, whether a hit needs less than every block of the prefix."""
         return [not isinstance(group, FullAttention) for group in self.groups]
 
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether a group has recurrent states."""
+        return any(isinstance(group, StateSpace) for group in self.groups)
+
     def block_hash(self, request: Request, index: int, group: int) -> bytes:
         """Return the hash of a request's block: the last of those that the block covers."""
         end = (index + 1) * (self.groups[group].block_size // self.tokens_per_vllm_hash)

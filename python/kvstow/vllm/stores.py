@@ -2,7 +2,15 @@
 
 Eager, a step's full blocks are stored right after the step was processed: their KV is written, and
 vLLM has not yet given away what fell out of a window. Lazy, the tier only learns then that they are
-computed. They are stored when they come near the head of vLLM's free queue (`LazyQueue`).
+computed. They are stored when they come near the head of vLLM's free queue (`LazyQueue`). States
+are stored at once: vLLM frees one while its request runs, and may overwrite it in the same step.
+
+Of a recurrent group vLLM hashes the states that it keeps, and offers them to connectors in each
+step (`boundary_state_offloads`). The table at `build`, with the hash compared when the step was
+processed, names the same blocks, and drops the stale ones by the same comparison: a block that was
+taken back, given away, or overwritten by another checkpoint has lost the hash. So no offer is read.
+A block with a hash is not written again. A partial block that vLLM copies before it writes on has
+the hash of fewer tokens, and is not stored.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from kvstow import StateSpace
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.tier import HostTier
@@ -36,6 +45,7 @@ class Stores:
         computed: list[int] = []
         ids: list[int] = []
         blocks: list[KVCacheBlock] = []
+        states: list[KVCacheBlock] = []
         offsets = [0]
         for request_id in request_ids:
             tracked = self.requests.due[request_id]
@@ -49,7 +59,10 @@ class Stores:
             for g, group in enumerate(tracked.model.groups):
                 filled = tracked.filled(g, num_computed // group.block_size)
                 wanted = filled[: tracked.num_wanted(g)]
-                ids += self._report_blocks(tracked, g, wanted)
+                own = self._report_blocks(tracked, g, wanted)
+                if isinstance(group, StateSpace):
+                    states += (b for b, at in zip(wanted, own, strict=True) if at)
+                ids += own
                 blocks += wanted
                 offsets.append(len(ids))
                 if len(wanted) < len(filled):
@@ -70,6 +83,8 @@ class Stores:
             )
             if job is not None:
                 self.transfers.begin_store(job, ids, blocks)
+            elif self.tier.lazy is not None:
+                self.store_cached(states)
 
     def _report_blocks(
         self, tracked: TrackedRequest, g: int, filled: list[KVCacheBlock]

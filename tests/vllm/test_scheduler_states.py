@@ -1,0 +1,167 @@
+"""The scheduler half and recurrent states: which of vLLM's state blocks it stores, and when."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm.halves import (
+    BLOCK_SIZE,
+    FULL,
+    PAGE_BYTES,
+    Scheduler,
+    Step,
+    cache_config,
+    engine_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvstow.vllm import KVStowConnector
+from kvstow.vllm.connector import _horizon_blocks
+from kvstow.vllm.model import Model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+STATE = MambaSpec(
+    block_size=BLOCK_SIZE,
+    shapes=((8,),),
+    dtypes=(torch.float32,),
+    page_size_padded=PAGE_BYTES,
+    mamba_cache_mode="align",
+)
+MODES = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+
+
+def schedule(scheduler: Scheduler, request: Request, num_tokens: int) -> list[Any]:
+    """Schedule tokens of a request, and return the offers of states that vLLM makes then."""
+    if not request.num_computed_tokens:
+        assert scheduler.half.lookup(request, 0) == 0
+    scheduler.manager.new_step_starts()
+    assert scheduler.manager.allocate_slots(request, num_tokens) is not None
+    if not request.num_computed_tokens:
+        scheduler.half.allocated(request, scheduler.manager.get_blocks(request.request_id), 0)
+    scheduler.jobs = scheduler.half.build(Step({request.request_id: num_tokens}))
+    request.num_computed_tokens += num_tokens
+    offers: dict[str, list[Any]] = scheduler.manager.take_boundary_state_offloads()
+    return offers.get(request.request_id, [])
+
+
+def stored(scheduler: Scheduler, group: int = 1) -> list[int]:
+    """End the step, and return the ids of the blocks of a group that it stores."""
+    scheduler.half.processed(KVConnectorOutput())
+    scheduler.jobs = scheduler.half.build(Step())
+    return [
+        block_id
+        for store in scheduler.jobs.stores
+        for block_id in store.block_ids[store.offsets[group] : store.offsets[group + 1]].tolist()
+    ]
+
+
+def table(scheduler: Scheduler, name: str) -> list[KVCacheBlock]:
+    blocks: list[KVCacheBlock] = scheduler.manager.get_blocks(name).blocks[1]
+    return blocks
+
+
+@MODES
+def test_a_state_is_stored_in_the_step_that_wrote_it(lazy: bool) -> None:
+    """Of 100 tokens vLLM keeps the state at 96, which a second lookup can reach."""
+    scheduler = Scheduler(FULL, STATE, lazy_offload=lazy)
+    request = scheduler.request("a", 100)
+    assert schedule(scheduler, request, 64) == [], "no later prompt can end its hit here"
+    assert stored(scheduler) == []
+    [(group, block_id, num_tokens)] = schedule(scheduler, request, 32)
+    assert (group, num_tokens) == (1, 96)
+    assert stored(scheduler) == [block_id] == [table(scheduler, "a")[5].block_id]
+    assert schedule(scheduler, request, 4) == []
+    assert stored(scheduler) == []
+
+
+@MODES
+def test_a_state_that_vllm_gave_away_is_not_stored(lazy: bool) -> None:
+    """Another request gets its block before the step is processed."""
+    scheduler = Scheduler(FULL, STATE, lazy_offload=lazy)
+    request = scheduler.request("a", 100)
+    schedule(scheduler, request, 64)
+    stored(scheduler)
+    [(_, block_id, _)] = schedule(scheduler, request, 32)
+    block = scheduler.manager.block_pool.blocks[block_id]
+    scheduler.manager.block_pool.free_blocks([block])
+    table(scheduler, "a")
+    taken = scheduler.manager.block_pool.get_new_blocks(
+        scheduler.manager.block_pool.get_num_free_blocks()
+    )
+    assert block in taken
+    assert stored(scheduler) == []
+
+
+@MODES
+@pytest.mark.parametrize("end", ["preempted", "finished"])
+def test_a_state_of_a_request_that_ends_in_its_step_is_not_stored(lazy: bool, end: str) -> None:
+    scheduler = Scheduler(FULL, STATE, lazy_offload=lazy)
+    request = scheduler.request("a", 100)
+    schedule(scheduler, request, 64)
+    stored(scheduler)
+    schedule(scheduler, request, 32)
+    request.num_in_flight_tokens = 32  # the step is not processed
+    if end == "preempted":
+        scheduler.half.build(Step({}, {"a"}))
+    else:
+        scheduler.half.finished(request)
+    scheduler.manager.free(request)
+    assert stored(scheduler) == []
+    other = scheduler.request("b", 100)
+    assert scheduler.half.lookup(other, 0) == 0
+
+
+@MODES
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_generated_states_are_stored_if_vllm_keeps_them(lazy: bool, num_drafts: int) -> None:
+    """With drafts vLLM hashes a block a step after their tokens are known."""
+    state = replace(STATE, num_speculative_blocks=num_drafts)
+    scheduler = Scheduler(FULL, state, retention=None, lazy_offload=lazy)
+    request = scheduler.request("a", 100)
+    offered: list[int] = []
+    found: list[int] = []
+    for num_tokens in (96, 4):
+        offered += [block_id for _, block_id, _ in schedule(scheduler, request, num_tokens)]
+        found += stored(scheduler)
+    request.append_output_token_ids(7)
+    for _ in range(60):
+        offers = schedule(scheduler, request, 1 + num_drafts)
+        offered += [block_id for _, block_id, _ in offers]
+        request.append_output_token_ids([7] * (1 + num_drafts))
+        found += stored(scheduler)
+    assert len(offered) > 3
+    assert found == offered
+
+
+def test_the_horizon_counts_states_per_request(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 4}, max_num_seqs=8, max_model_len=1024)
+    config.scheduler_config.max_num_batched_tokens = 1024
+    attention = (1024 + 1024) // BLOCK_SIZE + 8
+    config.cache_config.mamba_cache_mode = "align"
+    model = Model.of(cache_config(FULL, STATE, STATE))
+    assert _horizon_blocks(model, config) == attention + 2 * 8 * 2
+    config.cache_config.mamba_cache_mode = "all"
+    assert _horizon_blocks(model, config) == 3 * attention
+
+
+def test_a_unit_below_the_block_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for unit, warns in ((None, False), (BLOCK_SIZE // 2, True)):
+        config = engine_config(folder, {"num_cpu_blocks": 4})
+        config.cache_config.prefix_match_unit = unit
+        caplog.clear()
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, STATE))
+        assert ("--prefix-match-unit" in caplog.text) == warns
+    assert f"units of {BLOCK_SIZE // 2} tokens" in caplog.text
