@@ -146,3 +146,12 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
 def plain(text: str) -> str:
     """A message without its values, and without the quotes around them."""
     return re.sub(r"\.\.\.|[\"']", "", " ".join(text.split())).strip()
+
+
+def test_every_test_of_the_table_of_modes_exists() -> None:
+    page = (ROOT / "docs" / "reference" / "status.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 20
+    for file, name in named:
+        text = (ROOT / "tests" / "vllm" / file).read_text()
+        assert f"def {name}(" in text or not name, f"{file} has no test {name}"
