@@ -26,7 +26,7 @@ import pytest
 from tests.vllm import models
 from tests.vllm.engine import BLOCK_SIZE, TOLERANCE, Answer, Engine, difference, prompts
 
-from kvstow import Job, StateSpace
+from kvstow import FullAttention, Job, StateSpace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
@@ -139,6 +139,23 @@ def test_the_host_gives_the_hits_of_a_large_device_cache(engine: Engine, oracle:
     third = one_by_one(engine, oracle.turns, reset=True)
     assert hits(third) == hits(oracle.third)
     assert difference(third, oracle.third) < TOLERANCE
+
+
+def test_prompts_hit_the_beginning_that_they_share(engine: Engine) -> None:
+    """The device has lost it. The host shows where they part, so vLLM keeps the state there."""
+    shared = prompts(1, 170, seed=400)[0]
+    asked = [shared + tokens for tokens in prompts(5, 130, seed=401)]
+    expected = []
+    for tokens in asked:
+        engine.start_over()
+        expected += engine.generate([tokens], NUM_TOKENS)
+    engine.start_over()
+    answers = one_by_one(engine, asked, reset=True)
+    end = 170 // BLOCK_SIZE * BLOCK_SIZE
+    if not any(isinstance(group, FullAttention) for group in engine.half.tier.model.groups):
+        end = 0  # without attention nothing shows it
+    assert hits(answers) == [0, 0, end, end, end]
+    assert difference(answers, expected) < TOLERANCE
 
 
 Change = Callable[[Any, list[list[int]]], None]
