@@ -54,7 +54,7 @@ class Row:
         vllm, kvstow = statistics.median(self.vllm), statistics.median(self.kvstow)
         target, met = None, None
         if self.target_ratio is not None:
-            target, met = f">= {self.target_ratio:g}x", vllm / kvstow >= self.target_ratio
+            target, met = f">= {self.target_ratio:.3g}x", vllm / kvstow >= self.target_ratio
         elif self.target_most is not None:
             target, met = f"<= {self.target_most:g} {self.unit}", kvstow <= self.target_most
         return {

@@ -68,9 +68,10 @@ def table(result: dict[str, Any]) -> str:
         sides = " ".join(f"{row[side]['median']:8.3g}" for side in ("vllm", "kvstow"))
         cold = "" if row["ratio_cold"] is None else f"{row['ratio_cold']:.0f}x"
         target = "" if row["met"] is None else row["target"]
+        decimals = 0 if row["ratio"] >= 10 else 1
         missed = "  MISSED" if row["met"] is False else ""
         lines.append(
-            f"{row['work']:62} {sides} {row['unit']:7} {row['ratio']:5.0f}x {cold:>6}  "
+            f"{row['work']:62} {sides} {row['unit']:7} {row['ratio']:5.{decimals}f}x {cold:>6}  "
             f"{target}{missed}".rstrip()
         )
     return "\n".join(lines)

@@ -29,8 +29,6 @@ from kvstow.vllm.accelerate.patch import Patch
 # vLLM's manager of a group, its block size, and the tokens that its window retains (None: all).
 Group: TypeAlias = tuple[Any, int, int | None]
 
-_ATTRIBUTE = "_kvstow_plan"
-
 
 class Plan(NamedTuple):
     """What an early exit must know of a `KVCacheManager`, which never changes.
@@ -80,7 +78,12 @@ def _faster_allocate(vllm_allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _changes_nothing(manager: Any, request: Any, num_new: int, num_lookahead: int) -> bool:
     # Comparisons instead of `min`, because this runs for each request in each step.
-    _, groups, alignment = _plan(manager)
+    try:
+        managers, groups, alignment = manager._kvstow_plan
+    except AttributeError:
+        managers, groups, alignment = _plan(manager)
+    if managers is not manager.coordinator.single_type_managers:
+        managers, groups, alignment = _plan(manager)
     if groups is None or (manager.watermark_blocks and request.status is not RequestStatus.RUNNING):
         return False
     max_tokens = manager.max_model_len
@@ -91,7 +94,7 @@ def _changes_nothing(manager: Any, request: Any, num_new: int, num_lookahead: in
     num_slots = num_final + num_lookahead
     if num_slots > max_tokens:  # noqa: PLR1730
         num_slots = max_tokens
-    num_tokens = request.num_tokens
+    num_tokens = len(request._all_token_ids)  # as `num_tokens`, without its call
     if num_final > num_tokens:  # noqa: PLR1730
         num_final = num_tokens
     num_final -= num_final % alignment
@@ -133,10 +136,10 @@ def _faster_cache(vllm_cache: Callable[..., None]) -> Callable[..., None]:
 
 def _plan(manager: Any) -> Plan:
     """Return the manager's plan, which it keeps as an attribute."""
-    plan: Plan | None = getattr(manager, _ATTRIBUTE, None)
+    plan: Plan | None = getattr(manager, "_kvstow_plan", None)
     if plan is None or plan[0] is not manager.coordinator.single_type_managers:
         plan = _make_plan(manager)
-        setattr(manager, _ATTRIBUTE, plan)
+        manager._kvstow_plan = plan
     return plan
 
 

@@ -85,7 +85,7 @@ class _Hasher:
 
         def hasher(request: Any) -> list[Any]:
             num_hashed = len(request.block_hashes)
-            if (num_hashed + 1) * block_size > request.num_tokens:
+            if (num_hashed + 1) * block_size > len(request._all_token_ids):
                 return []
             if (
                 request.lora_request
