@@ -76,7 +76,9 @@ class _Hasher:
         parent = request.block_hashes[-1] if num_hashed else kv_cache_utils.NONE_HASH
         if not parent:  # `hash_tokens` takes it for the start of a prompt, with a seed of its own
             raise ValueError("the parent hash is empty")
-        tokens = request.all_token_ids[num_hashed * self.block_size :]
+        tokens = request._all_token_ids  # without a copy for a new prompt
+        if num_hashed:
+            tokens = tokens[num_hashed * self.block_size :]
         return hash_tokens(tokens, self.block_size, algorithm=self.algorithm, parent=parent)
 
     def or_else(self, vllm_hasher: Hasher) -> Hasher:
@@ -108,6 +110,7 @@ def _agree(hasher: _Hasher, vllm_hasher: Hasher) -> bool:
     tokens = [_EDGES[at % len(_EDGES)] + at // len(_EDGES) for at in range(num_tokens)]
     sample = SimpleNamespace(
         all_token_ids=tokens,
+        _all_token_ids=tokens,
         num_tokens=num_tokens,
         block_hashes=[],
         mm_features=[],
