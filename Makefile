@@ -55,6 +55,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_accelerate_engine.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_modes.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_hybrids.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
 

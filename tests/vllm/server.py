@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,14 @@ START_S, END_S = 240, 60
 
 
 @contextmanager
-def served(model: Path, log: Path, **connector: Any) -> Iterator[str]:
+def served(
+    model: Path, log: Path, more_flags: Mapping[str, str] | None = None, **connector: Any
+) -> Iterator[str]:
     """Run a server and yield its address. At the end the server must stop on SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = SETTINGS | {"--port": str(port), "--model": str(model)}
+    flags = SETTINGS | {"--port": str(port), "--model": str(model)} | (more_flags or {})
     flags["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += ["--disable-uvicorn-access-log", *(word for flag in flags.items() for word in flag)]
