@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ START_S, END_S = 240, 60
 
 @contextmanager
 def served(
-    model: Path, log: Path, more_flags: Mapping[str, str] | None = None, **connector: Any
+    model: Path, log: Path, more_flags: dict[str, str] | None = None, **connector: Any
 ) -> Iterator[str]:
     """Run a server and yield its address. At the end the server must stop on SIGTERM."""
     with socket.socket() as free:

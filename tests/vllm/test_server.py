@@ -8,6 +8,7 @@ import re
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from examples import check_server
@@ -107,7 +108,7 @@ def test_damage_to_loaded_blocks_fails_the_check(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The negative control: an equal server with one loaded block in ten damaged."""
-    connector = {
+    connector: dict[str, Any] = {
         "kv_connector": "DamagingConnector",
         "kv_connector_module_path": "tests.vllm.damaging",
         "kv_connector_extra_config": {"num_cpu_blocks": NUM_HOST_BLOCKS},
