@@ -165,3 +165,18 @@ def test_a_unit_below_the_block_is_warned_of(
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, STATE))
         assert ("--prefix-match-unit" in caplog.text) == warns
     assert f"units of {BLOCK_SIZE // 2} tokens" in caplog.text
+
+
+def test_hit_density_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for policy, groups, warns in (
+        ("lru", (FULL, STATE), False),
+        ("hit-density", (FULL,), False),
+        ("hit-density", (FULL, STATE), True),
+    ):
+        config = engine_config(folder, {"num_cpu_blocks": 4, "eviction_policy": policy})
+        caplog.clear()
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
+        assert ("eviction_policy is hit-density" in caplog.text) == warns

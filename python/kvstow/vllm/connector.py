@@ -101,7 +101,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
                 f"block size {model.tokens_per_hash}: start vLLM without --hash-block-size"
             )
-        _warn(self._kv_transfer_config, model, tokens_per_hash)
+        _warn(self._kv_transfer_config, model, options, tokens_per_hash)
         if options.accelerate:
             from kvstow.vllm import accelerate  # noqa: PLC0415 - off by default
 
@@ -352,7 +352,7 @@ def _check_config(config: VllmConfig) -> None:
         )
 
 
-def _warn(transfer: Any, model: Model, tokens_per_hash: int) -> None:
+def _warn(transfer: Any, model: Model, options: Options, tokens_per_hash: int) -> None:
     """Log a warning for each setting that works less well than another."""
     if transfer.kv_role != "kv_both":
         logger.warning(
@@ -373,6 +373,11 @@ def _warn(transfer: Any, model: Model, tokens_per_hash: int) -> None:
             "without --prefix-match-unit for more hits on the host",
             tokens_per_hash,
             model.tokens_per_hit,
+        )
+    if model.has_states and options.eviction_policy == "hit-density":
+        logger.warning(
+            "kvstow: eviction_policy is hit-density, which evicts recurrent states before the "
+            "blocks that need them. Set it to lru for more hits on the host"
         )
 
 
