@@ -85,6 +85,18 @@ def test_a_state_is_stored_in_the_step_that_wrote_it(lazy: bool) -> None:
 
 
 @MODES
+def test_stores_of_states_hold_no_more_blocks_than_they_may(lazy: bool) -> None:
+    scheduler = Scheduler(FULL, STATE, lazy_offload=lazy, max_store_blocks_in_flight=1)
+    for name in "abc":
+        request = scheduler.request(name, 100, num_shared=0)
+        schedule(scheduler, request, 96)
+        stored(scheduler)
+        transfers = scheduler.half.transfers.in_flight.values()
+        assert sum(len(transfer.held) for transfer in transfers) <= 1
+    assert not lazy or scheduler.half.stats()["postponed_blocks"] == 2
+
+
+@MODES
 def test_a_state_that_vllm_gave_away_is_not_stored(lazy: bool) -> None:
     """Another request gets its block before the step is processed."""
     scheduler = Scheduler(FULL, STATE, lazy_offload=lazy)

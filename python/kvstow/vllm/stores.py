@@ -84,7 +84,10 @@ class Stores:
             if job is not None:
                 self.transfers.begin_store(job, ids, blocks)
             elif self.tier.lazy is not None:
-                self.store_cached(states)
+                # Those beyond what stores may hold wait for `store_evictable`.
+                num_storable = self.transfers.num_storable()
+                self.tier.counts["postponed_blocks"] += max(0, len(states) - num_storable)
+                self.store_cached(states[:num_storable])
 
     def _report_blocks(
         self, tracked: TrackedRequest, g: int, filled: list[KVCacheBlock]
