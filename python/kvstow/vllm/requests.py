@@ -151,7 +151,7 @@ class TrackedRequest:
     def window_ids(
         self, g: int, blocks: Sequence[KVCacheBlock], manager: KVCacheManager
     ) -> list[int]:
-        """Return the ids of a window's filled blocks; 0 for a block that must not be stored.
+        """Return the ids of filled blocks of a window or state; 0 for those not to be stored.
 
         vLLM gives hashes only to blocks at which a hit can end. Another request may have taken a
         block since: its hash shows it. A hit on the device needs no block below its window, so the

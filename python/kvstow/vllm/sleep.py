@@ -2,6 +2,9 @@
 
 vLLM sleeps in three calls: it pauses its requests, asks `may_rest` until the answer is yes, and
 resets its caches. The device memory goes after that. So `may_rest` begins what must be done before.
+
+A reset empties the tier, unless `preserve_on_sleep` is set and `WeightsVersion` finds no change.
+The workers keep the host memory mapped either way.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Which blocks the scheduler half stores, and when.
 
 Eager, a step's full blocks are stored right after the step was processed: their KV is written, and
-vLLM has not yet given away what fell out of a window. Lazy, the tier only learns then that they are
-computed. They are stored when they come near the head of vLLM's free queue (`LazyQueue`). States
-are stored at once: vLLM frees one while its request runs, and may overwrite it in the same step.
+no other request has taken the blocks that fell out of a window. Lazy, the tier only learns then
+that they are computed. They are stored when they come near the head of vLLM's free queue
+(`LazyQueue`). States do not wait for that, because vLLM frees one while its request runs, and may
+overwrite it in the same step. Only the states beyond what stores may hold wait for the queue.
 
-Of a recurrent group vLLM hashes the states that it keeps, and offers them to connectors in each
-step (`boundary_state_offloads`). The table at `build`, with the hash compared when the step was
-processed, names the same blocks, and drops the stale ones by the same comparison: a block that was
-taken back, given away, or overwritten by another checkpoint has lost the hash. So no offer is read.
-A block with a hash is not written again. A partial block that vLLM copies before it writes on has
-the hash of fewer tokens, and is not stored.
+Why a stored state is the state of its key: vLLM gives a hash to each state that it keeps, and does
+not write to a block that has one. `Steps.build` records the blocks of the table. When the step was
+processed, `TrackedRequest.window_ids` leaves out each block that does not have the hash of its
+tokens. If vLLM has dropped the state, or if another request has taken the block, it has another
+hash or none. A partial block, which vLLM copies before it writes on, has the hash of fewer tokens.
+vLLM also offers its states to connectors (`boundary_state_offloads`). kvstow does not read the
+offers, because the table names the same full blocks.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ absent ---- every rank has reported its capacity ---> on ---- an error in this h
 ```
 
 `offload` is None unless the tier is on, so each part asks for it in each call.
+
+Each rank reports how many blocks its host memory holds (`StepReports.capacities`). The tier has the
+least of these numbers, so each slot exists on every rank (`HostTier.add_capacities`).
 """
 
 from __future__ import annotations

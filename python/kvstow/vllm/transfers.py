@@ -6,13 +6,13 @@ take_jobs                    the step hands it to the workers
 released (stores)            every rank has read the blocks: vLLM may have them back
 end                          every rank has reported: blocks and host slots come free
 expire                       past its deadline: it counts as failed, and its blocks stay held
-                             until every rank has reported
+                             until `end`, or those of a store until `released`
 ```
 
 A job holds its blocks by a reference in vLLM's own pool, because vLLM may free a request and give
 its blocks to another one while the copy still runs. A load needs no such reference at first: vLLM
-keeps the blocks of a request until kvstow has reported its load. A load that is reported as failed
-too early, because it is late, holds them from then on.
+keeps the blocks of a request, aborted or not, until kvstow has reported its load. A load that is
+reported as failed too early, because it is late, holds them from then on.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class _Hasher:
 
 
 def _agree(hasher: _Hasher, vllm_hasher: Hasher) -> bool:
-    """Whether both hash a prompt alike, from its start and from a block within it."""
+    """Whether both hash a prompt equally, from its start and from a block within it."""
     num_tokens = max(3 * hasher.block_size, len(_EDGES))
     tokens = [_EDGES[at % len(_EDGES)] + at // len(_EDGES) for at in range(num_tokens)]
     sample = SimpleNamespace(

@@ -2,7 +2,8 @@
 //!
 //! The tier reports to a policy which slots become resident, are used and leave, and asks it for
 //! one victim after the other. Only the tier knows which slots are evictable (unpinned leaves). To
-//! add a policy, write a file with a [`Policy`], and an arm in each `match` below.
+//! add a policy, write a file with a [`Policy`], and an arm in each `match` below. CONTRIBUTING
+//! lists the places outside this folder.
 //!
 //! May import: error, ids, key, ledger, pool.
 
