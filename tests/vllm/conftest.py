@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.vllm import models  # noqa: PLC0415 - takes seconds
 
     return models.make_model(models.LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+class _Lines(logging.Handler):
+    """Collects the lines of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The lines that kvstow logs, from level INFO on.
+
+    What `caplog` sees of them depends on how vLLM has configured its loggers. vLLM does so with the
+    first engine, and then removes the handlers of others.
+    """
+    monkeypatch.setattr("vllm.logger.dictConfig", lambda _: None)
+    handler, logger = _Lines(), logging.getLogger("vllm.kvstow")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    yield handler.lines
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

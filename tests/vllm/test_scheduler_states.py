@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,29 +165,23 @@ def test_the_horizon_counts_states_per_request(folder: Path) -> None:
     assert _horizon_blocks(model, config) == 3 * attention
 
 
-def test_a_unit_below_the_block_is_warned_of(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_a_unit_below_the_block_is_warned_of(folder: Path, log: list[str]) -> None:
     for unit, warns in ((None, False), (BLOCK_SIZE // 2, True)):
         config = engine_config(folder, {"num_cpu_blocks": 4})
         config.cache_config.prefix_match_unit = unit
-        caplog.clear()
+        log.clear()
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, STATE))
-        assert ("--prefix-match-unit" in caplog.text) == warns
-    assert f"units of {BLOCK_SIZE // 2} tokens" in caplog.text
+        assert ("--prefix-match-unit" in "".join(log)) == warns
+    assert f"units of {BLOCK_SIZE // 2} tokens" in "".join(log)
 
 
-def test_hit_density_is_warned_of(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_hit_density_is_warned_of(folder: Path, log: list[str]) -> None:
     for policy, groups, warns in (
         ("lru", (FULL, STATE), False),
         ("hit-density", (FULL,), False),
         ("hit-density", (FULL, STATE), True),
     ):
         config = engine_config(folder, {"num_cpu_blocks": 4, "eviction_policy": policy})
-        caplog.clear()
+        log.clear()
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
-        assert ("eviction_policy is hit-density" in caplog.text) == warns
+        assert ("eviction_policy is hit-density" in "".join(log)) == warns
