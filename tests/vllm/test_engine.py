@@ -158,9 +158,14 @@ def test_no_more_than_max_load_tokens_come_from_the_host(
     engine.generate(PROMPTS)
     for most in (0, 3 * BLOCK_SIZE + 5, 300):
         answers = engine.generate(PROMPTS, hints=[{"max_load_tokens": most}] * 8)
-        # The window before an earlier end is not on the host.
-        allowed = 0 if engine.has_windows and most < NUM_HIT else most // BLOCK_SIZE * BLOCK_SIZE
-        assert hits(answers) == [allowed] * 8
+        allowed, found = most // BLOCK_SIZE * BLOCK_SIZE, hits(answers)
+        if engine.half.tier.model.has_states and most < NUM_HIT:
+            # The host has the states at which chunks have ended, by chance.
+            assert all(hit <= allowed for hit in found)
+        else:
+            # The window before an earlier end is not on the host.
+            is_there = not engine.has_windows or most >= NUM_HIT
+            assert found == [allowed if is_there else 0] * 8
         assert difference(answers, expected) < TOLERANCE
 
 

@@ -39,8 +39,6 @@ IN_CI = [
     ("llama", "sync", "plain"),
     ("llama", "async", "drafts"),
     ("gemma", "async", "plain"),
-    ("granite", "async", "plain"),
-    ("qwen-next", "sync", "plain"),
 ]
 IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 FIRST_SEED = int(os.environ.get("KVSTOW_SEED", "1"))
