@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -47,6 +48,13 @@ WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
 PAGE_BYTES = FULL.page_size_bytes
+STATE = MambaSpec(
+    block_size=BLOCK_SIZE,
+    shapes=((8,),),
+    dtypes=(torch.float32,),
+    page_size_padded=PAGE_BYTES,
+    mamba_cache_mode="align",
+)
 
 
 def cache_config(

@@ -2,7 +2,8 @@
 
 The compute of a step is simulated: the KV of a token is a number that depends on all tokens before
 it, on the cache salt and on the group. So a read of KV of other tokens, or of KV that was never
-written, fails at once, at the block where it happens. The schedulers are vLLM's own, with steps
+written, fails at once, at the block where it happens. A recurrent state is the number of its last
+token, in all of its block. The schedulers are vLLM's own, with steps
 that overlap or not. kvstow's own movers make the copies, when the test lets them.
 """
 
@@ -28,6 +29,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -125,6 +127,9 @@ class Simulated:
         args = EngineArgs(**(defaults | self.settings), kv_transfer_config=transfer)
         config = args.create_engine_config()
         config.scheduler_config.async_scheduling = self.num_in_flight > 1
+        for spec in self.specs:
+            if isinstance(spec, MambaSpec):
+                config.cache_config.mamba_cache_mode = spec.mamba_cache_mode
         return config
 
     # -- requests -----------------------------------------------------------------------------
@@ -293,11 +298,12 @@ class Simulated:
         values = self.values(tokens + drafts, request.cache_salt)
         self._check(request, values, start)
         tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
-        for group, table in enumerate(tables):
-            for at in range(start, start + num_tokens):
+        for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
+            for at in _written(spec, start, start + num_tokens):
                 block = table[at // BLOCK_SIZE]
                 assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
-                self.kv[block.block_id, at % BLOCK_SIZE] = values[at] ^ group
+                place = slice(None) if isinstance(spec, MambaSpec) else at % BLOCK_SIZE
+                self.kv[block.block_id, place] = values[at] ^ group
         new: list[int] = []
         if start + num_tokens >= num_true:
             for draft in [*drafts, None]:
@@ -322,13 +328,13 @@ class Simulated:
         """Every group's KV before token `end`, as far as attention reads it, is the request's."""
         tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
-            window = getattr(spec, "sliding_window", None)
+            is_state = isinstance(spec, MambaSpec)
+            window = 2 if is_state else getattr(spec, "sliding_window", None)
             for at in range(0 if window is None else max(0, end - window + 1), end):
                 block = table[at // BLOCK_SIZE]
                 self.num_reads += 1
-                if block.is_null or (
-                    self.kv[block.block_id, at % BLOCK_SIZE, 0] != values[at] ^ group
-                ):
+                place = slice(None) if is_state else at % BLOCK_SIZE
+                if block.is_null or (self.kv[block.block_id, place] != values[at] ^ group).any():
                     raise WrongKV(
                         f"step {self.num_steps}: request {request.request_id} reads block "
                         f"{block.block_id} of group {group} at token {at} of {end} "
@@ -376,6 +382,14 @@ class Simulated:
     def close(self) -> None:
         self.scheduler.shutdown()
         self.worker_connector.shutdown()
+
+
+def _written(spec: Any, start: int, end: int) -> list[int]:
+    """The tokens of a step whose KV, or the state after them, the step writes."""
+    if not isinstance(spec, MambaSpec):
+        return list(range(start, end))
+    ends = range(start, end - 1) if spec.mamba_cache_mode == "all" else ()
+    return [*(at for at in ends if (at + 1) % BLOCK_SIZE == 0), end - 1]
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.vllm.halves import (
     BLOCK_SIZE,
     FULL,
-    PAGE_BYTES,
+    STATE,
     Scheduler,
     Step,
     cache_config,
@@ -19,7 +18,6 @@ from tests.vllm.halves import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -29,13 +27,6 @@ from kvstow.vllm.model import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-STATE = MambaSpec(
-    block_size=BLOCK_SIZE,
-    shapes=((8,),),
-    dtypes=(torch.float32,),
-    page_size_padded=PAGE_BYTES,
-    mamba_cache_mode="align",
-)
 MODES = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.vllm.halves import FULL, WINDOW
+from tests.vllm.halves import FULL, STATE, WINDOW
 from tests.vllm.simulated import Simulated, WrongKV, tokens
 from vllm.v1.request import Request
 
@@ -144,6 +146,48 @@ def test_requests_read_their_own_kv(
     life = Life(engine, seed)
     life.go(500)
     assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_requests_read_their_own_states(
+    folder: Path, mode: str, num_in_flight: int, lazy: bool
+) -> None:
+    """Without sessions, which are not stored for models with states."""
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 400, "lazy_offload": lazy},
+        specs=(FULL, WINDOW, replace(STATE, mamba_cache_mode=mode)),
+        num_blocks=90,
+        num_in_flight=num_in_flight,
+    )
+    life = Life(engine, 0)
+    life.go(400, "session", "chunk")
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"store_threshold": 2},
+        {"max_store_blocks_in_flight": 3},
+        {"store_threshold": 2, "max_store_blocks_in_flight": 1, "offload_prompt_only": True},
+    ],
+    ids="-".join,
+)
+def test_requests_read_their_own_kv_if_blocks_are_left_out(
+    folder: Path, limits: dict[str, Any], lazy: bool
+) -> None:
+    """Options that limit what is stored leave gaps in the chains on the host."""
+    options = {"num_cpu_blocks": 120, "lazy_offload": lazy} | limits
+    engine = Simulated(folder, options, specs=(FULL, WINDOW), num_blocks=70, num_in_flight=2)
+    life = Life(engine, 1)
+    life.go(400)
+    assert life.num_host_tokens > 100, "too few hits to prove anything"
     engine.close()
 
 
