@@ -419,11 +419,12 @@ def test_the_middleware_refuses_a_wrong_hint(given: Any, message: str) -> None:
         b'{"prompt": "kvstow"}',
         b'{"kv_transfer_params": {"kvstow": {"store": false}}}',
         b'{"kv_transfer_params": {"kvstow": ',
+        b'{"kvstow": ' + b"[" * 200_000,
         b'["kvstow"]',
         b'{"kv_transfer_params": ["kvstow"]}',
         b'"kvstow"' + b" " * (MAX_BODY_BYTES + 1),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_the_middleware_passes_other_requests_on(body: bytes) -> None:
     sent, read = served(body[:9], body[9:-9], body[-9:] if len(body) > 9 else b"")

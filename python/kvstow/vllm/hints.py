@@ -139,7 +139,7 @@ def _wrong_hint(body: bytes) -> str | None:
         return None
     try:
         request = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None  # vLLM answers it
     errors: list[str] = []
     if isinstance(request, dict):
