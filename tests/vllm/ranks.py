@@ -1,7 +1,7 @@
 """Ranks that hold equal KV: worker halves in processes of their own, beside a scheduler half.
 
 ```
-this process      Ranks.call ----------- name, arguments -----------> Rank, in a forked process
+this process      Ranks.call ----------- name, arguments -----------> Rank, in its own process
 (scheduler half)             <---------- result or error -----------
                              <-- object that Replicas.exchange gives to all, and all of them -->
 ```
@@ -165,7 +165,7 @@ class Rank:
 
 
 def _serve(index: int, num: int, options: Options, link: Connection) -> None:
-    torch.set_num_threads(1)  # this process has none of its parent's threads
+    torch.set_num_threads(1)
     rank = Rank(index, num, options, link)
     while True:
         name, args, settings = link.recv()
@@ -180,7 +180,9 @@ class Ranks:
     """The processes."""
 
     def __init__(self, num: int, **options: Any) -> None:
-        context = multiprocessing.get_context("fork")
+        # Not forks of this process: torch hangs in them once it has computed here.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self.links, self.processes = [], []
         for index in range(num):
             link, other = context.Pipe()

@@ -21,7 +21,7 @@ from kvstow.vllm import KVStowConnector
 from kvstow.vllm.options import Options
 from kvstow.vllm.replicas import Replicas
 
-# vLLM's own, and Python's of a fork in a process with threads.
+# vLLM's own, and those of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SLOT_BYTES = 4096
