@@ -1,7 +1,5 @@
 //! `HitCurve` and `clairvoyant_hits`: hits of a cache against its capacity.
 
-use std::sync::Mutex;
-
 use kvstow_core::curve::{self, Clairvoyant, HitCurveConfig, Prompts, keys_of};
 use kvstow_core::error::{Error, Result};
 use kvstow_core::key::HashWidth;
@@ -12,7 +10,7 @@ use pyo3::types::{PyBytes, PySequence};
 use crate::convert::{Count, check_integer_array, counts, hashes};
 use crate::error::{ConfigError, to_py};
 use crate::hash::native_copy;
-use crate::lock::{detached, lock};
+use crate::lock::{Mutex, detached, lock};
 
 /// Hits of an LRU cache at every capacity, from the requests added so far.
 ///

@@ -1,6 +1,6 @@
 //! `BlockPool` and `LedgerPool`, and the methods that both have.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use kvstow_core::error::Result;
 use kvstow_core::ids::BlockId;
@@ -13,7 +13,7 @@ use pyo3::types::PyList;
 use crate::convert::{Count, Int32Array, group_id, hashes, ids, to_array};
 use crate::error::to_py;
 use crate::event::events_to_py;
-use crate::lock::lock;
+use crate::lock::{Mutex, lock};
 
 /// A pool behind a lock: its own, or that of a ledger.
 pub(crate) trait SharedPool {

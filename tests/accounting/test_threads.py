@@ -1,4 +1,4 @@
-"""Calls that read every block let other threads run, and no two threads deadlock."""
+"""Threads on one object: none keeps the interpreter, waits for long, or deadlocks."""
 
 from __future__ import annotations
 
@@ -82,6 +82,46 @@ def test_a_long_call_gives_the_interpreter_lock_back(name: str) -> None:
 def test_a_short_call_does_not_give_the_interpreter_lock_back() -> None:
     pool = BlockPool(8)
     assert num_ticks_during(lambda: pool.num_free) == 0
+
+
+NUM_WRITERS = 3
+READS: dict[str, Callable[[BlockLedger], object]] = {
+    "lookup": lambda ledger: ledger.lookup("a", 64),
+    "num_free": lambda ledger: ledger.pool.num_free,
+}
+
+
+@pytest.mark.usefixtures("nobody_is_interrupted")
+@pytest.mark.parametrize("name", READS)
+def test_a_read_waits_for_few_calls_of_threads_that_call_in_a_loop(name: str) -> None:
+    ledger, read = BlockLedger(5_000, GROUPS), READS[name]
+    ledger.add("a", NAMES[:1_000])
+    ledger.allocate("a", 1_000)
+    num_calls, stop = [0] * NUM_WRITERS, threading.Event()
+
+    def write(which: int) -> None:
+        while not stop.is_set():
+            ledger.check()
+            num_calls[which] += 1
+
+    writers = [threading.Thread(target=write, args=(at,)) for at in range(NUM_WRITERS)]
+    for writer in writers:
+        writer.start()
+    waits = []
+    try:
+        for _ in range(300):
+            before = sum(num_calls)
+            read(ledger)
+            waits.append(sum(num_calls) - before)
+            time.sleep(0.0001)  # lets the writers in
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    assert sum(waits) > 0, "no read met a writer"
+    # Each writer may have ended a call that it has not counted, be ahead in the line, and have
+    # seen an empty line before this thread joined it.
+    assert max(waits) <= 3 * NUM_WRITERS
 
 
 NUM_THREADS = 5

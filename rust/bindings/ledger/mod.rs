@@ -7,7 +7,7 @@ mod arguments;
 
 pub(crate) use allocation::{PrefixHit, StepAllocation};
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use kvstow_core::ledger::{self, AllocateArgs, NewIds};
 use pyo3::prelude::*;
@@ -17,7 +17,7 @@ use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, hashes, reques
 use crate::error::to_py;
 use crate::group::groups;
 use crate::hash::extra_keys_to_py;
-use crate::lock::{detached, lock};
+use crate::lock::{Mutex, detached, lock};
 use crate::pool::LedgerPool;
 
 use allocation::per_group;

@@ -5,8 +5,6 @@
 
 mod values;
 
-use std::sync::Mutex;
-
 use kvstow_core::key::BlockKey;
 use kvstow_core::offload::{self, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
@@ -22,7 +20,7 @@ use crate::event::events_to_py;
 use crate::group::groups;
 use crate::job::{Job, JobEnd, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
-use crate::lock::{detached, lock};
+use crate::lock::{Mutex, detached, lock};
 use crate::pool::SharedPool;
 
 use values::{AnyPool, Outcome, check_time, parts, stats_dict};
