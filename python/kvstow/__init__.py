@@ -41,6 +41,7 @@ from kvstow._core import (
     __version__,
     clairvoyant_hits,
     hash_tokens,
+    salted_ids,
 )
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ __all__ = [
     "__version__",
     "clairvoyant_hits",
     "hash_tokens",
+    "salted_ids",
 ]
 
 if _core.debug_build:

@@ -45,6 +45,7 @@ __all__ = [
     "debug_build",
     "hash_tokens",
     "row_checksums",
+    "salted_ids",
 ]
 
 __version__: str
@@ -1095,6 +1096,8 @@ class HitCurve:
     Keys are block hashes (`bytes`, one width per curve) or integers from 0 to 2**64 - 1, for
     example the chained ids of a trace. A curve takes hashes or integers, not both.
 
+    For traffic without an end, divide time into turns: see `turn`.
+
         >>> curve = HitCurve()
         >>> curve.add_all([1, 2, 3, 1, 2, 4, 1, 2, 3], [0, 3, 6, 9])
         >>> curve.hits([1, 2, 3, 4]).tolist()
@@ -1134,6 +1137,37 @@ class HitCurve:
             ConfigError: as `add`, or offsets that do not fit the keys. If the machine lacks the
                 memory for a request, the requests before it have been added.
         """
+    def lookup(self, keys: _Keys, num_local: int = 0) -> None:
+        """Look up all keys of a request, and leave their recency as it is.
+
+        Args:
+            keys: keys of the request's blocks, root first.
+            num_local: the first blocks that a cache in front of this one has. They are hits at
+                every capacity, 0 included, and this cache is not asked for them.
+
+        Raises:
+            ConfigError: as `add`.
+        """
+    def insert(self, keys: _Keys) -> None:
+        """Make the keys of a request recent, tail before root, without a lookup.
+
+        Args:
+            keys: keys of the request's blocks, root first.
+
+        Raises:
+            ConfigError: as `add`.
+        """
+    def turn(self, num_kept: int) -> None:
+        """Begin a turn: halve the weight of all lookups so far, and forget unused keys.
+
+        Lookups of the present turn weigh 1, those of the turn before weigh 1/2, and so on. `hits`,
+        `hit_ratios` and `errors` use these weights. A forgotten key is a miss at its next lookup.
+
+        Args:
+            num_kept: the last turns. Keys that no request has used during them are forgotten.
+        """
+    def clear(self) -> None:
+        """Forget all keys, as a cache that is emptied. Past hits and lookups stay."""
     def hits(self, capacities: _Ints) -> npt.NDArray[np.int64]:
         """Return the hit blocks of an LRU cache at each of these capacities, over all requests.
 
@@ -1141,7 +1175,17 @@ class HitCurve:
             capacities: numbers of blocks that a cache can hold.
 
         Returns:
-            Hit blocks, one int64 per capacity. They are exact while `rate` is 1.
+            Hit blocks, one int64 per capacity. They are exact while `rate` is 1 and no turn has
+            ended. Otherwise they are rounded.
+        """
+    def hit_ratios(self, capacities: _Ints) -> npt.NDArray[np.float64]:
+        """Return the share of looked-up blocks that are hits, at each of these capacities.
+
+        Args:
+            capacities: numbers of blocks that a cache can hold.
+
+        Returns:
+            Hit ratios as fractions, one float64 per capacity; 0 without lookups.
         """
     def errors(self, capacities: _Ints) -> npt.NDArray[np.float64]:
         """Return the standard error of the hit ratio at each of these capacities.
@@ -1160,13 +1204,13 @@ class HitCurve:
         """The capacity, in blocks, from which on a larger cache has no more hits."""
     @property
     def num_requests(self) -> int:
-        """Requests added."""
+        """Requests looked up."""
     @property
     def num_lookups(self) -> int:
-        """Blocks looked up: the keys of all requests."""
+        """Blocks looked up: the keys of all requests, those of earlier turns in full."""
     @property
     def num_unique(self) -> int:
-        """Distinct blocks looked up. It is an estimate once `rate` is below 1."""
+        """Distinct blocks that the curve remembers. It is an estimate once `rate` is below 1."""
     @property
     def num_keys(self) -> int:
         """Keys that the curve watches."""
@@ -1176,6 +1220,25 @@ class HitCurve:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that the curve takes."""
+
+def salted_ids(hashes: Sequence[bytes], salt: bytes) -> npt.NDArray[np.uint64]:
+    """Return an id for each block hash, which only those who have the salt can compute.
+
+    Equal hashes have equal ids under one salt. Ids under two salts have nothing in common.
+
+        >>> salted_ids([b"one", b"two", b"one"], b"salt").tolist()
+        [3556238144577063906, 1513496506158520935, 3556238144577063906]
+
+    Args:
+        hashes: block hashes, of one width.
+        salt: random bytes, 16 or more to keep guesses out.
+
+    Returns:
+        Ids from 0 to 2**63 - 1, one uint64 per hash.
+
+    Raises:
+        ConfigError: a hash that is no `bytes`, is empty or longer than 32, or of another width.
+    """
 
 def clairvoyant_hits(keys: _Keys, offsets: _Ints, capacities: _Ints) -> npt.NDArray[np.int64]:
     """Return the most blocks that any cache can hit, at each of these capacities.

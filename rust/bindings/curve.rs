@@ -7,7 +7,7 @@ use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntype
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PySequence};
 
-use crate::convert::{Count, check_integer_array, counts, hashes};
+use crate::convert::{self, Count, check_integer_array, counts, hashes};
 use crate::error::{ConfigError, to_py};
 use crate::hash::native_copy;
 use crate::lock::{Mutex, detached, lock};
@@ -22,6 +22,8 @@ use crate::lock::{Mutex, detached, lock};
 /// A request is a list of keys, root first. A key stands for a block and all blocks before it.
 /// Keys are block hashes (`bytes`, one width per curve) or integers from 0 to 2**64 - 1, for
 /// example the chained ids of a trace. A curve takes hashes or integers, not both.
+///
+/// For traffic without an end, divide time into turns: see `turn`.
 ///
 ///     >>> curve = HitCurve()
 ///     >>> curve.add_all([1, 2, 3, 1, 2, 4, 1, 2, 3], [0, 3, 6, 9])
@@ -88,17 +90,82 @@ impl HitCurve {
         added.map_err(to_py)
     }
 
+    /// Look up all keys of a request, and leave their recency as it is.
+    ///
+    /// Args:
+    ///     keys: keys of the request's blocks, root first.
+    ///     num_local: the first blocks that a cache in front of this one has. They are hits at
+    ///         every capacity, 0 included, and this cache is not asked for them.
+    ///
+    /// Raises:
+    ///     ConfigError: as `add`.
+    #[pyo3(signature = (keys, num_local = Count(0)))]
+    #[pyo3(text_signature = "($self, keys, num_local=0)")]
+    fn lookup(&self, keys: &Bound<'_, PyAny>, num_local: Count) -> PyResult<()> {
+        let keys = Keys::from_py(keys)?;
+        let mut this = lock(&self.0);
+        this.agree(keys.source).map_err(to_py)?;
+        this.curve.lookup(&keys.words, num_local.0);
+        Ok(())
+    }
+
+    /// Make the keys of a request recent, tail before root, without a lookup.
+    ///
+    /// Args:
+    ///     keys: keys of the request's blocks, root first.
+    ///
+    /// Raises:
+    ///     ConfigError: as `add`.
+    fn insert(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
+        let keys = Keys::from_py(keys)?;
+        let mut this = lock(&self.0);
+        this.agree(keys.source).and_then(|()| this.curve.insert(&keys.words)).map_err(to_py)
+    }
+
+    /// Begin a turn: halve the weight of all lookups so far, and forget unused keys.
+    ///
+    /// Lookups of the present turn weigh 1, those of the turn before weigh 1/2, and so on. `hits`,
+    /// `hit_ratios` and `errors` use these weights. A forgotten key is a miss at its next lookup.
+    ///
+    /// Args:
+    ///     num_kept: the last turns. Keys that no request has used during them are forgotten.
+    fn turn(&self, num_kept: Count) {
+        lock(&self.0).curve.turn(num_kept.0);
+    }
+
+    /// Forget all keys, as a cache that is emptied. Past hits and lookups stay.
+    fn clear(&self) {
+        lock(&self.0).curve.clear();
+    }
+
     /// Return the hit blocks of an LRU cache at each of these capacities, over all requests.
     ///
     /// Args:
     ///     capacities: numbers of blocks that a cache can hold.
     ///
     /// Returns:
-    ///     Hit blocks, one int64 per capacity. They are exact while `rate` is 1.
+    ///     Hit blocks, one int64 per capacity. They are exact while `rate` is 1 and no turn has
+    ///     ended. Otherwise they are rounded.
     fn hits<'py>(&self, capacities: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let (py, capacities) = (capacities.py(), capacities_from_py(capacities)?);
         let hits = detached(py, &self.0, |this| this.curve.hits(&capacities));
         Ok(to_int64(py, hits))
+    }
+
+    /// Return the share of looked-up blocks that are hits, at each of these capacities.
+    ///
+    /// Args:
+    ///     capacities: numbers of blocks that a cache can hold.
+    ///
+    /// Returns:
+    ///     Hit ratios as fractions, one float64 per capacity; 0 without lookups.
+    fn hit_ratios<'py>(
+        &self,
+        capacities: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray1<f64>>> {
+        let (py, capacities) = (capacities.py(), capacities_from_py(capacities)?);
+        let ratios = detached(py, &self.0, |this| this.curve.hit_ratios(&capacities));
+        Ok(ratios.into_pyarray(py))
     }
 
     /// Return the standard error of the hit ratio at each of these capacities.
@@ -123,19 +190,19 @@ impl HitCurve {
         lock(&self.0).curve.largest_capacity()
     }
 
-    /// Requests added.
+    /// Requests looked up.
     #[getter]
     fn num_requests(&self) -> u64 {
         lock(&self.0).curve.num_requests()
     }
 
-    /// Blocks looked up: the keys of all requests.
+    /// Blocks looked up: the keys of all requests, those of earlier turns in full.
     #[getter]
     fn num_lookups(&self) -> u64 {
         lock(&self.0).curve.num_lookups()
     }
 
-    /// Distinct blocks looked up. It is an estimate once `rate` is below 1.
+    /// Distinct blocks that the curve remembers. It is an estimate once `rate` is below 1.
     #[getter]
     fn num_unique(&self) -> u64 {
         lock(&self.0).curve.num_unique()
@@ -158,6 +225,31 @@ impl HitCurve {
     fn memory_bytes(&self) -> usize {
         lock(&self.0).curve.memory_bytes()
     }
+}
+
+/// Return an id for each block hash, which only those who have the salt can compute.
+///
+/// Equal hashes have equal ids under one salt. Ids under two salts have nothing in common.
+///
+///     >>> salted_ids([b"one", b"two", b"one"], b"salt").tolist()
+///     [3556238144577063906, 1513496506158520935, 3556238144577063906]
+///
+/// Args:
+///     hashes: block hashes, of one width.
+///     salt: random bytes, 16 or more to keep guesses out.
+///
+/// Returns:
+///     Ids from 0 to 2**63 - 1, one uint64 per hash.
+///
+/// Raises:
+///     ConfigError: a hash that is no `bytes`, is empty or longer than 32, or of another width.
+#[pyfunction]
+pub(crate) fn salted_ids<'py>(
+    hashes: &Bound<'py, PyAny>,
+    salt: &[u8],
+) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    let (py, hashes) = (hashes.py(), convert::hashes(hashes)?);
+    Ok(py.detach(|| curve::salted_ids(&hashes, salt)).into_pyarray(py))
 }
 
 /// Return the most blocks that any cache can hit, at each of these capacities.

@@ -46,7 +46,7 @@ mod _core {
     #[pymodule_export]
     use super::checksum::row_checksums;
     #[pymodule_export]
-    use super::curve::{HitCurve, clairvoyant_hits};
+    use super::curve::{HitCurve, clairvoyant_hits, salted_ids};
     #[pymodule_export]
     use super::error::{
         ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, SnapshotError,

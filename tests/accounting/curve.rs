@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 
-use kvstow_core::curve::{Clairvoyant, HitCurve, HitCurveConfig, MIN_KEYS, Prompts, keys_of};
+use kvstow_core::curve::{
+    Clairvoyant, HitCurve, HitCurveConfig, MIN_KEYS, Prompts, keys_of, salted_ids,
+};
 use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
@@ -110,6 +112,77 @@ fn list_hits(requests: &[Vec<u64>], capacity: usize) -> u64 {
     num_hits as u64
 }
 
+/// What an online curve is asked to do.
+#[derive(Clone, Debug)]
+enum Op {
+    /// Keys of a request, and how many of them a cache in front has.
+    Lookup(Vec<u64>, usize),
+    Insert(Vec<u64>),
+    Turn,
+    Clear,
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let keys = || prop_oneof![chains(8, 1).prop_map(|chains| chains.concat()), vec(0..9_u64, 0..8)];
+    let op = prop_oneof![
+        8 => (keys(), 0..4_usize).prop_map(|(keys, num_local)| Op::Lookup(keys, num_local)),
+        8 => keys().prop_map(Op::Insert),
+        2 => Just(Op::Turn),
+        1 => Just(Op::Clear),
+    ];
+    vec(op, 1..60)
+}
+
+/// A list of keys in the order of use, each with the turn of its last use, and all past lookups
+/// with their turn: the capacity from which on each is a hit, if there is one.
+#[derive(Default)]
+struct ListCurve {
+    resident: Vec<(u64, usize)>,
+    lookups: Vec<(usize, Option<usize>)>,
+    turn: usize,
+}
+
+impl ListCurve {
+    fn apply(&mut self, op: &Op, num_kept: usize) {
+        match op {
+            Op::Lookup(keys, num_local) => {
+                let mut needed = Some(0);
+                for (at, key) in keys.iter().enumerate() {
+                    if at >= *num_local {
+                        let place = self.resident.iter().position(|(other, _)| other == key);
+                        needed = needed.and_then(|needed| place.map(|at| needed.max(at + 1)));
+                    }
+                    self.lookups.push((self.turn, needed));
+                }
+            }
+            Op::Insert(keys) => {
+                for &key in keys.iter().rev() {
+                    self.resident.retain(|&(other, _)| other != key);
+                    self.resident.insert(0, (key, self.turn));
+                }
+            }
+            Op::Turn => {
+                self.turn += 1;
+                self.resident.retain(|&(_, used)| used + num_kept >= self.turn);
+            }
+            Op::Clear => self.resident.clear(),
+        }
+    }
+
+    /// Hits at a capacity, and all lookups, by their weight.
+    fn weighed(&self, capacity: usize) -> (f64, f64) {
+        let (mut hits, mut all) = (0.0, 0.0);
+        for &(turn, needed) in &self.lookups {
+            let weight = 0.5_f64.powi(i32::try_from(self.turn - turn).unwrap());
+            all += weight;
+            if needed.is_some_and(|needed| needed <= capacity) {
+                hits += weight;
+            }
+        }
+        (hits, all)
+    }
+}
+
 /// The most hits of any cache: all sets that it can hold are followed, each with its best past.
 fn most_hits(requests: &[Vec<u64>], capacity: u32) -> u64 {
     let mut best = BTreeMap::from([(0_u32, 0_u64)]);
@@ -184,6 +257,42 @@ proptest! {
         let largest = curve.largest_capacity();
         prop_assert_eq!(curve.hits(&[largest]), curve.hits(&[u64::MAX]));
         prop_assert!(largest == 0 || curve.hits(&[largest - 1]) < curve.hits(&[largest]));
+    }
+
+    #[test]
+    fn online_curve_equals_a_list_in_every_turn(ops in ops(), num_kept in 0..4_usize) {
+        let mut curve = HitCurve::new(HitCurveConfig::default()).unwrap();
+        let mut list = ListCurve::default();
+        for op in &ops {
+            list.apply(op, num_kept);
+            match op {
+                Op::Lookup(keys, num_local) => curve.lookup(keys, *num_local),
+                Op::Insert(keys) => curve.insert(keys).unwrap(),
+                Op::Turn => curve.turn(num_kept),
+                Op::Clear => curve.clear(),
+            }
+            prop_assert_eq!(curve.num_unique(), list.resident.len() as u64);
+            for capacity in 0..12 {
+                let (hits, all) = list.weighed(capacity);
+                let expected = if all > 0.0 { hits / all } else { 0.0 };
+                let found = curve.hit_ratios(&[capacity as u64])[0];
+                prop_assert!((found - expected).abs() < 1e-12, "{found}, {expected} expected");
+            }
+        }
+        let num_lookups = list.lookups.len() as u64;
+        prop_assert_eq!(curve.num_lookups(), num_lookups);
+    }
+
+    #[test]
+    fn request_that_is_added_is_looked_up_and_inserted(requests in chains(8, 25)) {
+        let whole = exact(&requests);
+        let mut parts = HitCurve::new(HitCurveConfig::default()).unwrap();
+        for keys in &requests {
+            parts.lookup(keys, 0);
+            parts.insert(keys).unwrap();
+        }
+        let capacities: Vec<_> = (0..30).collect();
+        prop_assert_eq!(whole.hits(&capacities), parts.hits(&capacities));
     }
 
     #[test]
@@ -270,6 +379,51 @@ fn table_of_a_bounded_curve_never_grows() {
     assert!(curve.rate() < 0.5);
 }
 
+/// Traffic changes at each turn, and never ends.
+#[test]
+fn online_curve_forgets_what_no_request_uses() {
+    let config = HitCurveConfig { max_keys: Some(4000), ..Default::default() };
+    let mut curve = HitCurve::new(config).unwrap();
+    for turn in 0..50 {
+        // Each turn has 100 prompts of 20 blocks of its own, twice.
+        for request in 0..200_u64 {
+            let root = turn * 100 + request % 100;
+            curve.add(&(0..20).map(|depth| root * 20 + depth).collect::<Vec<_>>()).unwrap();
+        }
+        assert!((curve.hit_ratios(&[2000])[0] - 0.5).abs() < 0.01, "turn {turn}");
+        curve.turn(1);
+        assert_eq!(curve.num_unique(), 2000, "turn {turn}");
+    }
+    assert!(curve.rate() >= 1.0, "keys of one turn and the turn before it fit");
+    curve.turn(1);
+    assert_eq!((curve.num_keys(), curve.num_requests()), (0, 10_000));
+}
+
+#[test]
+fn sampled_online_curve_is_near_the_exact_one() {
+    let capacities: Vec<_> = (0..40).map(|step| step * 2000).collect();
+    let requests = long_trace(20_000);
+    let run = |config| {
+        let mut curve = HitCurve::new(config).unwrap();
+        for (at, keys) in requests.iter().enumerate() {
+            curve.lookup(keys, at % 3);
+            curve.insert(keys).unwrap();
+            if at % 3000 == 2999 {
+                curve.turn(3);
+            }
+        }
+        curve
+    };
+    let expected = run(HitCurveConfig::default()).hit_ratios(&capacities);
+    for seed in 0..20 {
+        let curve = run(HitCurveConfig { max_keys: Some(8000), seed, ..Default::default() });
+        assert!(curve.rate() < 0.2);
+        for (found, expected) in curve.hit_ratios(&capacities).into_iter().zip(&expected) {
+            assert!((found - expected).abs() < 0.02, "seed {seed}: {found}, {expected} expected");
+        }
+    }
+}
+
 #[test]
 fn sampled_curve_is_near_the_exact_one() {
     let requests = long_trace(20_000);
@@ -319,4 +473,15 @@ fn keys_of_equal_hashes_are_equal() {
     let keys = keys_of(&as_hashes(&[1, 2, 1]));
     assert!(keys[0] == keys[2] && keys[0] != keys[1]);
     assert_eq!(keys, keys_of(&as_hashes(&[1, 2, 1])));
+}
+
+#[test]
+fn salted_ids_depend_on_the_salt_and_on_the_hash() {
+    let hashes = as_hashes(&(0..1000).chain([7]).collect::<Vec<_>>());
+    let ids = salted_ids(&hashes, b"salt");
+    assert_eq!(ids[7], ids[1000]);
+    assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), 1000);
+    assert!(ids.iter().all(|&id| id < 1 << 63));
+    let others: BTreeSet<_> = salted_ids(&hashes, b"tals").into_iter().collect();
+    assert!(ids.iter().all(|id| !others.contains(id)));
 }

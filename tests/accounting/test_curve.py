@@ -97,12 +97,42 @@ def test_request_without_blocks_counts_as_a_request() -> None:
     assert curve.hits([]).tolist() == clairvoyant_hits([], [0], []).tolist() == []
 
 
-@pytest.mark.parametrize("name", ["HitCurve", "clairvoyant_hits"])
+@pytest.mark.parametrize("name", ["HitCurve", "clairvoyant_hits", "salted_ids"])
 def test_examples_of_the_docstrings_hold(name: str) -> None:
     tested = getattr(kvstow, name)
     example = doctest.DocTestParser().get_doctest(tested.__doc__, vars(kvstow), name, None, None)
     assert example.examples
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_turns_halve_old_lookups_and_forget_unused_keys() -> None:
+    curve = HitCurve()
+    assert curve.hit_ratios([0, 9]).tolist() == [0, 0]
+    curve.insert([b"one", b"two"])
+    curve.lookup([b"one", b"two"], num_local=1)
+    assert curve.hit_ratios([0, 1, 2]).tolist() == [0.5, 0.5, 1]
+    curve.turn(1)
+    curve.lookup([b"six", b"ten"])
+    # One of two old lookups at weight 1/2, none of two new ones.
+    assert curve.hit_ratios([0, 2]).tolist() == [0.5 / 3, 1 / 3]
+    assert curve.num_unique == 2
+    curve.turn(1)
+    assert (curve.num_unique, curve.num_lookups) == (0, 4)
+    curve.insert([b"one"])
+    curve.clear()
+    curve.lookup([b"one"])
+    assert curve.hit_ratios([9]).tolist() == [0.5 / 2.5]
+
+
+@pytest.mark.parametrize("call", ["lookup", "insert"])
+def test_parts_of_a_request_refuse_what_the_whole_refuses(call: str) -> None:
+    curve = HitCurve()
+    for keys in ([-1], [1, b"hash"], None):
+        with pytest.raises(ConfigError):
+            getattr(curve, call)(keys)
+    getattr(curve, call)([b"hash"])
+    with pytest.raises(ConfigError, match="one kind"):
+        getattr(curve, call)([1])
 
 
 def test_sampled_curve_is_within_two_points_and_reports_its_error() -> None:

@@ -35,12 +35,16 @@ pub struct HitCurveConfig {
 /// The curve is exact until as many keys are watched as its bound allows. Then the rate is halved:
 /// half of the keys, by hash, leave, and each that stays stands for two. A sample with or without a
 /// popular key would be far off, so such keys are held: each stands for itself alone. Every eighth
-/// lookup draws its key to be held, and keys with few uses make room for others.
+/// use draws its key to be held, and keys with few uses make room for others.
 ///
 /// ```text
 ///   hits(C) = hits of held keys
 ///           + lookups of other keys x (hits of sampled keys / lookups of sampled keys)
 /// ```
+///
+/// For traffic without an end, time is divided into turns ([`HitCurve::turn`]). Lookups of the
+/// present turn weigh 1, those of the turn before weigh 1/2, and so on. Keys that no request has used
+/// for some turns are forgotten, as if a cache kept its blocks for so long at most.
 #[derive(Clone, Debug)]
 pub struct HitCurve {
     sample: Sample,
@@ -50,13 +54,16 @@ pub struct HitCurve {
     /// Hits of sampled keys, each with the weight of its key.
     sampled: Histogram,
     /// Lookups of the same keys.
-    num_counted_lookups: u64,
+    counted_lookups: f64,
     /// Lookups of sampled keys, each with the weight of its key.
-    sampled_lookups: u64,
+    sampled_lookups: f64,
     /// `sampled` and `sampled_lookups`, by group.
-    groups: Vec<(Histogram, u64)>,
+    groups: Vec<(Histogram, f64)>,
+    /// All lookups.
+    weighed_lookups: f64,
     num_requests: u64,
     num_lookups: u64,
+    num_uses: u64,
 }
 
 impl HitCurve {
@@ -75,17 +82,19 @@ impl HitCurve {
             )));
         }
         let max_keys = config.max_keys.into_iter().chain(within).min();
-        let group = (Histogram::with_shift(GROUP_SHIFT), 0);
+        let group = (Histogram::with_shift(GROUP_SHIFT), 0.0);
         Ok(Self {
             sample: Sample::new(max_keys, config.seed)?,
             stack: LruStack::with_room(max_keys.unwrap_or(0))?,
             counted: Histogram::default(),
             sampled: Histogram::default(),
-            num_counted_lookups: 0,
-            sampled_lookups: 0,
+            counted_lookups: 0.0,
+            sampled_lookups: 0.0,
             groups: vec![group; NUM_GROUPS.into()],
+            weighed_lookups: 0.0,
             num_requests: 0,
             num_lookups: 0,
+            num_uses: 0,
         })
     }
 
@@ -102,26 +111,22 @@ impl HitCurve {
     /// # Errors
     /// [`Error::Config`] if the machine lacks the memory. The request then counts as never made.
     pub fn add(&mut self, keys: &[u64]) -> Result<()> {
-        let num_new = keys.len().min(self.sample.max_keys() - self.stack.len());
-        self.stack.make_room(keys.len(), num_new)?;
-        self.look_up(keys);
-        for (at, &key) in (self.num_lookups..).zip(keys.iter().rev()) {
-            if self.sample.draws(at) {
-                self.hold(key);
-            } else if !self.stack.touch(key) {
-                self.watch(key);
-            }
-        }
-        self.num_requests += 1;
-        self.num_lookups += keys.len() as u64;
+        self.make_room(keys)?;
+        self.lookup(keys, 0);
+        self.rank(keys);
         Ok(())
     }
 
-    fn look_up(&mut self, keys: &[u64]) {
+    /// Looks up the keys of a request, root first. The first `num_local` keys are hits of a cache in
+    /// front of this one, so they are hits at every capacity, and this cache is not asked for them.
+    pub fn lookup(&mut self, keys: &[u64], num_local: usize) {
+        let num_local = num_local.min(keys.len());
         let weight = self.sample.weight();
+        self.counted.add_free(num_local as f64);
+        self.counted_lookups += num_local as f64;
         // A block is no hit before all blocks above it are; in true chains they always are.
         let (mut capacity, mut is_prefix) = (0, true);
-        for &key in keys {
+        for &key in &keys[num_local..] {
             let place = self.stack.find(key);
             let is_member = self.sample.has(key);
             if let Some(place) = place {
@@ -132,12 +137,13 @@ impl HitCurve {
             }
             let is_hit = is_prefix && place.is_some();
             if self.sample.is_whole() || place.is_some_and(|place| place.role == Role::Held) {
-                self.num_counted_lookups += 1;
+                self.counted_lookups += 1.0;
                 if is_hit {
-                    self.counted.add(capacity, 1);
+                    self.counted.add(capacity, 1.0);
                 }
             } else if is_member {
                 let (hits, lookups) = &mut self.groups[self.sample.group(key, NUM_GROUPS)];
+                let weight = weight as f64;
                 self.sampled_lookups += weight;
                 *lookups += weight;
                 if is_hit {
@@ -146,6 +152,56 @@ impl HitCurve {
                 }
             }
         }
+        self.weighed_lookups += keys.len() as f64;
+        self.num_requests += 1;
+        self.num_lookups += keys.len() as u64;
+    }
+
+    /// Makes the keys of a request recent, tail before root, without a lookup.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the machine lacks the memory. Nothing has changed then.
+    pub fn insert(&mut self, keys: &[u64]) -> Result<()> {
+        self.make_room(keys)?;
+        self.rank(keys);
+        Ok(())
+    }
+
+    fn make_room(&mut self, keys: &[u64]) -> Result<()> {
+        let num_new = keys.len().min(self.sample.max_keys() - self.stack.len());
+        self.stack.make_room(keys.len(), num_new)
+    }
+
+    /// Needs room.
+    fn rank(&mut self, keys: &[u64]) {
+        for (at, &key) in (self.num_uses..).zip(keys.iter().rev()) {
+            if self.sample.draws(at) {
+                self.hold(key);
+            } else if !self.stack.touch(key) {
+                self.watch(key);
+            }
+        }
+        self.num_uses += keys.len() as u64;
+    }
+
+    /// Begins a turn: halves the weight of all lookups so far, and forgets the keys that no request
+    /// has used during the last `num_kept` turns.
+    pub fn turn(&mut self, num_kept: usize) {
+        self.counted.halve();
+        self.sampled.halve();
+        self.counted_lookups /= 2.0;
+        self.sampled_lookups /= 2.0;
+        self.weighed_lookups /= 2.0;
+        for (hits, lookups) in &mut self.groups {
+            hits.halve();
+            *lookups /= 2.0;
+        }
+        self.stack.turn(num_kept);
+    }
+
+    /// Forgets all keys, as a cache that is emptied. Past hits and lookups stay.
+    pub fn clear(&mut self) {
+        self.stack.clear();
     }
 
     /// Watches a key from now on, if the sample has it.
@@ -196,39 +252,42 @@ impl HitCurve {
             .reassign(|key, role, uses| sample.role(key, may_hold(role) && uses >= threshold));
     }
 
-    /// Hit blocks at each of these capacities, rounded where they are estimated.
+    /// Hit blocks at each of these capacities, rounded where they are estimated or weighed.
     pub fn hits(&self, capacities: &[u64]) -> Vec<u64> {
+        self.weighed_hits(capacities).map(rounded).collect()
+    }
+
+    /// The share of looked-up blocks that are hits, at each of these capacities; 0 without lookups.
+    pub fn hit_ratios(&self, capacities: &[u64]) -> Vec<f64> {
+        self.weighed_hits(capacities).map(|hits| ratio(hits, self.weighed_lookups)).collect()
+    }
+
+    fn weighed_hits(&self, capacities: &[u64]) -> impl Iterator<Item = f64> {
         let (counted, sampled) = (self.counted.cumulated(), self.sampled.cumulated());
-        let others = self.num_lookups - self.num_counted_lookups;
-        let scale = ratio(others, self.sampled_lookups);
-        let hits = |&capacity: &u64| {
+        let scale = ratio(self.weighed_lookups - self.counted_lookups, self.sampled_lookups);
+        capacities.iter().map(move |&capacity| {
             let hits = counted.up_to(capacity) + sampled.up_to(capacity) * scale;
-            rounded(hits).min(self.num_lookups)
-        };
-        capacities.iter().map(hits).collect()
+            hits.min(self.weighed_lookups)
+        })
     }
 
     /// The standard error of the hit ratio at each of these capacities; 0 while the curve is exact.
     pub fn errors(&self, capacities: &[u64]) -> Vec<f64> {
         let sampled = self.sampled.cumulated();
         let groups: Vec<_> =
-            self.groups.iter().map(|(hits, lookups)| (hits.cumulated(), *lookups as f64)).collect();
-        let others = self.num_lookups - self.num_counted_lookups;
-        let of_all = ratio(others, self.num_lookups);
+            self.groups.iter().map(|(hits, lookups)| (hits.cumulated(), *lookups)).collect();
+        let of_all = ratio(self.weighed_lookups - self.counted_lookups, self.weighed_lookups);
         let not_in_sample = 1.0 - 1.0 / self.sample.weight() as f64;
         let num_groups = f64::from(NUM_GROUPS);
         let error = |&capacity: &u64| {
-            if self.sampled_lookups == 0 {
-                return 0.0;
-            }
-            let lookups = self.sampled_lookups as f64;
-            let sampled_ratio = sampled.up_to(capacity) / lookups;
+            let all = self.sampled_lookups;
+            let sampled_ratio = ratio(sampled.up_to(capacity), all);
             let squares = groups.iter().map(|(hits, lookups)| {
                 let difference = hits.up_to(capacity) - sampled_ratio * lookups;
                 difference * difference
             });
             let variance = squares.sum::<f64>() * num_groups / (num_groups - 1.0) * not_in_sample;
-            variance.sqrt() / lookups * of_all
+            ratio(variance.sqrt(), all) * of_all
         };
         capacities.iter().map(error).collect()
     }
@@ -243,12 +302,12 @@ impl HitCurve {
         self.num_requests
     }
 
-    /// Blocks looked up.
+    /// Blocks looked up, those of earlier turns in full.
     pub fn num_lookups(&self) -> u64 {
         self.num_lookups
     }
 
-    /// Distinct blocks looked up; an estimate once the rate is below 1.
+    /// Distinct blocks that are remembered; an estimate once the rate is below 1.
     pub fn num_unique(&self) -> u64 {
         self.stack.num_held() + self.stack.num_sampled() * self.sample.weight()
     }
@@ -273,8 +332,8 @@ impl HitCurve {
     }
 }
 
-fn ratio(part: u64, whole: u64) -> f64 {
-    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+fn ratio(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a cast saturates")]

@@ -5,12 +5,28 @@ use std::hash::{BuildHasherDefault, Hasher};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::key::Hashes;
+use crate::sha256;
 
 /// 64-bit keys of block hashes. Among ten million hashes, the chance that any two get one key is
 /// three in a million.
 pub fn keys_of(hashes: &Hashes) -> Vec<u64> {
     let width = hashes.width();
     hashes.as_slice().iter().map(|hash| xxh3_64(width.digest(hash))).collect()
+}
+
+/// Ids from 0 to 2^63 - 1 of block hashes. Who lacks the salt cannot compute the id of a known hash,
+/// nor the hash of an id. Ids under two salts have nothing in common.
+pub fn salted_ids(hashes: &Hashes, salt: &[u8]) -> Vec<u64> {
+    let width = hashes.width();
+    let mut message = Vec::new();
+    let id = |hash| {
+        message.clear();
+        message.extend_from_slice(salt);
+        message.extend_from_slice(width.digest(hash));
+        let digest = sha256::digest(&mut message);
+        digest.iter().take(8).fold(0, |id, &byte| id << 8 | u64::from(byte)) >> 1
+    };
+    hashes.as_slice().iter().map(id).collect()
 }
 
 /// A bijection of 64-bit words that spreads every bit over the whole word (splitmix64's finalizer).

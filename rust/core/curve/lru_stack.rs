@@ -9,8 +9,10 @@
 //!
 //! When the slots run out, the keys close the gaps. The new slot of a key is the number of less
 //! recent keys.
+//!
+//! Each turn marks the slot that is next when it begins. So a key below a mark was not used since.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use crate::error::{Error, Result};
 
@@ -50,6 +52,7 @@ pub(super) struct LruStack {
     sampled: CountedBits,
     next_slot: u32,
     num_slots: usize,
+    marks: VecDeque<u32>,
 }
 
 impl LruStack {
@@ -106,9 +109,19 @@ impl LruStack {
         }
         held.count();
         sampled.count();
+        let num_keys = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
+        for mark in &mut self.marks {
+            // Each key is in one of the two rows. A mark behind the last slot is above all keys.
+            *mark = if (*mark as usize) < self.num_slots {
+                let num_below = self.held.count_before(*mark) + self.sampled.count_before(*mark);
+                u32::try_from(num_below).unwrap_or(u32::MAX)
+            } else {
+                num_keys
+            };
+        }
         (self.held, self.sampled) = (held, sampled);
         self.num_slots = num_slots;
-        self.next_slot = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
+        self.next_slot = num_keys;
         Ok(())
     }
 
@@ -193,6 +206,37 @@ impl LruStack {
             }
             entry.num_uses = (entry.num_uses / 2).max(1);
             kept.push((key, entry));
+        }
+        self.entries.extend(kept);
+        self.held.count();
+        self.sampled.count();
+    }
+
+    /// Begins a turn, and forgets the keys that were not used during the last `num_kept` turns.
+    pub(super) fn turn(&mut self, num_kept: usize) {
+        self.marks.push_back(self.next_slot);
+        while self.marks.len() > num_kept {
+            let mark = self.marks.pop_front();
+            self.forget_below(mark.unwrap_or(0));
+        }
+    }
+
+    /// Forgets all keys.
+    pub(super) fn clear(&mut self) {
+        self.forget_below(self.next_slot);
+    }
+
+    fn forget_below(&mut self, mark: u32) {
+        // A table is emptied for the reason that `reassign` gives.
+        let mut kept = Vec::new();
+        for (key, entry) in self.entries.drain() {
+            if entry.slot >= mark {
+                kept.push((key, entry));
+            } else if self.held.is_set(entry.slot) {
+                self.held.flip(entry.slot);
+            } else {
+                self.sampled.flip(entry.slot);
+            }
         }
         self.entries.extend(kept);
         self.held.count();

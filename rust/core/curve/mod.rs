@@ -5,7 +5,7 @@
 //! gives the hits of an LRU cache at every capacity. [`Clairvoyant`] gives the most hits that any
 //! policy can have.
 //!
-//! May import: error, key.
+//! May import: error, key, sha256.
 
 mod bit_set;
 mod clairvoyant;
@@ -20,6 +20,6 @@ mod sample;
 
 pub use clairvoyant::Clairvoyant;
 pub use hit_curve::{HitCurve, HitCurveConfig};
-pub use keys::keys_of;
+pub use keys::{keys_of, salted_ids};
 pub use prompts::Prompts;
 pub use sample::MIN_KEYS;
