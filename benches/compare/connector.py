@@ -75,8 +75,12 @@ class Ours:
     """kvstow's half under vLLM's names, as `KVStowConnector` calls it."""
 
     def __init__(self, manager: KVCacheManager, num_host_blocks: int) -> None:
-        model = Model(manager.block_pool.num_gpu_blocks, GROUPS, ((),), BLOCK_SIZE)
-        options = Options(num_cpu_blocks=num_host_blocks)
+        # vLLM's half does not limit what its stores hold.
+        num_device_blocks = manager.block_pool.num_gpu_blocks
+        options = Options(
+            num_cpu_blocks=num_host_blocks, max_store_blocks_in_flight=num_device_blocks
+        )
+        model = Model(num_device_blocks, GROUPS, ((),), BLOCK_SIZE)
         self.half = SchedulerHalf(HostTier(model, options, world_size=1, horizon_blocks=0))
         self.half.bind(manager)
         self.half.agree(num_host_blocks)

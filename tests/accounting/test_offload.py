@@ -415,3 +415,20 @@ def test_max_blocks_leaves_out_the_tail_of_a_chain_and_the_head_of_a_window() ->
     assert tier.stats()["throttled_blocks"] == 4 + 6
     assert tier.stats()["dropped_blocks"] == 0
     tier.check()
+
+
+def test_a_request_that_starts_over_counts_once_towards_the_threshold() -> None:
+    scheduler = OffloadScheduler(8, [GROUP], store_threshold=2)
+    scheduler.add("a", hashes("abc"))
+    scheduler.add("b", hashes("abx"))
+
+    def compute(id: str) -> list[int]:
+        job = scheduler.store([id], [3 * BLOCK_SIZE], [1, 2, 3], [0, 3])
+        return [] if job is None else job.block_ids.tolist()
+
+    for _ in range(3):
+        assert compute("a") == []
+        scheduler.restart("a")
+    assert compute("b") == [1, 2], "two requests have seen these"
+    assert compute("a") == [], "a job is filling slots with them"
+    scheduler.check()

@@ -19,6 +19,7 @@ from kvstow import (
     InvalidBlock,
     Job,
     OffloadScheduler,
+    SlidingWindow,
     StateError,
     UnknownRequest,
 )
@@ -26,6 +27,7 @@ from kvstow import (
 BLOCK = 4
 ALL = 2**40
 GROUP = FullAttention(BLOCK)
+WINDOW = SlidingWindow(BLOCK, 2 * BLOCK)
 TORN = b"torn"
 NUM_DEVICE_BLOCKS = 12
 
@@ -185,6 +187,49 @@ def test_truncate_refuses_more_hashes_than_are_known() -> None:
         tier.truncate("a", 2)
     with pytest.raises(UnknownRequest):
         tier.truncate("b", 0)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("num_kept", [0, 1, 3])
+def test_blocks_of_a_window_are_not_stored_under_hashes_that_come_later(
+    mode: Mode, num_kept: int
+) -> None:
+    """A window may have left a computed block, and another request may own it."""
+    tier = OffloadScheduler(16, [WINDOW], mode=mode)
+    old = [bytes([at]) * 8 for at in range(4)]
+    new = [*old[:num_kept], *(bytes([16 + at]) * 8 for at in range(num_kept, 6))]
+    tier.add("a", old)
+    first = tier.store(["a"], [4 * BLOCK], [1, 2, 3, 4], [0, 4])
+    if first is not None:
+        assert mode == "eager"
+        tier.complete(first.job_id)
+    tier.truncate("a", num_kept)
+    tier.extend("a", new[num_kept:])
+    job = tier.store(["a"], [6 * BLOCK], [5, 6], [0, 2])
+    if mode == "lazy":
+        assert job is None
+        job = tier.store_candidates([*range(1, 7)], new)
+    assert job is not None
+    assert set(job.block_ids.tolist()) - set(range(1, num_kept + 1)) == {5, 6}
+    tier.check()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_blocks_of_a_window_are_not_stored_if_their_hashes_come_late(mode: Mode) -> None:
+    tier = OffloadScheduler(16, [WINDOW], mode=mode)
+    hashes = [bytes([at]) * 8 for at in range(5)]
+    tier.add("a", hashes[:2])
+    first = tier.store(["a"], [4 * BLOCK], [1, 2, 3, 4], [0, 4])
+    if first is not None:
+        assert first.block_ids.tolist() == [1, 2]
+        tier.complete(first.job_id)
+    tier.extend("a", hashes[2:])
+    job = tier.store(["a"], [5 * BLOCK], [5], [0, 1])
+    if mode == "lazy":
+        assert job is None
+        job = tier.store_candidates([3, 4, 5], hashes[2:])
+    assert job is not None
+    assert job.block_ids.tolist() == [5]
 
 
 def test_lazy_stores_no_block_that_was_published_but_not_computed() -> None:

@@ -39,17 +39,10 @@ impl Job {
         Self { job_id: JobId::default(), block_ids, host_slots, offsets: vec![0] }
     }
 
-    pub(super) fn reserve(&mut self, num_copies: usize) {
-        self.block_ids.reserve(num_copies);
-        self.host_slots.reserve(num_copies);
-    }
-
     /// Adds a copy between a device block and the place `at` of a slot.
     pub(super) fn push(&mut self, block: BlockId, slot: BlockId, at: usize, per_slot: usize) {
-        // The inverse of `slot_at`.
-        let place = (slot.index() - 1) * per_slot + at;
         self.block_ids.push(block);
-        self.host_slots.push(u32::try_from(place).unwrap_or(u32::MAX));
+        self.host_slots.push(place_of(slot, at, per_slot));
     }
 
     /// Ends the copies of a group.
@@ -152,6 +145,12 @@ impl InFlight {
             Kind::Store { .. } => 0,
         }
     }
+}
+
+/// The place `at` of a slot on the host. The inverse of [`slot_at`].
+#[inline]
+pub(super) fn place_of(slot: BlockId, at: usize, per_slot: usize) -> u32 {
+    u32::try_from((slot.index() - 1) * per_slot + at).unwrap_or(u32::MAX)
 }
 
 /// The slot that contains a place on the host. Slot i is block i + 1 of the tier's pool, because

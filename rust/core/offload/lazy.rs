@@ -76,6 +76,7 @@ impl OffloadScheduler {
         self.host.unpin(&parents)?;
         let mut slots = slots?.into_iter();
         let mut parts = vec![Part::default(); self.model.groups().len()];
+        let has_events = self.host.slots.pool.has_events();
         for &(id, Computed { key, parent, .. }) in &due {
             if self.host.resident_or_filling(&key).is_some() {
                 continue;
@@ -88,9 +89,10 @@ impl OffloadScheduler {
             let part = &mut parts[usize::from(key.group.0)];
             part.block_ids.push(id);
             part.slots.push(slot);
-            part.filling.keys.push(key);
-            part.filling.parents.push(parent);
             part.filling.ends.push(0);
+            if has_events {
+                part.filling.parents.push(parent);
+            }
         }
         // The device evicts a prompt's tail first. The root becomes the most recent.
         parts.iter_mut().for_each(Part::reverse);
@@ -103,7 +105,7 @@ impl OffloadScheduler {
         table: &mut ReportedTable,
         key: impl Fn(usize) -> BlockKey,
     ) {
-        for at in table.num_kept..table.num_confirmed {
+        for at in table.first_due()..table.num_confirmed {
             let id = table.blocks[at];
             let known = Computed {
                 key: key(at),

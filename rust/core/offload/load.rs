@@ -1,5 +1,7 @@
 //! Lookups in the host tier, and loads of what they found.
 
+use std::borrow::Cow;
+
 use crate::error::{Error, Result};
 use crate::group::{Hit, Source};
 use crate::ids::BlockId;
@@ -32,7 +34,16 @@ impl OffloadScheduler {
         let Hit { num_tokens: end, num_full_tokens, blocks } =
             self.slot_model.longest_hit(&self.host, &request.hashes, num_local_tokens, max_tokens);
         request.num_full_tokens = num_full_tokens;
-        let slots: Vec<BlockId> = blocks.into_iter().flatten().filter(|id| !id.is_null()).collect();
+        let (mut slots, mut positions) = (Vec::new(), Vec::with_capacity(blocks.len()));
+        for mut table in blocks {
+            // Null: on the device, or skipped. The slots follow.
+            let num_null = table.iter().take_while(|slot| slot.is_null()).count();
+            positions.push(num_null..table.len());
+            if slots.is_empty() && num_null == 0 {
+                slots = std::mem::take(&mut table);
+            }
+            slots.extend(table.drain(..).skip(num_null));
+        }
         if slots.iter().any(|&slot| self.host.slots.is_loading(slot)) {
             self.counters.pending_lookups += 1;
             return Ok(None);
@@ -44,7 +55,7 @@ impl OffloadScheduler {
         request.num_queried = num_whole.saturating_sub(num_local_tokens);
         request.num_hit_tokens = end.max(num_local_tokens);
         let num_tokens = end.saturating_sub(num_local_tokens);
-        request.held = HeldSlots { slots, num_local_tokens, num_tokens };
+        request.held = HeldSlots { slots, positions, num_local_tokens, num_tokens };
         Ok(Some(num_tokens))
     }
 
@@ -76,10 +87,13 @@ impl OffloadScheduler {
         deadline: Option<f64>,
     ) -> Result<Job> {
         let (slots, copies) = self.plan_load(request_id, num_tokens, block_ids)?;
-        self.host.pin(&slots)?;
         let request = self.requests.get_mut(request_id)?;
-        let end = request.held.num_local_tokens + num_tokens;
-        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
+        let held = std::mem::take(&mut request.held);
+        let end = held.num_local_tokens + num_tokens;
+        if slots != held.slots {
+            self.host.pin(&slots)?;
+            self.host.unpin(&held.slots)?;
+        } // else the pins of the lookup become those of the load
         self.host.slots.begin_loads(&slots);
         for blocks in block_ids {
             Self::forget_computed(&mut self.computed, blocks);
@@ -121,7 +135,10 @@ impl OffloadScheduler {
         let per_slot = self.config.blocks_per_slot;
         let mut slots = Vec::with_capacity(held.slots.len());
         let mut copies = Job::empty();
-        for ((id, group), blocks) in self.model.enumerate().zip(block_ids) {
+        let mut num_before = 0;
+        for (((id, group), blocks), known) in
+            self.model.enumerate().zip(block_ids).zip(&held.positions)
+        {
             let end = (start + num_tokens) / group.block_size;
             let first = group.num_skipped_blocks(start + num_tokens).max(start / group.block_size);
             if end - first != blocks.len() {
@@ -138,8 +155,16 @@ impl OffloadScheduler {
             let slot_group = self.slot_model.groups()[usize::from(id.0)];
             let needed = first / per_slot..end.div_ceil(per_slot);
             let own = self.slot_model.own_hashes(slot_group, &request.hashes, needed.clone());
-            let found = self.host.prefix(&own, id);
-            if found.len() < needed.len() {
+            // A shorter load may need another window than the one that lookup held.
+            let is_known = known.start <= needed.start && needed.end <= known.end;
+            let found = if is_known {
+                let at = num_before + needed.start - known.start;
+                Cow::Borrowed(&held.slots[at..at + needed.len()])
+            } else {
+                Cow::Owned(self.host.prefix(&own, id))
+            };
+            num_before += known.len();
+            if found.len() < needed.len() || !self.host.are_resident(&found, &own, id) {
                 return Err(Error::State(format!(
                     "request {request_id:?}: blocks before token {} are not on the host in group \
                      {}: load all tokens that were found, or look up again if a block proved \
@@ -152,10 +177,10 @@ impl OffloadScheduler {
                 let slot = found[index / per_slot - needed.start];
                 copies.push(block, slot, index % per_slot, per_slot);
             }
-            slots.extend(found);
+            slots.extend_from_slice(&found);
             copies.end_group();
         }
-        check_targets(block_ids.concat())?;
+        check_targets(&copies.block_ids)?;
         Ok((slots, copies))
     }
 
@@ -180,14 +205,33 @@ impl OffloadScheduler {
 }
 
 /// Refuses null blocks, and one block as the target of two copies.
-fn check_targets(mut block_ids: Vec<BlockId>) -> Result<()> {
-    block_ids.sort_unstable();
+fn check_targets(block_ids: &[BlockId]) -> Result<()> {
     let refuse = |id, why| Err(Error::InvalidBlock { id, why });
-    match (block_ids.first(), repeated(&block_ids)) {
-        (Some(&id), _) if id.is_null() => {
-            refuse(id, "is the null block: give a block to load into")
-        }
-        (_, Some(id)) => refuse(id, "is the target of two copies: give each block once"),
-        _ => Ok(()),
+    if block_ids.contains(&BlockId::NULL) {
+        return refuse(BlockId::NULL, "is the null block: give a block to load into");
     }
+    match first_repeated(block_ids) {
+        Some(id) => refuse(id, "is the target of two copies: give each block once"),
+        None => Ok(()),
+    }
+}
+
+/// The first block that is named before. One bit per block of the range that the ids span, if that
+/// is no more than a few words per id; a sort otherwise.
+fn first_repeated(block_ids: &[BlockId]) -> Option<BlockId> {
+    const MAX_WORDS_PER_ID: usize = 16;
+    let first = block_ids.iter().min()?.index();
+    let num_words = (block_ids.iter().max()?.index() - first) / 64 + 1;
+    if num_words > block_ids.len() * MAX_WORDS_PER_ID {
+        let mut sorted = block_ids.to_vec();
+        sorted.sort_unstable();
+        return repeated(&sorted);
+    }
+    let mut is_named = vec![0_u64; num_words];
+    block_ids.iter().copied().find(|id| {
+        let (word, bit) = ((id.index() - first) / 64, 1 << ((id.index() - first) % 64));
+        let was_named = is_named[word] & bit != 0;
+        is_named[word] |= bit;
+        was_named
+    })
 }

@@ -1,5 +1,7 @@
 //! The state of live requests: their hashes, how far they are stored, what their lookup holds.
 
+use std::ops::Range;
+
 use crate::error::{Error, Result};
 use crate::group::Attention;
 use crate::ids::BlockId;
@@ -22,8 +24,12 @@ pub(super) struct RequestState {
     pub(super) num_hit_tokens: usize,
     /// Tokens, from the first, of which its last lookup found all full-attention blocks.
     pub(super) num_full_tokens: usize,
-    /// Hashes, from the first, that the sightings have counted.
+    /// Hashes, from the first, that were compared with the sightings since it was added or started
+    /// over.
     pub(super) num_seen: usize,
+    /// Hashes, from the first, that the sightings have counted. A request that starts over keeps
+    /// them.
+    pub(super) num_counted: usize,
     /// Hashes, from the first, that enough requests have seen.
     pub(super) num_wanted: usize,
     /// Whether blocks are still due only because its last store was allowed too few.
@@ -42,13 +48,26 @@ pub(super) struct ReportedTable {
     /// Slots, from the first, that need no store: the tier had them or got them at the last store,
     /// or had no room for them.
     pub(super) num_kept: usize,
+    /// Blocks, from the first, that were computed at the last store. A window may have left them
+    /// since, and another request may own them. So they are not stored any more, whatever hashes
+    /// they get. 0 for full attention, which leaves no block.
+    pub(super) num_passed: usize,
+}
+
+impl ReportedTable {
+    /// The first slot that may be due.
+    pub(super) fn first_due(&self) -> usize {
+        self.num_kept.max(self.num_passed)
+    }
 }
 
 /// The slots that a request's last lookup found.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HeldSlots {
-    /// Pinned slots of all groups.
+    /// Pinned slots of all groups, group by group.
     pub(super) slots: Vec<BlockId>,
+    /// Per group, the positions of its slots in the prompt.
+    pub(super) positions: Vec<Range<usize>>,
     pub(super) num_local_tokens: usize,
     /// Tokens found after the local ones.
     pub(super) num_tokens: usize,
@@ -85,8 +104,8 @@ impl OffloadScheduler {
     }
 
     /// Keeps the first `num_hashes` hashes of a request, because a streaming session replaces its
-    /// last tokens. Later blocks are not due any more. Stored blocks stay under their own key.
-    /// Releases what its lookup holds.
+    /// last tokens. Later blocks are not due any more, and in a group that skips blocks they never
+    /// are again. Stored blocks stay under their own key. Releases what its lookup holds.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for more hashes than are known.
@@ -108,6 +127,7 @@ impl OffloadScheduler {
         request.num_queried = request.num_queried.min(num_tokens);
         request.num_hit_tokens = request.num_hit_tokens.min(num_tokens);
         request.num_seen = request.num_seen.min(num_hashes);
+        request.num_counted = request.num_counted.min(num_hashes);
         request.num_wanted = request.num_wanted.min(num_hashes);
         for (table, &group) in request.tables.iter_mut().zip(self.slot_model.groups()) {
             let num_slots = num_hashes / self.slot_model.hashes_per_block(group);
@@ -143,14 +163,16 @@ impl OffloadScheduler {
     }
 
     /// Forgets what a request computed, as [`OffloadScheduler::finish`] does. The request stays
-    /// added, with all its hashes.
+    /// added, with all its hashes. `store_threshold` still counts it once.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
     pub fn restart(&mut self, request_id: &str) -> Result<()> {
-        let hashes = self.requests.get(request_id)?.hashes.clone();
+        let request = self.requests.get(request_id)?;
+        let (hashes, num_counted) = (request.hashes.clone(), request.num_counted);
         self.finish(request_id)?;
         self.track(request_id, hashes);
+        self.requests.get_mut(request_id)?.num_counted = num_counted;
         Ok(())
     }
 
@@ -166,15 +188,14 @@ impl OffloadScheduler {
 
     /// Reconsiders what is due, because the tier has lost slots since this request's last store,
     /// perhaps some of its own.
-    pub(super) fn reconsider(&mut self, request_id: &str) -> Result<()> {
-        let request = self.requests.get(request_id)?;
+    pub(super) fn reconsider(&mut self, place: usize) {
+        let request = self.requests.at(place);
         let num_kept: Vec<usize> =
             (0..request.tables.len()).map(|at| self.num_kept(request, at)).collect();
-        let request = self.requests.get_mut(request_id)?;
+        let request = self.requests.at_mut(place);
         for (table, num_kept) in request.tables.iter_mut().zip(num_kept) {
             table.num_kept = num_kept;
         }
         request.num_losses = self.host.num_losses;
-        Ok(())
     }
 }

@@ -5,9 +5,9 @@
 //!   set 1   [ e | d | f | .. ]                    a new count replaces the last of its set
 //! ```
 //!
-//! A request sees each of its blocks once, when the block is computed, hit or loaded. A block is
-//! stored once enough requests have seen it and every block before it. The table decides only
-//! whether a block is stored, never under which key.
+//! A request sees each of its blocks once, when the block is computed, hit or loaded. A request that
+//! starts over does not count again. A block is stored once enough requests have seen it and every
+//! block before it. The table decides only whether a block is stored, never under which key.
 //!
 //! A count has 56 bits of its block's fingerprint. Two blocks with equal bits share a count, so one
 //! of them may be stored early. A reset keeps the counts, and a snapshot leaves them out.
@@ -45,19 +45,21 @@ impl Sightings {
         Ok(Some(Self { sets: vec![[0; WAYS]; num_counts.div_ceil(WAYS)], threshold }))
     }
 
-    /// Counts that a request sees a block. Returns whether enough requests have seen it.
-    fn see(&mut self, hash: &BlockHash) -> bool {
+    /// Counts that a request sees a block, unless it has seen it before. Returns whether enough
+    /// requests have seen it.
+    fn see(&mut self, hash: &BlockHash, is_first: bool) -> bool {
         let fingerprint = xxh3_64(hash);
         let num_sets = self.sets.len() as u64;
         let at = usize::try_from(((fingerprint & 0xffff_ffff) * num_sets) >> 32).unwrap_or(0);
         let Some(set) = self.sets.get_mut(at) else { return false };
         let tag = fingerprint >> 8;
         let found = set.iter().position(|&entry| entry >> 8 == tag);
-        let place = found.unwrap_or(WAYS - 1);
-        let count = if found.is_some() { set[place] & 0xff } else { 0 };
-        let count = (count + 1).min(0xff);
-        set[..=place].rotate_right(1);
-        set[0] = tag << 8 | count;
+        let mut count = found.map_or(0, |place| set[place] & 0xff);
+        if is_first {
+            count = (count + 1).min(0xff);
+            set[..=found.unwrap_or(WAYS - 1)].rotate_right(1);
+            set[0] = tag << 8 | count;
+        }
         count >= u64::from(self.threshold)
     }
 }
@@ -65,13 +67,13 @@ impl Sightings {
 impl OffloadScheduler {
     /// Counts the computed blocks that a request has not seen yet. From the first block that too
     /// few requests have seen, and that the tier does not have, nothing of this request is stored.
-    pub(super) fn see(&mut self, request_id: &str, num_computed_tokens: usize) -> Result<()> {
-        let Some(sightings) = &mut self.sightings else { return Ok(()) };
-        let request = self.requests.get_mut(request_id)?;
+    pub(super) fn see(&mut self, place: usize, num_computed_tokens: usize) {
+        let Some(sightings) = &mut self.sightings else { return };
+        let request = self.requests.at_mut(place);
         let num_hashes = request.hashes.len();
         let end = num_hashes.min(num_computed_tokens / self.slot_model.hash_block_size());
         for at in request.num_seen..end {
-            let is_frequent = sightings.see(&request.hashes[at]);
+            let is_frequent = sightings.see(&request.hashes[at], at >= request.num_counted);
             let is_kept = || {
                 self.slot_model.enumerate().any(|(group, attention)| {
                     // The slot that covers this hash has the key of the slot's last one.
@@ -87,7 +89,7 @@ impl OffloadScheduler {
             }
         }
         request.num_seen = request.num_seen.max(end);
-        Ok(())
+        request.num_counted = request.num_counted.max(end);
     }
 
     /// Blocks of a request that are not stored because too few requests have seen them.
@@ -134,7 +136,9 @@ mod tests {
                 let name = next(&mut state) % 3_000;
                 let count = model.entry(name).or_default();
                 *count += 1;
-                assert_eq!(table.see(&hash(name)), *count >= u32::from(threshold), "{name}");
+                let is_frequent = *count >= u32::from(threshold);
+                assert_eq!(table.see(&hash(name), true), is_frequent, "{name}");
+                assert_eq!(table.see(&hash(name), false), is_frequent, "{name} once more");
             }
         }
     }
@@ -150,7 +154,7 @@ mod tests {
             let count = at.map_or(0, |at| model.remove(at).1) + 1;
             model.insert(0, (name, count));
             model.truncate(WAYS);
-            assert_eq!(table.see(&hash(name)), count >= 2, "{name} of {model:?}");
+            assert_eq!(table.see(&hash(name), true), count >= 2, "{name} of {model:?}");
         }
     }
 

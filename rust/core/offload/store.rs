@@ -6,9 +6,9 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 use crate::pool::check_ids;
 
-use super::job::Kind;
+use super::job::{Kind, place_of};
 use super::request::ReportedTable;
-use super::tier::{Filling, Tier};
+use super::tier::{Filling, Reserved, Tier};
 use super::{Job, Mode, OffloadScheduler};
 
 /// What a finished step changed for one request.
@@ -33,26 +33,23 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Appends `other`.
+    /// Appends the slots of `other`, and what fills them.
     fn append(&mut self, mut other: Self) {
         if self.slots.is_empty() {
             *self = other;
             return;
         }
-        self.block_ids.append(&mut other.block_ids);
         self.slots.append(&mut other.slots);
-        self.filling.keys.append(&mut other.filling.keys);
-        self.filling.parents.append(&mut other.filling.parents);
         self.filling.ends.append(&mut other.filling.ends);
+        self.filling.parents.append(&mut other.filling.parents);
     }
 
     /// Puts the last slot first. Requires slots of one block.
     pub(super) fn reverse(&mut self) {
         self.block_ids.reverse();
         self.slots.reverse();
-        self.filling.keys.reverse();
-        self.filling.parents.reverse();
         self.filling.ends.reverse();
+        self.filling.parents.reverse();
     }
 }
 
@@ -90,8 +87,9 @@ impl OffloadScheduler {
         progress: impl Iterator<Item = Progress<'a>> + Clone,
         deadline: Option<f64>,
     ) -> Result<Option<Job>> {
+        let mut places: Vec<usize> = Vec::with_capacity(progress.size_hint().0);
         for Progress { request_id, new_blocks, .. } in progress.clone() {
-            self.requests.get(request_id)?;
+            places.push(self.requests.place_after(places.last().copied(), request_id)?);
             self.check_num_groups(new_blocks.len())?;
             for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
                 check_ids(blocks, self.config.num_device_blocks)?;
@@ -106,12 +104,14 @@ impl OffloadScheduler {
         let mut tails = Vec::new();
         let mut max_slots = max_blocks / self.config.blocks_per_slot;
         let num_losses = self.host.num_losses;
-        for Progress { request_id, num_computed_tokens, new_blocks } in progress {
-            if self.requests.get(request_id)?.num_losses != num_losses {
-                self.reconsider(request_id)?;
+        let has_events = self.host.slots.pool.has_events();
+        for (place, Progress { num_computed_tokens, new_blocks, .. }) in places.iter().zip(progress)
+        {
+            if self.requests.at(*place).num_losses != num_losses {
+                self.reconsider(*place);
             }
-            self.see(request_id, num_computed_tokens)?;
-            let request = self.requests.get_mut(request_id)?;
+            self.see(*place, num_computed_tokens);
+            let request = self.requests.at_mut(*place);
             self.counters.query_tokens += std::mem::take(&mut request.num_queried);
             let num_wanted =
                 if self.sightings.is_some() { request.num_wanted } else { request.hashes.len() };
@@ -119,9 +119,10 @@ impl OffloadScheduler {
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {
                 let table = &mut request.tables[index];
                 table.blocks.extend_from_slice(new_blocks[index]);
-                table.num_confirmed = (num_computed_tokens / group.block_size)
-                    .min(num_wanted / self.slot_model.hashes_per_block(group))
+                let num_computed = (num_computed_tokens / group.block_size)
                     .min(table.blocks.len() / self.config.blocks_per_slot);
+                table.num_confirmed =
+                    num_computed.min(num_wanted / self.slot_model.hashes_per_block(group));
                 let mut plan = Plan {
                     model: &self.slot_model,
                     blocks_per_slot: self.config.blocks_per_slot,
@@ -130,6 +131,7 @@ impl OffloadScheduler {
                     hashes: &request.hashes,
                     part: &mut parts[index],
                     max_slots: &mut max_slots,
+                    has_events,
                 };
                 if self.config.mode == Mode::Lazy {
                     Self::record(&mut self.computed, table, |at| plan.key(at));
@@ -140,6 +142,9 @@ impl OffloadScheduler {
                     let (num_dropped, num_throttled) = plan.window(table, &mut self.host)?;
                     self.counters.dropped_blocks += num_dropped;
                     self.counters.throttled_blocks += num_throttled;
+                }
+                if group.attention != Attention::Full {
+                    table.num_passed = table.num_passed.max(num_computed);
                 }
             }
         }
@@ -156,13 +161,12 @@ impl OffloadScheduler {
         let per_slot = self.config.blocks_per_slot;
         let mut all = Part::default();
         let mut copies = Job::empty();
-        for part in parts {
-            copies.reserve(part.block_ids.len());
-            for (blocks, &slot) in part.block_ids.chunks(per_slot).zip(&part.slots) {
-                for (at, &block) in blocks.iter().enumerate() {
-                    copies.push(block, slot, at, per_slot);
-                }
+        for mut part in parts {
+            copies.host_slots.reserve(part.block_ids.len());
+            for &slot in &part.slots {
+                copies.host_slots.extend((0..per_slot).map(|at| place_of(slot, at, per_slot)));
             }
+            copies.block_ids.append(&mut part.block_ids);
             copies.end_group();
             all.append(part);
         }
@@ -191,6 +195,7 @@ struct Plan<'a> {
     part: &'a mut Part,
     /// How many slots this job may still fill.
     max_slots: &'a mut usize,
+    has_events: bool,
 }
 
 impl Plan<'_> {
@@ -207,13 +212,11 @@ impl Plan<'_> {
         let first = if parent.is_some() { table.num_kept } else { 0 };
         let due = self.model.own_hashes(self.group, self.hashes, first..table.num_confirmed);
         let above = parent.unwrap_or(BlockId::NULL);
-        let (placed, num_kept) = tier.reserve_chain(&due, self.id, above, *self.max_slots)?;
-        *self.max_slots -= placed.len();
+        let Reserved { num_held, slots, num_kept } =
+            tier.reserve_chain(&due, self.id, above, *self.max_slots)?;
         table.num_kept = first + num_kept;
-        let last = placed.last().map(|&(_, slot)| slot);
-        let placed = placed.into_iter().map(|(at, slot)| (first + at, slot)).collect::<Vec<_>>();
-        self.add(table, &placed);
-        Ok(last)
+        let placed = (first + num_held..).zip(slots).filter(|(_, slot)| !slot.is_null());
+        Ok(self.add(table, placed))
     }
 
     /// Adds the due blocks of a group that skips blocks, one per slot. Returns the number of blocks
@@ -221,7 +224,7 @@ impl Plan<'_> {
     fn window(&mut self, table: &mut ReportedTable, tier: &mut Tier) -> Result<(usize, usize)> {
         let is_reachable = self.model.reachable(self.group);
         let mut due = Vec::new();
-        for at in table.num_kept..table.num_confirmed {
+        for at in table.first_due()..table.num_confirmed {
             if !table.blocks[at].is_null()
                 && is_reachable.as_ref().is_none_or(|is_reachable| is_reachable(at))
                 && tier.resident_or_filling(&self.key(at)).is_none()
@@ -244,27 +247,33 @@ impl Plan<'_> {
             tier.fill(slot, self.key(at), BlockId::NULL);
             placed.push((at, slot));
         }
-        *self.max_slots -= placed.len();
-        self.add(table, &placed);
+        self.add(table, placed.into_iter());
         Ok((num_dropped, num_throttled))
     }
 
-    /// Adds filled slots, each with its index in the table.
-    fn add(&mut self, table: &ReportedTable, placed: &[(usize, BlockId)]) {
+    /// Adds filled slots, each with its index in the table. Returns the last.
+    fn add(
+        &mut self,
+        table: &ReportedTable,
+        placed: impl Iterator<Item = (usize, BlockId)>,
+    ) -> Option<BlockId> {
         let per_hash = self.model.hashes_per_block(self.group);
         let hash = |at: usize| self.hashes[(at + 1) * per_hash - 1];
+        let num_before = self.part.slots.len();
         let Part { block_ids, slots, filling } = &mut *self.part;
-        let indices = placed.iter().map(|&(at, _)| at);
-        if self.blocks_per_slot == 1 {
-            block_ids.extend(indices.clone().map(|at| table.blocks[at]));
-        } else {
-            let blocks = |at| at * self.blocks_per_slot..(at + 1) * self.blocks_per_slot;
-            indices.clone().for_each(|at| block_ids.extend_from_slice(&table.blocks[blocks(at)]));
+        for (at, slot) in placed {
+            slots.push(slot);
+            filling.ends.push((at + 1) * self.group.block_size);
+            match self.blocks_per_slot {
+                1 => block_ids.push(table.blocks[at]),
+                num => block_ids.extend_from_slice(&table.blocks[at * num..(at + 1) * num]),
+            }
+            if self.has_events {
+                filling.parents.push(at.checked_sub(1).map(hash));
+            }
         }
-        slots.extend(placed.iter().map(|&(_, slot)| slot));
-        filling.keys.extend(indices.clone().map(|at| BlockKey { hash: hash(at), group: self.id }));
-        filling.parents.extend(indices.clone().map(|at| at.checked_sub(1).map(hash)));
-        filling.ends.extend(indices.map(|at| (at + 1) * self.group.block_size));
+        *self.max_slots -= slots.len() - num_before;
+        slots[num_before..].last().copied()
     }
 
     /// The key of the slot at `index`.

@@ -34,14 +34,23 @@ use policy::{AnyPolicy, Policy, with_policy};
 use room::is_unpinned_leaf;
 use slots::Slots;
 
-/// What a store fills its slots with, known from its plan on.
+/// What is known of the slots that a store fills besides their keys, which they hold.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Filling {
-    pub(super) keys: Vec<BlockKey>,
-    /// The hash before each.
-    pub(super) parents: Vec<Option<BlockHash>>,
     /// Where each ends in its prompt, in tokens; 0 where that is not known.
     pub(super) ends: Vec<usize>,
+    /// The hash before each. Empty if no events are recorded.
+    pub(super) parents: Vec<Option<BlockHash>>,
+}
+
+/// What [`Tier::reserve_chain`] did for a chain of hashes.
+pub(super) struct Reserved {
+    /// Hashes, from the first, that the tier had.
+    pub(super) num_held: usize,
+    /// The slots of those that follow; null where the tier had the block.
+    pub(super) slots: Vec<BlockId>,
+    /// Hashes, from the first, that the tier has now.
+    pub(super) num_kept: usize,
 }
 
 /// What a slot costs besides its block in the pool and what its policy keeps, in bytes.
@@ -107,6 +116,20 @@ impl Tier {
         self.slots.pool.get(&key.hash, key.group)
     }
 
+    /// Whether these slots hold these blocks, and can be loaded from.
+    pub(super) fn are_resident(
+        &self,
+        slots: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+    ) -> bool {
+        let is_resident = |(&slot, &hash): (&BlockId, &BlockHash)| {
+            !self.slots.is_filling(slot)
+                && self.slots.pool.key(slot) == Some(BlockKey { hash, group })
+        };
+        slots.iter().zip(hashes).all(is_resident)
+    }
+
     /// Keeps slots and their content in place until they are unpinned.
     pub(super) fn pin(&mut self, slots: &[BlockId]) -> Result<()> {
         self.slots.pool.pin(slots)
@@ -148,18 +171,21 @@ impl Tier {
 
     /// Reserves and fills slots for those of `hashes`, a chain below `parent` (null: a root), that
     /// the tier does not have. Evicts leaves, never of this chain. If slots are short, or more than
-    /// `max_slots` are needed, the chain's head gets them. Returns each slot with its hash's
-    /// position, and how many hashes, from the first, the tier now has.
+    /// `max_slots` are needed, the chain's head gets them.
     pub(super) fn reserve_chain(
         &mut self,
         hashes: &[BlockHash],
         group: GroupId,
         parent: BlockId,
         max_slots: usize,
-    ) -> Result<(Vec<(usize, BlockId)>, usize)> {
+    ) -> Result<Reserved> {
         let kept = self.slots.pool.prefix(hashes, group);
-        let due = &hashes[kept.len()..];
-        let num_missing = due.len() - self.slots.pool.num_held(due, group);
+        let (num_held, due) = (kept.len(), &hashes[kept.len()..]);
+        // Only blocks that await their parents are in the tier without a block before them. In a
+        // list that is no true chain there may be others, and then some room is evicted in vain.
+        let has_awaited = self.chains.has_awaited();
+        let num_awaited = if has_awaited { self.slots.pool.num_held(due, group) } else { 0 };
+        let num_missing = due.len() - num_awaited;
         // All of them, not the last alone: in a list that is no true chain they need not stand
         // above one another, and a slot must not be evicted and then become its own parent.
         self.pin(&[parent])?;
@@ -169,39 +195,36 @@ impl Tier {
         self.unpin(&[parent])?;
         let empty = empty?;
         let mut above = kept.last().copied().unwrap_or(parent);
-        let is_all_missing = num_missing == due.len();
-        if is_all_missing && self.slots.withhold(&empty, &due[..empty.len()], group) {
+        if num_awaited == 0 && self.slots.withhold(&empty, &due[..empty.len()], group) {
             for &slot in &empty {
                 self.chains.attach(slot, above);
                 above = slot;
             }
-            if self.chains.has_awaited() {
+            if has_awaited {
                 for (&slot, &hash) in empty.iter().zip(due) {
                     self.adopt(slot, &BlockKey { hash, group });
                 }
             }
-            let num_kept = kept.len() + empty.len();
-            return Ok(((kept.len()..).zip(empty).collect(), num_kept));
+            return Ok(Reserved { num_held, num_kept: num_held + empty.len(), slots: empty });
         }
         let mut rest = empty.as_slice();
-        let mut placed = Vec::with_capacity(rest.len());
-        let mut num_kept = kept.len();
-        for (at, &hash) in hashes.iter().enumerate().skip(kept.len()) {
+        let mut slots = Vec::with_capacity(due.len());
+        for &hash in due {
             let key = BlockKey { hash, group };
             // Each time anew: a list that is no true chain may hold a key twice.
             if let Some(slot) = self.resident_or_filling(&key) {
                 above = slot;
+                slots.push(BlockId::NULL);
             } else {
                 let Some((&slot, others)) = rest.split_first() else { break };
                 rest = others;
                 self.fill(slot, key, above);
-                placed.push((at, slot));
                 above = slot;
+                slots.push(slot);
             }
-            num_kept = at + 1;
         }
         self.slots.pool.free(rest)?;
-        Ok((placed, num_kept))
+        Ok(Reserved { num_held, num_kept: num_held + slots.len(), slots })
     }
 
     /// Makes the slots of a finished store resident, and empties those that were fenced in the
@@ -212,16 +235,20 @@ impl Tier {
         filling: &Filling,
         model: &Model,
     ) -> Result<usize> {
-        let Filling { keys, parents, ends } = filling;
+        let Filling { ends, parents } = filling;
         let mut kept = self.slots.publish(slots);
         if self.slots.pool.has_events() {
-            let continues = |&before: &usize, &at: &usize| {
-                at == before + 1
-                    && keys[before].group == keys[at].group
-                    && parents[at] == Some(keys[before].hash)
+            let key = |&at: &usize| self.slots.key(slots[at]);
+            let keys: Vec<BlockKey> = kept.iter().filter_map(key).collect();
+            debug_assert_eq!(keys.len(), kept.len(), "a slot keeps its key until it is published");
+            let named: Vec<(usize, BlockKey)> = kept.iter().copied().zip(keys).collect();
+            let continues = |before: &(usize, BlockKey), next: &(usize, BlockKey)| {
+                next.0 == before.0 + 1
+                    && before.1.group == next.1.group
+                    && parents[next.0] == Some(before.1.hash)
             };
-            for run in kept.chunk_by(continues) {
-                self.report_run(filling, run[0]..run[0] + run.len(), model);
+            for run in named.chunk_by(continues) {
+                self.report_run(run, &parents[run[0].0..], model);
             }
         }
         if kept.len() < slots.len() {
@@ -232,21 +259,27 @@ impl Tier {
         // The first block of a prompt is evicted last, whatever its group. So what is left is a
         // shorter prefix that every group still serves.
         kept.sort_unstable_by_key(|&at| Reverse((ends[at], at)));
-        let stored = kept.iter().map(|&at| (slots[at], &keys[at]));
-        with_policy!(&mut self.policy, policy => policy.stored(stored));
+        let Self { policy, slots: keyed, .. } = self;
+        let stored = kept.iter().map(|&at| slots[at]);
+        with_policy!(policy, policy => policy.stored(stored, |slot| keyed.key(slot)));
         Ok(kept.len())
     }
 
-    /// Records one event for consecutive blocks of one chain.
-    fn report_run(&mut self, filling: &Filling, run: Range<usize>, model: &Model) {
-        let group = filling.keys[run.start].group;
+    /// Records one event for consecutive blocks of one chain, each with the hash before it.
+    fn report_run(
+        &mut self,
+        run: &[(usize, BlockKey)],
+        parents: &[Option<BlockHash>],
+        model: &Model,
+    ) {
+        let Some((_, BlockKey { group, .. })) = run.first() else { return };
         let origin = |part: Range<usize>| Origin {
-            parent: filling.parents[run.start + part.start],
+            parent: parents[part.start],
             block_size: model.groups().get(usize::from(group.0)).map(|group| group.block_size),
             ..Origin::default()
         };
-        let hashes: Vec<_> = filling.keys[run.clone()].iter().map(|key| key.hash).collect();
-        self.slots.pool.report_stored(&hashes, group, origin);
+        let hashes: Vec<_> = run.iter().map(|(_, key)| key.hash).collect();
+        self.slots.pool.report_stored(&hashes, *group, origin);
     }
 
     /// Drops the slots of a store that nobody waits for any more, and all slots below them. Without

@@ -24,12 +24,11 @@ fn a_failed_store_looks_only_at_its_own_slots_and_those_below() {
         }
         // The second store continues the chain of the first one.
         let chain = hashes(255, 16);
-        let (first, _) =
-            tier.reserve_chain(&chain[..8], GroupId(0), BlockId::NULL, usize::MAX).unwrap();
-        let last = first.last().unwrap().1;
+        let slots =
+            tier.reserve_chain(&chain[..8], GroupId(0), BlockId::NULL, usize::MAX).unwrap().slots;
+        let last = *slots.last().unwrap();
         tier.reserve_chain(&chain[8..], GroupId(0), last, usize::MAX).unwrap();
         assert_eq!(tier.slots.num_filling, NUM_SLOTS);
-        let slots: Vec<BlockId> = first.into_iter().map(|(_, slot)| slot).collect();
         looks::take();
         tier.fence(&slots).unwrap();
         let num_looks = looks::take();

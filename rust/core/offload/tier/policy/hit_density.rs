@@ -121,10 +121,15 @@ impl Policy for HitDensity {
     const SLOT_BYTES: usize =
         2 * EvictionOrder::SLOT_BYTES + 8 + 4 + GHOSTS_PER_SLOT as usize * Ghosts::GHOST_BYTES;
 
-    fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
-        for (slot, key) in slots {
+    fn stored(
+        &mut self,
+        slots: impl Iterator<Item = BlockId>,
+        key: impl Fn(BlockId) -> Option<BlockKey>,
+    ) {
+        for slot in slots {
+            let Some(key) = key(slot) else { continue };
             self.clock = self.clock.wrapping_add(1);
-            let fingerprint = fingerprint(key);
+            let fingerprint = fingerprint(&key);
             let ghost = self.ghosts.take(fingerprint);
             if let Some(Ghost { time, order }) = ghost {
                 let bin = self.bin(time);

@@ -31,7 +31,7 @@ impl Tier {
     }
 
     fn store(&mut self, slot: u32, name: u8) {
-        self.0.stored(std::iter::once((BlockId(slot), &key(name))));
+        self.0.stored(std::iter::once(BlockId(slot)), |_| Some(key(name)));
         self.1.insert(slot, name);
         self.check();
     }

@@ -88,8 +88,12 @@ impl Run {
 impl Policy for Lru {
     const SLOT_BYTES: usize = EvictionOrder::SLOT_BYTES + 2 * 4;
 
-    fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>) {
-        self.order.push_back_all(slots.map(|(slot, _)| slot));
+    fn stored(
+        &mut self,
+        slots: impl Iterator<Item = BlockId>,
+        _: impl Fn(BlockId) -> Option<BlockKey>,
+    ) {
+        self.order.push_back_all(slots);
     }
 
     fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {

@@ -106,8 +106,12 @@ pub(super) trait Policy {
     /// Bytes that it takes per slot, all at construction.
     const SLOT_BYTES: usize;
 
-    /// Reports slots that became resident, the last of them the most recent.
-    fn stored<'a>(&mut self, slots: impl Iterator<Item = (BlockId, &'a BlockKey)>);
+    /// Reports slots that became resident, each with a `key`, the last of them the most recent.
+    fn stored(
+        &mut self,
+        slots: impl Iterator<Item = BlockId>,
+        key: impl Fn(BlockId) -> Option<BlockKey>,
+    );
 
     /// Makes slots the most recent ones, the last most of all. Each comes with whether a request
     /// has hit it, reported once per request. Skips slots that are not resident.
