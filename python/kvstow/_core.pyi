@@ -831,6 +831,12 @@ class OffloadScheduler:
         Raises:
             ConfigError: more hashes than are known.
         """
+    def lower_priority(self, request_id: str) -> None:
+        """Give a request low priority, until it finishes.
+
+        The tier evicts the blocks that it stores from now on before all others, until a request of
+        normal priority uses them. Its own loads and its end make no block recent.
+        """
     def invalidate(self, block_ids: _Ints) -> None:
         """Lazy mode: forget what was computed into device blocks that will be overwritten.
 

@@ -6,6 +6,7 @@
 
 mod copies;
 mod ops;
+mod priority;
 mod requests;
 mod world;
 

@@ -52,6 +52,7 @@ def served(
     environment |= {
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(END_S // 2),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
     }
     with log.open("wb") as output:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,7 @@ class Simulated:
         priority: int = 0,
         salt: str | None = None,
         reads_cache: bool | None = None,
+        hints: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Add a request, or the next chunk of a session of that name."""
         params = SamplingParams(
@@ -151,6 +153,7 @@ class Simulated:
             max_tokens=max_tokens,
             ignore_eos=True,
             skip_reading_prefix_cache=None if reads_cache is None else not reads_cache,
+            extra_args={"kv_transfer_params": {"kvstow": dict(hints)}} if hints else None,
         )
         request = Request(
             request_id=name,

@@ -195,6 +195,29 @@ def test_max_load_tokens_does_not_count_the_local_hit() -> None:
     assert scheduler.half.lookup(hinted(scheduler, "b", 100, max_load_tokens=20), 32) == 16
 
 
+# -- priority -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize(("priority", "left"), [("low", (96, 48)), ("normal", (48, 96))])
+def test_blocks_of_low_priority_leave_first(
+    priority: str, left: tuple[int, int], lazy: bool
+) -> None:
+    scheduler = Scheduler(FULL, num_host_blocks=12, lazy_offload=lazy)
+    first, second, third = (
+        scheduler.request(name, num_tokens, cache_salt=name)
+        for name, num_tokens in (("a", 100), ("b", 100), ("c", 50))
+    )
+    second.kv_transfer_params = {"kvstow": {"priority": priority}}
+    for request in (first, second, third):
+        run(scheduler, request)
+    assert num_resident(scheduler) == 12
+    for name, num_tokens in zip("ab", left, strict=True):
+        again = scheduler.request(name, 100, cache_salt=name)
+        assert scheduler.half.lookup(again, 0) == num_tokens
+    assert scheduler.half.stats().get("priority_hints", 0) == (priority == "low")
+
+
 # -- store_threshold ----------------------------------------------------------------------------
 
 
@@ -320,13 +343,15 @@ def test_lazy_mode_puts_off_what_stores_may_not_hold() -> None:
 
 WRONG: list[tuple[object, str]] = [
     ({"stroe": False}, "has no option 'stroe': did you mean 'store'?"),
-    ({"x": 1}, "has no option 'x': use one of store, max_load_tokens"),
+    ({"x": 1}, "has no option 'x': use one of store, max_load_tokens, priority"),
     ({"store": 0}, "kv_transfer_params.kvstow.store is 0, and it must be true or false"),
     ({"store": "no"}, "store is 'no'"),
     ({"max_load_tokens": -1}, "max_load_tokens is -1, and it must be a whole number of at least 0"),
     ({"max_load_tokens": True}, "max_load_tokens is True"),
     ({"max_load_tokens": 1.5}, "max_load_tokens is 1.5"),
     ({"max_load_tokens": [1]}, "max_load_tokens is [1]"),
+    ({"priority": "high"}, "priority is 'high', and it must be one of normal, low"),
+    ({"priority": 1}, "priority is 1"),
     (False, "kv_transfer_params.kvstow is a bool, and it must be an object with store"),
     ([], "kv_transfer_params.kvstow is a list"),
 ]
@@ -366,9 +391,14 @@ def test_a_request_without_hints_has_the_defaults(params: object) -> None:
 
 def test_vllm_exports_every_count_of_hints() -> None:
     scheduler = Scheduler(FULL, offload_prompt_only=True)
-    scheduler.half.lookup(hinted(scheduler, "a", 10, store=False, max_load_tokens=1, x=2), 0)
+    scheduler.half.lookup(
+        hinted(scheduler, "a", 10, store=False, max_load_tokens=1, priority="low", x=2), 0
+    )
     counted = scheduler.half.tier.counts
-    assert counted == {"store_hints": 1, "max_load_tokens_hints": 1, "wrong_hints": 1}
+    assert (
+        dict.fromkeys(("store_hints", "max_load_tokens_hints", "priority_hints", "wrong_hints"), 1)
+        == counted
+    )
     assert counted.keys() <= EXPORTED.keys()
 
 

@@ -25,9 +25,10 @@ TRUNKS = [tokens(150, seed) for seed in range(3)]
 class Life:
     """Random operations on an engine."""
 
-    def __init__(self, engine: Simulated, seed: int) -> None:
+    def __init__(self, engine: Simulated, seed: int, *, with_hints: bool = False) -> None:
         self.engine = engine
         self.dice = random.Random(seed)
+        self.with_hints = with_hints
         self.names = itertools.count()
         self.asked: dict[str, tuple[list[int], int, str | None]] = {}
         self.sessions: list[str] = []
@@ -78,7 +79,16 @@ class Life:
             salt=salt,
             priority=self.dice.randrange(3),
             reads_cache=self.dice.random() > 0.05,
+            hints=self._hints() if self.with_hints else {},
         )
+
+    def _hints(self) -> dict[str, object]:
+        given = {
+            "store": self.dice.random() > 0.2,
+            "max_load_tokens": self.dice.choice([0, 16, 50]),
+            "priority": self.dice.choice(["low", "normal"]),
+        }
+        return {name: hint for name, hint in given.items() if self.dice.random() < 0.4}
 
     def session(self) -> None:
         # Sessions that wait for a chunk hold blocks that vLLM cannot take back.
@@ -176,16 +186,18 @@ def test_requests_read_their_own_states(
         {"store_threshold": 2},
         {"max_store_blocks_in_flight": 3},
         {"store_threshold": 2, "max_store_blocks_in_flight": 1, "offload_prompt_only": True},
+        {"num_cpu_blocks": 30, "eviction_policy": "lru"},
+        {"num_cpu_blocks": 30, "eviction_policy": "hit-density"},
     ],
     ids="-".join,
 )
 def test_requests_read_their_own_kv_if_blocks_are_left_out(
     folder: Path, limits: dict[str, Any], lazy: bool
 ) -> None:
-    """Options that limit what is stored leave gaps in the chains on the host."""
+    """Options and hints that limit what is stored leave gaps in the chains on the host."""
     options = {"num_cpu_blocks": 120, "lazy_offload": lazy} | limits
     engine = Simulated(folder, options, specs=(FULL, WINDOW), num_blocks=70, num_in_flight=2)
-    life = Life(engine, 1)
+    life = Life(engine, 1, with_hints=True)
     life.go(400)
     assert life.num_host_tokens > 100, "too few hits to prove anything"
     engine.close()

@@ -180,6 +180,7 @@ CONNECTOR_METRICS: Final = (
             "wrong": "wrong_hints",
             "store": "store_hints",
             "max_load_tokens": "max_load_tokens_hints",
+            "priority": "priority_hints",
         },
     ),
 )

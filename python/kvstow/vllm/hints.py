@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvstow import ConfigError
-from kvstow.vllm.options import option, read_count, read_flag, read_option
+from kvstow.vllm.options import option, read_choice, read_count, read_flag, read_option
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -43,10 +43,13 @@ class Hints:
         store: whether kvstow stores the blocks that this request computes or hits. Blocks that it
             shares with other requests are stored for those.
         max_load_tokens: the most tokens that kvstow loads for this request. vLLM computes the rest.
+        priority: `low` lets kvstow evict the blocks that only this request has stored before all
+            others. With a high one, a client could keep its blocks in host memory for ever.
     """
 
     store: bool = option(True, read_flag)
     max_load_tokens: int | None = option(None, read_count(0))
+    priority: str = option("normal", read_choice("normal", "low"))
 
     @classmethod
     def read(cls, params: object, refuse: Callable[[str, ConfigError], None]) -> Hints:

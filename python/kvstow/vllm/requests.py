@@ -210,6 +210,8 @@ class Requests:
             tracked.is_stale = tracked.recompute = True
         if self.tier.offload is not None:
             self.tier.offload.add(request.request_id, [])
+            if hints.priority == "low":
+                self.tier.offload.lower_priority(request.request_id)
         self.tracked[request.request_id] = tracked
         return tracked
 

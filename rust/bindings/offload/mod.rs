@@ -197,6 +197,14 @@ impl OffloadScheduler {
         lock(&self.0).truncate(&request_id, num_hashes.0).map_err(to_py)
     }
 
+    /// Give a request low priority, until it finishes.
+    ///
+    /// The tier evicts the blocks that it stores from now on before all others, until a request of
+    /// normal priority uses them. Its own loads and its end make no block recent.
+    fn lower_priority(&self, request_id: RequestId) -> PyResult<()> {
+        lock(&self.0).lower_priority(&request_id).map_err(to_py)
+    }
+
     /// Lazy mode: forget what was computed into device blocks that will be overwritten.
     ///
     /// Name all blocks of an allocation before their request runs. A pool may publish a block's

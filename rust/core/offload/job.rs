@@ -116,9 +116,26 @@ pub(super) enum Kind {
     Store {
         /// What each slot will hold.
         filling: Filling,
-        /// The last slot of each chain's part, from which the whole chain becomes recent.
-        tails: Vec<BlockId>,
+        ranks: Ranks,
     },
+}
+
+/// Where the slots of a store go in the order of eviction.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Ranks {
+    /// The last slot of each chain's part, from which the whole chain becomes recent.
+    pub(super) tails: Vec<BlockId>,
+    /// Slots that are evicted before all others, the last of them first.
+    pub(super) low_priority: Vec<BlockId>,
+}
+
+impl Ranks {
+    /// With slots of low priority that end in their prompts at these places. The tail of a prompt
+    /// is evicted first, whatever its group.
+    pub(super) fn new(tails: Vec<BlockId>, mut low_priority: Vec<(usize, BlockId)>) -> Self {
+        low_priority.sort_unstable();
+        Self { tails, low_priority: low_priority.into_iter().map(|(_, slot)| slot).collect() }
+    }
 }
 
 impl InFlight {
@@ -298,15 +315,17 @@ impl OffloadScheduler {
                     self.counters.failed_loads += 1;
                 }
             }
-            Kind::Store { filling, tails } if is_ok => {
+            Kind::Store { filling, ranks } if is_ok => {
                 let num_slots = self.host.publish(&job.slots, filling, &self.slot_model)?;
                 let num_blocks = num_slots * self.config.blocks_per_slot;
                 self.counters.stored_blocks += num_blocks;
                 self.report(TransferEvent::Committed { job_id, num_blocks });
+                // First these: a chain of normal priority may go through them.
+                self.host.make_least_recent(&ranks.low_priority);
                 // No hits here: the policy learns of the request's own lookup, once. If groups skip
                 // blocks, this would make one group's chain more recent than all others.
                 if self.is_full_attention() {
-                    for &tail in tails {
+                    for &tail in &ranks.tails {
                         self.host.make_chain_recent(tail, usize::MAX);
                     }
                 }

@@ -14,6 +14,7 @@ use crate::ids::BlockId;
 use crate::key::{BlockHash, BlockKey};
 use crate::pool::check_ids;
 
+use super::job::Ranks;
 use super::request::ReportedTable;
 use super::store::Part;
 use super::{Job, Mode, OffloadScheduler};
@@ -24,6 +25,8 @@ pub(super) struct Computed {
     key: BlockKey,
     /// The hash of the block before it.
     parent: Option<BlockHash>,
+    /// Whether only requests of low priority have used it.
+    is_low_priority: bool,
     /// The tier's losses at the last look at the block. It is stored once each time that it is
     /// used, and again if the tier has lost slots since.
     seen: Option<u64>,
@@ -77,7 +80,8 @@ impl OffloadScheduler {
         let mut slots = slots?.into_iter();
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let has_events = self.host.slots.pool.has_events();
-        for &(id, Computed { key, parent, .. }) in &due {
+        let mut low_priority = Vec::new();
+        for &(id, Computed { key, parent, is_low_priority, .. }) in &due {
             if self.host.resident_or_filling(&key).is_some() {
                 continue;
             }
@@ -93,16 +97,19 @@ impl OffloadScheduler {
             if has_events {
                 part.filling.parents.push(parent);
             }
+            low_priority.extend(is_low_priority.then_some(slot));
         }
         // The device evicts a prompt's tail first. The root becomes the most recent.
         parts.iter_mut().for_each(Part::reverse);
-        Ok(self.begin_store(parts, Vec::new(), deadline))
+        low_priority.reverse();
+        Ok(self.begin_store(parts, Ranks { low_priority, ..Ranks::default() }, deadline))
     }
 
     /// Records what a request's newly confirmed blocks hold.
     pub(super) fn record(
         computed: &mut ComputedBlocks,
         table: &mut ReportedTable,
+        is_low_priority: bool,
         key: impl Fn(usize) -> BlockKey,
     ) {
         for at in table.first_due()..table.num_confirmed {
@@ -110,6 +117,7 @@ impl OffloadScheduler {
             let known = Computed {
                 key: key(at),
                 parent: at.checked_sub(1).map(|before| key(before).hash),
+                is_low_priority,
                 seen: None,
             };
             // A hit is recorded anew: it is stored again if the host has evicted it since.

@@ -71,7 +71,7 @@ impl OffloadScheduler {
 
     /// Loads the first `num_tokens` of what lookup found into the device blocks of each group, in
     /// order, and unpins the rest. A group that skips blocks loads only those that the token after
-    /// the load reads. Makes the whole chain recent.
+    /// the load reads. Makes the whole chain recent, unless the request has low priority.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::State`] if lookup found nothing to load, if the window
@@ -101,9 +101,11 @@ impl OffloadScheduler {
         self.counters.query_tokens += std::mem::take(&mut request.num_queried);
         self.counters.hit_tokens += num_tokens;
         request.num_hit_tokens = 0;
-        let hashes = std::mem::take(&mut request.hashes);
-        self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
-        self.requests.get_mut(request_id)?.hashes = hashes;
+        if !request.is_low_priority {
+            let hashes = std::mem::take(&mut request.hashes);
+            self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
+            self.requests.get_mut(request_id)?.hashes = hashes;
+        }
         let kind = Kind::Load { host_slots: copies.host_slots.clone() };
         Ok(self.begin(copies, slots, kind, deadline))
     }

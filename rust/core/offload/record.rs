@@ -51,6 +51,9 @@ struct RequestRecord {
     num_queried: usize,
     #[n(3)]
     num_hit_tokens: usize,
+    #[n(4)]
+    #[cbor(default)]
+    is_low_priority: bool,
 }
 
 impl OffloadScheduler {
@@ -72,6 +75,7 @@ impl OffloadScheduler {
                 num_kept: (0..request.tables.len()).map(num_kept).collect(),
                 num_queried: request.num_queried,
                 num_hit_tokens: request.num_hit_tokens,
+                is_low_priority: request.is_low_priority,
             };
             (name.to_owned(), record)
         };
@@ -155,6 +159,7 @@ impl RequestRecord {
             tables: self.num_kept.into_iter().map(table).collect(),
             num_queried: self.num_queried,
             num_hit_tokens: self.num_hit_tokens,
+            is_low_priority: self.is_low_priority,
             ..RequestState::default()
         })
     }

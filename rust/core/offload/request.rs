@@ -34,6 +34,8 @@ pub(super) struct RequestState {
     pub(super) num_wanted: usize,
     /// Whether blocks are still due only because its last store was allowed too few.
     pub(super) is_throttled: bool,
+    /// Whether the blocks that it stores are evicted before all others.
+    pub(super) is_low_priority: bool,
     /// The tier's losses when `tables` was last compared with it.
     pub(super) num_losses: u64,
 }
@@ -90,6 +92,17 @@ impl OffloadScheduler {
         let num_losses = self.host.num_losses;
         let request = RequestState { hashes, tables, num_losses, ..RequestState::default() };
         self.requests.insert(request_id, request);
+    }
+
+    /// Gives a request low priority, until it finishes. The tier evicts the blocks that it stores
+    /// from now on before all others, its last block first, until a request of normal priority
+    /// uses them. Its own loads and its end make no block recent.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn lower_priority(&mut self, request_id: &str) -> Result<()> {
+        self.requests.get_mut(request_id)?.is_low_priority = true;
+        Ok(())
     }
 
     /// Appends hashes as generated tokens fill blocks.
@@ -158,21 +171,25 @@ impl OffloadScheduler {
             self.counters.dropped_blocks += num_left_out;
         }
         self.counters.rare_blocks += self.num_rare(&request);
-        self.make_recent(&request.hashes, request.num_hit_tokens);
+        if !request.is_low_priority {
+            self.make_recent(&request.hashes, request.num_hit_tokens);
+        }
         Ok(())
     }
 
     /// Forgets what a request computed, as [`OffloadScheduler::finish`] does. The request stays
-    /// added, with all its hashes. `store_threshold` still counts it once.
+    /// added, with all its hashes and its priority. `store_threshold` still counts it once.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
     pub fn restart(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.get(request_id)?;
         let (hashes, num_counted) = (request.hashes.clone(), request.num_counted);
+        let is_low_priority = request.is_low_priority;
         self.finish(request_id)?;
         self.track(request_id, hashes);
-        self.requests.get_mut(request_id)?.num_counted = num_counted;
+        let request = self.requests.get_mut(request_id)?;
+        (request.num_counted, request.is_low_priority) = (num_counted, is_low_priority);
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 use crate::pool::check_ids;
 
-use super::job::{Kind, place_of};
+use super::job::{Kind, Ranks, place_of};
 use super::request::ReportedTable;
 use super::tier::{Filling, Reserved, Tier};
 use super::{Job, Mode, OffloadScheduler};
@@ -42,6 +42,12 @@ impl Part {
         self.slots.append(&mut other.slots);
         self.filling.ends.append(&mut other.filling.ends);
         self.filling.parents.append(&mut other.filling.parents);
+    }
+
+    /// The slots after the first `num_slots`, each with where it ends in its prompt.
+    fn planned_from(&self, num_slots: usize) -> impl Iterator<Item = (usize, BlockId)> + '_ {
+        let ends = self.filling.ends.iter().copied();
+        ends.zip(self.slots.iter().copied()).skip(num_slots)
     }
 
     /// Puts the last slot first. Requires slots of one block.
@@ -102,6 +108,7 @@ impl OffloadScheduler {
         }
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
+        let mut low_priority = Vec::new();
         let mut max_slots = max_blocks / self.config.blocks_per_slot;
         let num_losses = self.host.num_losses;
         let has_events = self.host.slots.pool.has_events();
@@ -118,6 +125,7 @@ impl OffloadScheduler {
             request.is_throttled = false;
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {
                 let table = &mut request.tables[index];
+                let num_planned = parts[index].slots.len();
                 table.blocks.extend_from_slice(new_blocks[index]);
                 let num_computed = (num_computed_tokens / group.block_size)
                     .min(table.blocks.len() / self.config.blocks_per_slot);
@@ -134,9 +142,11 @@ impl OffloadScheduler {
                     has_events,
                 };
                 if self.config.mode == Mode::Lazy {
-                    Self::record(&mut self.computed, table, |at| plan.key(at));
+                    let is_low_priority = request.is_low_priority;
+                    Self::record(&mut self.computed, table, is_low_priority, |at| plan.key(at));
                 } else if group.attention == Attention::Full {
-                    tails.extend(plan.chain(table, &mut self.host)?);
+                    let tail = plan.chain(table, &mut self.host)?;
+                    tails.extend(tail.filter(|_| !request.is_low_priority));
                     request.is_throttled |= max_slots == 0 && table.num_kept < table.num_confirmed;
                 } else {
                     let (num_dropped, num_throttled) = plan.window(table, &mut self.host)?;
@@ -146,16 +156,19 @@ impl OffloadScheduler {
                 if group.attention != Attention::Full {
                     table.num_passed = table.num_passed.max(num_computed);
                 }
+                if request.is_low_priority {
+                    low_priority.extend(parts[index].planned_from(num_planned));
+                }
             }
         }
-        Ok(self.begin_store(parts, tails, deadline))
+        Ok(self.begin_store(parts, Ranks::new(tails, low_priority), deadline))
     }
 
     /// Begins one job for the stores of all groups. Returns None if there is nothing to store.
     pub(super) fn begin_store(
         &mut self,
         parts: Vec<Part>,
-        tails: Vec<BlockId>,
+        ranks: Ranks,
         deadline: Option<f64>,
     ) -> Option<Job> {
         let per_slot = self.config.blocks_per_slot;
@@ -170,7 +183,7 @@ impl OffloadScheduler {
             copies.end_group();
             all.append(part);
         }
-        let kind = Kind::Store { filling: all.filling, tails };
+        let kind = Kind::Store { filling: all.filling, ranks };
         (!all.slots.is_empty()).then(|| self.begin(copies, all.slots, kind, deadline))
     }
 

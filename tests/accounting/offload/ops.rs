@@ -32,6 +32,8 @@ pub(super) enum Op {
     /// Request, number of tokens.
     Run(usize, usize),
     Leave(usize),
+    /// Request whose priority will be the other one.
+    Lower(usize),
     /// Job in flight, and whether it succeeds.
     End(usize, bool),
     Reset,
@@ -63,7 +65,8 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
         6 => (who.clone(), 0..NUM_CHAINS, 1..8_usize, 0..4_usize)
             .prop_map(|(who, chain, len, keep)| Op::Admit(who, chain, len, keep)),
         8 => (who.clone(), 1..7_usize).prop_map(|(who, tokens)| Op::Run(who, tokens)),
-        3 => who.prop_map(Op::Leave),
+        3 => who.clone().prop_map(Op::Leave),
+        1 => who.prop_map(Op::Lower),
         6 => (0..8_usize, prop::bool::weighted(0.85)).prop_map(|(job, ok)| Op::End(job, ok)),
         1 => vec(1..10_u32, 0..3).prop_map(Op::EvictDevice),
         1 => Just(Op::Reset),

@@ -21,6 +21,9 @@ impl World {
         let names = chain(which, len);
         self.ledger.add(&id, &hashes(&names), Context::default()).unwrap();
         self.scheduler.add(&id, &hashes(&names)).unwrap();
+        if self.low_priority.contains(&who) {
+            self.scheduler.lower_priority(&id).unwrap();
+        }
         let hit = self.ledger.lookup(&id, len * BLOCK_SIZE - 1).unwrap();
         for (group, blocks) in hit.blocks.iter().enumerate() {
             for (index, block) in blocks.iter().enumerate().filter(|(_, id)| !id.is_null()) {

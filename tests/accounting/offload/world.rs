@@ -59,6 +59,8 @@ pub(super) struct World {
     /// Slots that a load found damaged, and that no store has filled since.
     pub(super) damaged: BTreeSet<usize>,
     pub(super) num_admitted: usize,
+    /// Those that get low priority at their admission.
+    pub(super) low_priority: BTreeSet<usize>,
     pub(super) config: OffloadConfig,
     /// The most blocks of a store.
     pub(super) max_blocks: usize,
@@ -113,6 +115,7 @@ impl World {
             rotten: BTreeMap::new(),
             damaged: BTreeSet::new(),
             num_admitted: 0,
+            low_priority: BTreeSet::new(),
             config,
             now: 0.0,
             transfers: Vec::new(),
@@ -165,6 +168,11 @@ impl World {
             Op::Admit(who, chain, len, kept) => self.admit(*who, *chain, *len, *kept),
             Op::Run(who, tokens) => self.run(*who, *tokens),
             Op::Leave(who) => self.leave(*who),
+            Op::Lower(who) => {
+                if !self.low_priority.insert(*who) {
+                    self.low_priority.remove(who);
+                }
+            }
             Op::End(which, is_ok) => self.end(*which, *is_ok),
             Op::Tick => self.tick(),
             Op::Stop => self.stop(),

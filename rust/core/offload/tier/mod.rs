@@ -295,6 +295,13 @@ impl Tier {
         with_policy!(&mut self.policy, policy => policy.make_recent(slots));
     }
 
+    /// Makes those of `slots` that are resident the next to be evicted, the last of them first.
+    pub(super) fn make_least_recent(&mut self, slots: &[BlockId]) {
+        for &slot in slots {
+            with_policy!(&mut self.policy, policy => policy.make_least_recent(slot));
+        }
+    }
+
     /// Makes a whole chain most recent, from `tail` up to its root. All but the `num_missed` next
     /// to the tail are hits.
     pub(super) fn make_chain_recent(&mut self, tail: BlockId, num_missed: usize) {

@@ -155,6 +155,15 @@ impl Policy for HitDensity {
         }
     }
 
+    fn make_least_recent(&mut self, slot: BlockId) {
+        let Some(order) = self.order(slot) else { return };
+        let heads = self.orders.iter().map(|order| order.queue().next(BlockId::NULL));
+        let times = heads.filter(|head| !head.is_null()).map(|head| self.times[head.index()]);
+        self.times[slot.index()] = times.max_by_key(|&time| self.age(time)).unwrap_or(self.clock);
+        self.orders[order].remove(slot);
+        self.orders[NEW].push_front(slot);
+    }
+
     fn removed(&mut self, slot: BlockId) {
         let Some(order) = self.order(slot) else { return };
         self.orders[order].remove(slot);

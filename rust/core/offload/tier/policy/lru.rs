@@ -138,6 +138,13 @@ impl Policy for Lru {
         self.has_chains = true;
     }
 
+    fn make_least_recent(&mut self, slot: BlockId) {
+        if self.order.queue().contains(slot) {
+            self.order.remove(slot);
+            self.order.push_front(slot);
+        }
+    }
+
     fn split(&mut self, root: BlockId) {
         self.tails[root.index()] = 0;
     }

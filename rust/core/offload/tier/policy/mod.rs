@@ -130,6 +130,9 @@ pub(super) trait Policy {
         self.make_recent(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
     }
 
+    /// Makes a slot that was just stored the first victim. Skips one that is not resident.
+    fn make_least_recent(&mut self, slot: BlockId);
+
     /// Reports that the chains below `root` are no longer as they were: the root got a parent, or a
     /// chain was cut.
     fn split(&mut self, _root: BlockId) {}

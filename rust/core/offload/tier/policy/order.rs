@@ -70,6 +70,12 @@ impl EvictionOrder {
         self.queue.move_run_to_back(first, last);
     }
 
+    /// Puts a slot that is not in the order at the head. The next search begins there.
+    pub(super) fn push_front(&mut self, slot: BlockId) {
+        self.look_again();
+        self.queue.push_front_all(std::iter::once(slot));
+    }
+
     /// Ends the skipped state of a run that begins among skipped slots.
     fn leave_skipped(&mut self, first: BlockId, last: BlockId) {
         let before = self.queue.prev(first);
@@ -110,13 +116,18 @@ impl EvictionOrder {
     #[inline]
     pub(super) fn retry(&mut self, mut slots: impl Iterator<Item = BlockId>) {
         if !self.skipped.is_null() && slots.any(|slot| self.is_skipped[slot.index()]) {
-            let mut at = self.skipped;
-            while !at.is_null() {
-                self.is_skipped[at.index()] = false;
-                at = self.queue.prev(at);
-            }
-            self.skipped = BlockId::NULL;
+            self.look_again();
         }
+    }
+
+    /// Begins the next search at the head.
+    fn look_again(&mut self) {
+        let mut at = self.skipped;
+        while !at.is_null() {
+            self.is_skipped[at.index()] = false;
+            at = self.queue.prev(at);
+        }
+        self.skipped = BlockId::NULL;
     }
 
     pub(super) fn clear(&mut self) {
