@@ -309,6 +309,13 @@ def test_an_engine_has_every_statistic_that_a_metric_exports() -> None:
         assert len(set(keys)) == len(keys)
 
 
+def test_a_metric_exports_every_statistic_of_the_scheduler() -> None:
+    scheduler = OffloadScheduler(1, [FullAttention(16)])
+    exported = {key for metric in ALL for key in metric.keys.values()}
+    # Blocks of stores in flight: kvstow_transfers_in_flight tells operators enough.
+    assert set(scheduler.stats()) - exported == {"storing_blocks"}
+
+
 def test_the_documentation_lists_every_metric() -> None:
     cells = r"^\| `(kvstow_\w+)` \| (\w+) \| (.*?) \| .*? \| (.*?) \|$"
     rows = re.findall(cells, reference.metrics(), re.MULTILINE)

@@ -86,7 +86,7 @@ class Engine(Closing):
         load_timeout_s: seconds after which a load is late. Its request fails and recomputes. Its
             blocks stay pinned until the copy has ended. None: a load is never late.
         store_timeout_s: seconds after which a store is late and has failed. Its blocks stay pinned
-            until the copy has ended. Another store may bring them to the host. None: never late.
+            until the copy has read them. Another store may bring them to the host. None: no limit.
         clock: returns finite seconds, for the two timeouts and the times of transfers and events.
         max_in_flight_tokens: as `BlockLedger` takes it.
         world_size: number of ranks, each with its own device and host memory. A transfer copies on

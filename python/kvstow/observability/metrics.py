@@ -105,7 +105,7 @@ METRICS: Final = (
     ),
     Metric(
         "kvstow_blocks_in_quarantine",
-        "Device blocks that transfers in quarantine hold.",
+        "Device blocks of transfers in quarantine, those that a store has read included.",
         {"": "quarantined_blocks"},
     ),
     Metric(

@@ -42,7 +42,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
   blocks it hashes. It is the end of a block of the request's own prompt.
 - Structured output, adapters and prompt embeddings change no token that was reported. They are part
   of the hashes or of the sampling. Weights that change under one adapter's name need a reset.
-- vLLM uses a request id again only after `finished`.
+- vLLM uses a request id again only after `finished`, and after the end of its load was reported.
+  The end of a late load is not reported again (`Transfer.is_late`).
 """
 
 from __future__ import annotations

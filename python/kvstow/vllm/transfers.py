@@ -150,13 +150,13 @@ class Transfers:
             transfer = self.in_flight[job_id]
             logger.warning(
                 "kvstow: %s job %d has not ended within load_timeout_s (%g s), so it counts as "
-                "failed; its %d device blocks stay out of use until the copy ends. If this "
+                "failed; %d device blocks stay out of use until the copy ends. If this "
                 "repeats, raise load_timeout_s, and check the host for swapping and the GPU link "
                 "(kvstow doctor)",
                 transfer.direction,
                 job_id,
                 self.tier.options.load_timeout_s,
-                len(transfer.blocks),
+                len(transfer.held if transfer.direction == "store" else transfer.blocks),
             )
             if transfer.direction == "store":
                 transfer.is_late = True
