@@ -37,7 +37,7 @@ class Requests:
 
     def __init__(self, trace: Trace, *, full_blocks: bool) -> None:
         self.num_blocks = 0
-        self.prompts: list[list[bytes]] = []
+        self.prompts: list[kvstow.Hashes] = []
         for request in trace.requests:
             num_blocks = len(request.trace_ids)
             if full_blocks:

@@ -62,7 +62,7 @@ WITH_KEYS = {
 }
 
 
-def in_hex(hashes: list[bytes]) -> list[str]:
+def in_hex(hashes: kvstow.Hashes) -> list[str]:
     return [digest.hex() for digest in hashes]
 
 

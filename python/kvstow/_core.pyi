@@ -5,8 +5,8 @@ Ids come out as `int32` arrays and go in as any sequence of ints or any integer 
 has changed nothing.
 """
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias, final
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ __all__ = [
     "ChunkedLocal",
     "ConfigError",
     "FullAttention",
+    "Hashes",
     "HitCurve",
     "InvalidBlock",
     "Job",
@@ -97,7 +98,7 @@ def hash_tokens(
     parent: bytes | None = None,
     extra_keys: _ExtraKeys | None = None,
     seed: str | None = None,
-) -> list[bytes]:
+) -> Hashes:
     """Return one digest per full block of `tokens`. Each digest covers the whole prefix.
 
     The digests are bit-identical to those of vLLM's `hash_block_tokens` with the same algorithm.
@@ -117,12 +118,46 @@ def hash_tokens(
             by default. It does not read the environment.
 
     Returns:
-        One digest per full block.
+        One digest per full block, as a sequence that ledgers and schedulers share.
 
     Raises:
         ConfigError: a token outside its bounds, a block size of 0, an unknown algorithm, a
             number of extra keys other than the number of full blocks, or a key of another type.
     """
+
+@final
+class Hashes(Sequence[bytes]):
+    """The hashes of consecutive blocks: a sequence of `bytes` that nothing changes.
+
+    Ledgers, schedulers and pools share it instead of copying it, so an `add` costs the same for any
+    number of hashes. Slices and sums are new `Hashes`. It equals another `Hashes`, or a list, with
+    the same hashes. `bytes(hashes)` joins them.
+
+    Args:
+        hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
+
+    Raises:
+        ConfigError: hashes of different widths, or of a type other than bytes.
+    """
+
+    def __new__(cls, hashes: Sequence[bytes]) -> Hashes: ...
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int, /) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Hashes: ...
+    def __iter__(self) -> Iterator[bytes]: ...
+    def __contains__(self, hash: object, /) -> bool: ...
+    def __add__(self, other: Sequence[bytes], /) -> Hashes: ...
+    def __mul__(self, times: int, /) -> Hashes: ...
+    def __rmul__(self, times: int, /) -> Hashes: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __bytes__(self) -> bytes: ...
+    def __getnewargs__(self) -> tuple[list[bytes]]: ...
+    def index(self, value: object, start: int = 0, stop: int = ...) -> int:
+        """Return the first place of a hash. Raises `ValueError` if it is not there."""
+    def count(self, value: object) -> int:
+        """Return how often a hash occurs."""
 
 def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint32]:
     """Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
@@ -641,7 +676,7 @@ class BlockLedger:
         """Return the ids of all requests that were added and not freed, in no order."""
     def known(
         self, request_id: str
-    ) -> tuple[list[bytes], list[int] | None, list[tuple[object, ...] | None] | None]:
+    ) -> tuple[Hashes, list[int] | None, list[tuple[object, ...] | None] | None]:
         """Return the request's hashes, and its tokens and extra keys if they were given for events.
 
         The extra keys of a block are a tuple, whatever sequence `add` or `extend` got.

@@ -2,7 +2,6 @@
 
 use kvstow_core::error::Error;
 use kvstow_core::ids::{BlockId, GroupId, JobId};
-use kvstow_core::key::Hashes;
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{
     IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
@@ -41,7 +40,7 @@ impl<'py> FromPyObject<'_, 'py> for Count {
 const MAX_ITEMS: usize = MAX_BLOCKS;
 
 /// The capacity to reserve for a caller's sequence, whose `__len__` may be wrong.
-fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
+pub(crate) fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
     obj.len().unwrap_or(0).min(1 << 20)
 }
 
@@ -125,7 +124,7 @@ fn sequence<'a, 'py>(
 }
 
 /// Visits the items of a sequence of `what` up to the first error.
-fn each_item<'py>(
+pub(crate) fn each_item<'py>(
     obj: &Bound<'py, PyAny>,
     what: &str,
     mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
@@ -236,23 +235,6 @@ pub(crate) fn group_id(group: Count) -> PyResult<GroupId> {
             u16::MAX
         ))
     })
-}
-
-/// Block hashes. All of a list have one width.
-pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<Hashes> {
-    let mut hashes = Hashes::with_capacity(capacity_hint(obj));
-    each_item(obj, "block hashes", |item| {
-        // The exact type costs one comparison of pointers, a subclass a call.
-        let digest = item.cast_exact::<PyBytes>().or_else(|_| item.cast::<PyBytes>());
-        match digest {
-            Ok(digest) => hashes.push(digest.as_bytes()).map_err(to_py),
-            Err(_) => Err(ConfigError::new_err(format!(
-                "a block hash is of type {}: pass bytes",
-                item.get_type()
-            ))),
-        }
-    })?;
-    Ok(hashes)
 }
 
 /// Request ids. [`as_strs`] borrows them.

@@ -7,9 +7,10 @@ use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntype
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PySequence};
 
-use crate::convert::{self, Count, check_integer_array, counts, hashes};
+use crate::convert::{Count, check_integer_array, counts};
 use crate::error::{ConfigError, to_py};
 use crate::hash::native_copy;
+use crate::hashes::hashes;
 use crate::lock::{Mutex, detached, lock};
 
 /// Hits of an LRU cache at every capacity, from the requests added so far.
@@ -248,7 +249,7 @@ pub(crate) fn salted_ids<'py>(
     hashes: &Bound<'py, PyAny>,
     salt: &[u8],
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-    let (py, hashes) = (hashes.py(), convert::hashes(hashes)?);
+    let (py, hashes) = (hashes.py(), self::hashes(hashes)?);
     Ok(py.detach(|| curve::salted_ids(&hashes, salt)).into_pyarray(py))
 }
 

@@ -13,6 +13,7 @@ use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyStr
 
 use crate::convert::{Name, check_integer_array};
 use crate::error::{ConfigError, to_py};
+use crate::hashes::Hashes;
 use crate::pickled::{Pickled, is_protocol_of_core};
 
 /// Return one digest per full block of `tokens`. Each digest covers the whole prefix.
@@ -34,7 +35,7 @@ use crate::pickled::{Pickled, is_protocol_of_core};
 ///         by default. It does not read the environment.
 ///
 /// Returns:
-///     One digest per full block.
+///     One digest per full block, as a sequence that ledgers and schedulers share.
 ///
 /// Raises:
 ///     ConfigError: a token outside its bounds, a block size of 0, an unknown algorithm, a
@@ -52,7 +53,7 @@ pub(crate) fn hash_tokens<'py>(
     parent: Option<&Bound<'py, PyBytes>>,
     extra_keys: Option<&Bound<'py, PyAny>>,
     seed: Option<Name>,
-) -> PyResult<Bound<'py, PyList>> {
+) -> PyResult<Hashes> {
     let py = tokens.py();
     let algorithm: Algorithm = algorithm.0.parse().map_err(to_py)?;
     let block_size = block_size_from_py(block_size)?;
@@ -71,8 +72,7 @@ pub(crate) fn hash_tokens<'py>(
         }
     }
     let hashes = py.detach(|| hash::hash_tokens(&ids, block_size, options)).map_err(to_py)?;
-    let digests = hashes.as_slice().iter().map(|hash| hashes.width().digest(hash));
-    PyList::new(py, digests.map(|digest| PyBytes::new(py, digest)))
+    Ok(Hashes::of(hashes))
 }
 
 fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {

@@ -16,6 +16,7 @@ mod error;
 mod event;
 mod group;
 mod hash;
+mod hashes;
 mod job;
 mod ledger;
 mod lock;
@@ -33,14 +34,15 @@ mod _core {
     use numpy::{IntoPyArray, PyArrayMethods};
     use pyo3::prelude::{Bound, PyAnyMethods, PyModule, PyResult};
 
-    /// Load what rust-numpy loads at its first use, because an interrupt at that moment is a panic.
+    /// Register `Hashes` as a sequence. Load what rust-numpy loads at its first use, because an
+    /// interrupt at that moment is a panic.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
         // This call returns its error if numpy is missing or the import is interrupted.
         py.import("numpy.lib")?.getattr("NumpyVersion")?;
         Vec::<i32>::new().into_pyarray(py).readonly();
-        Ok(())
+        super::hashes::register(py)
     }
 
     #[pymodule_export]
@@ -58,6 +60,8 @@ mod _core {
     use super::group::{ChunkedLocal, FullAttention, SlidingWindow, StateSpace};
     #[pymodule_export]
     use super::hash::hash_tokens;
+    #[pymodule_export]
+    use super::hashes::Hashes;
     #[pymodule_export]
     use super::job::{CacheStoreCommitted, Job, JobEnd, TransferCompleted, TransferInitiated};
     #[pymodule_export]

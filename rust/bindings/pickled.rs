@@ -1,8 +1,12 @@
 //! Block hashes with Python's own pickle, for blocks that the core does not encode.
 
+use kvstow_core::key::HashesBuilder;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::error::to_py;
+use crate::hashes::Hashes;
 
 /// What the digests depend on, as the caller's own objects: pickle writes an object that it meets
 /// twice as a reference, so copies of these have other digests.
@@ -23,7 +27,7 @@ pub(crate) fn is_protocol_of_core(py: Python<'_>) -> PyResult<bool> {
 
 impl<'py> Pickled<'_, 'py> {
     /// Returns the digests of `num_blocks` blocks.
-    pub(crate) fn digests(&self, num_blocks: usize) -> PyResult<Bound<'py, PyList>> {
+    pub(crate) fn digests(&self, num_blocks: usize) -> PyResult<Hashes> {
         let py = self.tokens.py();
         let pickle = py.import("pickle")?;
         let (dumps, protocol) = (pickle.getattr("dumps")?, pickle.getattr("HIGHEST_PROTOCOL")?);
@@ -41,7 +45,7 @@ impl<'py> Pickled<'_, 'py> {
         }
         .try_iter()?;
         let mut keys = self.extra_keys.map(PyAnyMethods::try_iter).transpose()?;
-        let digests = PyList::empty(py);
+        let mut digests = HashesBuilder::default();
         for _ in 0..num_blocks {
             let block = tokens.by_ref().take(self.block_size).collect::<PyResult<Vec<_>>>()?;
             let block_keys = match keys.as_mut().and_then(Iterator::next) {
@@ -50,8 +54,8 @@ impl<'py> Pickled<'_, 'py> {
             };
             let value = (previous, PyTuple::new(py, block)?, block_keys).into_pyobject(py)?;
             previous = digest(value.into_any())?;
-            digests.append(&previous)?;
+            digests.push(previous.cast::<PyBytes>()?.as_bytes()).map_err(to_py)?;
         }
-        Ok(digests)
+        Ok(Hashes::of(digests.finish()))
     }
 }

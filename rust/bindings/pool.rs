@@ -10,9 +10,10 @@ use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::convert::{Count, Int32Array, group_id, hashes, ids, to_array};
+use crate::convert::{Count, Int32Array, group_id, ids, to_array};
 use crate::error::to_py;
 use crate::event::events_to_py;
+use crate::hashes::hashes;
 use crate::lock::{Mutex, lock};
 
 /// A pool behind a lock: its own, or that of a ledger.

@@ -29,7 +29,7 @@ use minicbor::encode::{Encode, Encoder, Error as EncodeError, Write};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::{Error, Result};
-use crate::key::{BlockHash, Hashes, MAX_HASH_BYTES};
+use crate::key::{BlockHash, Hashes, HashesBuilder, MAX_HASH_BYTES};
 use crate::pickle;
 use crate::sha256;
 
@@ -255,7 +255,7 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
         previous = algorithm.digest(encoder.writer_mut());
     }
 
-    let mut hashes = Hashes::with_capacity(num_blocks);
+    let mut hashes = HashesBuilder::with_capacity(num_blocks);
     for (block, block_tokens) in tokens.chunks_exact(block_size).enumerate() {
         let before = &previous[..width];
         if algorithm == Algorithm::Sha256 {
@@ -268,7 +268,7 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
         previous = algorithm.digest(encoder.writer_mut());
         hashes.push(&previous[..width])?;
     }
-    Ok(hashes)
+    Ok(hashes.finish())
 }
 
 /// Returns the number of full blocks.

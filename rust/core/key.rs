@@ -3,6 +3,8 @@
 //! A hash has 1 to 32 bytes, and all hashes of an object have one width. The core pads every hash
 //! with zeros to 32 bytes, so that keys lie in flat arrays.
 
+use std::sync::Arc;
+
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
@@ -26,14 +28,69 @@ pub struct BlockKey {
     pub group: GroupId,
 }
 
-/// The hashes of consecutive blocks, all of one width.
+/// The hashes of consecutive blocks, all of one width. Clones share them, and nothing changes them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hashes {
+    width: HashWidth,
+    hashes: SharedHashes,
+}
+
+/// Hashes that a request, its ledger and its scheduler may share.
+pub(crate) type SharedHashes = Arc<Vec<BlockHash>>;
+
+impl Hashes {
+    /// Hashes of a known width.
+    pub(crate) fn new(width: HashWidth, hashes: &SharedHashes) -> Self {
+        let width = if hashes.is_empty() { HashWidth::default() } else { width };
+        Self { width, hashes: Arc::clone(hashes) }
+    }
+
+    /// The padded hashes.
+    pub fn as_slice(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
+    /// The digests, in the width in which they were given.
+    pub fn digests(&self) -> impl DoubleEndedIterator<Item = &[u8]> + ExactSizeIterator {
+        self.hashes.iter().map(|hash| self.width.digest(hash))
+    }
+
+    /// Their common width; unknown while the list is empty.
+    pub fn width(&self) -> HashWidth {
+        self.width
+    }
+
+    /// Number of hashes.
+    pub fn len(&self) -> usize {
+        self.hashes.len()
+    }
+
+    /// Whether the list is empty.
+    pub fn is_empty(&self) -> bool {
+        self.hashes.is_empty()
+    }
+
+    /// Appends these hashes to a list. An empty list shares them, and one that others share is
+    /// copied first.
+    pub(crate) fn append_to(&self, list: &mut SharedHashes) {
+        if list.is_empty() {
+            *list = Arc::clone(&self.hashes);
+        } else if let Some(own) = Arc::get_mut(list) {
+            own.extend_from_slice(&self.hashes);
+        } else if !self.is_empty() {
+            *list = Arc::new([list.as_slice(), self.as_slice()].concat());
+        }
+    }
+}
+
+/// Collects [`Hashes`].
+#[derive(Debug, Default)]
+pub struct HashesBuilder {
     width: HashWidth,
     hashes: Vec<BlockHash>,
 }
 
-impl Hashes {
+impl HashesBuilder {
     /// An empty list with room for `capacity` hashes.
     pub fn with_capacity(capacity: usize) -> Self {
         Self { width: HashWidth::default(), hashes: Vec::with_capacity(capacity) }
@@ -57,24 +114,9 @@ impl Hashes {
         Ok(())
     }
 
-    /// The padded hashes.
-    pub fn as_slice(&self) -> &[BlockHash] {
-        &self.hashes
-    }
-
-    /// Their common width; unknown while the list is empty.
-    pub fn width(&self) -> HashWidth {
-        self.width
-    }
-
-    /// Number of hashes.
-    pub fn len(&self) -> usize {
-        self.hashes.len()
-    }
-
-    /// Whether the list is empty.
-    pub fn is_empty(&self) -> bool {
-        self.hashes.is_empty()
+    /// The hashes, moved and not copied.
+    pub fn finish(self) -> Hashes {
+        Hashes { width: self.width, hashes: Arc::new(self.hashes) }
     }
 }
 
@@ -154,7 +196,7 @@ pub(crate) mod flat {
     use minicbor::decode::{self, Decoder};
     use minicbor::encode::{self, Encoder, Write};
 
-    use super::{BlockHash, MAX_HASH_BYTES};
+    use super::{BlockHash, MAX_HASH_BYTES, SharedHashes};
 
     pub(crate) fn encode<C, W: Write>(
         hashes: &[BlockHash],
@@ -167,9 +209,9 @@ pub(crate) mod flat {
     pub(crate) fn decode<C>(
         decoder: &mut Decoder<'_>,
         _: &mut C,
-    ) -> Result<Vec<BlockHash>, decode::Error> {
+    ) -> Result<SharedHashes, decode::Error> {
         match decoder.bytes()?.as_chunks::<MAX_HASH_BYTES>() {
-            (hashes, []) => Ok(hashes.to_vec()),
+            (hashes, []) => Ok(hashes.to_vec().into()),
             _ => Err(decode::Error::message("a byte string of hashes that ends inside a hash")),
         }
     }

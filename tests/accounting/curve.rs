@@ -8,7 +8,7 @@ use kvstow_core::curve::{
 };
 use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
-use kvstow_core::key::Hashes;
+use kvstow_core::key::{Hashes, HashesBuilder};
 use kvstow_core::offload::{OffloadConfig, OffloadScheduler, Progress};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -60,11 +60,11 @@ fn bound(requests: &[Vec<u64>], capacity: u64) -> u64 {
 }
 
 fn as_hashes(keys: &[u64]) -> Hashes {
-    let mut hashes = Hashes::default();
+    let mut hashes = HashesBuilder::default();
     for key in keys {
         hashes.push(&key.to_be_bytes()).unwrap();
     }
-    hashes
+    hashes.finish()
 }
 
 /// Hits of the real scheduler: look up, load what is found, store the rest, finish.

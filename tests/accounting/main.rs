@@ -14,7 +14,7 @@ mod pool;
 mod snapshot;
 
 use kvstow_core::ids::BlockId;
-use kvstow_core::key::Hashes;
+use kvstow_core::key::{Hashes, HashesBuilder};
 
 /// Cases per property: a number that CI runs in seconds, or the number of `make soak`.
 fn num_cases() -> u32 {
@@ -27,11 +27,11 @@ fn digest(name: u16) -> [u8; 8] {
 }
 
 fn hashes(names: &[u16]) -> Hashes {
-    let mut hashes = Hashes::default();
+    let mut hashes = HashesBuilder::default();
     for &name in names {
         hashes.push(&digest(name)).unwrap();
     }
-    hashes
+    hashes.finish()
 }
 
 fn ids(ids: &[u32]) -> Vec<BlockId> {

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvstow import (
     FullAttention,
+    Hashes,
     Job,
     JobEnd,
     OffloadScheduler,
@@ -21,7 +22,7 @@ GROUP = FullAttention(BLOCK_SIZE)
 ALL = 2**40
 
 
-def hashes(prompt: str) -> list[bytes]:
+def hashes(prompt: str) -> Hashes:
     return hash_tokens([ord(letter) for letter in prompt for _ in range(BLOCK_SIZE)], BLOCK_SIZE)
 
 

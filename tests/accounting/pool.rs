@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use kvstow_core::event::Event;
 use kvstow_core::ids::{BlockId, GroupId};
-use kvstow_core::key::Hashes;
+use kvstow_core::key::HashesBuilder;
 use kvstow_core::pool::BlockPool;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -179,9 +179,9 @@ proptest! {
 #[test]
 fn a_lookup_never_confuses_two_keys() {
     let digests = |numbers: std::ops::Range<u64>| {
-        let mut all = Hashes::default();
+        let mut all = HashesBuilder::default();
         numbers.for_each(|number| all.push(&number.to_be_bytes()).unwrap());
-        all
+        all.finish()
     };
     let mut pool = BlockPool::new(200_001, false).unwrap();
     let mut allocated = Vec::new();
@@ -217,11 +217,12 @@ fn hashes_keep_one_width() {
     let mut allocated = Vec::new();
     pool.allocate(2, &mut allocated).unwrap();
     pool.cache(&allocated[..1], &hashes(&[1]), GroupId(0)).unwrap();
-    let mut wide = kvstow_core::key::Hashes::default();
+    let mut wide = HashesBuilder::default();
     wide.push(&[7; 32]).unwrap();
     assert!(wide.push(&[7; 31]).is_err());
     assert!(wide.push(&[]).is_err());
     assert!(wide.push(&[7; 33]).is_err());
+    let wide = wide.finish();
     assert!(pool.cache(&allocated[1..], &wide, GroupId(0)).is_err());
     assert!(pool.lookup(&wide, GroupId(0)).is_err());
     assert_eq!(pool.num_cached(), 1);

@@ -26,6 +26,7 @@ from kvstow import (
     BlockRemoved,
     BlockStored,
     FullAttention,
+    Hashes,
     Job,
     OffloadScheduler,
     SlidingWindow,
@@ -138,7 +139,7 @@ class Rig:
             for index in range(max(start, num_skipped(group, len(text)) if hit else 0), end)
         }
 
-    def hashes(self, text: str) -> list[bytes]:
+    def hashes(self, text: str) -> Hashes:
         hashes = hash_tokens([ord(token) for token in text], self.size)
         for index, hash in enumerate(hashes):
             self.text_of[hash] = self.name(0, text, index)[1]

@@ -24,6 +24,7 @@ import numpy as np
 from kvstow._core import (
     BlockLedger,
     ConfigError,
+    Hashes,
     JobEnd,
     OffloadScheduler,
     StateError,
@@ -209,7 +210,7 @@ class Engine(Closing):
         self._check_open()
         if not isinstance(request_id, str):
             raise ConfigError(f"request_id is {request_id!r}, expected a str: pass its name")
-        hashes = list(hashes)
+        hashes = Hashes(hashes)  # which ledger and scheduler share
         with self._state.change:
             self._state.add(request_id, hashes, tokens, extra_keys)
 
@@ -227,7 +228,7 @@ class Engine(Closing):
         hashes, and the next `poll` reports a running request as failed.
         """
         state = self._known(request_id)
-        hashes = list(hashes)
+        hashes = Hashes(hashes)  # which ledger and scheduler share
         with state.change:
             state.extend(request_id, hashes, tokens, extra_keys)
 

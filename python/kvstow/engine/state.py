@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvstow._core import (
     BlockLedger,
+    Hashes,
     Job,
     KvstowError,
     LedgerPool,
@@ -33,7 +34,7 @@ from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import HOST, Image, To
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
-Known: TypeAlias = tuple[list[bytes], list[int] | None, list[tuple[object, ...] | None] | None]
+Known: TypeAlias = tuple[Hashes, list[int] | None, list[tuple[object, ...] | None] | None]
 
 
 @dataclass(frozen=True, slots=True)

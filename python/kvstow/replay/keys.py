@@ -32,7 +32,7 @@ def block_digests(request: TraceRequest, block_size: int) -> list[bytes]:
         parent=digests[-1] if digests else None,
         extra_keys=[("request", request.line)] * (num_blocks - num_prompt),
     )
-    return digests + generated
+    return [*digests, *generated]
 
 
 def digest_words(digests: list[bytes]) -> npt.NDArray[np.uint64]:

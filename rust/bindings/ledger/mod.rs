@@ -1,6 +1,6 @@
 //! `BlockLedger`, what its methods take (`arguments`), and what they return (`allocation`).
 //!
-//! May import: convert, error, group, hash, lock, pool.
+//! May import: convert, error, group, hash, hashes, lock, pool.
 
 mod allocation;
 mod arguments;
@@ -11,12 +11,13 @@ use std::sync::Arc;
 
 use kvstow_core::ledger::{self, AllocateArgs, NewIds};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyTuple};
 
-use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, hashes, request_ids, to_array};
+use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, request_ids, to_array};
 use crate::error::to_py;
 use crate::group::groups;
 use crate::hash::extra_keys_to_py;
+use crate::hashes::{Hashes, hashes};
 use crate::lock::{Mutex, detached, lock};
 use crate::pool::LedgerPool;
 
@@ -355,16 +356,10 @@ impl BlockLedger {
         &self,
         py: Python<'py>,
         request_id: RequestId,
-    ) -> PyResult<(Bound<'py, PyList>, Option<Vec<u64>>, Option<Bound<'py, PyAny>>)> {
-        let (hashes, context, width) = {
-            let ledger = lock(&self.0);
-            let (hashes, context) = ledger.known(&request_id).map_err(to_py)?;
-            (hashes.to_vec(), context, ledger.pool().hash_width())
-        };
-        let hashes =
-            PyList::new(py, hashes.iter().map(|hash| PyBytes::new(py, width.digest(hash))))?;
+    ) -> PyResult<(Hashes, Option<Vec<u64>>, Option<Bound<'py, PyAny>>)> {
+        let (hashes, context) = lock(&self.0).known(&request_id).map_err(to_py)?;
         let keys = context.extra_keys.map(|keys| extra_keys_to_py(py, &keys)).transpose()?;
-        Ok((hashes, context.tokens, keys))
+        Ok((Hashes::of(hashes), context.tokens, keys))
     }
 
     /// Return the ledger as bytes for `restore`, with a version and a checksum.

@@ -12,12 +12,11 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-use crate::convert::{
-    Count, Name, RequestId, as_strs, counts, group_id, hashes, ids, job_id, request_ids,
-};
+use crate::convert::{Count, Name, RequestId, as_strs, counts, group_id, ids, job_id, request_ids};
 use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
 use crate::group::groups;
+use crate::hashes::hashes;
 use crate::job::{Job, JobEnd, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
 use crate::lock::{Mutex, detached, lock};

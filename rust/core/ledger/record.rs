@@ -13,7 +13,7 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::group::{Group, Model};
 use crate::ids::{BlockId, GroupId};
-use crate::key::{BlockHash, BlockKey, HashWidth};
+use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
 use crate::pool::{MAX_BLOCKS, check_ids, repeated};
 
 use super::request::{MAX_TOKENS, Request};
@@ -124,14 +124,15 @@ impl BlockLedger {
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
-    pub fn known(&self, request_id: &str) -> Result<(&[BlockHash], Context)> {
+    pub fn known(&self, request_id: &str) -> Result<(Hashes, Context)> {
         let request = self.requests.get(request_id)?;
         let extra_keys = (!request.extra_keys.is_empty()).then(|| {
             let mut keys = request.extra_keys.clone();
             keys.resize(request.hashes.len(), None);
             keys
         });
-        Ok((&request.hashes, Context { tokens: request.tokens.clone(), extra_keys }))
+        let hashes = Hashes::new(self.pool.hash_width(), &request.hashes);
+        Ok((hashes, Context { tokens: request.tokens.clone(), extra_keys }))
     }
 
     /// The ids of all requests.

@@ -10,7 +10,7 @@ use crate::event::Origin;
 use crate::group::{Group, Model};
 use crate::hash::ExtraKey;
 use crate::ids::BlockId;
-use crate::key::{BlockHash, Hashes};
+use crate::key::{Hashes, SharedHashes};
 use crate::pool::BlockPool;
 
 /// More tokens than any request has: keeps sums of token counts far from wrapping.
@@ -50,7 +50,7 @@ pub(super) struct Request {
     pub(super) serial: u64,
     #[n(1)]
     #[cbor(with = "crate::key::flat")]
-    pub(super) hashes: Vec<BlockHash>,
+    pub(super) hashes: SharedHashes,
     /// Per group.
     #[n(2)]
     pub(super) tables: Vec<BlockTable>,
@@ -123,7 +123,7 @@ impl Request {
             self.extra_keys.resize(self.hashes.len(), None);
             self.extra_keys.extend(keys);
         }
-        self.hashes.extend_from_slice(hashes.as_slice());
+        hashes.append_to(&mut self.hashes);
         if let (Some(known), Some(more)) = (&mut self.tokens, context.tokens) {
             known.extend(more);
         }

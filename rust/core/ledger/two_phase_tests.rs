@@ -9,7 +9,7 @@ use std::cell::Cell;
 use super::{AllocateArgs, BlockLedger, Context, PrefixHit};
 use crate::group::{Attention, Group};
 use crate::ids::BlockId;
-use crate::key::Hashes;
+use crate::key::{Hashes, HashesBuilder};
 
 const BLOCK_SIZE: usize = 4;
 
@@ -44,11 +44,11 @@ fn window(num_blocks: usize) -> Group {
 
 /// A prompt's hashes. As with chained digests, each belongs to one position.
 fn prompt(chain: u8, num_blocks: u8) -> Hashes {
-    let mut hashes = Hashes::default();
+    let mut hashes = HashesBuilder::default();
     for at in 0..num_blocks {
         hashes.push(&[chain, at, 0, 0, 0, 0, 0, 0]).unwrap();
     }
-    hashes
+    hashes.finish()
 }
 
 fn grant(ledger: &mut BlockLedger, name: &str, num_blocks: usize) {
@@ -105,7 +105,7 @@ fn verify(ledger: &BlockLedger, name: &str, hit: &PrefixHit) -> Result<(), InTwo
             }
             seen.push(block);
         }
-        for ((&block, &hit), hash) in table.iter().zip(hits).zip(&request.hashes) {
+        for ((&block, &hit), hash) in table.iter().zip(hits).zip(request.hashes.iter()) {
             assert!(block.is_null() || block == hit);
             assert!(block.is_null() || ledger.pool.holds(block, hash, id));
         }

@@ -14,7 +14,7 @@ use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::key::BlockHash;
+use crate::key::SharedHashes;
 use crate::ledger::damaged;
 
 use super::image::Image;
@@ -43,7 +43,7 @@ pub(crate) struct SchedulerRecord {
 struct RequestRecord {
     #[n(0)]
     #[cbor(with = "crate::key::flat")]
-    hashes: Vec<BlockHash>,
+    hashes: SharedHashes,
     /// Per group, slots that need no store.
     #[n(1)]
     num_kept: Vec<usize>,
@@ -71,7 +71,7 @@ impl OffloadScheduler {
             let is_eager = self.config.mode == Mode::Eager;
             let num_kept = |at| if is_eager { quiet.num_kept(request, at) } else { 0 };
             let record = RequestRecord {
-                hashes: request.hashes.clone(),
+                hashes: SharedHashes::clone(&request.hashes),
                 num_kept: (0..request.tables.len()).map(num_kept).collect(),
                 num_queried: request.num_queried,
                 num_hit_tokens: request.num_hit_tokens,

@@ -5,14 +5,14 @@ use std::ops::Range;
 use crate::error::{Error, Result};
 use crate::group::Attention;
 use crate::ids::BlockId;
-use crate::key::{BlockHash, Hashes};
+use crate::key::{Hashes, SharedHashes};
 
 use super::{Mode, OffloadScheduler};
 
 /// The state of a live request.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RequestState {
-    pub(super) hashes: Vec<BlockHash>,
+    pub(super) hashes: SharedHashes,
     /// Per group.
     pub(super) tables: Vec<ReportedTable>,
     pub(super) held: HeldSlots,
@@ -83,11 +83,13 @@ impl OffloadScheduler {
     pub fn add(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         self.requests.check_new(request_id)?;
         self.host.slots.pool.agree_width(hashes.width())?;
-        self.track(request_id, hashes.as_slice().to_vec());
+        let mut shared = SharedHashes::default();
+        hashes.append_to(&mut shared);
+        self.track(request_id, shared);
         Ok(())
     }
 
-    fn track(&mut self, request_id: &str, hashes: Vec<BlockHash>) {
+    fn track(&mut self, request_id: &str, hashes: SharedHashes) {
         let tables = vec![ReportedTable::default(); self.model.groups().len()];
         let num_losses = self.host.num_losses;
         let request = RequestState { hashes, tables, num_losses, ..RequestState::default() };
@@ -112,7 +114,7 @@ impl OffloadScheduler {
     pub fn extend(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         let request = self.requests.get_mut(request_id)?;
         self.host.slots.pool.agree_width(hashes.width())?;
-        request.hashes.extend_from_slice(hashes.as_slice());
+        hashes.append_to(&mut request.hashes);
         Ok(())
     }
 
@@ -135,7 +137,7 @@ impl OffloadScheduler {
             return Ok(());
         }
         self.host.unpin(&std::mem::take(&mut request.held).slots)?;
-        request.hashes.truncate(num_hashes);
+        request.hashes = request.hashes[..num_hashes].to_vec().into();
         let num_tokens = num_hashes * self.model.hash_block_size();
         request.num_queried = request.num_queried.min(num_tokens);
         request.num_hit_tokens = request.num_hit_tokens.min(num_tokens);
@@ -184,7 +186,7 @@ impl OffloadScheduler {
     /// [`Error::UnknownRequest`].
     pub fn restart(&mut self, request_id: &str) -> Result<()> {
         let request = self.requests.get(request_id)?;
-        let (hashes, num_counted) = (request.hashes.clone(), request.num_counted);
+        let (hashes, num_counted) = (SharedHashes::clone(&request.hashes), request.num_counted);
         let is_low_priority = request.is_low_priority;
         self.finish(request_id)?;
         self.track(request_id, hashes);

@@ -79,7 +79,7 @@ class _Hasher:
         tokens = request._all_token_ids  # without a copy for a new prompt
         if num_hashed:
             tokens = tokens[num_hashed * self.block_size :]
-        return hash_tokens(tokens, self.block_size, algorithm=self.algorithm, parent=parent)
+        return list(hash_tokens(tokens, self.block_size, algorithm=self.algorithm, parent=parent))
 
     def or_else(self, vllm_hasher: Hasher) -> Hasher:
         """Return a hasher that leaves to vLLM what this one cannot hash."""

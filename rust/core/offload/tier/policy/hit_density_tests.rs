@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use crate::group::{Attention, Group};
 use crate::ids::GroupId;
-use crate::key::Hashes;
+use crate::key::{Hashes, HashesBuilder};
 use crate::offload::tier::policy::AnyPolicy;
 use crate::offload::{EvictionPolicy, OffloadConfig, OffloadScheduler, Progress};
 
@@ -235,8 +235,9 @@ fn a_request_hits_each_block_once() {
         let policy = EvictionPolicy::HitDensity;
         let config = OffloadConfig { policy, ..OffloadConfig::new(100, groups) };
         let mut scheduler = OffloadScheduler::new(config).unwrap();
-        let mut hashes = Hashes::default();
+        let mut hashes = HashesBuilder::default();
         (1..=4).for_each(|name| hashes.push(&[name; 8]).unwrap());
+        let hashes = hashes.finish();
         compute(&mut scheduler, &hashes, num_groups);
         compute(&mut scheduler, &hashes, num_groups);
         assert_eq!(num_hits(&scheduler), 0.0, "no lookup, no hit");
