@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 __all__ = [
     "AllBlocksCleared",
+    "BlockCopier",
     "BlockLedger",
     "BlockPool",
     "BlockRemoved",
@@ -172,6 +173,65 @@ def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np
         ConfigError: an array of another shape or dtype, rows that are not contiguous, or a row id
             outside the array.
     """
+
+@final
+class BlockCopier:
+    """Copies blocks between the regions of a layout and the slots of an arena.
+
+    A copy runs without the interpreter lock, and its stores bypass the caches. A brief one keeps
+    the lock, and stores into the caches. While the copier lives, its buffers can be neither resized
+    nor released.
+
+    Each call checks all pairs before it copies the first, so one that raises has changed nothing.
+
+    Args:
+        regions: (memory, block_stride_bytes, block_bytes) for each region, in the order of a slot.
+            The memory is a writable, contiguous buffer of uint8 that begins with block 0.
+        num_blocks: blocks in every region.
+        slots: the memory of the arena, such a buffer.
+        slot_stride_bytes: bytes from the start of one slot to the next.
+        slot_bytes: bytes of a slot that a checksum covers.
+        num_slots: slots of the arena.
+
+    Raises:
+        ConfigError: an object is not such a buffer, the rows reach past their memory, a block does
+            not fit in a slot, or a region shares memory with the slots.
+    """
+
+    def __new__(
+        cls,
+        regions: Sequence[tuple[npt.NDArray[np.uint8], int, int]],
+        num_blocks: int,
+        slots: npt.NDArray[np.uint8],
+        slot_stride_bytes: int,
+        slot_bytes: int,
+        num_slots: int,
+    ) -> BlockCopier: ...
+    def store(self, block_ids: _Ints, host_slots: _Ints, *, brief: bool = False) -> None:
+        """Copy block `block_ids[i]` to slot `host_slots[i]`, for every i.
+
+        Raises:
+            InvalidBlock: a block or slot is out of range.
+            ConfigError: the arguments are not ids, or differ in number.
+        """
+    def load(self, host_slots: _Ints, block_ids: _Ints, *, brief: bool = False) -> None:
+        """Copy slot `host_slots[i]` to block `block_ids[i]`, for every i.
+
+        Raises:
+            InvalidBlock: as `store`.
+            ConfigError: as `store`.
+        """
+    def store_with_checksums(
+        self, block_ids: _Ints, host_slots: _Ints, *, brief: bool = False
+    ) -> npt.NDArray[np.uint32]:
+        """Copy as `store`, and return the CRC-32 of each slot, of all its `slot_bytes`.
+
+        Each byte of a block is read once.
+
+        Raises:
+            InvalidBlock: as `store`.
+            ConfigError: as `store`.
+        """
 
 @final
 class BlockStored:

@@ -4,13 +4,14 @@
 //! converts the result. No method touches a Python object while it holds the lock of a core object.
 //! Long work runs without the interpreter lock (`lock.rs`).
 //!
-//! May import: kvstow_core.
+//! May import: kvstow_core, kvstow_copy.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are docstrings: Python's help shows them")]
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands extracted arguments over by value")]
 
 mod checksum;
 mod convert;
+mod copy;
 mod curve;
 mod error;
 mod event;
@@ -47,6 +48,8 @@ mod _core {
 
     #[pymodule_export]
     use super::checksum::row_checksums;
+    #[pymodule_export]
+    use super::copy::BlockCopier;
     #[pymodule_export]
     use super::curve::{HitCurve, clairvoyant_hits, salted_ids};
     #[pymodule_export]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvstow.transfer import (
     outcome,
 )
 from kvstow.transfer.cuda.kernels import checksum
+from kvstow.transfer.mover import Index
 from kvstow.transfer.ticket import DamagedSlots
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6
@@ -147,6 +149,35 @@ def test_slot_without_a_recorded_checksum_fails_to_load(
     under_way.set()
     ticket.wait(10)
     mover.load([3], [2], after=READY).wait(10)
+
+
+@pytest.mark.parametrize("has_copied", [False, True])
+def test_store_that_ends_before_its_sum_is_recorded_holds_nothing(
+    mover: VerifiedMover, monkeypatch: pytest.MonkeyPatch, has_copied: bool
+) -> None:
+    mover.store([1], [3], after=READY).wait(10)
+    copy_and_sum = HostMover.copy_and_sum
+
+    def interrupted(self: HostMover, block_ids: Index, host_slots: Index) -> None:
+        if has_copied:
+            copy_and_sum(self, block_ids, host_slots)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMover, "copy_and_sum", interrupted)
+        with pytest.raises(TransferError, match="KeyboardInterrupt"):
+            mover.store([2], [3], after=READY).wait(10)
+    with pytest.raises(ChecksumMismatch, match="host slot 3 was never stored"):
+        mover.load([3], [4], after=READY).wait(10)
+
+
+def test_sums_of_stores_are_those_of_the_slots(mover: VerifiedMover) -> None:
+    slots = np.array([5, 0, 2])
+    mover.arena.slots[:, BLOCK_BYTES:] = 9
+    mover.store([1, 2, 3], slots, after=READY).wait(10)
+    assert mover.arena.checksums.tolist() == [
+        zlib.crc32(mover.arena.slots[slot]) if slot in slots else -1 for slot in range(NUM_SLOTS)
+    ]
 
 
 def test_close_ends_every_ticket(mover: VerifiedMover) -> None:

@@ -34,7 +34,7 @@ Direction: TypeAlias = Literal["store", "load"]
 
 # Up to this many numbers, Python's own ints are compared faster than numpy's: after a step of
 # compute the caches hold no code of numpy's, and one call then takes some 30 us.
-_FEW = 16
+_FEW = 64
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ import numpy as np
 from kvstow._core import TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.kernels import checksum
+from kvstow.transfer.host.mover import HostMover
 from kvstow.transfer.host.queue import HostQueue, QueuedMover
 from kvstow.transfer.mover import READY, Direction, Event, Index, Mover
 from kvstow.transfer.ticket import HostTicket, Ticket, find_damage
@@ -71,8 +72,12 @@ class VerifiedMover(_WrappingMover):
 
         def store_and_record() -> None:
             self._checksums[host_slots] = -1  # an earlier store of the slot may have ended since
-            self._mover.store(block_ids, host_slots, after=READY).wait()
-            self._checksums[host_slots] = self.arena.compute_checksums(host_slots)
+            if isinstance(self._mover, HostMover):
+                sums = self._mover.copy_and_sum(block_ids, host_slots)
+            else:
+                self._mover.store(block_ids, host_slots, after=READY).wait()
+                sums = self.arena.compute_checksums(host_slots)
+            self._checksums[host_slots] = sums
 
         if direction == "load":
             return self._loads.submit(check_and_load, block_ids, after)

@@ -42,15 +42,18 @@ def test_failed_copy_fails_only_its_job(setup: Setup) -> None:
     failed = setup.mover.store([1, 2], [0, 1], after=event)
     behind = setup.mover.store([3], [2], after=READY)
     want = setup.block(3)
-    # One row beyond the view, so that numpy raises in the worker. No checked id reaches that far.
+    before = setup.arena.slots[:2].copy()
+    # One block beyond the memory, so that the native call raises. No checked id reaches that far.
     [(job, _)] = setup.mover._stores._order._waiting.values()
     assert isinstance(job.work, partial)
-    copy = job.work.args[0][0]
-    copy.source_rows = np.full_like(copy.target_rows, len(copy.source))
+    _, block_ids, _, _ = job.work.args
+    assert block_ids.tolist() == [1, 2]
+    block_ids[1] = setup.layout.num_blocks
     event.set()
-    with pytest.raises(TransferError, match="IndexError") as raised:
+    with pytest.raises(TransferError, match=r"InvalidBlock.*block 8 is outside 0 to 7") as raised:
         failed.wait(LONG_S)
-    assert isinstance(raised.value.__cause__, IndexError)
+    assert isinstance(raised.value.__cause__, InvalidBlock)
+    assert np.array_equal(setup.arena.slots[:2], before), "the job has copied a part"
     behind.wait(LONG_S)
     assert np.array_equal(setup.arena.slots[2], want)
 
