@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use crate::{Error, Pair, Region, Slots, Stores, ThisThread, load, store, store_with_checksums};
 
 /// Cases of the model test. Miri takes seconds for each.
-const NUM_CASES: u32 = if cfg!(miri) { 16 } else { 512 };
+const NUM_CASES: u32 = if cfg!(miri) { 6 } else { 512 };
 
 /// The rows of one region: bytes before row 0, bytes of a row, bytes between two.
 type Shape = (usize, usize, usize);
