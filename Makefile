@@ -25,7 +25,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak stress lint docs bench gpu-check wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench gpu-check wheel pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,11 @@ soak: ## test the core with new random operations for SECONDS=600
 	@$(need_cargo)
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
+
+test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri (rustup +nightly component add miri)
+	@$(need_cargo)
+	cargo test -p kvstow-copy --config 'target."cfg(unix)".runner = "valgrind -q --error-exitcode=9"'
+	cargo +nightly miri test -p kvstow-copy
 
 stress: $(VENV)/.test ## interrupt engines at random moments, with forks and a thread that reads stats, for SECONDS=600
 	$(BIN)/python -m tests.stress --seconds $(SECONDS)
