@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.vllm import models
 from tests.vllm.engine import (
     BLOCK_SIZE,
@@ -164,25 +164,62 @@ def make_drafter(folder: Path) -> Path:
     folder.mkdir()
     config: dict[str, Any] = models.LLAMA | {"num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    num_q, num_kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {
-        "fc": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj": (num_q, hidden),
-        "layers.0.self_attn.k_proj": (num_kv, hidden),
-        "layers.0.self_attn.v_proj": (num_kv, hidden),
-        "layers.0.self_attn.o_proj": (hidden, num_q),
-        "layers.0.mlp.gate_proj": (inner, hidden),
-        "layers.0.mlp.up_proj": (inner, hidden),
-        "layers.0.mlp.down_proj": (hidden, inner),
-    }
-    generator = torch.Generator().manual_seed(3)
-    weights = {
-        f"{name}.weight": torch.empty(shape).normal_(0, 0.15, generator=generator)
-        for name, shape in shapes.items()
-    }
-    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights = draft_layer("layers.0.") | {"fc.weight": drawn(HIDDEN, 2 * HIDDEN)}
+    del weights["layers.0.input_layernorm.weight"]
     save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+HIDDEN = 256
+LLAMA: dict[str, Any] = models.LLAMA
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    """Return weights of this shape, the same at each call."""
+    return torch.empty(shape).normal_(0, 0.15, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def draft_layer(prefix: str) -> dict[str, torch.Tensor]:
+    """Return the weights of one layer like those of the tiny Llama."""
+    inner, head = LLAMA["intermediate_size"], LLAMA["head_dim"]
+    num_q, num_kv = LLAMA["num_attention_heads"] * head, LLAMA["num_key_value_heads"] * head
+    weights = {
+        "self_attn.q_proj": drawn(num_q, HIDDEN),
+        "self_attn.k_proj": drawn(num_kv, HIDDEN),
+        "self_attn.v_proj": drawn(num_kv, HIDDEN + 1)[:, 1:].contiguous(),
+        "self_attn.o_proj": drawn(HIDDEN, num_q),
+        "mlp.gate_proj": drawn(inner, HIDDEN),
+        "mlp.up_proj": drawn(inner, HIDDEN + 1)[:, 1:].contiguous(),
+        "mlp.down_proj": drawn(HIDDEN, inner),
+        "input_layernorm": torch.ones(HIDDEN),
+        "post_attention_layernorm": torch.ones(HIDDEN),
+    }
+    return {f"{prefix}{name}.weight": weight for name, weight in weights.items()}
+
+
+def make_mtp_model(folder: Path, window: int | None) -> Path:
+    """Write a model with one module for multi-token prediction, all of its layers with a window."""
+    config = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    models.make_model(config, folder)
+    module = "model.mtp_layers.0."
+    weights = load_file(folder / "model.safetensors") | draft_layer(module)
+    weights[f"{module}input_proj.weight"] = drawn(HIDDEN, 2 * HIDDEN)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{module}{name}.weight"] = torch.ones(HIDDEN)
+    for name in "qkv":
+        num_rows = len(weights[f"{module}self_attn.{name}_proj.weight"])
+        weights[f"{module}self_attn.{name}_proj.bias"] = torch.zeros(num_rows)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    if window is not None:
+        num_layers = config["num_hidden_layers"]
+        config |= {
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "max_window_layers": num_layers,
+            "layer_types": ["sliding_attention"] * num_layers,
+        }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -203,15 +240,18 @@ def answered_one_by_one(engine: Engine) -> tuple[list[Answer], list[list[int]]]:
 
 
 @full
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "mtp-with-windows"])
 def test_a_draft_model_drafts_from_the_host_as_from_the_device(
-    folder: Path, tmp_path: Path
+    kind: str, folder: Path, tmp_path: Path
 ) -> None:
     """The target model verifies all drafts, so only the drafts show the draft model's layer."""
-    speculation = {
-        "method": "eagle",
-        "model": str(make_drafter(tmp_path / "drafter")),
-        "num_speculative_tokens": 3,
-    }
+    speculation: dict[str, object]
+    if kind == "eagle":
+        drafter = make_drafter(tmp_path / "drafter")
+        speculation = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
+    else:
+        folder = make_mtp_model(tmp_path / "model", 128 if "windows" in kind else None)
+        speculation = {"method": "mtp", "num_speculative_tokens": 1}
     with running(folder, options=None, num_blocks=400, speculative_config=speculation) as engine:
         first, _ = answered_one_by_one(engine)
         second, drafts = answered_one_by_one(engine)
