@@ -15,7 +15,12 @@ from tests.replay.scenario import BLOCK as REPLAY_BLOCK
 from tests.replay.scenario import comes_back, prepared, pushed_out
 
 from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
-from kvstow.observability.metrics import CONNECTOR_METRICS, METRICS, MetricsCollector
+from kvstow.observability.metrics import (
+    CONNECTOR_METRICS,
+    METRICS,
+    SHADOW_HIT_RATIO,
+    MetricsCollector,
+)
 from kvstow.replay import (
     BUNDLED_TRACE,
     Observer,
@@ -30,7 +35,7 @@ from kvstow.transfer import READY, BlockLayout
 BLOCK = 4
 BLOCK_BYTES = 2 * BLOCK * 8  # both ranks
 DOCUMENT = list(range(16))  # 4 blocks
-ALL = METRICS + CONNECTOR_METRICS
+ALL = (*METRICS, *CONNECTOR_METRICS, SHADOW_HIT_RATIO)
 
 
 def scraped(collector: MetricsCollector) -> dict[str, float]:

@@ -1238,13 +1238,18 @@ class HitCurve:
             ConfigError: as `add`, or offsets that do not fit the keys. If the machine lacks the
                 memory for a request, the requests before it have been added.
         """
-    def lookup(self, keys: _Keys, num_local: int = 0) -> None:
+    def lookup(self, keys: _Keys, num_local: int = 0, *, ends: _Ints | None = None) -> int:
         """Look up all keys of a request, and leave their recency as it is.
 
         Args:
             keys: keys of the request's blocks, root first.
             num_local: the first blocks that a cache in front of this one has. They are hits at
                 every capacity, 0 included, and this cache is not asked for them.
+            ends: the numbers of blocks at which a hit may end, ascending. Models with sliding
+                windows or recurrent states have few. None: a hit may end at each block.
+
+        Returns:
+            The first blocks that the curve knows: an estimate once `rate` is below 1.
 
         Raises:
             ConfigError: as `add`.

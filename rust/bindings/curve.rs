@@ -97,17 +97,26 @@ impl HitCurve {
     ///     keys: keys of the request's blocks, root first.
     ///     num_local: the first blocks that a cache in front of this one has. They are hits at
     ///         every capacity, 0 included, and this cache is not asked for them.
+    ///     ends: the numbers of blocks at which a hit may end, ascending. Models with sliding
+    ///         windows or recurrent states have few. None: a hit may end at each block.
+    ///
+    /// Returns:
+    ///     The first blocks that the curve knows: an estimate once `rate` is below 1.
     ///
     /// Raises:
     ///     ConfigError: as `add`.
-    #[pyo3(signature = (keys, num_local = Count(0)))]
-    #[pyo3(text_signature = "($self, keys, num_local=0)")]
-    fn lookup(&self, keys: &Bound<'_, PyAny>, num_local: Count) -> PyResult<()> {
-        let keys = Keys::from_py(keys)?;
+    #[pyo3(signature = (keys, num_local = Count(0), *, ends = None))]
+    #[pyo3(text_signature = "($self, keys, num_local=0, *, ends=None)")]
+    fn lookup(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        num_local: Count,
+        ends: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let (keys, ends) = (Keys::from_py(keys)?, ends.map(counts).transpose()?);
         let mut this = lock(&self.0);
         this.agree(keys.source).map_err(to_py)?;
-        this.curve.lookup(&keys.words, num_local.0);
-        Ok(())
+        Ok(this.curve.lookup(&keys.words, num_local.0, ends.as_deref()))
     }
 
     /// Make the keys of a request recent, tail before root, without a lookup.

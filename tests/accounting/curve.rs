@@ -10,7 +10,8 @@ use kvstow_core::group::{Attention, Group};
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::{Hashes, HashesBuilder};
 use kvstow_core::offload::{OffloadConfig, OffloadScheduler, Progress};
-use proptest::collection::vec;
+use proptest::collection::{btree_set, vec};
+use proptest::option;
 use proptest::prelude::*;
 
 use super::num_cases;
@@ -115,8 +116,8 @@ fn list_hits(requests: &[Vec<u64>], capacity: usize) -> u64 {
 /// What an online curve is asked to do.
 #[derive(Clone, Debug)]
 enum Op {
-    /// Keys of a request, and how many of them a cache in front has.
-    Lookup(Vec<u64>, usize),
+    /// Keys of a request, how many of them a cache in front has, and where hits may end.
+    Lookup(Vec<u64>, usize, Option<Vec<usize>>),
     Insert(Vec<u64>),
     Turn,
     Clear,
@@ -125,7 +126,11 @@ enum Op {
 fn ops() -> impl Strategy<Value = Vec<Op>> {
     let keys = || prop_oneof![chains(8, 1).prop_map(|chains| chains.concat()), vec(0..9_u64, 0..8)];
     let op = prop_oneof![
-        8 => (keys(), 0..4_usize).prop_map(|(keys, num_local)| Op::Lookup(keys, num_local)),
+        8 => (keys(), 0..4_usize, option::of(btree_set(0..10_usize, 0..4))).prop_map(
+            |(keys, num_local, ends)| {
+                Op::Lookup(keys, num_local, ends.map(|ends| ends.into_iter().collect()))
+            }
+        ),
         8 => keys().prop_map(Op::Insert),
         2 => Just(Op::Turn),
         1 => Just(Op::Clear),
@@ -145,14 +150,22 @@ struct ListCurve {
 impl ListCurve {
     fn apply(&mut self, op: &Op, num_kept: usize) {
         match op {
-            Op::Lookup(keys, num_local) => {
-                let mut needed = Some(0);
+            Op::Lookup(keys, num_local, ends) => {
+                // By number of blocks: the least cache that has them all behind the local ones.
+                let mut needed = vec![Some(0)];
                 for (at, key) in keys.iter().enumerate() {
-                    if at >= *num_local {
-                        let place = self.resident.iter().position(|(other, _)| other == key);
-                        needed = needed.and_then(|needed| place.map(|at| needed.max(at + 1)));
-                    }
-                    self.lookups.push((self.turn, needed));
+                    let place = self.resident.iter().position(|(other, _)| other == key);
+                    let own = if at < *num_local { Some(0) } else { place.map(|place| place + 1) };
+                    let before = needed[at];
+                    needed.push(before.and_then(|before: usize| own.map(|own| own.max(before))));
+                }
+                for at in 0..keys.len() {
+                    let all = || (0..=keys.len()).collect();
+                    let may_end = ends.clone().unwrap_or_else(all);
+                    let next = may_end.into_iter().find(|&end| end > at && end <= keys.len());
+                    let is_local = at < *num_local;
+                    let least = if is_local { Some(0) } else { next.and_then(|end| needed[end]) };
+                    self.lookups.push((self.turn, least));
                 }
             }
             Op::Insert(keys) => {
@@ -266,7 +279,13 @@ proptest! {
         for op in &ops {
             list.apply(op, num_kept);
             match op {
-                Op::Lookup(keys, num_local) => curve.lookup(keys, *num_local),
+                Op::Lookup(keys, num_local, ends) => {
+                    let is_known = |key| list.resident.iter().any(|(other, _)| other == key);
+                    let others = keys.iter().skip(*num_local);
+                    let num_known = others.take_while(|&key| is_known(key)).count();
+                    let found = curve.lookup(keys, *num_local, ends.as_deref());
+                    prop_assert_eq!(found, keys.len().min(*num_local) + num_known);
+                }
                 Op::Insert(keys) => curve.insert(keys).unwrap(),
                 Op::Turn => curve.turn(num_kept),
                 Op::Clear => curve.clear(),
@@ -288,7 +307,7 @@ proptest! {
         let whole = exact(&requests);
         let mut parts = HitCurve::new(HitCurveConfig::default()).unwrap();
         for keys in &requests {
-            parts.lookup(keys, 0);
+            parts.lookup(keys, 0, None);
             parts.insert(keys).unwrap();
         }
         let capacities: Vec<_> = (0..30).collect();
@@ -406,7 +425,7 @@ fn sampled_online_curve_is_near_the_exact_one() {
     let run = |config| {
         let mut curve = HitCurve::new(config).unwrap();
         for (at, keys) in requests.iter().enumerate() {
-            curve.lookup(keys, at % 3);
+            curve.lookup(keys, at % 3, None);
             curve.insert(keys).unwrap();
             if at % 3000 == 2999 {
                 curve.turn(3);

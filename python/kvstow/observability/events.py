@@ -100,7 +100,7 @@ class EventFile(Closing):
         self.num_lost = 0
         self._clock = clock
         try:
-            descriptor = _open(self.path)
+            descriptor = open_to_append(self.path)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the events file {self.path!r} cannot be opened ({error}): name a file in a "
@@ -124,7 +124,7 @@ class EventFile(Closing):
             for event in events
         ]
         try:
-            _append(self._descriptor, "".join(lines).encode())
+            append_all(self._descriptor, "".join(lines).encode())
         except OSError as error:
             self.num_lost += len(events)
             self._give_up(error)
@@ -156,10 +156,13 @@ class EventFile(Closing):
         self.close()
 
 
-def _open(path: str | os.PathLike[str]) -> int:
+def open_to_append(path: str | os.PathLike[str]) -> int:
     """Return the descriptor of a file to append to.
 
     A pipe is an error, because a slow reader would hold up the engine.
+
+    Raises:
+        OSError: the file cannot be opened, or is neither a regular file nor a character device.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
@@ -178,8 +181,12 @@ def _close(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _append(descriptor: int, data: bytes) -> None:
-    """Write all of the data, or cut the file off where the data began."""
+def append_all(descriptor: int, data: bytes) -> None:
+    """Write all of the data, or cut the file off where the data began.
+
+    Raises:
+        OSError: not all of it could be written.
+    """
     begin, rest = os.fstat(descriptor).st_size, memoryview(data)
     try:
         while rest:

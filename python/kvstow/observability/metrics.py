@@ -44,7 +44,13 @@ class Metric(NamedTuple):
     @property
     def label(self) -> str:
         """The label that distinguishes the samples; empty for a single sample."""
-        labels = {"device": "tier", "store": "direction", "request": "reason", "wrong": "hint"}
+        labels = {
+            "device": "tier",
+            "store": "direction",
+            "request": "reason",
+            "wrong": "hint",
+            "0": "gib",
+        }
         return labels.get(next(iter(self.keys)), "")
 
 
@@ -183,8 +189,42 @@ CONNECTOR_METRICS: Final = (
             "priority": "priority_hints",
         },
     ),
+    Metric(
+        "kvstow_hit_ratio",
+        "Share of the blocks of prompts that came from the device or the host, of requests in the "
+        "window.",
+        {"": "hit_ratio"},
+    ),
+    Metric(
+        "kvstow_shadow_hit_ratio_error",
+        "Largest standard error of the ratios of kvstow_shadow_hit_ratio. 0 while the sampling "
+        "rate is 1.",
+        {"": "shadow_hit_ratio_error"},
+    ),
+    Metric(
+        "kvstow_shadow_sampling_rate",
+        "Share of the blocks that kvstow watches for kvstow_shadow_hit_ratio.",
+        {"": "shadow_sampling_rate"},
+    ),
+    Metric(
+        "kvstow_shadow_window_seconds",
+        "Length of the window of the ratios. Each second counts half after observe_half_life_s.",
+        {"": "shadow_window_seconds"},
+    ),
 )
 """The metrics that only the vLLM connector exports."""
+
+
+SHADOW_KEY: Final = "shadow_hit_ratio "
+"""The key of a shadow tier's hit ratio, which its size in GiB follows."""
+
+SHADOW_HIT_RATIO: Final = Metric(
+    "kvstow_shadow_hit_ratio",
+    "Share of the blocks of prompts that the device and a host tier of this many GiB would have "
+    "hit, of requests in the window. 0: the device alone. inf: a tier without a bound.",
+    {size: SHADOW_KEY + size for size in ("0", "SIZE", "inf")},
+)
+"""A metric of the vLLM connector. The sizes depend on the options."""
 
 
 class MetricsCollector(Collector):

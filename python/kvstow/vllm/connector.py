@@ -1,6 +1,7 @@
 """`KVStowConnector`: the class that vLLM loads, once beside its scheduler and once per worker.
 
 Each instance has one half: `SchedulerHalf` or `WorkerHalf`. The methods pass vLLM's calls to it.
+With `observe` the halves are those of `idle`. In either case an `Observer` watches the requests.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import version as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,8 +27,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvstow import ConfigError, StateSpace
 from kvstow.observability.events import EventFile
 from kvstow.vllm.events import HostEvents
+from kvstow.vllm.idle import IdleScheduler, IdleWorker
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
+from kvstow.vllm.observe import Observer
 from kvstow.vllm.options import Options
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
@@ -82,7 +85,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._host_events: HostEvents | None = None
         self._event_file: EventFile | None = None
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerHalf(
+            half = IdleWorker if options.observe else WorkerHalf
+            self._worker: WorkerHalf = half(
                 model,
                 options,
                 # Within its engine: with data parallelism vLLM may number the ranks of all engines.
@@ -113,9 +117,15 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._host_events = HostEvents(kv_cache_config, max_blocks=2 * model.num_blocks)
         if options.events_path is not None:
             self._event_file = EventFile(options.events_path)
+        model = replace(model, tokens_per_vllm_hash=tokens_per_hash)
+        self._observer = Observer.of(vllm_config, kv_cache_config, model, options)
+        self._scheduler: SchedulerHalf
+        if options.observe:
+            self._scheduler = cast("SchedulerHalf", IdleScheduler(options, parallel.world_size))
+            return
         speculative = vllm_config.speculative_config
         tier = HostTier(
-            replace(model, tokens_per_vllm_hash=tokens_per_hash),
+            model,
             options,
             world_size=parallel.world_size,
             horizon_blocks=_horizon_blocks(model, vllm_config),
@@ -225,6 +235,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
         None tokens: ask again later.
         """
+        self._observer.looked_up(request, num_computed_tokens)
         found = self._scheduler.lookup(request, num_computed_tokens)
         return found, bool(found)
 
@@ -233,9 +244,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Plan the load of the tokens that vLLM has accepted."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
+        self._observer.admitted(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand this step's jobs to the workers."""
+        self._observer.stepped()
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -254,6 +267,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan its last stores. vLLM may free its blocks: jobs hold references of their own."""
         self._scheduler.finished(request)
+        self._observer.finished(request)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -269,7 +283,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
         Jobs in flight end without effect.
         """
-        self._scheduler.reset()
+        if not self._scheduler.reset():
+            self._observer.emptied()
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -283,12 +298,17 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the statistics since the last call."""
         if self.role == KVConnectorRole.WORKER:
             return self._worker.stats()
-        if (offload := self._scheduler.offload) is None:
+        num_blocks = self._scheduler.num_host_blocks
+        if not num_blocks:
             return None
         if self._reporter is None:
-            self._reporter = StatsReporter(offload.num_host_blocks)
+            self._reporter = StatsReporter(num_blocks)
         stats = self._scheduler.stats()
-        return self._reporter.report(stats) if stats else None
+        report = self._reporter.report(stats) if stats else None
+        if gauges := self._observer.gauges(num_blocks):
+            report = report or ConnectorStats()
+            report.data.update(gauges)
+        return report
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -313,6 +333,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._scheduler.close()
             self._write_events()
+            self._observer.close()
         if self._event_file is not None:
             self._event_file.close()
 

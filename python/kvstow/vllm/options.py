@@ -15,6 +15,8 @@ from kvstow.sizes import parse_bytes
 from kvstow.transfer.layout import MAX_BLOCKS
 
 DEFAULT_BYTES = 8 << 30
+DEFAULT_TRACE_BYTES = 1 << 30
+MIN_TRACE_BYTES = 1 << 20
 MAX_THRESHOLD = 255
 WHERE = "kv_connector_extra_config"
 
@@ -81,6 +83,22 @@ def read_seconds(name: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def read_gib(name: str, value: object) -> float:
+    """Return a finite number above 0, of GiB."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise _refused(name, value, "a finite number of GiB above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def read_trace_bytes(name: str, value: object) -> int:
+    """Return a number of bytes for a trace, as `read_size` does."""
+    num_bytes = read_size(name, value)
+    if num_bytes < MIN_TRACE_BYTES:
+        raise _refused(name, value, f"at least {MIN_TRACE_BYTES} bytes")
+    return num_bytes
+
+
 def read_text(name: str, value: object) -> str:
     """Return a text that is not empty."""
     if not isinstance(value, str) or not value:
@@ -131,6 +149,16 @@ class Options:
         preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
             and empties the tier if the content has changed. Needs `preserve_on_sleep`.
+        observe: keep no host tier, and only report the hit ratios that host tiers of several sizes
+            would have. Takes no host memory for KV, copies nothing, and changes no answer.
+        observe_gib: reports the ratios of tiers of 0.5, 1, 2, 4 and 8 times this size, in GiB. The
+            default is the size of the host tier.
+        observe_half_life_s: seconds after which a lookup counts half in these ratios.
+        record_trace: a file that gets a JSON line for each request, for `kvstow plan` and `kvstow
+            replay`. It has lengths, times and salted block ids, and neither tokens nor texts. A
+            data-parallel engine of index N above 0 adds `.engineN` to the name.
+        record_trace_bytes: when the trace has so many bytes, it moves to `record_trace` with `.1`
+            added, and a new one begins. At least 1 MiB.
         accelerate: replace three functions of vLLM with faster ones that have the same results, for
             versions of vLLM that kvstow knows. Off by default.
     """
@@ -148,6 +176,11 @@ class Options:
     events_path: str | None = option(None, read_text)
     preserve_on_sleep: bool = option(False, read_flag)
     weights_version_path: str | None = option(None, read_text)
+    observe: bool = option(False, read_flag)
+    observe_gib: float | None = option(None, read_gib)
+    observe_half_life_s: float = option(3600.0, read_seconds)
+    record_trace: str | None = option(None, read_text)
+    record_trace_bytes: int = option(DEFAULT_TRACE_BYTES, read_trace_bytes)
     accelerate: bool = option(False, read_flag)
 
     @classmethod
@@ -174,6 +207,14 @@ class Options:
                 "tier: add preserve_on_sleep: true, or remove weights_version_path"
             )
         return options
+
+    def total_bytes(self, slot_stride_bytes: int, world_size: int) -> int:
+        """Return the bytes of the tier on all ranks."""
+        if self.num_cpu_blocks is not None:
+            return self.num_cpu_blocks * slot_stride_bytes * world_size
+        if self.cpu_bytes_to_use_per_rank is not None:
+            return self.cpu_bytes_to_use_per_rank * world_size
+        return DEFAULT_BYTES if self.cpu_bytes_to_use is None else self.cpu_bytes_to_use
 
     def num_host_blocks(self, slot_stride_bytes: int, world_size: int, num_sharing: int = 1) -> int:
         """Return the number of slots of each of `world_size` ranks.

@@ -125,6 +125,11 @@ class SchedulerHalf:
         """The accounting of the host tier; None unless the tier is on."""
         return self.tier.offload
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier; 0 unless it is on."""
+        return 0 if self.tier.offload is None else self.tier.offload.num_host_blocks
+
     def _lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Look up a prefix as `Loads.lookup` does, in a tier of the present weights."""
         self.sleep.compare_weights()

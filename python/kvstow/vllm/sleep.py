@@ -38,12 +38,14 @@ class Sleep:
     weights: WeightsVersion
     must_compare: bool = False
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Empty the tier, unless `preserve_on_sleep` keeps it and the weights are unchanged.
 
-        Jobs in flight end without effect; their requests are recomputed.
+        Jobs in flight end without effect; their requests are recomputed. Returns whether the tier
+        keeps its content.
         """
         self.must_compare = self._keep_or_empty()
+        return self.must_compare
 
     def compare_weights(self) -> None:
         """Empty a tier that the last reset kept, if the weights have changed since.

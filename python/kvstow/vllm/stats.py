@@ -14,7 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvstow.observability.metrics import CONNECTOR_METRICS, METRICS, Metric
+from kvstow.observability.metrics import (
+    CONNECTOR_METRICS,
+    METRICS,
+    SHADOW_HIT_RATIO,
+    SHADOW_KEY,
+    Metric,
+)
 
 Direction: TypeAlias = Literal["store", "load"]
 STORE: Final[Direction] = "store"
@@ -35,6 +41,10 @@ EXPORTED: Final = {
 _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")
 
 
+def _is_gauge(key: str) -> bool:
+    return key in _GAUGES or key.startswith(SHADOW_KEY)
+
+
 class ConnectorStats(KVConnectorStats):
     """Counters since the last report, and gauges, in a flat mapping that vLLM serialises."""
 
@@ -49,7 +59,7 @@ class ConnectorStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Add the counters of another rank or interval, and take the newer value of each gauge."""
         for key, value in other.data.items():
-            self.data[key] = value if key in _GAUGES else self.data.get(key, 0) + value
+            self.data[key] = value if _is_gauge(key) else self.data.get(key, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -88,6 +98,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         metrics = {metric.name: metric for metric, _ in EXPORTED.values()}
+        # Its samples are the sizes that are reported.
+        self._shadow = self._family(SHADOW_HIT_RATIO)
         families = {name: self._family(metric) for name, metric in metrics.items()}
         self._samples: dict[tuple[int, str], Any] = {}
         for engine, values in self.per_engine_labelvalues.items():
@@ -106,6 +118,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the statistics that an engine reports."""
         for key, value in transfer_stats_data.items():
+            if key.startswith(SHADOW_KEY):
+                labels = [*self.per_engine_labelvalues[engine_idx], key.removeprefix(SHADOW_KEY)]
+                self._shadow.labels(*labels).set(value)
+                continue
             sample = self._samples[engine_idx, key]
             if key in _GAUGES:
                 sample.set(value)

@@ -112,49 +112,76 @@ impl HitCurve {
     /// [`Error::Config`] if the machine lacks the memory. The request then counts as never made.
     pub fn add(&mut self, keys: &[u64]) -> Result<()> {
         self.make_room(keys)?;
-        self.lookup(keys, 0);
+        self.lookup(keys, 0, None);
         self.rank(keys);
         Ok(())
     }
 
-    /// Looks up the keys of a request, root first. The first `num_local` keys are hits of a cache in
-    /// front of this one, so they are hits at every capacity, and this cache is not asked for them.
-    pub fn lookup(&mut self, keys: &[u64], num_local: usize) {
+    /// Looks up the keys of a request, root first, and returns how many of the first ones the curve
+    /// knows: an estimate once the rate is below 1.
+    ///
+    /// The first `num_local` keys are hits of a cache in front of this one, so they are hits at every
+    /// capacity, and this cache is not asked for them. `ends` are the numbers of keys at which a hit
+    /// may end, ascending; none: at every key.
+    pub fn lookup(&mut self, keys: &[u64], num_local: usize, ends: Option<&[usize]>) -> usize {
         let num_local = num_local.min(keys.len());
-        let weight = self.sample.weight();
         self.counted.add_free(num_local as f64);
         self.counted_lookups += num_local as f64;
-        // A block is no hit before all blocks above it are; in true chains they always are.
-        let (mut capacity, mut is_prefix) = (0, true);
-        for &key in &keys[num_local..] {
-            let place = self.stack.find(key);
-            let is_member = self.sample.has(key);
-            if let Some(place) = place {
-                let num_above = place.num_held_above + place.num_sampled_above * weight;
-                capacity = capacity.max(num_above + 1);
-            } else if is_member {
-                is_prefix = false;
-            }
-            let is_hit = is_prefix && place.is_some();
-            if self.sample.is_whole() || place.is_some_and(|place| place.role == Role::Held) {
-                self.counted_lookups += 1.0;
-                if is_hit {
-                    self.counted.add(capacity, 1.0);
-                }
-            } else if is_member {
-                let (hits, lookups) = &mut self.groups[self.sample.group(key, NUM_GROUPS)];
-                let weight = weight as f64;
-                self.sampled_lookups += weight;
-                *lookups += weight;
-                if is_hit {
-                    self.sampled.add(capacity, weight);
-                    hits.add(capacity, weight);
-                }
-            }
+        let found = self.find(&keys[num_local..]);
+        let mut needed: Vec<_> = found.iter().map(|found| found.needed).collect();
+        let num_known = num_local + needed.iter().take_while(|needed| needed.is_some()).count();
+        if let Some(ends) = ends {
+            needed = needed_for_ends(&needed, num_local, ends);
+        }
+        for ((&key, found), needed) in keys[num_local..].iter().zip(found).zip(needed) {
+            self.count(key, found.is_counted, needed);
         }
         self.weighed_lookups += keys.len() as f64;
         self.num_requests += 1;
         self.num_lookups += keys.len() as u64;
+        num_known
+    }
+
+    fn find(&self, keys: &[u64]) -> Vec<Found> {
+        let weight = self.sample.weight();
+        // A block is no hit before all blocks above it are; in true chains they always are.
+        let (mut capacity, mut is_prefix) = (0, true);
+        let find = |&key: &u64| {
+            let place = self.stack.find(key);
+            if let Some(place) = place {
+                let num_above = place.num_held_above + place.num_sampled_above * weight;
+                capacity = capacity.max(num_above + 1);
+            } else if self.sample.has(key) {
+                is_prefix = false;
+            }
+            let is_held = place.is_some_and(|place| place.role == Role::Held);
+            Found {
+                is_counted: self.sample.is_whole() || is_held,
+                needed: is_prefix.then_some(capacity),
+            }
+        };
+        keys.iter().map(find).collect()
+    }
+
+    /// Counts a lookup that needs a capacity to be a hit; none: it is no hit. A key that counts is
+    /// watched, so a hit needs at least its own place.
+    #[inline]
+    fn count(&mut self, key: u64, is_counted: bool, needed: Option<u64>) {
+        if is_counted {
+            self.counted_lookups += 1.0;
+            if let Some(capacity) = needed {
+                self.counted.add(capacity, 1.0);
+            }
+        } else if self.sample.has(key) {
+            let (hits, lookups) = &mut self.groups[self.sample.group(key, NUM_GROUPS)];
+            let weight = self.sample.weight() as f64;
+            self.sampled_lookups += weight;
+            *lookups += weight;
+            if let Some(capacity) = needed {
+                self.sampled.add(capacity, weight);
+                hits.add(capacity, weight);
+            }
+        }
     }
 
     /// Makes the keys of a request recent, tail before root, without a lookup.
@@ -330,6 +357,29 @@ impl HitCurve {
             + self.sampled.memory_bytes()
             + groups
     }
+}
+
+/// What is known of a looked-up key.
+struct Found {
+    /// Whether it stands for itself alone.
+    is_counted: bool,
+    /// The capacity at which the cache holds this key and those before it; none: it holds a key at
+    /// no capacity.
+    needed: Option<u64>,
+}
+
+/// The capacities for hits that end at certain keys only: a key needs what the next end needs, and
+/// keys behind the last end are no hits. `needed` begins behind `num_local` keys.
+fn needed_for_ends(needed: &[Option<u64>], num_local: usize, ends: &[usize]) -> Vec<Option<u64>> {
+    let mut for_ends = vec![None; needed.len()];
+    let mut start = 0;
+    for end in ends.iter().filter_map(|end| end.checked_sub(num_local)) {
+        if end > start && end <= needed.len() {
+            for_ends[start..end].fill(needed[end - 1]);
+            start = end;
+        }
+    }
+    for_ends
 }
 
 fn ratio(part: f64, whole: f64) -> f64 {

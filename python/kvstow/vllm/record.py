@@ -1,0 +1,273 @@
+"""Record: a trace of the requests that vLLM has served, for `kvstow plan` and `kvstow replay`.
+
+A line per request, in the Mooncake form:
+
+    {"timestamp": 1500, "input_length": 40, "output_length": 7, "hash_ids": [12, 90, 33]}
+
+- `timestamp`: milliseconds from the start of the recording to the request's arrival.
+- `input_length`, `output_length`: tokens.
+- `hash_ids`: an id for each block of the prompt. Equal ids mean equal blocks behind equal
+  beginnings. An id is a keyed hash of vLLM's block hash. The key (the salt) is random, is written
+  nowhere, and ends with the process. A partial last block has an id that occurs nowhere else,
+  because no cache serves it.
+
+So a trace shows how many requests came when, how long they were, and which of them share how many
+blocks. It has no token and no text. Without the salt nobody can compute the id of a known prompt,
+nor compare two recordings.
+
+vLLM's scheduler only puts a request's hashes into a queue. A thread computes ids and writes. If it
+falls behind, requests are missing from the trace. If the file cannot be written, the recording ends
+with one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Final
+
+from vllm.v1.request import Request
+
+from kvstow import ConfigError, salted_ids
+from kvstow.observability.events import append_all, open_to_append
+from kvstow.vllm.model import Model
+
+logger = logging.getLogger("vllm." + __name__)
+
+SALT_BYTES: Final = 32
+# Blocks of requests that wait for the thread: 80 MiB of hashes.
+MAX_QUEUED_BLOCKS: Final = 1 << 20
+# Blocks of requests that have ended, and wait for an earlier one that runs: 32 MiB of ids.
+MAX_HELD_BLOCKS: Final = 1 << 22
+CLOSE_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Line:
+    """A request in the order of admission; `text` is None while it runs."""
+
+    timestamp: int
+    text: str | None = None
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hashes: Sequence[bytes]
+
+
+class TraceRecorder:
+    """Writes the requests of one vLLM scheduler to a file.
+
+    Attributes:
+        path: the file. `path.1` has the requests before those.
+        is_off: the recording has ended, by an error or by `close`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        model: Model,
+        *,
+        max_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the file; what an earlier server has recorded there moves to `path.1`.
+
+        Args:
+            path: a file in a folder that exists.
+            model: the model, with the tokens of vLLM's hashes.
+            max_bytes: when the file has so many bytes, it moves to `path.1` and another begins.
+            clock: seconds since the epoch, as in `Request.arrival_time`.
+
+        Raises:
+            ConfigError: the file cannot be opened.
+        """
+        self.path = path
+        self.is_off = False
+        self._block_tokens = model.tokens_per_hit
+        self._hashes_per_block = model.tokens_per_hit // model.tokens_per_vllm_hash
+        self._max_bytes = max_bytes
+        self._start_s = clock()
+        self._salt = os.urandom(SALT_BYTES)
+        self._num_tails = 0
+        self._lines: dict[str, _Line] = {}
+        self._late: dict[str, _Line] = {}  # requests that others have passed
+        self._num_held_blocks = 0
+        self._queue: SimpleQueue[tuple[str, int] | _Ended | None] = SimpleQueue()
+        self._num_queued_blocks = self._num_written_blocks = 0
+        self._num_lost = 0
+        self._thread: threading.Thread | None = None
+        self._descriptor: int | None = None
+        self._num_bytes = 0
+        try:
+            self._open()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"record_trace is {path!r}, which cannot be opened ({error}): name a file in a "
+                "folder that exists and can be written"
+            ) from error
+
+    # -- vLLM's scheduler -----------------------------------------------------------------------
+
+    def admitted(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
+        """Take the arrival of a request that vLLM admits for the first time."""
+        if not self.is_off:
+            timestamp = max(0, round((request.arrival_time - self._start_s) * 1000))
+            self._queue.put((request.request_id, timestamp))
+
+    def finished(self, request: Request) -> None:
+        """Take a request that has ended."""
+        if self.is_off:
+            return
+        end = request.num_prompt_tokens // self._block_tokens * self._hashes_per_block
+        hashes = request.block_hashes[self._hashes_per_block - 1 : end : self._hashes_per_block]
+        num_waiting = self._num_queued_blocks - self._num_written_blocks + len(hashes)
+        if num_waiting > MAX_QUEUED_BLOCKS:
+            self._lose(request.request_id)
+            return
+        self._num_queued_blocks += len(hashes)
+        self._queue.put(
+            _Ended(request.request_id, request.num_prompt_tokens, request.num_output_tokens, hashes)
+        )
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstow-record", daemon=True)
+            self._thread.start()
+
+    def stepped(self) -> None:
+        """Do nothing: a step is no part of a trace."""
+
+    def emptied(self) -> None:
+        """Do nothing: a reset is no part of a trace."""
+
+    def close(self) -> None:
+        """Write the requests that have ended, and close the file."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_S)
+        else:
+            self._stop()
+        self.is_off = True
+
+    def _lose(self, request_id: str) -> None:
+        if not self._num_lost:
+            logger.warning(
+                "kvstow: the disk of the trace %r is too slow, so requests are missing from the "
+                "trace. Record to a faster disk",
+                self.path,
+            )
+        self._num_lost += 1
+        self._queue.put(_Ended(request_id, 0, 0, ()))
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Write until the recording is closed or fails. Then only empty the queue."""
+        try:
+            while (item := self._queue.get()) is not None:
+                if not self.is_off:
+                    self._take(item)
+            if not self.is_off:
+                self._write_lines(all_ended=True)
+        except Exception as error:
+            logger.warning(
+                "kvstow: the trace %r cannot be written (%s), so the recording ends. Make room, "
+                "and restart the server to record again",
+                self.path,
+                error,
+            )
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.is_off = True
+        self._lines.clear()
+        self._late.clear()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _take(self, item: tuple[str, int] | _Ended) -> None:
+        if not isinstance(item, _Ended):
+            request_id, timestamp = item
+            self._lines[request_id] = _Line(timestamp)
+            return
+        self._num_written_blocks += len(item.hashes)
+        line = self._late.pop(item.request_id, None) or self._lines.get(item.request_id)
+        if line is None:
+            return
+        if item.num_prompt_tokens == 0:
+            self._lines.pop(item.request_id, None)
+        else:
+            ids = self._ids(item)
+            line.num_blocks = len(ids)
+            line.text = _json(line.timestamp, item, ids)
+            self._num_held_blocks += len(ids)
+            self._lines.setdefault(item.request_id, line)
+        self._write_lines()
+
+    def _write_lines(self, *, all_ended: bool = False) -> None:
+        """Write the requests that have ended, in the order of admission.
+
+        A request waits for those before it, unless too many blocks wait.
+        """
+        texts = []
+        while self._lines:
+            request_id, line = next(iter(self._lines.items()))
+            may_pass = all_ended or self._num_held_blocks > MAX_HELD_BLOCKS
+            if line.text is None and not may_pass:
+                break
+            del self._lines[request_id]
+            if line.text is None:
+                self._late[request_id] = line
+            else:
+                texts.append(line.text)
+                self._num_held_blocks -= line.num_blocks
+        if texts:
+            self._write("".join(texts).encode())
+
+    def _ids(self, item: _Ended) -> list[int]:
+        """Return an id for each block of a prompt; those without a hash occur nowhere else."""
+        ids: list[int] = salted_ids(item.hashes, self._salt).tolist()
+        num_blocks = -(-item.num_prompt_tokens // self._block_tokens)
+        num_tails = num_blocks - len(ids)
+        tails = range(self._num_tails, self._num_tails + num_tails)
+        self._num_tails += num_tails
+        names = [b"tail" + number.to_bytes(8, "big") for number in tails]
+        ids += salted_ids(names, self._salt).tolist()
+        return ids
+
+    def _write(self, data: bytes) -> None:
+        if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
+            self._open()
+        assert self._descriptor is not None
+        append_all(self._descriptor, data)
+        self._num_bytes += len(data)
+
+    def _open(self) -> None:
+        """Begin an empty file, and move one that has content to `path.1`."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if os.path.isfile(self.path) and os.path.getsize(self.path):
+            os.replace(self.path, f"{self.path}.1")
+        self._descriptor, self._num_bytes = open_to_append(self.path), 0
+
+
+def _json(timestamp: int, item: _Ended, ids: list[int]) -> str:
+    fields = {
+        "timestamp": timestamp,
+        "input_length": item.num_prompt_tokens,
+        "output_length": item.num_output_tokens,
+        "hash_ids": ids,
+    }
+    return json.dumps(fields, separators=(",", ":")) + "\n"
