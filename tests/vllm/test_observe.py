@@ -25,10 +25,11 @@ from kvstow.vllm.shadow import KEPT_TURNS, MAX_TURNS, Checkpoints, ShadowTier
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 FACTORS = (0.5, 1, 2, 4)
+IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 HYBRID = (WINDOW,) * 5 + (FULL,)
 
 
-def traffic(chats: float, num_prompts: int = 300) -> Traffic:
+def traffic(chats: float, num_prompts: int = 300 if IS_FULL else 160) -> Traffic:
     return Traffic(VOCAB_SIZE, 200, 40, chats, num_prompts, seed=3)
 
 
@@ -75,7 +76,7 @@ def test_ratios_are_those_of_real_tiers(
     folder: Path, specs: Any, num_blocks: int, num_slots: int, chats: float, points: float
 ) -> None:
     """Within one point for full attention. Other models have an estimate."""
-    if len(specs) > 1 and os.environ.get("KVSTOW_VLLM") != "full":
+    if (len(specs) > 1 or not chats) and not IS_FULL:
         pytest.skip("takes minutes: make test-vllm-full")
     engine = Simulated(
         folder, {"observe": True, "num_cpu_blocks": num_slots}, specs=specs, num_blocks=num_blocks
@@ -120,8 +121,8 @@ def test_observing_schedules_as_vllm_without_a_connector(
         assert not engine.connector.has_pending_push_work()
         assert not engine.connector.has_pending_block_frees()
         assert not list(engine.connector.take_events())
-        jobs = engine.connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
-        assert not (jobs.loads or jobs.stores or jobs.asks_capacity)  # type: ignore[attr-defined]
+        jobs = engine.connector.build_connector_meta(SimpleNamespace())
+        assert not (jobs.loads or jobs.stores or jobs.asks_capacity)
         steps.append(engine.num_steps)
     assert steps[0] == steps[1]
 
