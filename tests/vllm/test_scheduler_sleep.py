@@ -54,6 +54,47 @@ def test_weights_that_change_during_sleep_empty_the_tier(
     assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 96, "it is used again"
 
 
+def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path: Path) -> None:
+    """A change that is called off while vLLM sleeps, and made in the next sleep."""
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    version.write_text("2")
+    scheduler.half.reset()
+    version.write_text("1")
+    scheduler.store_request("a")  # computed with the weights 1
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+    version.write_text("2")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
+
+
+def test_weights_that_are_put_back_before_the_device_is_reset_count_as_others(
+    tmp_path: Path,
+) -> None:
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    running = scheduler.request("a", 100)
+    scheduler.admit(running)
+    scheduler.step(running)
+    version.write_text("2")
+    assert not scheduler.manager.reset_prefix_cache(), "a request holds blocks"
+    scheduler.half.reset()
+    later = scheduler.request("b", 100)
+    scheduler.admit(later)
+    scheduler.step(later)
+    scheduler.finish(later)
+    scheduler.finish(running)
+    for _ in range(2):
+        scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
+    assert scheduler.manager.reset_prefix_cache()
+    version.write_text("1")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+
+
 def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text("1")

@@ -28,7 +28,7 @@ class Sleep:
     """Answers whether vLLM may rest, and resets the tier.
 
     Attributes:
-        must_compare: the last reset kept the tier, and no lookup has come since.
+        must_compare: no lookup has come since the last reset, and resets may keep the tier.
     """
 
     tier: HostTier
@@ -44,14 +44,17 @@ class Sleep:
         Jobs in flight end without effect; their requests are recomputed. Returns whether the tier
         keeps its content.
         """
-        self.must_compare = self._keep_or_empty()
-        return self.must_compare
+        is_kept = self._keep_or_empty()
+        self.must_compare = self.tier.options.preserve_on_sleep
+        return is_kept
 
     def compare_weights(self) -> None:
-        """Empty a tier that the last reset kept, if the weights have changed since.
+        """Empty the tier if the weights have changed since the last reset.
 
         vLLM resets its caches before it sleeps and not when it wakes, and the weights may be
-        replaced in between. So the first lookup after a reset compares them once more.
+        replaced in between. So the first lookup after a reset compares them once more. It does so
+        after a reset that emptied the tier, too: if the operator puts the old weights back, what is
+        stored from now on is theirs.
         """
         if self.must_compare:
             self.must_compare = False

@@ -4,7 +4,8 @@ Eager, a step's full blocks are stored right after the step was processed: their
 no other request has taken the blocks that fell out of a window. Lazy, the tier only learns then
 that they are computed. They are stored when they come near the head of vLLM's free queue
 (`LazyQueue`). States do not wait for that, because vLLM frees one while its request runs, and may
-overwrite it in the same step. Only the states beyond what stores may hold wait for the queue.
+overwrite it in the same step. A state that was not stored then, because of `num_storable`, a full
+host or a failed copy, waits for the queue.
 
 Why a stored state is the state of its key: vLLM gives a hash to each state that it keeps, and does
 not write to a block that has one. `Steps.build` records the blocks of the table. When the step was

@@ -35,7 +35,8 @@ class WeightsVersion:
         """Whether the file has changed. A file that cannot be read counts as changed, to be safe.
 
         Args:
-            remember: whether the next call compares with the present content.
+            remember: whether the next call compares with the present content. If not, any content
+                counts as changed in the next call, also the one from before.
         """
         if self._path is None:
             return False
@@ -52,8 +53,7 @@ class WeightsVersion:
             return True
         if content == self._content:
             return False
-        if remember:
-            self._content = content
+        self._content = content if remember else None
         logger.info(
             "kvstow: %s names other weights, so this reset empties the host tier", self._path
         )
