@@ -2,7 +2,8 @@
 
 The interpreter lock decides the speed. Beside a main thread that computes in Python, each request
 for the lock takes up to the switch interval of 5 ms. In that time 50 MB could be copied. So one
-native call makes all copies of a job, and holds no lock. `rust/copy` says how it copies.
+native call makes all copies of a job, and holds no lock. `rust/copy` says how it copies. A job has
+one thread, because one that streams already fills the memory's bandwidth: `benches/host_copy.py`.
 
 A brief copy does hold the lock, whichever thread makes it. So a worker would hold up the submitting
 thread just as long, and to wake it takes longer than the copy. The submitting thread therefore
