@@ -112,7 +112,7 @@ pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>) -> PyResult
     Ok(())
 }
 
-fn sequence<'a, 'py>(
+pub(crate) fn sequence<'a, 'py>(
     obj: &'a Bound<'py, PyAny>,
     what: &str,
 ) -> PyResult<&'a Bound<'py, PySequence>> {
@@ -124,7 +124,7 @@ fn sequence<'a, 'py>(
 }
 
 /// Visits the items of a sequence of `what` up to the first error.
-pub(crate) fn each_item<'py>(
+fn each_item<'py>(
     obj: &Bound<'py, PyAny>,
     what: &str,
     mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<()>,

@@ -109,9 +109,19 @@ fn ids_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<(Vec<u64>, bool)> {
     for (position, token) in tokens.try_iter()?.enumerate() {
         let token = token?;
         are_ints &= token.is_exact_instance_of::<PyInt>();
-        ids.push(token.extract().map_err(|error| bad_token(position, &token, error))?);
+        ids.push(id_from_py(&token).map_err(|error| bad_token(position, &token, error))?);
     }
     Ok((ids, are_ints))
+}
+
+/// PyO3 reads an i64 from an int with one call of Python, and a u64 with three.
+#[inline]
+fn id_from_py(token: &Bound<'_, PyAny>) -> PyResult<u64> {
+    match token.extract::<i64>() {
+        Ok(id @ 0..) => Ok(id.cast_unsigned()),
+        Err(error) if !error.is_instance_of::<PyOverflowError>(token.py()) => Err(error),
+        _ => token.extract(), // 2^63, or too large, or negative
+    }
 }
 
 fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {

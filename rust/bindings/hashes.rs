@@ -5,7 +5,7 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList, PySequence, PySlice};
 
-use crate::convert::{capacity_hint, each_item};
+use crate::convert::{capacity_hint, sequence};
 use crate::error::{ConfigError, to_py};
 
 /// The hashes of consecutive blocks: a sequence of `bytes` that nothing changes.
@@ -154,7 +154,7 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
         return Ok(shared.get().0.clone());
     }
     let mut hashes = HashesBuilder::with_capacity(capacity_hint(obj));
-    each_item(obj, "block hashes", |item| {
+    let mut push = |item: &Bound<'_, PyAny>| {
         // The exact type costs one comparison of pointers, a subclass a call.
         let digest = item.cast_exact::<PyBytes>().or_else(|_| item.cast::<PyBytes>());
         match digest {
@@ -164,6 +164,7 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
                 item.get_type()
             ))),
         }
-    })?;
+    };
+    sequence(obj, "block hashes")?.try_iter()?.try_for_each(|item| push(&item?))?;
     Ok(hashes.finish())
 }

@@ -32,6 +32,7 @@ pub mod offload;
 pub mod pool;
 pub mod snapshot;
 
+mod cbor;
 mod pickle;
 mod requests;
 mod sha256;

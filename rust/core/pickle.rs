@@ -26,32 +26,52 @@ const OTHER_BYTES: usize = 64;
 /// LONG1, the number of bytes, and nine bytes of 2^63.
 const MAX_INTEGER_BYTES: usize = 11;
 
+/// PROTO, FRAME and the frame's length.
+const HEAD_BYTES: usize = 11;
+/// Short integers are written as words.
+const WORD_BYTES: usize = 8;
+
 const MEMOIZE: u8 = 0x94;
 const STOP: u8 = b'.';
 const TUPLE: [u8; 3] = [0x85, 0x86, 0x87];
 
-/// Replaces `message` with the pickle of `(previous, tokens, None)`. `previous` has at most 255
-/// bytes, and there is at least one token.
-pub(crate) fn write_block(message: &mut Vec<u8>, previous: &[u8], tokens: &[u64]) {
-    begin(message);
-    message.extend_from_slice(&[b'C', length_byte(previous)]);
-    message.extend_from_slice(previous);
-    message.push(MEMOIZE);
-    if let Some(short_tuple) = TUPLE.get(tokens.len() - 1) {
-        push_integers(message, tokens);
-        message.push(*short_tuple);
-    } else {
-        message.push(b'(');
-        push_integers(message, tokens);
-        message.push(b't');
-    }
-    message.extend_from_slice(&[MEMOIZE, b'N', TUPLE[2], MEMOIZE, STOP]);
-    end(message);
+/// The bytes that [`write_block`] may touch, for so many tokens.
+pub(crate) const fn max_bytes(num_tokens: usize) -> usize {
+    MAX_INTEGER_BYTES * num_tokens + OTHER_BYTES + WORD_BYTES
 }
 
-/// Replaces `message` with the pickle of a text.
-pub(crate) fn write_text(message: &mut Vec<u8>, text: &str) {
-    begin(message);
+/// Writes the pickle of `(previous, tokens, None)` into [`max_bytes`] bytes, and returns its length.
+/// There is at least one token.
+#[inline]
+pub(crate) fn write_block(message: &mut [u8], previous: &[u8; 32], tokens: &[u64]) -> usize {
+    let mut end = write(message, HEAD_BYTES, b"C\x20");
+    end = write(message, end, previous);
+    end = write(message, end, &[MEMOIZE]);
+    if let Some(short_tuple) = TUPLE.get(tokens.len() - 1) {
+        end = write_integers(message, end, tokens);
+        end = write(message, end, &[*short_tuple]);
+    } else {
+        end = write(message, end, b"(");
+        end = write_integers(message, end, tokens);
+        end = write(message, end, b"t");
+    }
+    end = write(message, end, &[MEMOIZE, b'N', TUPLE[2], MEMOIZE, STOP]);
+    write_head(message, end);
+    end
+}
+
+/// Writes bytes at `end`. Returns their end.
+#[inline]
+fn write<const N: usize>(message: &mut [u8], end: usize, bytes: &[u8; N]) -> usize {
+    if let Some(place) = message.get_mut(end..end + N) {
+        place.copy_from_slice(bytes);
+    }
+    end + N
+}
+
+/// The pickle of a text.
+pub(crate) fn of_text(text: &str) -> Vec<u8> {
+    let mut message = vec![0; HEAD_BYTES];
     if let Ok(num_bytes) = u8::try_from(text.len()) {
         message.extend_from_slice(&[0x8c, num_bytes]); // SHORT_BINUNICODE
     } else {
@@ -60,51 +80,62 @@ pub(crate) fn write_text(message: &mut Vec<u8>, text: &str) {
     }
     message.extend_from_slice(text.as_bytes());
     message.extend_from_slice(&[MEMOIZE, STOP]);
-    end(message);
+    let end = message.len();
+    write_head(&mut message, end);
+    message
 }
 
-/// PROTO, and a FRAME whose length is not known yet.
-fn begin(message: &mut Vec<u8>) {
-    message.clear();
-    message.extend_from_slice(&[0x80, 5, 0x95, 0, 0, 0, 0, 0, 0, 0, 0]);
-}
-
-fn end(message: &mut [u8]) {
-    if let Some((head, frame)) = message.split_first_chunk_mut::<11>() {
-        head[3..].copy_from_slice(&(frame.len() as u64).to_le_bytes());
+/// PROTO, and a FRAME of all that follows up to `end`.
+fn write_head(message: &mut [u8], end: usize) {
+    if let Some(head) = message.first_chunk_mut::<HEAD_BYTES>() {
+        head[..3].copy_from_slice(&[0x80, 5, 0x95]);
+        head[3..].copy_from_slice(&((end - HEAD_BYTES) as u64).to_le_bytes());
     }
 }
 
-fn length_byte(bytes: &[u8]) -> u8 {
-    u8::try_from(bytes.len()).unwrap_or(u8::MAX)
+/// Writes integers at `end`: BININT1, BININT2, BININT, or LONG1 above 2^31 - 1. Returns their end.
+fn write_integers(message: &mut [u8], mut end: usize, integers: &[u64]) -> usize {
+    let (eights, rest) = integers.as_chunks::<8>();
+    for eight in eights {
+        end = write_some(message, end, eight); // the compiler unrolls its loop
+    }
+    write_some(message, end, rest)
 }
 
-/// Appends integers: BININT1, BININT2, BININT, or LONG1 above 2^31 - 1. As in CBOR, the length of a
-/// token id is as random as the id, so the first three are written without a branch.
-fn push_integers(message: &mut Vec<u8>, tokens: &[u64]) {
-    let mut end = message.len();
-    message.resize(end + MAX_INTEGER_BYTES * tokens.len(), 0);
-    for token in tokens {
-        let bytes = token.to_le_bytes();
-        if *token <= 0x7fff_ffff {
-            let in_two = usize::from(*token > 0xff);
-            let in_four = usize::from(*token > 0xffff);
-            if let Some([opcode, body @ ..]) = message.get_mut(end..end + 5) {
-                *opcode = [b'K', b'M', b'J'][in_two + in_four];
-                body.copy_from_slice(&bytes[..4]);
-            }
-            end += 2 + in_two + 2 * in_four;
-        } else {
-            // The highest bit is the sign, so 32 bits take five bytes.
-            let num_bytes = (u64::BITS - token.leading_zeros()).to_le_bytes()[0] / 8 + 1;
-            if let Some([opcode, length, body @ ..]) = message.get_mut(end..end + MAX_INTEGER_BYTES)
-            {
-                (*opcode, *length) = (0x8a, num_bytes);
-                body[..8].copy_from_slice(&bytes);
-                body[8] = 0;
-            }
-            end += 2 + usize::from(num_bytes);
-        }
+/// As in CBOR (see `cbor`), writes the first three kinds without a branch.
+#[inline]
+fn write_some<T>(message: &mut [u8], mut end: usize, integers: &T) -> usize
+where
+    T: AsRef<[u64]> + ?Sized,
+{
+    let integers = integers.as_ref();
+    let any_bits = integers.iter().fold(0, |bits, integer| bits | integer);
+    if any_bits > 0x7fff_ffff {
+        return write_wide(message, end, integers);
     }
-    message.truncate(end);
+    for integer in integers {
+        let in_two = usize::from(*integer > 0xff);
+        let in_four = usize::from(*integer > 0xffff);
+        let word = integer << 8 | u64::from([b'K', b'M', b'J'][in_two + in_four]);
+        end = write(message, end, &word.to_le_bytes()) - 6 + in_two + 2 * in_four;
+    }
+    end
+}
+
+fn write_wide(message: &mut [u8], mut end: usize, integers: &[u64]) -> usize {
+    for integer in integers {
+        let [b0, b1, b2, b3, b4, b5, b6, b7] = integer.to_le_bytes();
+        end = match *integer {
+            0..=0xff => write(message, end, &[b'K', b0]),
+            0x100..=0xffff => write(message, end, &[b'M', b0, b1]),
+            0x1_0000..=0x7fff_ffff => write(message, end, &[b'J', b0, b1, b2, b3]),
+            _ => {
+                // The highest bit is the sign, so 32 bits take five bytes.
+                let num_bytes = (u64::BITS - integer.leading_zeros()).to_le_bytes()[0] / 8 + 1;
+                let long = [0x8a, num_bytes, b0, b1, b2, b3, b4, b5, b6, b7, 0];
+                write(message, end, &long) - 9 + usize::from(num_bytes)
+            }
+        };
+    }
+    end
 }

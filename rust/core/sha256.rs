@@ -15,13 +15,24 @@ const START: [u32; 8] = [
     0x5be0_cd19,
 ];
 
-/// The digest of `message`, to which this appends SHA-256's padding: a bit, zeros, and the length.
-pub(crate) fn digest(message: &mut Vec<u8>) -> [u8; 32] {
-    let num_bits = 8 * message.len() as u64;
-    message.push(0x80);
-    let num_blocks = (message.len() + 8).div_ceil(BLOCK_BYTES);
-    message.resize(num_blocks * BLOCK_BYTES - 8, 0);
-    message.extend_from_slice(&num_bits.to_be_bytes());
+/// The bytes that padding may take.
+pub(crate) const MAX_PADDING_BYTES: usize = BLOCK_BYTES + 8;
+
+/// The digest of the first `num_bytes` of `message`. After them this writes SHA-256's padding: a
+/// bit, zeros, and the length, in at most [`MAX_PADDING_BYTES`].
+#[inline]
+pub(crate) fn digest(message: &mut [u8], num_bytes: usize) -> [u8; 32] {
+    let padded = (num_bytes + 9).next_multiple_of(BLOCK_BYTES);
+    let (message, _) = message.split_at_mut(padded);
+    let (text, padding) = message.split_at_mut(num_bytes);
+    let num_bits = 8 * text.len() as u64;
+    if let [first, zeros @ .., _, _, _, _, _, _, _, _] = padding {
+        *first = 0x80;
+        zeros.fill(0);
+    }
+    if let Some(length) = padding.last_chunk_mut() {
+        *length = num_bits.to_be_bytes();
+    }
 
     let mut state = START;
     compress256(&mut state, message.as_chunks().0);

@@ -23,7 +23,9 @@ pub fn salted_ids(hashes: &Hashes, salt: &[u8]) -> Vec<u64> {
         message.clear();
         message.extend_from_slice(salt);
         message.extend_from_slice(width.digest(hash));
-        let digest = sha256::digest(&mut message);
+        let num_bytes = message.len();
+        message.resize(num_bytes + sha256::MAX_PADDING_BYTES, 0);
+        let digest = sha256::digest(&mut message, num_bytes);
         digest.iter().take(8).fold(0, |id, &byte| id << 8 | u64::from(byte)) >> 1
     };
     hashes.as_slice().iter().map(id).collect()
