@@ -250,7 +250,7 @@ def test_only_what_was_computed_enters_the_tier() -> None:
     aborted = it.request("a", range(49))
     it.observer.looked_up(aborted, 0)
     it.observer.admitted(aborted, 0)
-    aborted.num_computed_tokens, aborted.num_in_flight_tokens = 40, 8
+    aborted.num_computed_tokens, aborted.num_in_flight_tokens = 48, 8
     it.observer.finished(aborted)
     it.serve(it.request("b", range(49)))
     assert it.ratios("inf") == [2 / 6]
@@ -297,6 +297,8 @@ def test_a_reset_empties_the_tier_and_keeps_the_counts() -> None:
     it.observer.looked_up(computing, 0)
     it.observer.admitted(computing, 0)
     it.observer.emptied()
+    computing.num_computed_tokens = computing.num_tokens
+    it.observer.stepped()
     it.serve(it.request("c", range(49)))
     assert it.ratios("inf") == [6 / 12], "the hit of `computing`, no hit after the reset"
 
