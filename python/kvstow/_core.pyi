@@ -1092,9 +1092,10 @@ class OffloadScheduler:
     def expire(self, now: float) -> list[int]:
         """Return the ids of jobs whose `deadline` is before `now`, each of them once.
 
-        Fail their requests now. Slots and device blocks stay pinned, in quarantine, until every
-        rank has reported, because a late copy must not overwrite blocks of another request. No
-        lookup waits for a job in quarantine, and its result never counts.
+        Fail their requests now. Device blocks, and the slots of a load, stay pinned in quarantine
+        until every rank has reported, because a late copy must not overwrite blocks of another
+        request. A late store loses its keys at once, and its slots are empty when every rank has
+        reported. No lookup waits for a job in quarantine, and its result never counts.
         """
     def end_all(self) -> list[JobEnd]:
         """End every job as failed, those in quarantine too. Call it once the movers have stopped.

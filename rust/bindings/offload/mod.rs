@@ -455,9 +455,10 @@ impl OffloadScheduler {
 
     /// Return the ids of jobs whose `deadline` is before `now`, each of them once.
     ///
-    /// Fail their requests now. Slots and device blocks stay pinned, in quarantine, until every
-    /// rank has reported, because a late copy must not overwrite blocks of another request. No
-    /// lookup waits for a job in quarantine, and its result never counts.
+    /// Fail their requests now. Device blocks, and the slots of a load, stay pinned in quarantine
+    /// until every rank has reported, because a late copy must not overwrite blocks of another
+    /// request. A late store loses its keys at once, and its slots are empty when every rank has
+    /// reported. No lookup waits for a job in quarantine, and its result never counts.
     fn expire<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyList>> {
         check_time("now", Some(now))?;
         let late = lock(&self.0).expire(now).map_err(to_py)?;

@@ -266,9 +266,10 @@ impl OffloadScheduler {
     }
 
     /// Returns the jobs whose deadline is before `now`, on the caller's clock, each of them once.
-    /// Their requests fail. Slots and device blocks stay pinned, in quarantine, until every rank
-    /// has reported, because a late copy must not overwrite blocks of another request. No lookup
-    /// waits for these jobs.
+    /// Their requests fail. Device blocks, and the slots of a load, stay pinned in quarantine until
+    /// every rank has reported, because a late copy must not overwrite blocks of another request. A
+    /// late store loses its keys at once, and its slots are empty when every rank has reported. No
+    /// lookup waits for these jobs.
     ///
     /// # Errors
     /// None that a caller can cause.
