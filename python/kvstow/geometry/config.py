@@ -1,0 +1,254 @@
+"""Read the kinds of a model's layers, and what each keeps, from a Hugging Face `config.json`.
+
+kind               keeps                                  fields
+full attention     K and V of every token                 num_key_value_heads, head_dim
+latent (MLA)       one vector per token, for all heads    kv_lora_rank, qk_rope_head_dim
+sliding window     as full attention, near tokens only    sliding_window
+local chunk        as full attention, the chunk only      attention_chunk_size
+recurrent state    a state per prompt, not per token      mamba_* or linear_*
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from kvstow._core import ConfigError
+
+Kind = Literal["full", "window", "chunk", "state"]
+_MAX = 2**31 - 1
+
+# The names of `layer_types`, and what a layer of that name keeps; None keeps nothing.
+_KINDS: Final[Mapping[str, Kind | None]] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+    "mamba": "state",
+    "linear_attention": "state",
+    "mlp": None,
+    "moe": None,
+}
+_PATTERN_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """The size of a recurrent layer's state, in values.
+
+    Attributes:
+        inner_channels: channels of the convolution that tensor parallelism divides.
+        group_channels: channels of the convolution per group of heads.
+        num_groups: groups of heads, of which each rank has at least one.
+        conv_tokens: tokens that the convolution keeps.
+        num_heads: heads, which tensor parallelism divides.
+        head_values: values of a head's recurrent state.
+    """
+
+    inner_channels: int
+    group_channels: int
+    num_groups: int
+    conv_tokens: int
+    num_heads: int
+    head_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a model's layers keep of each token, or of each prompt.
+
+    Attributes:
+        name: the preset, or the path of the file.
+        layers: the kind of each layer that keeps something, in order.
+        num_kv_heads: heads of K and V in an attention layer; 1 for a latent.
+        head_values: values per token and head of an attention layer: K and V, or the latent.
+        is_latent: whether attention keeps a latent (MLA), which every rank holds whole.
+        window: tokens of the sliding windows.
+        chunk: tokens of the local chunks.
+        state: size of a recurrent state; None without one.
+        dtype: the dtype of the weights; None if the file names none.
+        state_dtype: the dtype of the recurrent part of a state; None for that of the weights.
+    """
+
+    name: str
+    layers: tuple[Kind, ...]
+    num_kv_heads: int
+    head_values: int
+    is_latent: bool = False
+    window: int = 0
+    chunk: int = 0
+    state: StateSize | None = None
+    dtype: str | None = None
+    state_dtype: str | None = None
+
+    @property
+    def num_layers(self) -> Counter[Kind]:
+        """Number of layers of each kind."""
+        return Counter(self.layers)
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read a `config.json`.
+
+    Raises:
+        ConfigError: the file cannot be read, is no JSON object, or lacks a field.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a JSON object ({error}): pass a config.json") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: not a JSON object: pass a model's config.json")
+    return parse_config(str(path), fields)
+
+
+def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
+    """Return what a config says; that of the language model if there are several."""
+    inner = fields.get("text_config")
+    if isinstance(inner, dict) and "num_hidden_layers" not in fields:
+        fields = {key: fields[key] for key in ("dtype", "torch_dtype") if key in fields} | inner
+    return _Fields(name, fields).model()
+
+
+class _Fields:
+    """The fields of a config, with errors that name the file and the field."""
+
+    def __init__(self, name: str, fields: Mapping[str, object]) -> None:
+        self._name = name
+        self._fields = fields
+
+    def model(self) -> ModelConfig:
+        """Return the model, or raise `ConfigError`."""
+        for field in _SPARSE_INDEX:
+            if self._fields.get(field) is not None:
+                raise ConfigError(
+                    f"{self._name}: has {field!r}, so its attention keeps an index that kvstow "
+                    "cannot count: pass a model without sparse attention"
+                )
+        layers = self._layers()
+        kinds = set(layers)
+        if not kinds - {"state"}:
+            raise ConfigError(
+                f"{self._name}: no layer has attention, and kvstow derives vLLM's block size from "
+                "an attention layer: pass a model with attention"
+            )
+        latent_values = self._latent_values()
+        heads = 1 if latent_values else self._kv_heads()
+        return ModelConfig(
+            self._name,
+            layers,
+            heads,
+            latent_values or 2 * self._head_size(),
+            is_latent=latent_values > 0,
+            window=self._count("sliding_window") if "window" in kinds else 0,
+            chunk=self._count("attention_chunk_size") if "chunk" in kinds else 0,
+            state=self._state() if "state" in kinds else None,
+            dtype=self._text("dtype") or self._text("torch_dtype"),
+            state_dtype=self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype"),
+        )
+
+    def _count(self, field: str, default: int | None = None) -> int:
+        value = self._fields.get(field)
+        if value is None:
+            if default is not None:
+                return default
+            raise ConfigError(
+                f"{self._name}: no {field!r}: pass the config.json of a decoder model, or add the "
+                "field"
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX:
+            raise ConfigError(f"{self._name}: {field} is {value!r}; it must be 1 to {_MAX}")
+        return value
+
+    def _text(self, field: str) -> str | None:
+        value = self._fields.get(field)
+        return value.removeprefix("torch.") if isinstance(value, str) else None
+
+    def _kv_heads(self) -> int:
+        heads = self._count("num_attention_heads")
+        return self._count("num_key_value_heads", heads)
+
+    def _head_size(self) -> int:
+        if self._fields.get("head_dim") is not None:
+            return self._count("head_dim")
+        return self._count("hidden_size") // self._count("num_attention_heads")
+
+    def _latent_values(self) -> int:
+        if self._fields.get("kv_lora_rank") is None:
+            return 0
+        return self._count("kv_lora_rank") + self._count("qk_rope_head_dim")
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _layers(self) -> tuple[Kind, ...]:
+        num_layers = self._count("num_hidden_layers")
+        names = self._layer_names(num_layers)
+        if len(names) != num_layers:
+            raise ConfigError(
+                f"{self._name}: names the types of {len(names)} layers, and num_hidden_layers is "
+                f"{num_layers}: they must be equal"
+            )
+        for name in names:
+            if name not in _KINDS:
+                raise ConfigError(
+                    f"{self._name}: a layer is of type {name!r}, and kvstow knows "
+                    f"{', '.join(_KINDS)}: pass a model of these types"
+                )
+        return tuple(kind for name in names if (kind := _KINDS[name]) is not None)
+
+    def _layer_names(self, num_layers: int) -> Sequence[str]:
+        """Return the type of each layer, however the config gives them."""
+        for field in ("layer_types", "layers_block_type"):
+            given = self._fields.get(field)
+            if isinstance(given, list):
+                return [str(name) for name in given]
+        pattern = self._text("hybrid_override_pattern")
+        if pattern is not None:
+            return [_PATTERN_LETTERS.get(letter, letter) for letter in pattern]
+        for field, other in (
+            ("full_attention_interval", "linear_attention"),
+            ("sliding_window_pattern", "sliding_attention"),
+        ):
+            if self._fields.get(field) is not None:
+                every = self._count(field)
+                return [
+                    other if (layer + 1) % every else "full_attention"
+                    for layer in range(num_layers)
+                ]
+        has_window = self._fields.get("sliding_window") is not None
+        if has_window and self._fields.get("use_sliding_window") is not False:
+            return ["sliding_attention"] * num_layers
+        return ["full_attention"] * num_layers
+
+    def _state(self) -> StateSize:
+        """Return the state of Mamba-2 (`mamba_*`) or of a gated delta net (`linear_*`)."""
+        if "linear_num_value_heads" in self._fields:
+            key_size = self._count("linear_key_head_dim")
+            value_size = self._count("linear_value_head_dim")
+            heads = self._count("linear_num_value_heads")
+            keys = 2 * key_size * self._count("linear_num_key_heads")
+            kernel = self._count("linear_conv_kernel_dim")
+            channels = keys + value_size * heads
+            return StateSize(channels, 0, 1, kernel - 1, heads, key_size * value_size)
+        # Nemotron-H has other names for the same.
+        short = "mamba_n_heads" in self._fields
+        heads = self._count("mamba_n_heads" if short else "mamba_num_heads")
+        head_size = self._count("mamba_d_head" if short else "mamba_head_dim")
+        state_size = self._count("mamba_d_state" if short else "ssm_state_size")
+        num_groups = self._count("mamba_n_groups" if short else "n_groups")
+        kernel = self._count("mamba_d_conv" if short else "conv_kernel")
+        return StateSize(
+            heads * head_size,
+            2 * state_size,
+            num_groups,
+            kernel - 1,
+            heads,
+            head_size * state_size,
+        )

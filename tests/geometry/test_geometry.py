@@ -1,0 +1,196 @@
+"""Bytes per token, blocks and groups of published models, and the errors of bad configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow import ConfigError, FullAttention, SlidingWindow, StateSpace
+from kvstow.geometry import PRESETS, find_model, lay_out, read_config
+from kvstow.geometry.config import parse_config
+
+# layers x KV heads x head size x 2 (K and V) x 2 bytes; of DeepSeek-V3, layers x latent x 2 bytes.
+BYTES_PER_TOKEN = {
+    "llama-3.1-8b": 32 * 8 * 128 * 4,
+    "llama-3.1-70b": 80 * 8 * 128 * 4,
+    "qwen3-8b": 36 * 8 * 128 * 4,
+    "qwen3-32b": 64 * 8 * 128 * 4,
+    "qwen3-235b": 94 * 4 * 128 * 4,
+    "gpt-oss-20b": 24 * 8 * 64 * 4,
+    "gpt-oss-120b": 36 * 8 * 64 * 4,
+    "gemma-3-27b": 62 * 16 * 128 * 4,
+    "deepseek-v3": 61 * (512 + 64) * 2,
+    "granite-4.0-h-small": 4 * 8 * 128 * 4,
+}
+
+DENSE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_bytes_per_token_of_every_preset() -> None:
+    found = {name: lay_out(find_model(name), 16).token_bytes for name in PRESETS}
+    assert found == BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [("float16", 2), ("float32", 4), ("fp8", 1), ("fp8_e4m3", 1)]
+)
+def test_dtype_sets_the_bytes_of_a_value(dtype: str, num_bytes: int) -> None:
+    geometry = lay_out(find_model("llama-3.1-8b"), 16, dtype=dtype)
+    assert geometry.token_bytes == 32 * 8 * 128 * 2 * num_bytes
+    assert dtype in geometry.derivation[0]
+
+
+def test_float32_weights_have_a_cache_of_16_bits() -> None:
+    model = parse_config("m", DENSE | {"torch_dtype": "float32"})
+    assert lay_out(model, 16).dtype == "float16"
+
+
+def test_head_size_follows_from_the_hidden_size() -> None:
+    assert lay_out(parse_config("m", DENSE), 16).token_bytes == 4 * 2 * (512 // 8) * 2 * 2
+
+
+def test_ranks_divide_heads_and_then_hold_copies() -> None:
+    model = find_model("qwen3-235b")
+    at = {ranks: lay_out(model, 16, num_ranks=ranks) for ranks in (1, 2, 4, 8)}
+    assert [one.token_bytes for one in at.values()] == [192_512, 96_256, 48_128, 48_128]
+    assert [one.num_copies for one in at.values()] == [1, 1, 1, 2]
+    assert {one.host_block_bytes for one in at.values()} == {16 * 192_512}
+
+
+def test_every_rank_holds_a_latent_and_the_host_holds_it_once() -> None:
+    geometry = lay_out(find_model("deepseek-v3"), 64, num_ranks=8)
+    assert geometry.token_bytes == 70_272
+    assert geometry.device_block_bytes == 64 * 70_272
+    # A slot is a multiple of 4 KiB.
+    assert geometry.host_block_bytes == -(-64 * 70_272 // 4096) * 4096
+
+
+def test_windows_and_full_attention_are_groups_of_their_own() -> None:
+    gpt_oss = lay_out(find_model("gpt-oss-20b"), 16)
+    assert gpt_oss.attentions == [SlidingWindow(16, 128), FullAttention(16)]
+    gemma = lay_out(find_model("gemma-3-27b"), 16)
+    assert [group.num_layers for group in gemma.groups] == [9, 9, 9, 9, 8, 8, 10]
+    assert gemma.attentions == [SlidingWindow(16, 1024)] * 6 + [FullAttention(16)]
+    # All groups have blocks of the largest group's size.
+    assert gemma.host_block_bytes == 10 * 16 * 16 * 128 * 2 * 2
+    assert not gemma.is_one_full_group
+
+
+def test_state_raises_the_block_size_until_it_fits() -> None:
+    geometry = lay_out(find_model("granite-4.0-h-small"), 16)
+    conv_bytes = (128 * 64 + 2 * 128) * 3 * 2
+    state_bytes = 128 * 64 * 128 * 2
+    page_bytes = 8 * 128 * 2 * 2  # of a token in an attention layer
+    assert 512 * page_bytes < conv_bytes + state_bytes < 528 * page_bytes
+    assert geometry.block_tokens == 528
+    assert geometry.attentions == [StateSpace(528)] * 9 + [FullAttention(528)]
+    assert lay_out(find_model("granite-4.0-h-small"), 512).block_tokens == 1024
+
+
+def test_layers_of_a_pattern_and_of_an_interval() -> None:
+    state = {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "conv_kernel": 4,
+    }
+    nemotron = parse_config("m", DENSE | state | {"hybrid_override_pattern": "M-M*"})
+    assert nemotron.layers == ("state", "state", "full")
+    linear = {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_conv_kernel_dim": 4,
+    }
+    qwen = parse_config("m", DENSE | linear | {"full_attention_interval": 4})
+    assert qwen.layers == ("state", "state", "state", "full")
+
+
+def test_window_counts_only_if_it_is_used() -> None:
+    config = DENSE | {"sliding_window": 4096}
+    assert set(parse_config("m", config).layers) == {"window"}
+    assert set(parse_config("m", config | {"use_sliding_window": False}).layers) == {"full"}
+
+
+def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    inner = {key: value for key, value in DENSE.items() if key != "torch_dtype"}
+    path.write_text(json.dumps({"text_config": inner, "dtype": "bfloat16"}))
+    for name in (path, tmp_path):
+        assert lay_out(find_model(str(name)), 16).token_bytes == 4 * 2 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_hidden_layers": None}, r"no 'num_hidden_layers': pass the config.json of a decoder"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers is 0; it must be 1 to 2147483647"),
+        ({"num_hidden_layers": "4"}, r"num_hidden_layers is '4'; it must be"),
+        ({"num_attention_heads": None}, "no 'num_attention_heads'"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"torch_dtype": None}, r"no 'dtype' and no 'torch_dtype': pass --dtype"),
+        ({"torch_dtype": "int4"}, r"dtype is 'int4'; it must be one of bfloat16, .*: pass --dtype"),
+        ({"kv_lora_rank": 512}, "no 'qk_rope_head_dim'"),
+        ({"index_topk": 2048}, r"has 'index_topk', so its attention keeps an index .*: pass a"),
+        (
+            {"layer_types": ["full_attention"]},
+            r"names the types of 1 layers, and num_hidden_layers is 4",
+        ),
+        ({"layer_types": ["conv"] * 4}, r"a layer is of type 'conv', and kvstow knows"),
+        ({"layer_types": ["mamba"] * 4}, r"no layer has attention.*: pass a model with attention"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no 'sliding_window'"),
+        ({"layer_types": ["chunked_attention"] * 4}, "no 'attention_chunk_size'"),
+        (
+            {"layer_types": ["mamba", "attention"] * 2},
+            "no 'mamba_num_heads'",
+        ),
+    ],
+)
+def test_config_without_a_field_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^(m: )?{message}"):
+        lay_out(parse_config("m", DENSE | changed), 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "message"),
+    [
+        ("llama-3.1-8b", 0, "tensor-parallel-size is 0; it must be at least 1"),
+        ("llama-3.1-8b", 3, "is 3; it must divide the 8 KV heads of llama-3.1-8b, or be a multi"),
+        ("granite-4.0-h-small", 256, "is 256; it must divide the 128 state heads"),
+    ],
+)
+def test_ranks_that_divide_no_heads_are_refused(model: str, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lay_out(find_model(model), 16, num_ranks=ranks)
+
+
+def test_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"^model is 'llama-3-8b'; .*did you mean llama-3.1-8b"):
+        find_model("llama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not a JSON object"), ("[]", "not a JSON object: pass a model's config.json")],
+)
+def test_file_that_is_no_config_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(path)
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.json: cannot be read: No such file"):
+        read_config(tmp_path / "none.json")

@@ -1,0 +1,81 @@
+"""`kvstow.geometry` lays models out as vLLM does: groups, sizes of states, and blocks."""
+
+from __future__ import annotations
+
+import pytest
+import tests.vllm.runner  # noqa: F401 - before anything imports Triton
+import torch
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3NextConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvstow.geometry import PRESETS, find_model, lay_out
+from kvstow.geometry.config import parse_config
+from kvstow.geometry.layout import _state_bytes
+
+HYBRIDS = ["gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "granite-4.0-h-small"]
+BLOCK = 528  # room for Granite's state
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_groups_are_those_of_vllm(name: str) -> None:
+    model = find_model(name)
+    size = {"block_size": BLOCK, "num_kv_heads": model.num_kv_heads, "dtype": torch.bfloat16}
+    size["head_size"] = model.head_values // 2
+    full = FullAttentionSpec(**size)
+    specs: dict[str, KVCacheSpec] = {
+        "full": full,
+        "window": SlidingWindowSpec(**size, sliding_window=model.window or 1),
+        "state": MambaSpec(
+            block_size=BLOCK,
+            shapes=((1,),),
+            dtypes=(torch.bfloat16,),
+            page_size_padded=full.page_size_bytes,
+            mamba_cache_mode="align",
+        ),
+    }
+    layers = {f"layers.{number}": specs[kind] for number, kind in enumerate(model.layers)}
+
+    groups = _get_kv_cache_groups_uniform_page_size(layers)
+
+    own = lay_out(model, BLOCK)
+    assert [len(group.layer_names) for group in groups] == [one.num_layers for one in own.groups]
+    assert [
+        sum(layers[name].page_size_bytes for name in group.layer_names) for group in groups
+    ] == [one.block_bytes for one in own.groups]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_state_of_mamba_has_the_size_of_vllm(ranks: int) -> None:
+    model = find_model("granite-4.0-h-small")
+    shapes = MambaStateShapeCalculator.mamba2_state_shape(ranks, 128 * 64, 1, 128, 64, 128, 4)
+    assert model.state is not None
+    expected = sum(2 * torch.Size(shape).numel() for shape in shapes)
+    assert _state_bytes(model, model.state, ranks) == expected
+
+
+@pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 544), ("float32", 1056)])
+def test_block_of_a_gated_delta_net_has_the_tokens_of_vllm(dtype: str, num_tokens: int) -> None:
+    """vLLM rounds up to 16 tokens: 544, and 1,056 with recurrent states of 32 bits."""
+    fields = Qwen3NextConfig().to_dict() | {"dtype": "bfloat16", "mamba_ssm_dtype": dtype}
+    model = parse_config("qwen3-next", fields)
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 16, 32, 128, 128, 4)
+    assert model.state is not None
+    conv, recurrent = (torch.Size(shape).numel() for shape in shapes)
+    value_bytes = {"bfloat16": 2, "float32": 4}[dtype]
+    assert _state_bytes(model, model.state, 1) == 2 * conv + value_bytes * recurrent
+    assert lay_out(model, 16).block_tokens == num_tokens
+
+
+def test_presets_are_the_published_configs() -> None:
+    """Of those models whose values are the defaults of transformers."""
+    for name, config in {"deepseek-v3": DeepseekV3Config, "gpt-oss-120b": GptOssConfig}.items():
+        published = config().to_dict()
+        fields = {key: value for key, value in PRESETS[name].items() if key != "torch_dtype"}
+        assert {key: published[key] for key in fields} == fields
