@@ -7,8 +7,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import IO, Final
 
@@ -70,6 +70,32 @@ class Output(Closing):
                 error.filename = self._name
                 raise
         print_text(text if self.as_json else _rendered(shown()))
+
+
+@contextmanager
+def written_file(name: str | None) -> Iterator[Callable[[Callable[[], str]], None]]:
+    """Open a file before the work, so that the command fails at once if it cannot.
+
+    Yields a function that writes the text that its argument returns. Without a name it does
+    nothing.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+    if name is None:
+        yield lambda _text: None
+        return
+    with open(name, "w", encoding="utf-8") as file:
+
+        def write(text: Callable[[], str]) -> None:
+            try:
+                file.write(text())
+                file.flush()
+            except OSError as error:
+                error.filename = name
+                raise
+
+        yield write
 
 
 def _rendered(shown: Table | str) -> str:

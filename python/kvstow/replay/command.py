@@ -18,13 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvstow._core import ConfigError
 from kvstow.closing import Closing
-from kvstow.output import Output, with_output
+from kvstow.output import Output, with_output, written_file
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.engine import ReplayEngine
-from kvstow.replay.observer import Observer
+from kvstow.replay.observer import Observer, Observers
+from kvstow.replay.page import replay_page
 from kvstow.replay.report import figures_json, figures_table
 from kvstow.replay.state import ReplayState
+from kvstow.replay.timeline import Timeline
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, read_trace
 
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
@@ -69,13 +71,15 @@ def _config_options(command: Callable[..., int]) -> Callable[..., int]:
     "to theirs are equal.",
 )
 @_config_options
+@click.option("--html", metavar="FILE", help="Write a page with charts over time to FILE.")
 @with_output
-def replay(
+def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
     output: Output,
     trace: Path | None,
     limit: int | None,
     block_size: int,
     chain: bool,
+    html: str | None,
     **options: Any,
 ) -> int:
     """Replay a request trace and report hits and corrupt blocks.
@@ -94,12 +98,15 @@ def replay(
     given = {name: value for name, value in options.items() if value is not None}
     config = ReplayConfig(**given)
     if trace is None:
-        _refuse_ignored_input()
+        refuse_ignored_input("replay")
     requests = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit, block_size=block_size)
     title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else requests.path
     with ExitStack() as stack:
+        write_html = stack.enter_context(written_file(html))
         progress = stack.enter_context(_ProgressBar(len(requests.requests)))
-        engine = stack.enter_context(ReplayEngine(requests, config, observer=progress))
+        timeline = Timeline()
+        observer = progress if html is None else Observers(progress, timeline)
+        engine = stack.enter_context(ReplayEngine(requests, config, observer=observer))
         interrupted = False
         try:
             engine.run()
@@ -107,6 +114,7 @@ def replay(
             interrupted = True
         progress.close()
         _report_corruption(engine)
+        write_html(lambda: replay_page(engine, timeline, title, interrupted=interrupted))
         output.write(
             figures_json(engine, interrupted=interrupted),
             lambda: figures_table(engine, title, interrupted=interrupted),
@@ -116,8 +124,10 @@ def replay(
     return EXIT_CORRUPT if engine.verifier.num_corrupt else EXIT_OK
 
 
-def _refuse_ignored_input() -> None:
+def refuse_ignored_input(use: str) -> None:
     """Raise `ConfigError` if standard input has data, which needs the argument `-`.
+
+    `use` is what the command does with a trace.
 
     Otherwise standard input is a terminal, closed, /dev/null, at its end, or (under ssh and some CI
     systems) a pipe that stays open and empty.
@@ -134,7 +144,7 @@ def _refuse_ignored_input() -> None:
         poll.register(descriptor, select.POLLIN)
         if not poll.poll(_PIPE_PATIENCE_MS):
             click.echo(
-                "kvstow: standard input is open and empty, so this replays the bundled trace: "
+                f"kvstow: standard input is open and empty, so this will {use} the bundled trace: "
                 "pass - to wait for a trace",
                 err=True,
             )
@@ -145,8 +155,8 @@ def _refuse_ignored_input() -> None:
         return
     if num_bytes > 0:
         raise ConfigError(
-            "standard input has data, but there is no argument TRACE: pass - to replay the data, "
-            "or </dev/null to replay the bundled trace"
+            f"standard input has data, but there is no argument TRACE: pass - to {use} the data, "
+            f"or </dev/null to {use} the bundled trace"
         )
 
 

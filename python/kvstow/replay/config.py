@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
+from kvstow.geometry import find_model, lay_out
 from kvstow.memory import free_memory
 from kvstow.replay.device import MoverKind
 from kvstow.replay.model import MODELS, ReplayModel, build_model
@@ -21,8 +22,8 @@ _T = TypeVar("_T")
 _LINK_BYTES_PER_S = 50e9  # PCIe 5 x16
 REFERENCE_MODEL: Final = "Llama-3.1-8B"
 """The model whose sizes the reports give beside the replay's own."""
-REFERENCE_BYTES_PER_TOKEN: Final = 32 * 8 * 128 * 2 * 2
-"""32 layers of 8 KV heads of 128 values, K and V, 2 bytes each: 131,072 bytes of KV per token."""
+REFERENCE_BYTES_PER_TOKEN: Final = lay_out(find_model(REFERENCE_MODEL), 1).token_bytes
+"""Its bytes of KV per token, in 16 bits."""
 # What the accounting keeps per block, at most.
 _ACCOUNTING_BYTES = 200
 _MAX_STEP_MS = 1_000_000

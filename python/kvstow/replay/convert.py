@@ -48,13 +48,21 @@ def _row(request: TraceRequest) -> dict[str, object]:
 
 
 class TokenReader(TraceReader):
-    """Reads JSON lines with `timestamp`, `prompt_token_ids`, `output_length` and maybe `salt`."""
+    """Reads JSON lines with `timestamp`, `prompt_token_ids`, `output_length` and maybe `salt`.
+
+    Args:
+        path: as for `read_trace`.
+        block_size: number of tokens per block.
+        numbers: the number of each block of other files, by its digest.
+    """
 
     _FIELDS = "timestamp, prompt_token_ids and output_length"
 
-    def __init__(self, path: str | Path, block_size: int) -> None:
+    def __init__(
+        self, path: str | Path, block_size: int, numbers: dict[bytes, int] | None = None
+    ) -> None:
         super().__init__(path, block_size)
-        self._numbers: dict[bytes, int] = {}
+        self._numbers = {} if numbers is None else numbers
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         tokens = self._tokens(row, line)

@@ -1,4 +1,4 @@
-"""The hooks through which tests and the progress bar watch a replay."""
+"""The hooks through which tests, the progress bar and the HTML report watch a replay."""
 
 import numpy as np
 import numpy.typing as npt
@@ -32,3 +32,42 @@ class Observer:
 
     def stepped(self, replay: ReplayState) -> None:
         """A step was computed, and its stores were submitted."""
+
+
+class Observers(Observer):
+    """Calls the methods of several observers in turn."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def published(
+        self,
+        replay: ReplayState,
+        seats: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+    ) -> None:
+        """Pass the call on."""
+        for observer in self._observers:
+            observer.published(replay, seats, tokens)
+
+    def looked_up(
+        self, replay: ReplayState, request: Request, device_tokens: int, host_tokens: int
+    ) -> None:
+        """Pass the call on."""
+        for observer in self._observers:
+            observer.looked_up(replay, request, device_tokens, host_tokens)
+
+    def landed(self, replay: ReplayState, transfer: Transfer) -> None:
+        """Pass the call on."""
+        for observer in self._observers:
+            observer.landed(replay, transfer)
+
+    def finished(self, replay: ReplayState, request: Request) -> None:
+        """Pass the call on."""
+        for observer in self._observers:
+            observer.finished(replay, request)
+
+    def stepped(self, replay: ReplayState) -> None:
+        """Pass the call on."""
+        for observer in self._observers:
+            observer.stepped(replay)

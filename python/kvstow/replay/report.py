@@ -66,15 +66,21 @@ def figures_table(replay: ReplayState, title: str, *, interrupted: bool = False)
     title = f"{title}{' (interrupted)' if interrupted else ''}"
     table = Table("", "", "", title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     table.columns[1].justify = "right"
-    for rows in _run_rows, _hit_rows, _movement_rows, _check_rows:
-        for name, number, explanation in rows(replay):
-            table.add_row(name, number, explanation)
+    for section in figures_rows(replay):
+        for cells in section:
+            table.add_row(*cells)
         table.add_section()
     return table
 
 
 _Rows: TypeAlias = Iterator[tuple[str, str, str]]
 """The name, number and explanation of each row."""
+
+
+def figures_rows(replay: ReplayState) -> Iterator[_Rows]:
+    """Yield the rows of the table, section by section."""
+    for rows in _run_rows, _hit_rows, _movement_rows, _check_rows:
+        yield rows(replay)
 
 
 def _run_rows(replay: ReplayState) -> _Rows:
@@ -94,7 +100,7 @@ def _hit_rows(replay: ReplayState) -> _Rows:
     def share(blocks: int) -> str:
         return f"{blocks / max(num_asked, 1):.1%} of the blocks asked for"
 
-    num_bytes = _reference_bytes(replay, 1)
+    num_bytes = reference_bytes(replay, 1)
     like = "" if num_bytes is None else f": {num_bytes / 2**20:,g} MiB each in {REFERENCE_MODEL}"
     yield "blocks asked for", f"{num_asked:,}", f"of {replay.trace.block_size} tokens{like}"
     if num_left := replay.trace.num_blocks - num_asked:
@@ -109,7 +115,7 @@ def _movement_rows(replay: ReplayState) -> _Rows:
     num_evicted = figures.published - replay.kv.ledger.pool.num_cached
 
     def size(blocks: int) -> str:
-        num_bytes = _reference_bytes(replay, blocks)
+        num_bytes = reference_bytes(replay, blocks)
         return "" if num_bytes is None else f"{num_bytes / 2**30:,.1f} GiB"
 
     def moved(blocks: int, num_bytes: int) -> str:
@@ -170,7 +176,7 @@ def _num_asked(replay: ReplayState) -> int:
     return figures.device_hits + figures.host_hits + figures.recomputed_blocks
 
 
-def _reference_bytes(replay: ReplayState, blocks: int) -> int | None:
+def reference_bytes(replay: ReplayState, blocks: int) -> int | None:
     """Return the bytes of these blocks in `REFERENCE_MODEL`; None for a hybrid model."""
     if len(replay.model.groups) > 1:
         return None

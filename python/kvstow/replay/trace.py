@@ -191,11 +191,24 @@ class TraceReader:
 
 
 class ChainedReader(TraceReader):
-    """Reads the Mooncake form: ids are chained, and the last id may name a partial block."""
+    """Reads the Mooncake form: ids are chained, and the last id may name a partial block.
 
-    def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+    Args:
+        path: as for `read_trace`.
+        block_size: number of tokens per id.
+        predecessors: the id before each id of other files, if ids are equal in all of them.
+    """
+
+    _REMEDY = "Pass --chain if the ids name passages"
+
+    def __init__(
+        self,
+        path: str | Path,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        predecessors: dict[int, int | None] | None = None,
+    ) -> None:
         super().__init__(path, block_size)
-        self._predecessor: dict[int, int | None] = {}
+        self._predecessor = {} if predecessors is None else predecessors
         self._first_miscount: tuple[int, str] | None = None
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
@@ -222,7 +235,7 @@ class ChainedReader(TraceReader):
                 self._fail(
                     line,
                     f"the ids are not chained: id {trace_id} comes {_after(before)} here and "
-                    f"{_after(known)} before. Pass --chain if the ids name passages",
+                    f"{_after(known)} before. {self._REMEDY}",
                 )
             before = trace_id
 
