@@ -75,10 +75,11 @@ def _commands() -> click.Group:
     # Imported here so that Ctrl-C during these slow imports shows no traceback.
     from kvstow.doctor.command import doctor  # noqa: PLC0415
     from kvstow.engine.snapshot_command import snapshot  # noqa: PLC0415
+    from kvstow.plan.command import plan  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
     from kvstow.replay.convert_command import trace  # noqa: PLC0415
 
-    commands = [doctor, replay, snapshot, trace]
+    commands = [doctor, plan, replay, snapshot, trace]
     group = click.Group(
         "kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands
     )

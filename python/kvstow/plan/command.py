@@ -1,0 +1,172 @@
+"""The command `kvstow plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvstow.engine import Policy
+from kvstow.geometry import PRESETS, find_model, lay_out
+from kvstow.geometry.layout import AUTO, DTYPE_BYTES
+from kvstow.output import Output, with_output, written_file
+from kvstow.plan.curves import NUM_SIMULATED
+from kvstow.plan.page import plan_page
+from kvstow.plan.report import plan_csv, plan_json, plan_text
+from kvstow.plan.simulate import Mode
+from kvstow.plan.tiers import PlanOptions, build_plan
+from kvstow.plan.traces import read_traces
+from kvstow.plan.workload import build_workload
+from kvstow.replay import BUNDLED_TRACE
+from kvstow.replay.command import refuse_ignored_input
+
+
+def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    return click.option(
+        name, type=float, multiple=True, metavar="GIB", help=f"{text} Give it several times."
+    )
+
+
+@click.command()
+@click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    required=True,
+    help=f"Path of a Hugging Face config.json, or one of {', '.join(PRESETS)}.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice([AUTO, *DTYPE_BYTES]),
+    default=AUTO,
+    show_default=True,
+    help="Data type of the KV cache, as vLLM's --kv-cache-dtype.",
+)
+@click.option(
+    "--tensor-parallel-size",
+    "--tp",
+    "num_ranks",
+    default=1,
+    show_default=True,
+    help="Number of GPUs that share the model, as for vLLM.",
+)
+@_gib("--device-gib", "Size of the KV cache on each GPU; vLLM logs it at its start.")
+@_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
+@_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
+@click.option(
+    "--policy",
+    type=click.Choice(get_args(Policy)),
+    default="lru",
+    show_default=True,
+    help="Which block the host tier evicts first. hit-density is simulated for each size.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(get_args(Mode)),
+    default="eager",
+    show_default=True,
+    help="When the host tier stores a block. lazy is simulated for each size.",
+)
+@click.option(
+    "--prefill-tokens-per-s",
+    type=float,
+    default=10_000.0,
+    show_default=True,
+    help="Prompt tokens that the server computes in a second.",
+)
+@click.option(
+    "--block-size",
+    type=int,
+    help="Number of tokens per id of the trace. [default: 512 for ids, 16 for token ids]",
+)
+@click.option(
+    "--chain",
+    is_flag=True,
+    help="For traces whose ids name passages, as in RAGPulse: two blocks are equal if all ids up "
+    "to theirs are equal.",
+)
+@click.option(
+    "--separate-files",
+    is_flag=True,
+    help="An id names different blocks in different files. By default it names the same block.",
+)
+@click.option("--limit", type=int, metavar="N", help="Read only the first N requests of a file.")
+@click.option("--html", metavar="FILE", help="Write a page with interactive charts to FILE.")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write the table of sizes to FILE.")
+@with_output
+def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
+    output: Output,
+    traces: tuple[Path, ...],
+    model: str,
+    dtype: str,
+    num_ranks: int,
+    device_gib: tuple[float, ...],
+    host_gib: tuple[float, ...],
+    disk_gib: tuple[float, ...],
+    policy: Policy,
+    mode: Mode,
+    prefill_tokens_per_s: float,
+    block_size: int | None,
+    chain: bool,
+    separate_files: bool,
+    limit: int | None,
+    html: str | None,
+    csv_file: str | None,
+) -> int:
+    """Find the size of host memory that is worth it for a request trace.
+
+    TRACE is a file that kvstow replay reads, one of JSON lines with token ids, or - for standard
+    input. Several files count as one trace, in the order of the arrivals. Without TRACE, the
+    command plans for the first 1,000 requests of a public trace that comes with kvstow.
+
+    The command prints what each size hits, saves and carries, the curve of the hits, and a
+    recommended size with the option of vllm serve that sets it.
+
+    The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
+    """
+    options = PlanOptions(device_gib, host_gib, disk_gib, policy, mode, prefill_tokens_per_s)
+    shape = find_model(model)
+    lay_out(shape, block_size or 1, dtype=dtype, num_ranks=num_ranks)  # refuses bad options
+    if not traces:
+        refuse_ignored_input("plan for")
+    with written_file(html) as write_html, written_file(csv_file) as write_csv:
+        trace = read_traces(
+            traces or [BUNDLED_TRACE],
+            chain=chain,
+            block_size=block_size,
+            separate=separate_files,
+            limit=limit,
+        )
+        if not traces:
+            trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
+        geometry = lay_out(shape, trace.block_size, dtype=dtype, num_ranks=num_ranks)
+        workload = build_workload(trace, geometry.block_tokens)
+        with _progress() as tick:
+            made = build_plan(geometry, workload, options, tick)
+        write_html(lambda: plan_page(made, trace))
+        write_csv(lambda: plan_csv(made))
+        output.write(plan_json(made, trace), lambda: plan_text(made, trace))
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[], None]]:
+    """Show a bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("curves", total=NUM_SIMULATED + 1)
+        yield lambda: bar.update(task, advance=1, refresh=True)

@@ -1,0 +1,149 @@
+"""Hit blocks of a workload against capacity, and the knee of such a curve.
+
+    curve          with full attention only          with several groups
+    hits           LRU, exact at every capacity      simulated, at some capacities
+    clairvoyant    the most that any policy hits     -
+    hit density    simulated, at some capacities     -
+
+The last point of `hits` belongs to a cache that never evicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import HitCurve, clairvoyant_hits
+from kvstow.plan.simulate import Server, host_hits
+from kvstow.plan.workload import Workload
+
+Ints = npt.NDArray[np.int64]
+
+NUM_SIMULATED: Final = 12
+LEAST_BEND: Final = 0.1
+_NUM_DRAWN: Final = 64
+_SMALLEST_SHARE: Final = 1 / 512  # of the largest capacity, where the drawn curves begin
+
+
+def _none() -> Ints:
+    return np.array([], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Hit blocks against capacity in blocks of the host tier.
+
+    Attributes:
+        capacities: where `hits` was computed, ascending, up to where more memory hits nothing more.
+        hits: hits of the host tier, and of the device if the curve was simulated with one.
+        is_exact: whether `hits` comes from one pass, and not from simulations.
+        bound_at: capacities of `clairvoyant`.
+        clairvoyant: the most hits that any policy has.
+        density_at: capacities of `density`.
+        density: hits of a host tier with the policy hit-density.
+    """
+
+    capacities: Ints
+    hits: Ints
+    is_exact: bool = False
+    bound_at: Ints = field(default_factory=_none)
+    clairvoyant: Ints = field(default_factory=_none)
+    density_at: Ints = field(default_factory=_none)
+    density: Ints = field(default_factory=_none)
+
+    @property
+    def infinite(self) -> int:
+        """Hits of a tier that never evicts."""
+        return int(self.hits[-1])
+
+    def at(self, capacity: int) -> int:
+        """Return the hits at a capacity; exact if the curve is."""
+        return int(np.interp(capacity, self.capacities, self.hits))
+
+    def beside(self, num_device: int) -> Curves:
+        """Return the curve of a host tier beside a device of this many blocks.
+
+        A smaller host tier adds nothing to what the device hits.
+        """
+        if not self.is_exact:
+            return self
+        first = min(num_device, len(self.capacities) - 1)
+        return Curves(self.capacities[first:], self.hits[first:], is_exact=True)
+
+    @property
+    def knee(self) -> int:
+        """The capacity at the curve's knee."""
+        return int(self.capacities[knee(self.capacities, self.hits)])
+
+    @property
+    def enough(self) -> int:
+        """The least of the capacities at which the tier hits as much as with any more memory."""
+        return int(self.capacities[np.argmax(self.hits >= self.hits[-1])])
+
+
+def exact_curves(workload: Workload, tick: Callable[[], None]) -> Curves:
+    """Return the curves for a model with full attention only; call `tick` after each part."""
+    curve = HitCurve()
+    curve.add_all(*workload.all_keys)
+    capacities = np.arange(curve.largest_capacity + 1)
+    hits = curve.hits(capacities)
+    tick()
+    drawn = sampled(curve.largest_capacity, _NUM_DRAWN)
+    bound = clairvoyant_hits(*workload.prompt_keys, drawn)
+    tick()
+    density_at = sampled(curve.largest_capacity, NUM_SIMULATED)[1:]
+    density: list[int] = []
+    for capacity in density_at:
+        density.append(host_hits(workload, int(capacity), "hit-density"))
+        tick()
+    return Curves(
+        capacities, hits, True, drawn, bound, density_at, np.array(density, dtype=np.int64)
+    )
+
+
+def simulated_curves(server: Server, tick: Callable[[], None]) -> Curves:
+    """Return the curve of a host tier of this server; call `tick` after each simulation."""
+    infinite = server.serve(largest_tier(server))
+    tick()
+    hits: list[int] = []
+    capacities = sampled(infinite.num_resident, NUM_SIMULATED)[1:]
+    for capacity in capacities[:-1]:
+        hits.append(server.serve(int(capacity)).served.num_hits)
+        tick()
+    return Curves(capacities, np.array([*hits, infinite.served.num_hits], dtype=np.int64))
+
+
+def largest_tier(server: Server) -> int:
+    """Return the slots with which a tier never evicts: a slot per distinct block and group."""
+    num_unique = len(np.unique(server.workload.all_keys[0]))
+    return num_unique * len(server.geometry.groups)
+
+
+def sampled(largest: int, number: int) -> Ints:
+    """Return capacities from 0 to `largest`: half evenly spaced, half by equal ratios."""
+    largest = max(largest, 1)
+    even = np.linspace(0, largest, number - number // 2)
+    ratio = np.geomspace(max(1, largest * _SMALLEST_SHARE), largest, number // 2 + 1)
+    points: Ints = np.unique(np.concatenate([even, ratio]).round().astype(np.int64))
+    return points
+
+
+def knee(capacities: Ints, hits: Ints) -> int:
+    """Return the position of a curve's knee.
+
+    It is the point that is farthest above the straight line from the first point to the last, both
+    axes scaled to 1. This is the discrete form of Kneedle (Satopaa, Albrecht, Irwin and Raghavan,
+    "Finding a 'Kneedle' in a Haystack", 2011), without its smoothing. A curve that stays within
+    `LEAST_BEND` of the line, or below it, has no knee: all memory pays about equally, or only the
+    last does. Then it is the first point with all hits.
+    """
+    rise, run = hits[-1] - hits[0], capacities[-1] - capacities[0]
+    if rise <= 0 or run <= 0:
+        return 0
+    bend = (hits - hits[0]) / rise - (capacities - capacities[0]) / run
+    farthest = int(np.argmax(bend))
+    return farthest if bend[farthest] >= LEAST_BEND else int(np.argmax(hits >= hits[-1]))

@@ -1,0 +1,142 @@
+"""The HTML report of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvstow.plan.report import (
+    KNEE_METHOD,
+    about,
+    flag,
+    knee_gib,
+    row_figures,
+    sentence,
+    size,
+    sizes_cells,
+)
+from kvstow.plan.tiers import Choice, Plan
+from kvstow.plan.traces import PlanTrace
+from kvstow.report import Chart, Part, Series, Table, Text, html_page
+
+_MAX_POINTS = 400
+
+
+def plan_page(plan: Plan, trace: PlanTrace) -> str:
+    """Return the page."""
+    lines = about(plan, trace)
+    return html_page("kvstow plan", lines[0], _parts(plan, lines[1:]))
+
+
+def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
+    for choice in plan.choices:
+        yield Text("", [sentence(plan, choice)], flag(choice) or "", strong=True)
+    for choice in plan.choices:
+        yield _hits_chart(plan, choice)
+    head, cells = sizes_cells(plan)
+    chosen = [at for at, row in enumerate(plan.rows) for one in plan.choices if row is one.tiers]
+    names = [name.replace("\n", " ") for name in head]
+    yield Table("What each size gives", names, cells, strong=tuple(chosen))
+    if plan.workload.hours:
+        yield from _traffic_charts(plan)
+    yield Text(
+        "How this was computed",
+        [
+            *lines,
+            "Hits are the share of all prompt tokens that are found, in full blocks. Saved tokens "
+            "are those found below the device. Loads and stores are bytes per second on the link "
+            "of one GPU, on average over the trace.",
+            f"The knee is {KNEE_METHOD}. The recommended size is the smallest one here that "
+            "reaches it.",
+        ],
+    )
+
+
+def _hits_chart(plan: Plan, choice: Choice) -> Chart:
+    curves = choice.curves
+    places = np.unique(
+        np.concatenate(
+            [
+                np.linspace(0, len(curves.capacities) - 1, _MAX_POINTS // 2),
+                np.geomspace(1, len(curves.capacities), _MAX_POINTS // 2) - 1,
+            ]
+        ).astype(np.int64)
+    )
+
+    def series(name: str, capacities: object, hits: object, *, dots: bool = False) -> Series:
+        return Series(
+            name,
+            [round(plan.gib(int(at)), 6) for at in np.asarray(capacities)],
+            [round(plan.hit_ratio(int(number)), 6) for number in np.asarray(hits)],
+            dots,
+        )
+
+    policy = "LRU" if plan.options.policy == "lru" or curves.is_exact else plan.options.policy
+    how = "exact" if curves.is_exact else "simulated"
+    lines = [
+        series(
+            f"{policy}, {how}",
+            curves.capacities[places],
+            curves.hits[places],
+            dots=not curves.is_exact,
+        )
+    ]
+    if len(curves.bound_at):
+        lines.append(series("best possible", curves.bound_at, curves.clairvoyant))
+    if len(curves.density_at):
+        lines.append(series("hit-density", curves.density_at, curves.density, dots=True))
+    last = plan.gib(int(curves.capacities[-1]))
+    infinite = plan.hit_ratio(curves.infinite)
+    lines.append(Series("unlimited memory", [0, last], [infinite, infinite]))
+    marks = [(knee_gib(plan, choice), "knee")]
+    if choice.tiers is not None:
+        marks.append((choice.tiers.host_gib, "recommended"))
+    beside = ""
+    if choice.device_gib is not None:
+        beside = f", beside {size(choice.device_gib)} on each GPU"
+    return Chart(
+        f"Hits against memory{beside}",
+        "Each point is a cache of that size. No policy can hit more than the best possible one, "
+        "which knows all later requests."
+        if curves.is_exact
+        else "Each point is a simulation of the host tier with that size.",
+        lines,
+        x_format="gib",
+        y_format="percent",
+        x_label="size of the host tier",
+        y_label="hits",
+        marks=marks,
+        can_be_log=True,
+    )
+
+
+def _traffic_charts(plan: Plan) -> Iterator[Part]:
+    """Yield a chart of the bytes per second for each device whose hosts have several sizes."""
+    for choice in plan.choices:
+        rows = [row for row in plan.rows if row.device_gib == choice.device_gib]
+        disk = rows[0].disk_gib
+        rows = [row for row in rows if row.disk_gib == disk]
+        if len(rows) < 2:  # noqa: PLR2004 - a line needs two points
+            continue
+        names = {"load_bytes_per_s": "loads", "store_bytes_per_s": "stores"}
+        if disk is not None:
+            names |= {
+                "disk_read_bytes_per_s": "disk reads",
+                "disk_write_bytes_per_s": "disk writes",
+            }
+        figures = [row_figures(plan, row) for row in rows]
+        yield Chart(
+            "Bytes to carry",
+            "Loads and stores cross the link of each GPU. This is the average over the trace; a "
+            "busy minute carries more.",
+            [
+                Series(name, [row.host_gib for row in rows], [one[key] for one in figures], True)
+                for key, name in names.items()
+            ],
+            x_format="gib",
+            y_format="bytes_per_s",
+            x_label="size of the host tier",
+            y_label="bytes per second",
+            can_be_log=True,
+        )

@@ -1,0 +1,303 @@
+"""Report a plan: JSON for programs, CSV for spreadsheets, tables and a sketch for people."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstow.plan.tiers import GIB, Choice, Plan, Tiers
+from kvstow.plan.traces import PlanTrace
+
+_SECONDS_PER_HOUR: Final = 3600
+_SKETCH_COLUMNS, _SKETCH_ROWS = 60, 8
+_EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
+_MAX_JSON_POINTS: Final = 512
+_WHOLE: Final = 10  # numbers from here on are shown without decimals
+
+KNEE_METHOD: Final = (
+    "the point farthest above the line from the curve's first point to its last (Kneedle, 2011)"
+)
+
+
+def row_figures(plan: Plan, row: Tiers) -> dict[str, float | None]:
+    """Return the figures of one set of sizes; None where the trace has no duration."""
+    hours, block_tokens = plan.workload.hours, plan.geometry.block_tokens
+    saved_tokens = row.saved_blocks * block_tokens
+
+    def per_hour(number: float) -> float | None:
+        return number / hours if hours else None
+
+    def per_second(number: float) -> float | None:
+        return number / hours / _SECONDS_PER_HOUR if hours else None
+
+    return {
+        "device_gib": row.device_gib,
+        "host_gib": row.host_gib,
+        "disk_gib": row.disk_gib,
+        "hit_ratio": plan.hit_ratio(row.device_hits + row.saved_blocks),
+        "device_hit_ratio": plan.hit_ratio(row.device_hits),
+        "host_hit_ratio": plan.hit_ratio(row.host_hits),
+        "disk_hit_ratio": plan.hit_ratio(row.disk_hits),
+        "saved_tokens_per_hour": per_hour(saved_tokens),
+        "saved_prefill_seconds_per_hour": per_hour(
+            saved_tokens / plan.options.prefill_tokens_per_s
+        ),
+        "load_bytes_per_s": per_second(row.load_bytes),
+        "store_bytes_per_s": per_second(row.store_bytes),
+        "disk_read_bytes_per_s": per_second(row.read_bytes),
+        "disk_write_bytes_per_s": per_second(row.write_bytes),
+    }
+
+
+def plan_json(plan: Plan, trace: PlanTrace) -> dict[str, object]:
+    """Return the plan, ready for `json.dumps`."""
+    geometry, workload = plan.geometry, plan.workload
+    return {
+        "traces": list(trace.names),
+        "requests": len(workload.prompts),
+        "prompt_tokens": workload.num_prompt_tokens,
+        "hours": workload.hours,
+        "model": {
+            "name": geometry.name,
+            "dtype": geometry.dtype,
+            "tensor_parallel_size": geometry.num_ranks,
+            "bytes_per_token": geometry.token_bytes * geometry.num_ranks // geometry.num_copies,
+            "block_tokens": geometry.block_tokens,
+            "device_block_bytes_per_rank": geometry.device_block_bytes,
+            "host_block_bytes": geometry.host_block_bytes,
+            "groups": [
+                {
+                    "kind": str(group),
+                    "layers": group.num_layers,
+                    "block_bytes_per_rank": group.block_bytes,
+                }
+                for group in geometry.groups
+            ],
+            "derivation": list(geometry.derivation),
+        },
+        "policy": plan.options.policy,
+        "mode": plan.options.mode,
+        "prefill_tokens_per_s": plan.options.prefill_tokens_per_s,
+        "knee_method": KNEE_METHOD,
+        "curves": [_curve_json(plan, choice) for choice in plan.choices],
+        "sizes": [row_figures(plan, row) for row in plan.rows],
+        "recommendations": [
+            {
+                "device_gib": choice.device_gib,
+                "host_gib": None if choice.tiers is None else choice.tiers.host_gib,
+                "disk_gib": None if choice.tiers is None else choice.tiers.disk_gib,
+                "sentence": sentence(plan, choice),
+                "flag": flag(choice),
+            }
+            for choice in plan.choices
+        ],
+    }
+
+
+def _curve_json(plan: Plan, choice: Choice) -> dict[str, object]:
+    curves = choice.curves
+    places = np.arange(len(curves.capacities))
+    if len(places) > _MAX_JSON_POINTS:
+        places = np.unique(np.linspace(0, len(places) - 1, _MAX_JSON_POINTS).astype(np.int64))
+
+    def points(capacities: Sequence[int], hits: Sequence[int]) -> dict[str, list[float]]:
+        return {
+            "gib": [plan.gib(int(capacity)) for capacity in capacities],
+            "hit_ratio": [plan.hit_ratio(int(number)) for number in hits],
+        }
+
+    return {
+        "device_gib": choice.device_gib,
+        "is_exact": curves.is_exact,
+        "tier": points(list(curves.capacities[places]), list(curves.hits[places])),
+        "clairvoyant": points(list(curves.bound_at), list(curves.clairvoyant)),
+        "hit_density": points(list(curves.density_at), list(curves.density)),
+        "infinite_hit_ratio": plan.hit_ratio(curves.infinite),
+        "knee_gib": knee_gib(plan, choice),
+    }
+
+
+def knee_gib(plan: Plan, choice: Choice) -> float:
+    """Return the size at the knee of the curve beside the device."""
+    num_device = 0
+    if choice.device_gib is not None:
+        num_device = int(choice.device_gib * GIB // plan.geometry.device_block_bytes) - 1
+    return plan.gib(choice.curves.beside(num_device).knee)
+
+
+def plan_csv(plan: Plan) -> str:
+    """Return one line for each set of sizes."""
+    rows = [row_figures(plan, row) for row in plan.rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def sentence(plan: Plan, choice: Choice) -> str:
+    """Return the recommendation for one device."""
+    row = choice.tiers
+    beside = "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each GPU"
+    if row is None:
+        return (
+            f"Set no host tier{beside}: the largest size here hits less than 1 % of the prompt "
+            "tokens."
+        )
+    ratio, all_hits = plan.hit_ratio(row.host_hits), row.device_hits + row.host_hits
+    share = all_hits / choice.curves.infinite
+    disk = ""
+    if row.disk_gib is not None:
+        disk = f" A disk of {size(row.disk_gib)} adds {plan.hit_ratio(row.disk_hits):.1%}."
+    more = 100 * plan.hit_ratio(choice.doubled_hits - row.host_hits)
+    return (
+        f"Give the host tier {size(row.host_gib)}{beside}: it saves {ratio:.1%} of the prompt "
+        f"tokens, {'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what "
+        f"unlimited memory hits, and twice the size adds {more:.1f} points." + disk
+    )
+
+
+def flag(choice: Choice) -> str | None:
+    """Return the option of `vllm serve` that sets the recommended size."""
+    if choice.tiers is None:
+        return None
+    gib = choice.tiers.host_gib
+    config = {
+        "kv_connector": "KVStowConnector",
+        "kv_connector_module_path": "kvstow.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": f"{gib:g}GiB" if gib >= 1 else int(gib * GIB)
+        },
+    }
+    return f"--kv-transfer-config '{json.dumps(config, separators=(',', ':'))}'"
+
+
+def size(gib: float) -> str:
+    """Return a size as people write it."""
+    return f"{gib:,g} GiB" if gib >= 1 else f"{gib * 1024:,.4g} MiB"
+
+
+def about(plan: Plan, trace: PlanTrace) -> list[str]:
+    """Return what was planned for: the requests, and the model with its bytes."""
+    geometry, workload = plan.geometry, plan.workload
+    hours = workload.hours
+    time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
+    ranks = "" if geometry.num_ranks == 1 else f", {geometry.num_ranks} ranks"
+    copies = "" if geometry.num_copies == 1 else f", one copy for {geometry.num_copies} ranks"
+    return [
+        f"{', '.join(trace.names)}: {len(workload.prompts):,} requests in {time}, "
+        f"{workload.num_prompt_tokens:,} prompt tokens",
+        f"{geometry.name}{ranks}: {geometry.derivation[0]}",
+        *geometry.derivation[1:],
+        f"a block of {geometry.block_tokens:,} tokens takes {size(geometry.host_block_bytes / GIB)}"
+        f" of the host tier{copies}",
+    ]
+
+
+def sizes_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Return the table of sizes: the names of its columns, with units, and the cells."""
+    has_device = any(row.device_gib is not None for row in plan.rows)
+    has_disk = any(row.disk_gib is not None for row in plan.rows)
+    head: dict[str, str] = {}
+    if has_device:
+        head["device_gib"] = "device\nGiB"
+    head["host_gib"] = "host\nGiB"
+    if has_disk:
+        head["disk_gib"] = "disk\nGiB"
+    head["hit_ratio"] = "hits"
+    if has_device:
+        head["device_hit_ratio"] = "on\ndevice"
+    if has_device or has_disk:
+        head["host_hit_ratio"] = "on\nhost"
+    if has_disk:
+        head["disk_hit_ratio"] = "on\ndisk"
+    head["saved_tokens_per_hour"] = "saved\ntokens/h"
+    head["saved_prefill_seconds_per_hour"] = "saved\nprefill s/h"
+    head |= {"load_bytes_per_s": "loads\nMB/s", "store_bytes_per_s": "stores\nMB/s"}
+    if has_disk:
+        head["disk_read_bytes_per_s"] = "reads\nMB/s"
+        head["disk_write_bytes_per_s"] = "writes\nMB/s"
+    figures = [row_figures(plan, row) for row in plan.rows]
+    return list(head.values()), [[_cell(name, one[name]) for name in head] for one in figures]
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_ratio"):
+        return f"{value:.1%}"
+    if name.endswith("_gib"):
+        return f"{value:,.6g}"
+    if name.endswith("bytes_per_s"):
+        value /= 1e6
+    return f"{value:,.0f}" if value >= _WHOLE or not value else f"{value:,.2g}"
+
+
+def plan_text(plan: Plan, trace: PlanTrace) -> str:
+    """Return the whole report for a terminal."""
+    parts = [*about(plan, trace), "", _table(plan), ""]
+    for choice in plan.choices:
+        parts += [sketch(plan, choice), "", sentence(plan, choice)]
+        if (line := flag(choice)) is not None:
+            parts.append(line)  # on one line, to copy
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _table(plan: Plan) -> str:
+    """Return the table of sizes, with a mark at each recommended one."""
+    head, rows = sizes_cells(plan)
+    chosen = [choice.tiers for choice in plan.choices]
+    marks = [any(row is one for one in chosen) for row in plan.rows]
+    lines = [[name.partition("\n")[0] for name in head], [name.partition("\n")[2] for name in head]]
+    cells = [*lines, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        ("> " if is_chosen else "  ")
+        + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line, is_chosen in zip(cells, [False, False, *marks], strict=True)
+    )
+
+
+def sketch(plan: Plan, choice: Choice) -> str:
+    """Return the curve in block characters, with the recommended size below it."""
+    curves = choice.curves
+    last = int(curves.capacities[-1]) or 1
+    at = np.linspace(last / _SKETCH_COLUMNS, last, _SKETCH_COLUMNS).astype(np.int64)
+    hits = np.interp(at, curves.capacities, curves.hits)
+    eighths = _EIGHTHS if _can_print(_EIGHTHS) else "    #####"
+    levels = np.rint(hits / (curves.infinite or 1) * _SKETCH_ROWS * 8).astype(np.int64)
+    lines = []
+    for line in reversed(range(_SKETCH_ROWS)):
+        cells = "".join(eighths[int(np.clip(level - 8 * line, 0, 8))] for level in levels)
+        top = plan.hit_ratio(curves.infinite * (line + 1) / _SKETCH_ROWS)
+        lines.append(f"{top:6.1%} |{cells}")
+    first, end = "0", size(round(plan.gib(last), 1))
+    axis = [" "] * _SKETCH_COLUMNS
+    axis[0], axis[-len(end) :] = first, list(end)
+    lines.append(" " * 7 + "+" + "-" * _SKETCH_COLUMNS)
+    lines.append(" " * 8 + "".join(axis))
+    if choice.tiers is not None:
+        place = choice.tiers.host_gib / plan.gib(last) * _SKETCH_COLUMNS
+        lines.append(" " * (7 + min(max(1, round(place)), _SKETCH_COLUMNS)) + "^ recommended")
+    return "\n".join(lines)
+
+
+def _can_print(text: str) -> bool:
+    """Whether the encoding of standard output has these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,217 @@
+"""Serve a workload with the real accounting of a device and a host tier, one request at a time.
+
+A simulation needs no clock. Requests do not overlap, none is preempted, and copies end at once. It
+serves what no single curve can: several groups, hit density, and lazy stores.
+
+In a model with recurrent states, vLLM keeps a state at two places of a prompt: after its last full
+block that leaves a token to compute, and where it parts from prompts before it. Other states are
+neither found on the device nor stored, so the simulation drops their keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import BlockLedger, ConfigError, FullAttention, OffloadScheduler, StateSpace
+from kvstow.engine import Policy
+from kvstow.geometry import Geometry
+from kvstow.plan.workload import Workload
+
+Ids = npt.NDArray[np.int32]
+Mode = Literal["eager", "lazy"]
+STEP_TOKENS = 8192
+"""The most tokens of a request that a step computes."""
+_NAME = "request"
+
+
+@dataclass(slots=True)
+class Served:
+    """What a simulation has counted, in blocks of the trace, and in bytes on one rank.
+
+    Attributes:
+        device_hits: blocks found on the device.
+        host_hits: blocks loaded from the host tier.
+        loaded_bytes: bytes of the loads, in all groups.
+        stored_bytes: bytes of the stores, in all groups.
+    """
+
+    device_hits: int = 0
+    host_hits: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+
+    @property
+    def num_hits(self) -> int:
+        """Blocks found on the device or the host."""
+        return self.device_hits + self.host_hits
+
+
+def host_hits(workload: Workload, num_host_blocks: int, policy: Policy) -> int:
+    """Return the hits of a host tier alone, for a model with full attention only."""
+    # The tier counts blocks, so their number of tokens does not matter.
+    tier = OffloadScheduler(num_host_blocks, [FullAttention(1)], policy=policy)
+    blocks = np.arange(1, 1 + max(map(len, workload.digests)), dtype=np.int32)
+    num_hits = 0
+    for digests, prompt in zip(workload.digests, workload.prompts, strict=True):
+        num_blocks = len(digests)
+        tier.add(_NAME, digests)
+        if found := tier.lookup(_NAME, 0, len(prompt)):
+            num_hits += found
+            tier.complete(tier.load(_NAME, found, [blocks[:found]]).job_id)
+        job = tier.store([_NAME], [num_blocks], blocks[:num_blocks], [0, num_blocks])
+        if job is not None:
+            tier.complete(job.job_id)
+        tier.finish(_NAME)
+    return num_hits
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server without its host tier, and the requests that it serves.
+
+    Attributes:
+        geometry: the model.
+        workload: the requests.
+        num_device_blocks: usable blocks of the device. None: the device keeps no block after its
+            request, so all hits are the host's.
+        policy: of the host tier.
+        mode: when the host tier stores.
+    """
+
+    geometry: Geometry
+    workload: Workload
+    num_device_blocks: int | None = None
+    policy: Policy = "lru"
+    mode: Mode = "eager"
+
+    def serve(self, num_host_blocks: int) -> Simulation:
+        """Serve all requests with a host tier of this many slots.
+
+        Raises:
+            ConfigError: a request does not fit into the device.
+        """
+        simulation = Simulation(self, num_host_blocks)
+        simulation.run()
+        return simulation
+
+
+class Simulation:
+    """A server with a device pool and a host tier.
+
+    Attributes:
+        served: what was counted so far.
+    """
+
+    def __init__(self, server: Server, num_host_blocks: int) -> None:
+        geometry, workload = server.geometry, server.workload
+        groups = geometry.attentions
+        longest = max(workload.total_tokens)
+        num_needed = BlockLedger(2, groups, max_in_flight_tokens=STEP_TOKENS).blocks_to_fit(longest)
+        keeps_device = server.num_device_blocks is not None
+        num_device = server.num_device_blocks if keeps_device else num_needed
+        assert num_device is not None, "it is a number in both cases"
+        if num_device < num_needed:
+            gib = (num_needed + 1) * geometry.device_block_bytes / 2**30
+            raise ConfigError(
+                f"device-gib holds {num_device} blocks, and the request of {longest} tokens needs "
+                f"{num_needed}: pass --device-gib {gib:.4g} or more"
+            )
+        self.served = Served()
+        self._workload = workload
+        self._size = workload.block_tokens
+        self._keeps_device = keeps_device
+        self._ledger = BlockLedger(num_device + 1, groups, max_in_flight_tokens=STEP_TOKENS)
+        self._tier = OffloadScheduler(
+            num_host_blocks, groups, mode=server.mode, policy=server.policy
+        )
+        # What the next step may take: its tokens' blocks, and those of the longest load.
+        step_blocks = -(-STEP_TOKENS // self._size) + -(-longest // self._size)
+        is_lazy = server.mode == "lazy"
+        self._horizon = min(num_device, step_blocks * len(groups)) if is_lazy else 0
+        self._states = [isinstance(group, StateSpace) for group in groups]
+        self._block_bytes = np.array([group.block_bytes for group in geometry.groups])
+
+    @property
+    def num_resident(self) -> int:
+        """Slots of the host tier that are in use."""
+        return self._tier.num_resident
+
+    def run(self) -> None:
+        """Serve all requests."""
+        work = self._workload
+        for digests, prompt, total in zip(
+            work.digests, work.prompt_tokens, work.total_tokens, strict=True
+        ):
+            self._serve(digests, prompt, total)
+
+    def check(self) -> None:
+        """Verify every invariant of the device and of the tier."""
+        self._ledger.check()
+        self._tier.check()
+
+    def _serve(self, digests: list[bytes], prompt_tokens: int, total_tokens: int) -> None:
+        ledger, tier = self._ledger, self._tier
+        ledger.add(_NAME, digests)
+        tier.add(_NAME, digests)
+        hit = ledger.lookup(_NAME, prompt_tokens - 1)
+        num_local = hit.num_tokens
+        num_found = tier.lookup(_NAME, num_local, prompt_tokens - 1) or 0
+        self.served.device_hits += num_local // self._size
+        self.served.host_hits += num_found // self._size
+        num_granted = num_local + num_found
+        kept = {
+            boundary // self._size - 1
+            for boundary in (num_granted, prompt_tokens - 1, tier.full_attention_hit(_NAME))
+        }
+        if num_found:
+            taken = ledger.allocate(_NAME, 0, hit=hit, num_external_tokens=num_found)
+            assert taken is not None, "the longest request fits"
+            job = tier.load(_NAME, num_found, taken)
+            self.served.loaded_bytes += self._bytes(job.offsets)
+            tier.complete(job.job_id)
+        first = None if num_found else hit
+        reported = [0] * len(self._states)
+        while num_granted < total_tokens:
+            num_new = min(STEP_TOKENS, total_tokens - num_granted)
+            taken = ledger.allocate(_NAME, num_new, hit=first)
+            assert taken is not None, "the longest request fits"
+            first = None
+            num_granted += num_new
+            if self._horizon:
+                tier.invalidate(np.concatenate(taken))
+            self._store(num_granted, reported, kept)
+        ledger.free(_NAME)
+        tier.finish(_NAME)
+        if not self._keeps_device:
+            ledger.pool.reset()
+
+    def _store(self, num_computed: int, reported: list[int], kept: set[int]) -> None:
+        """Report what the tokens so far have filled, and end the stores that this plans."""
+        ledger, tier, num_full = self._ledger, self._tier, num_computed // self._size
+        parts: list[Ids] = []
+        offsets = [0]
+        for group, is_state in enumerate(self._states):
+            begin = min(reported[group], num_full)
+            part = ledger.block_table(_NAME, group)[begin:num_full]
+            if is_state:
+                part = part.copy()
+                dropped = [at for at in range(len(part)) if begin + at not in kept and part[at]]
+                ledger.pool.evict(part[dropped])
+                part[dropped] = 0
+            reported[group] = num_full
+            parts.append(part)
+            offsets.append(offsets[-1] + len(part))
+        job = tier.store([_NAME], [num_computed], np.concatenate(parts), offsets)
+        if job is None and self._horizon:
+            job = tier.store_evictable(ledger.pool, self._horizon)
+        if job is not None:
+            self.served.stored_bytes += self._bytes(job.offsets)
+            tier.complete(job.job_id)
+
+    def _bytes(self, offsets: Ids) -> int:
+        """Return the bytes of a job, whose blocks come group by group."""
+        return int(np.dot(np.diff(offsets), self._block_bytes))

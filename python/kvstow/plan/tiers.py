@@ -1,0 +1,292 @@
+"""What tiers of given sizes hit and carry, and the size to set.
+
+With full attention only, LRU and eager stores, all figures follow from one curve. The device and
+the host each rank the whole chain of a request, the local hit included. So either tier holds what
+a cache of its size alone would hold:
+
+    hits of device and host   curve(max(device, host))
+    hits of the host          that minus curve(device)
+    hits of a disk            curve(max(device, host, disk)) minus both
+    blocks stored             all filled blocks minus curve(host)
+
+The partial last block of a running request takes a device block, which the curve leaves out.
+
+Other plans simulate each pair of sizes. A disk then counts as a larger host tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Final
+
+from kvstow._core import ConfigError
+from kvstow.engine import Policy
+from kvstow.geometry import Geometry
+from kvstow.plan.curves import Curves, exact_curves, simulated_curves
+from kvstow.plan.simulate import Mode, Served, Server
+from kvstow.plan.workload import Workload
+
+GIB: Final = 2**30
+_MAX_GIB: Final = 2**30
+_MAX_ROWS: Final = 8
+_STEPS_BELOW_KNEE: Final = 3
+LEAST_GAIN: Final = 0.01
+"""The share of the prompt tokens that a host tier must hit to be recommended: one point."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the user asks for.
+
+    Attributes:
+        device_gib: sizes of the KV cache on each GPU; empty for none.
+        host_gib: sizes of the host tier of the server; empty for sizes around the knee.
+        disk_gib: sizes of the disk tier of the server; empty for none.
+        policy: of the host tier.
+        mode: when the host tier stores.
+        prefill_tokens_per_s: prompt tokens that the server computes in a second.
+    """
+
+    device_gib: tuple[float, ...] = ()
+    host_gib: tuple[float, ...] = ()
+    disk_gib: tuple[float, ...] = ()
+    policy: Policy = "lru"
+    mode: Mode = "eager"
+    prefill_tokens_per_s: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prefill_tokens_per_s < math.inf:
+            raise ConfigError(
+                f"prefill-tokens-per-s is {self.prefill_tokens_per_s:g}; it must be above 0 and "
+                "finite: pass the prompt tokens that your server computes in a second"
+            )
+        if self.mode == "lazy" and not self.device_gib:
+            raise ConfigError(
+                "mode is lazy, and no device-gib is given; a lazy tier stores what the device "
+                "evicts: pass --device-gib"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What tiers of one set of sizes do with the workload.
+
+    Attributes:
+        device_gib: size of the KV cache on each GPU; None for none.
+        host_gib: size of the host tier.
+        disk_gib: size of the disk tier; None for none.
+        device_hits: blocks of the trace found on the device.
+        host_hits: blocks found on the host.
+        disk_hits: blocks found on the disk.
+        load_bytes: bytes that each GPU loads.
+        store_bytes: bytes that each GPU stores.
+        read_bytes: bytes read from the disk.
+        write_bytes: bytes written to the disk.
+    """
+
+    device_gib: float | None
+    host_gib: float
+    disk_gib: float | None
+    device_hits: int
+    host_hits: int
+    disk_hits: int
+    load_bytes: int
+    store_bytes: int
+    read_bytes: int
+    write_bytes: int
+
+    @property
+    def saved_blocks(self) -> int:
+        """Blocks that the tiers below the device keep the server from computing."""
+        return self.host_hits + self.disk_hits
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The recommended size for one device.
+
+    Attributes:
+        device_gib: size of the KV cache on each GPU; None for none.
+        curves: the hits against the capacity of the host tier.
+        tiers: the recommended size; None if no host tier is worth its memory.
+        doubled_hits: blocks that a host tier of twice the size would hit.
+    """
+
+    device_gib: float | None
+    curves: Curves
+    tiers: Tiers | None
+    doubled_hits: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: what each set of sizes does, and for each device the recommended size."""
+
+    geometry: Geometry
+    workload: Workload
+    options: PlanOptions
+    rows: tuple[Tiers, ...]
+    choices: tuple[Choice, ...]
+
+    def gib(self, num_slots: float) -> float:
+        """Return the size of this many slots of the host tier."""
+        return num_slots * self.geometry.host_block_bytes / GIB
+
+    def hit_ratio(self, num_blocks: float) -> float:
+        """Return the share of the prompt tokens that these blocks hold."""
+        return num_blocks * self.geometry.block_tokens / self.workload.num_prompt_tokens
+
+
+def build_plan(
+    geometry: Geometry,
+    workload: Workload,
+    options: PlanOptions,
+    tick: Callable[[], None] = lambda: None,
+) -> Plan:
+    """Return the plan, and call `tick` whenever a curve or a simulation is done.
+
+    Raises:
+        ConfigError: a size below one block, or a device that is too small for a request.
+    """
+    sizes = _Sizes(geometry)
+    for host_gib in options.host_gib:
+        sizes.host_slots(host_gib, "host-gib")
+    for disk_gib in options.disk_gib:
+        sizes.host_slots(disk_gib, "disk-gib")
+    devices: list[tuple[float | None, int]] = [
+        (gib, sizes.device_blocks(gib)) for gib in options.device_gib
+    ]
+    disks: list[float | None] = [*sorted(options.disk_gib)] or [None]
+    exact = exact_curves(workload, tick) if geometry.is_one_full_group else None
+    rows: list[Tiers] = []
+    choices: list[Choice] = []
+    for device_gib, num_device in devices or [(None, 0)]:
+        server = Server(geometry, workload, num_device or None, options.policy, options.mode)
+        counter = _Counter(server, exact or simulated_curves(server, tick), tick)
+        curves = counter.curves
+        hosts = options.host_gib or _sizes_around(curves.beside(num_device), geometry)
+        own = [
+            counter.tiers(device_gib, host, disk) for host, disk in product(sorted(hosts), disks)
+        ]
+        rows += own
+        choices.append(_choose(counter, num_device, own))
+    return Plan(geometry, workload, options, tuple(rows), tuple(choices))
+
+
+def _choose(counter: _Counter, num_device: int, rows: Sequence[Tiers]) -> Choice:
+    """Return the smallest size that reaches the knee, or the largest size if none does.
+
+    A host tier that hits less than `LEAST_GAIN` of the prompt tokens is not worth its memory.
+    """
+    knee = counter.curves.beside(num_device).knee
+    reach = [row for row in rows if counter.num_slots(row.host_gib) >= knee]
+    row = reach[0] if reach else rows[-1]
+    if counter.ratio(row.host_hits) < LEAST_GAIN:
+        return Choice(row.device_gib, counter.curves, None, 0)
+    doubled = counter.tiers(row.device_gib, 2 * row.host_gib, row.disk_gib)
+    return Choice(row.device_gib, counter.curves, row, doubled.host_hits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Converts GiB to blocks, and refuses sizes below one block."""
+
+    geometry: Geometry
+
+    def host_slots(self, gib: float, name: str = "host-gib") -> int:
+        """Return the slots of a tier of the whole server."""
+        return self._blocks(gib, name, self.geometry.host_block_bytes, 1)
+
+    def device_blocks(self, gib: float) -> int:
+        """Return the usable blocks of a device pool; vLLM keeps one as the null block."""
+        return self._blocks(gib, "device-gib", self.geometry.device_block_bytes, 2) - 1
+
+    def _blocks(self, gib: float, name: str, block_bytes: int, least: int) -> int:
+        if not (math.isfinite(gib) and gib <= _MAX_GIB):
+            raise ConfigError(f"{name} is {gib}; it must be at most {_MAX_GIB}: pass fewer GiB")
+        num_blocks = int(gib * GIB // block_bytes)
+        if num_blocks < least:
+            raise ConfigError(
+                f"{name} is {gib:g}; it must hold {least} block{'s' if least > 1 else ''} of "
+                f"{self.geometry.block_tokens} tokens in {block_bytes:,} bytes or more: pass "
+                f"{math.ceil(least * block_bytes / GIB * 1e6) / 1e6:g} or more"
+            )
+        return num_blocks
+
+
+class _Counter:
+    """Counts what tiers of given sizes hit and carry, from the curve or by simulation."""
+
+    def __init__(self, server: Server, curves: Curves, tick: Callable[[], None]) -> None:
+        self.curves = curves
+        self._server = server
+        self._geometry = server.geometry
+        self._workload = server.workload
+        self._tick = tick
+        self._sizes = _Sizes(server.geometry)
+        self._follows = curves.is_exact and (server.policy, server.mode) == ("lru", "eager")
+        self._served = cache(self._count)
+
+    def num_slots(self, host_gib: float) -> int:
+        """Return the slots of a host tier."""
+        return self._sizes.host_slots(host_gib)
+
+    def ratio(self, num_blocks: int) -> float:
+        """Return the share of the prompt tokens that these blocks hold."""
+        return num_blocks * self._geometry.block_tokens / self._workload.num_prompt_tokens
+
+    def tiers(self, device_gib: float | None, host_gib: float, disk_gib: float | None) -> Tiers:
+        """Return what one set of sizes does."""
+        num_host = self._sizes.host_slots(host_gib)
+        num_disk = 0 if disk_gib is None else self._sizes.host_slots(disk_gib, "disk-gib")
+        top = self._served(num_host)
+        both = self._served(max(num_host, num_disk))
+        on_disk = self._served(num_disk).stored_bytes if num_disk else 0
+        num_shares = self._geometry.num_ranks // self._geometry.num_copies
+        return Tiers(
+            device_gib,
+            host_gib,
+            disk_gib,
+            top.device_hits,
+            top.host_hits,
+            max(0, both.host_hits - top.host_hits),
+            both.loaded_bytes,
+            top.stored_bytes,
+            max(0, both.loaded_bytes - top.loaded_bytes) * num_shares,
+            on_disk * num_shares,
+        )
+
+    def _count(self, num_host: int) -> Served:
+        """Return what a host tier of this size does, from the curve if it has the answer."""
+        if not self._follows:
+            served = self._server.serve(num_host).served
+            self._tick()
+            return served
+        num_device = self._server.num_device_blocks or 0
+        hits, block_bytes = self.curves.at, self._geometry.device_block_bytes
+        device_hits = hits(num_device)
+        host_hits = hits(max(num_device, num_host)) - device_hits
+        num_stored = self._workload.num_filled - hits(num_host)
+        return Served(device_hits, host_hits, host_hits * block_bytes, num_stored * block_bytes)
+
+
+def _sizes_around(curves: Curves, geometry: Geometry) -> tuple[float, ...]:
+    """Return sizes from an eighth of the knee to where more memory hits nothing more."""
+    block_gib = geometry.host_block_bytes / GIB
+    size = round_up(max(1, curves.knee) * block_gib) / 2**_STEPS_BELOW_KNEE
+    found: list[float] = []
+    while len(found) < _MAX_ROWS and (not found or found[-1] < curves.enough * block_gib):
+        if size >= block_gib:
+            found.append(size)
+        size *= 2
+    return tuple(found)
+
+
+def round_up(gib: float) -> float:
+    """Return the least of 1, 1.5, 2, 3, 4, 6, 8, 12 and so on that is as large, also below 1."""
+    power = 2.0 ** math.floor(math.log2(gib))
+    return next(size for size in (power, 1.5 * power, 2 * power) if size >= gib)

@@ -1,0 +1,210 @@
+"""`kvstow plan` and `kvstow replay --html`, as a user calls them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow import cli
+from kvstow.replay import BUNDLED_TRACE
+from kvstow.report import Chart, Series, Table, Text, html_page
+
+SMALL = [str(BUNDLED_TRACE), "--limit", "200", "--model", "llama-3.1-8b"]
+
+
+def plan(*arguments: str) -> int:
+    return cli.main(["plan", *SMALL, *arguments])
+
+
+def test_table_sketch_sentence_and_flag_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--device-gib", "24", "--host-gib", "64", "--host-gib", "256") == 0
+    text = capsys.readouterr().out
+    assert "32 layers of full attention x 8 KV heads x 128 values x 2 (K and V)" in text
+    assert re.search(r"^ *device +host +hits +on +on +saved +saved +loads +stores$", text, re.M)
+    assert re.search(r"^[> ] +24 +64 +\d+\.\d% ", text, re.M)
+    assert text.count("\n> ") == 1
+    assert "^ recommended" in text
+    assert "Give the host tier " in text
+    assert re.search(r"^--kv-transfer-config '\{.*\}'$", text, re.M)
+
+
+def test_json_and_csv_have_the_same_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sizes.csv"
+    assert plan("--json", "--csv", str(path), "--disk-gib", "900") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["model"]["bytes_per_token"] == 131_072
+    (curve,) = made["curves"]
+    assert curve["is_exact"]
+    assert curve["tier"]["hit_ratio"][-1] == curve["infinite_hit_ratio"]
+    assert curve["clairvoyant"]["hit_ratio"][-1] == curve["infinite_hit_ratio"]
+    assert len(curve["hit_density"]["gib"]) > 5
+    with path.open() as file:
+        rows = [
+            {name: float(value) if value else None for name, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+    assert rows == made["sizes"]
+    assert made["recommendations"][0]["host_gib"] in {row["host_gib"] for row in rows}
+
+
+def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t"
+    row = {"timestamp": 5, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    path.write_text(2 * (json.dumps(row) + "\n"))
+    arguments = ["plan", str(path), "--model", "qwen3-8b"]
+    assert cli.main([*arguments, "--json", "--html", str(tmp_path / "page.html")]) == 0
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert {row["saved_tokens_per_hour"] for row in sizes} == {None}
+    assert cli.main(arguments) == 0
+    assert " - " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
+        (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
+        (["--block-size", "16"], "pass --block-size if your blocks have another size"),
+        (["--tp", "3"], "tensor-parallel-size is 3; it must divide the 8 KV heads"),
+        (["--limit", "0"], "limit is 0; it must be at least 1 request"),
+    ],
+)
+def test_bad_input_ends_with_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_page_that_cannot_be_written_fails_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "none" / "page.html"
+    assert plan("--html", str(missing)) == 74
+    assert f"kvstow: {missing}: No such file or directory" in capsys.readouterr().err
+    assert plan("--html", "/dev/full") == 74
+    assert "kvstow: /dev/full: No space left on device" in capsys.readouterr().err
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+REPLAY = ["--limit", "60", "--device-blocks", "350", "--host-blocks", "1500", "--verify", "off"]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    paths = {name: folder / f"{name}.html" for name in ("plan", "hybrid", "replay")}
+    hybrid = ["plan", *SMALL[:3], "--model", "gpt-oss-20b", "--disk-gib", "500"]
+    for arguments in (
+        ["plan", *SMALL, "--device-gib", "24", "--html", str(paths["plan"])],
+        [*hybrid, "--html", str(paths["hybrid"])],
+        ["replay", str(BUNDLED_TRACE), *REPLAY, "--html", str(paths["replay"])],
+    ):
+        assert cli.main(arguments) == 0
+    return paths
+
+
+class Fetches(HTMLParser):
+    """The elements of a page that fetch something."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = {name for name, _ in attrs}
+        if tag in {"link", "img", "iframe", "object"} or names & {"src", "href", "srcset"}:
+            self.found.append(tag)
+
+
+@pytest.mark.parametrize("name", ["plan", "hybrid", "replay"])
+def test_page_needs_no_network(name: str, pages: dict[str, Path]) -> None:
+    text = pages[name].read_text()
+    assert Fetches(text).found == []
+    assert re.findall(r"https?://[^\s\"']+", text) == ["http://www.w3.org/2000/svg"]
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def charts_of(page: Path) -> dict[str, Any]:
+    found = re.search(
+        r'<script type="application/json" id="charts">(.*?)</script>', page.read_text()
+    )
+    assert found is not None
+    return {chart["title"]: chart for chart in json.loads(found[1])}
+
+
+def test_pages_have_the_charts_that_they_promise(pages: dict[str, Path]) -> None:
+    assert list(charts_of(pages["plan"])) == [
+        "Hits against memory, beside 24 GiB on each GPU",
+        "Bytes to carry",
+    ]
+    assert list(charts_of(pages["hybrid"])) == ["Hits against memory", "Bytes to carry"]
+    replay = charts_of(pages["replay"])
+    assert {"Hits by tier", "Requests", "Bytes on the link", "Accounting per step"} <= {*replay}
+
+
+def test_chart_of_a_replay_adds_up_to_its_figures(
+    pages: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["replay", str(BUNDLED_TRACE), *REPLAY, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    charts = charts_of(pages["replay"])
+    rates: list[dict[str, list[float]]] = charts["Bytes on the link"]["series"]
+    for series, name in zip(rates, ("stored_blocks", "loaded_blocks"), strict=True):
+        span_s = series["x"][0] * 3600
+        num_bytes = sum(rate * span_s for rate in series["y"])
+        assert num_bytes == pytest.approx(figures[name] * 512 * 131_072)
+
+
+def test_text_of_a_page_is_escaped() -> None:
+    name = "</script><b>&"
+    chart = Chart(name, name, [Series(name, [0, 1], [1, None])], "number", "number", name, name)
+    page = html_page(name, name, [chart, Table(name, [name], [[name]]), Text(name, [name], name)])
+    assert "<b>" not in page
+    assert page.count("</script>") == 2
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to draw the page")
+@pytest.mark.parametrize("name", ["plan", "hybrid", "replay"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_browser_draws_every_line_of_a_page(
+    name: str, width: int, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--virtual-time-budget=3000",
+            f"--user-data-dir={tmp_path}",
+            f"--window-size={width},900",
+            "--dump-dom",
+            f"file://{pages[name]}",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    charts = charts_of(pages[name])
+    num_lines = sum(len(chart["series"]) for chart in charts.values())
+    assert len(re.findall(r'class="curve" d="M', done.stdout)) >= num_lines
+    assert done.stdout.count('role="img"') == len(charts)
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
