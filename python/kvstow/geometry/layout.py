@@ -2,7 +2,8 @@
 
 vLLM divides layers of several kinds into groups of equally many layers, so that a block has equally
 many bytes in every group. A hybrid with states has larger blocks: vLLM raises the block size until
-a block of an attention layer has the bytes of a state. `tests/vllm/test_geometry.py` compares this with vLLM.
+a block of an attention layer has the bytes of a state. `tests/vllm/test_geometry.py` compares this
+with vLLM.
 """
 
 from __future__ import annotations
