@@ -10,6 +10,7 @@ neither found on the device nor stored, so the simulation drops their keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,7 +154,7 @@ class Simulation:
         self._ledger.check()
         self._tier.check()
 
-    def _serve(self, digests: list[bytes], prompt_tokens: int, total_tokens: int) -> None:
+    def _serve(self, digests: Sequence[bytes], prompt_tokens: int, total_tokens: int) -> None:
         ledger, tier = self._ledger, self._tier
         ledger.add(_NAME, digests)
         tier.add(_NAME, digests)

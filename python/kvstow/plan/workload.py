@@ -9,6 +9,7 @@ take memory, because an engine caches and stores them like others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -79,7 +80,7 @@ class Workload:
         )
 
     @cached_property
-    def digests(self) -> list[list[bytes]]:
+    def digests(self) -> list[Sequence[bytes]]:
         """The digests of each request's full blocks, as `OffloadScheduler.add` takes them."""
         return [
             _digests(index, prompt, number)
@@ -133,7 +134,7 @@ def _chained(one: PlanRequest, ids: tuple[int, ...]) -> list[int]:
     return [int.from_bytes(digest[:8], "big") >> 1 for digest in digests]
 
 
-def _digests(index: int, prompt: list[int], num_generated: int) -> list[bytes]:
+def _digests(index: int, prompt: list[int], num_generated: int) -> Sequence[bytes]:
     digests = hash_tokens(prompt, 1, algorithm=_ALGORITHM)
     return digests + hash_tokens(
         range(num_generated),
