@@ -258,9 +258,6 @@ class OffloadDecode:
             vllm_side.request(f"request-{at}", length, BLOCK_SIZE)
             for at, length in enumerate(self.lengths)
         ]
-        # By request: the tokens at which its next block is full, and its reported blocks.
-        self.due = dict.fromkeys((request.request_id for request in self.requests), 0)
-        self.num_reported = dict(self.due)
         # For each step of a turn: the step, the new hashes, the device blocks that vLLM stored.
         self.steps: list[tuple[vllm_side.SchedulerOutput, list[Hashes], list[int]]] = []
 
@@ -278,15 +275,16 @@ class OffloadDecode:
         due = self._row(
             f"offload: a step in which {num_due} of {NUM_REQUESTS} fill a block",
             ("vllm plan", "vllm stored"),
-            ("extend", "plan", "stored"),
+            ("plan", "stored"),
         )
+        plan = self._row("  plan the stores", ("vllm plan",), ("plan",), most_ms=0.015)
         idle = self._run_idle()
         resident = [vllm_side.num_resident(self.theirs)]
         require_same("host blocks", resident, [self.ours.num_resident])
         self.ledger.check()
         self.ours.check()
         gc.unfreeze()
-        return [*idle, due]
+        return [*idle, due, plan]
 
     def _run_idle(self) -> list[Row]:
         # The blocks of the last step are stored. Then the step is idle, and is repeated.
@@ -304,7 +302,6 @@ class OffloadDecode:
         row = functools.partial(self._row, vllm=("vllm idle",))
         return [
             row(f"offload: an idle step of {NUM_REQUESTS}", ours=["idle"], target=100),
-            row("  looked through for who filled a block", ours=["idle, looked through"]),
             row(f"  all {NUM_REQUESTS} named", ours=["idle, all named"]),
         ]
 
@@ -362,37 +359,18 @@ class OffloadDecode:
 
     def _kvstow_step(self, step: vllm_side.SchedulerOutput, hashes: list[Hashes]) -> list[int]:
         running, time = step.scheduled_cached_reqs, self.clock.time
-        time("extend", self._extend, hashes)
+        for name, each in hashes:
+            self.ledger.extend(name, each)  # the device's own work
         job_id, ids, _ = time("plan", self._plan, running.req_ids, running.num_computed_tokens)
         time("stored", complete, self.ours, self.ledger, job_id)
         stored: list[int] = ids.tolist()
         return stored
 
-    def _extend(self, hashes: list[Hashes]) -> None:
-        for name, each in hashes:
-            self.ours.extend(name, each)
-
     def _plan(self, names: list[str], computed: list[int]) -> tuple[int, Ids, Ids]:
-        return begin(self.ledger, self._store_due(names, computed))
+        return begin(self.ledger, self._store(names, computed))
 
-    def _store_due(self, names: list[str], computed: list[int]) -> kvstow.Job | None:
-        """Store for requests that have filled a block, as `kvstow.Engine` does."""
-        due = self.due
-        filled = [(name, n) for name, n in zip(names, computed, strict=True) if n >= due[name]]
-        if not filled:
-            return None
-        appended = []
-        for name, num_tokens in filled:
-            table = self.ledger.block_table(name)
-            appended.append(table[self.num_reported[name] :])
-            self.num_reported[name] = len(table)
-            due[name] = (num_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
-        return self.ours.store(
-            [name for name, _ in filled],
-            [num_tokens for _, num_tokens in filled],
-            np.concatenate(appended),
-            np.cumsum([0, *map(len, appended)], dtype=np.int32),
-        )
+    def _store(self, names: list[str], computed: list[int]) -> kvstow.Job | None:
+        return self.ours.store_step(self.ledger, names, computed)
 
     def _kvstow_idle(self, step: vllm_side.SchedulerOutput) -> None:
         running, time = step.scheduled_cached_reqs, self.clock.time
@@ -400,17 +378,18 @@ class OffloadDecode:
         for _ in range(BLOCK_SIZE):
             jobs = (
                 time("idle", self.ours.store, [], [], [], [0]),
-                time("idle, all named", self._store_all, names, computed),
-                time("idle, looked through", self._store_due, names, computed),
+                time("idle, all named", self._store, names, computed),
             )
             if any(job is not None for job in jobs):
                 sys.exit("kvstow found something to store in a step in which vLLM did not")
 
-    def _store_all(self, names: list[str], computed: list[int]) -> kvstow.Job | None:
-        return self.ours.store(names, computed, [], [0] * (len(names) + 1))
-
     def _row(
-        self, work: str, vllm: Sequence[str], ours: Sequence[str], target: int | None = None
+        self,
+        work: str,
+        vllm: Sequence[str],
+        ours: Sequence[str],
+        target: int | None = None,
+        most_ms: float | None = None,
     ) -> Row:
         return Row(
             work,
@@ -418,6 +397,7 @@ class OffloadDecode:
             self.clock.together(*ours),
             num_per_turn=BLOCK_SIZE,
             target_ratio=target,
+            target_most=most_ms,
         )
 
 

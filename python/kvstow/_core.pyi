@@ -921,7 +921,8 @@ class OffloadScheduler:
 
         A streaming session drops its last token when its next chunk arrives. Call `truncate` then,
         and `extend` with the new hashes. The scheduler no longer stores dropped blocks. Stored
-        blocks stay under their own hash. Releases what the request's lookup holds.
+        blocks stay under their own hash. A group that skips blocks stores no dropped block again,
+        whatever its new hash. Releases what the request's lookup holds.
 
         Raises:
             ConfigError: more hashes than are known.
@@ -1003,6 +1004,7 @@ class OffloadScheduler:
         block_ids: _Ints,
         offsets: _Ints,
         *,
+        new_hashes: Sequence[Sequence[bytes]] | None = None,
         max_blocks: int | None = None,
         deadline: float | None = None,
     ) -> Job | None:
@@ -1019,6 +1021,7 @@ class OffloadScheduler:
                 and 0 where a group skips a block.
             offsets: where each (request, group) begins in `block_ids`, as in
                 `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+            new_hashes: per request, hashes to append first, as `extend` does; None for no hashes.
             max_blocks: the most blocks that the job may have; None for no limit.
             deadline: when `expire` fails the job, on the caller's clock.
 
@@ -1028,6 +1031,33 @@ class OffloadScheduler:
             and the last blocks of a window. The others count as dropped. `max_blocks` leaves out
             the same blocks, and they count as throttled. A full-attention block that was left out
             is due again when its request is next named.
+        """
+    def store_step(
+        self,
+        ledger: BlockLedger,
+        request_ids: Sequence[str],
+        num_computed_tokens: _Ints,
+        *,
+        max_blocks: int | None = None,
+        deadline: float | None = None,
+    ) -> Job | None:
+        """Plan the stores that a finished step has made due, with the block tables of `ledger`.
+
+        As `store`, but the scheduler reads the tables, and the hashes that the requests have got
+        since, from the ledger. It looks further only at requests in which a block became full, so
+        you may name all requests of the step. Call this before the ledger's next allocation.
+
+        Args:
+            ledger: the device's ledger, of the same groups, with the same requests and hashes.
+            request_ids: the requests.
+            num_computed_tokens: per request, tokens whose KV earlier steps have written.
+            max_blocks: as for `store`.
+            deadline: when `expire` fails the job, on the caller's clock.
+
+        Raises:
+            ConfigError: a ledger of other groups, lists of unequal length, a request that is named
+                twice, or more tokens than were granted.
+            StateError: a request has other hashes in the ledger.
         """
     def store_evictable(
         self, pool: BlockPool | LedgerPool, num_blocks: int, *, deadline: float | None = None
@@ -1105,7 +1135,10 @@ class OffloadScheduler:
     def finish(self, request_id: str) -> None:
         """Forget a request that finished, was preempted or was aborted. Its jobs continue."""
     def restart(self, request_id: str) -> None:
-        """Forget what a request computed, as `finish` does, and keep it added with its hashes."""
+        """Forget what a request computed, as `finish` does, and keep it added with its hashes.
+
+        `store_threshold` still counts the request once.
+        """
     def reset(self) -> None:
         """Empty the tier at any moment, and release what lookups hold.
 

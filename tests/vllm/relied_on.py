@@ -251,6 +251,7 @@ class HybridKVCacheCoordinator:
 """,
     "vllm.v1.core.single_type_kv_cache_manager": """
 class SingleTypeKVCacheManager:
+    req_to_blocks: ...
     use_eagle: ...
 
 class FullAttentionManager:

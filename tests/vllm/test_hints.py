@@ -247,6 +247,22 @@ def test_lookups_of_a_request_that_waits_count_once() -> None:
     assert run(scheduler, request) == []
 
 
+def test_a_request_that_starts_over_counts_once() -> None:
+    scheduler = Scheduler(FULL, store_threshold=2)
+    request = scheduler.request("a", 100)
+    for _ in range(3):
+        assert scheduler.admit(request) == 0
+        scheduler.step(request)
+        assert not scheduler.half.transfers.in_flight
+        scheduler.manager.free(request)
+        assert scheduler.manager.reset_prefix_cache()
+        request.num_computed_tokens = 0
+        scheduler.half.build(Step(preempted_req_ids={"a"}))
+    scheduler.half.finished(request)
+    run(scheduler, scheduler.request("b", 100))
+    assert num_resident(scheduler) == 6
+
+
 # -- back-pressure ------------------------------------------------------------------------------
 
 

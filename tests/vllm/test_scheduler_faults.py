@@ -211,7 +211,7 @@ def test_an_error_in_any_call_turns_off_only_the_tier(
     names = ["add", "extend", "lookup", "load", "store", "complete", "finish", "stats", "release"]
     assert {f"offload.{name}" for name in names} <= set(calls)
     modes = ["queue.remove", "lazy.put_back", "offload.store_candidates"] if lazy else []
-    assert {"manager.get_blocks", *(modes or ["pool.free_blocks"])} <= set(calls)
+    assert set(modes or ["pool.free_blocks", "offload.restart"]) <= set(calls)
     for at, name in enumerate(calls):
         if after and not name.startswith("offload."):
             continue

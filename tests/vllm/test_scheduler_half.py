@@ -407,7 +407,8 @@ def test_a_preempted_request_starts_over() -> None:
     request.num_computed_tokens = 0
     scheduler.jobs = scheduler.half.build(Step(preempted_req_ids={"a"}))
     (store,) = scheduler.jobs.stores
-    assert not scheduler.half.requests.tracked
+    assert not scheduler.half.requests.tracked["a"].is_admitted
+    assert not scheduler.half.requests.due
     scheduler.step(reports=[(store.job_id, 0, True)])
     scheduler.manager.reset_prefix_cache()
     assert scheduler.admit(request) == 96

@@ -355,7 +355,7 @@ def test_hashes_that_vllm_has_replaced_are_reported_again(folder: Path) -> None:
     )
     request.block_hashes[:] = other.block_hashes
     assert half.offload is not None
-    tracked.report_hashes(half.offload, 160)
+    half.offload.extend("old", tracked.new_hashes(half.offload, 160))
     half.offload.check()
     assert tracked.num_hashes == 10 and tracked.last_hash == other.block_hashes[-1]
     engine.close()

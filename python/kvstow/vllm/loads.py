@@ -30,8 +30,7 @@ class Loads:
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.is_admitted:
             # vLLM preempted it, or its load has failed: it starts over.
-            self.requests.forget(request.request_id)
-            tracked = self.requests.track(request, recompute=tracked.is_loading)
+            tracked = self.requests.start_over(request.request_id, recompute=tracked.is_loading)
         elif tracked is None:
             tracked = self.requests.track(request)
         elif tracked.was_offered_idle and self._is_idle():
@@ -46,7 +45,9 @@ class Loads:
             # The first step brings the ranks' capacities. vLLM steps while a request waits.
             must_wait = not request.skip_reading_prefix_cache and self.tier.is_awaited()
             return None if must_wait else 0
-        tracked.report_hashes(offload, request.num_tokens)
+        new_hashes = tracked.new_hashes(offload, request.num_tokens)
+        if new_hashes:
+            offload.extend(request.request_id, new_hashes)
         if (
             tracked.recompute
             or request.skip_reading_prefix_cache
@@ -82,13 +83,14 @@ class Loads:
             return
         if self.tier.is_off and num_external_tokens:
             # The tier offered them before an error turned it off, and vLLM waits for them.
-            tracked.is_admitted = tracked.is_fresh = tracked.is_loading = True
+            self.requests.admit(request_id, tracked)
+            tracked.is_loading = True
             self.transfers.fail_load(request_id)
             return
         if tracked.is_admitted:
             tracked.is_loading = False  # its load has landed, and it runs now
             return
-        tracked.is_admitted = tracked.is_fresh = True
+        self.requests.admit(request_id, tracked)
         start = tracked.num_local_tokens
         groups = self.tier.model.groups
         if self.tier.lazy is not None:

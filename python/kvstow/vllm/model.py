@@ -140,6 +140,20 @@ class Model:
         return math.lcm(*(group.block_size for group in self.groups))
 
     @cached_property
+    def vllm_hashes_per_hash(self) -> int:
+        """Entries of `Request.block_hashes` per block hash that the tier takes."""
+        return self.tokens_per_hash // self.tokens_per_vllm_hash
+
+    @cached_property
+    def full_groups(self) -> list[tuple[int, int, int, bytes]]:
+        """Per full-attention group: number, and a block's tokens, vLLM hashes and key suffix."""
+        return [
+            (g, group.block_size, group.block_size // self.tokens_per_vllm_hash, _suffix(g))
+            for g, group in enumerate(self.groups)
+            if not self.is_window[g]
+        ]
+
+    @cached_property
     def is_window(self) -> list[bool]:
         """Per group, whether a hit needs less than every block of the prefix."""
         return [not isinstance(group, FullAttention) for group in self.groups]
@@ -157,7 +171,7 @@ class Model:
 
     def block_key(self, request: Request, index: int, group: int) -> bytes:
         """Return vLLM's key of a request's block: its hash, then the group in four bytes."""
-        return self.block_hash(request, index, group) + group.to_bytes(4, "big")
+        return self.block_hash(request, index, group) + _suffix(group)
 
     @property
     def slot_bytes(self) -> int:
@@ -212,6 +226,11 @@ class Model:
             owners=tuple(owners),
             device=cuda_device(owners[0]),
         )
+
+
+def _suffix(group: int) -> bytes:
+    """Return what vLLM's keys of a group's blocks have after the hash."""
+    return group.to_bytes(4, "big")
 
 
 def _spread(name: str, spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:

@@ -7,9 +7,11 @@
              lookup:     |   | | allocated with a load                | allocated again
              ask again   +---+ +-------------------------> loading ---+ when the load landed
                                                               |
-        waiting, but tracked anew with `recompute` <----------+ lookup after the load failed
+           waiting, and starts over with `recompute` <--------+ lookup after the load failed
 
-  from any state: finished or aborted, preempted, or vLLM sleeps before a loaded request has run
+  from any state: preempted, or vLLM sleeps before a loaded request has run
+               ------> waiting, and starts over
+                  finished or aborted
                ------> not tracked
 ```
 
@@ -20,13 +22,18 @@ Each step makes some blocks of a running request full:
   processed   their KV is computed     the tier knows them (`num_reported`): it is not due
 ```
 
+A step looks only at the requests that it may make due: those that it schedules more than one token
+of, those that it is the first step of, and those that are due once they have computed one token in
+each step since the last look (`Requests.look_after`). If vLLM computed more tokens than it
+scheduled, blocks would be stored late, and still under their own keys.
+
 A request that is not tracked any more may still have jobs in flight. They go on without it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -52,8 +59,6 @@ class TrackedRequest:
         num_given_tokens: tokens from hits and loads when its first step was scheduled.
         num_settled_tokens: computed tokens whose blocks were stored because vLLM paused.
         is_admitted: vLLM gave it blocks.
-        is_fresh: admitted since the last step was built, so that a preemption that the step names
-            is an older one.
         is_loading: its load is under way or has failed, so its table overstates what is computed.
         is_load_reported: vLLM knows how its load ended.
         is_stale: its blocks are not stored, because a reset came after their computation or because
@@ -62,6 +67,7 @@ class TrackedRequest:
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
         was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
+        next_look: the number of the step that looks at it next, if no other does so before.
         filling: per group, the blocks that the steps under way make full. They are recorded when
             vLLM allocates them, because a window drops blocks as soon as it has moved past them.
         filling_from: per group, the index of the first of them in the table.
@@ -80,18 +86,21 @@ class TrackedRequest:
     num_given_tokens: int = 0
     num_settled_tokens: int = 0
     is_admitted: bool = False
-    is_fresh: bool = False
     is_loading: bool = False
     is_load_reported: bool = False
     is_stale: bool = False
     was_offered_idle: bool = False
+    next_look: int = 0
     filling: list[list[KVCacheBlock]] = field(default_factory=list)
     filling_from: list[int] = field(default_factory=list)
 
-    def report_hashes(self, offload: OffloadScheduler, num_tokens: int) -> None:
-        """Report the hashes of the first `num_tokens` tokens to the tier."""
-        num_known = self.num_hashes
-        stride = self.model.tokens_per_hash // self.model.tokens_per_vllm_hash
+    def new_hashes(self, offload: OffloadScheduler, num_tokens: int) -> Sequence[bytes]:
+        """Return the hashes of the first `num_tokens` tokens that the tier does not have.
+
+        The caller reports them. From now on they count as reported.
+        """
+        num_known, model = self.num_hashes, self.model
+        stride = model.vllm_hashes_per_hash
         hashes: Sequence[bytes] = self.request.block_hashes
         known = num_known * stride
         if known and (len(hashes) < known or hashes[known - 1] != self.last_hash):
@@ -99,17 +108,17 @@ class TrackedRequest:
             # hash is enough.
             offload.truncate(self.request.request_id, 0)
             self.num_hashes = num_known = 0
-        end = num_tokens // self.model.tokens_per_hash
+        end = num_tokens // model.tokens_per_hash
         if end <= num_known:
-            return
+            return ()
         first, end = (num_known + 1) * stride - 1, min(end * stride, len(hashes))
         # The hashes of a whole prompt are not copied.
         is_all = first == 0 and stride == 1 and end == len(hashes)
         new = hashes if is_all else hashes[first:end:stride]
-        offload.extend(self.request.request_id, new)
         self.num_hashes += len(new)
         if new:
             self.last_hash = new[-1]
+        return new
 
     def filled(self, g: int, num_full: int) -> list[KVCacheBlock]:
         """Return those of the first `num_full` blocks of a group that the tier does not know."""
@@ -132,20 +141,21 @@ class TrackedRequest:
         a block in the step that fills it, or one step later if drafts filled it.
         """
         request, model = self.request, self.model
-        num_computed: int = min(
-            request.num_computed_tokens - request.num_in_flight_tokens,
-            len(request.block_hashes) * model.tokens_per_vllm_hash,
-        )
-        for g, group in enumerate(model.groups):
-            if model.is_window[g] or num_computed < self.due_tokens:
-                continue
-            blocks = self.filled(g, num_computed // group.block_size)
+        hashes: Sequence[bytes] = request.block_hashes
+        num_hashed = len(hashes) * model.tokens_per_vllm_hash
+        num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        num_computed = min(num_computed, num_hashed)
+        for g, block_size, num_hashes, suffix in model.full_groups:
+            if num_computed < self.due_tokens:
+                break
+            blocks = self.filled(g, num_computed // block_size)
             end = self.num_reported[g] + len(blocks)
             for block in reversed(blocks):
-                if block.block_hash == model.block_key(request, end - 1, g):
+                if block.block_hash == hashes[end * num_hashes - 1] + suffix:
                     break
                 end -= 1
-            num_computed = min(num_computed, (end + 1) * group.block_size - 1)
+            if num_computed >= (end + 1) * block_size:
+                num_computed = (end + 1) * block_size - 1
         return num_computed
 
     def window_ids(
@@ -182,6 +192,9 @@ class Requests:
         stores_sessions: as `SchedulerHalf` has it.
         tracked: all tracked requests.
         due: those whose blocks a scheduled step makes full.
+        fresh: the ids of those admitted that no step has scheduled since. If a step says that vLLM
+            has preempted one, it means an earlier preemption.
+        num_steps: steps built.
         hints: reads what each request asks for.
     """
 
@@ -189,16 +202,38 @@ class Requests:
     stores_sessions: bool
     tracked: dict[str, TrackedRequest] = field(default_factory=dict)
     due: dict[str, TrackedRequest] = field(default_factory=dict)
+    fresh: dict[str, None] = field(default_factory=dict)
+    num_steps: int = 0
+    _looks: dict[int, list[str]] = field(default_factory=dict)
     hints: HintReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.hints = HintReader(self.tier.counts)
 
-    def track(self, request: Request, *, recompute: bool = False) -> TrackedRequest:
-        """Begin to track a request; `recompute` if its load has failed."""
+    def track(self, request: Request) -> TrackedRequest:
+        """Begin to track a request."""
+        if self.tier.offload is not None:
+            self.tier.offload.add(request.request_id, [])
+        tracked = self.tracked[request.request_id] = self._waiting(request)
+        return tracked
+
+    def start_over(self, request_id: str, *, recompute: bool = False) -> TrackedRequest:
+        """Let a request wait again that has lost its blocks; `recompute` if its load has failed."""
+        before = self.tracked[request_id]
+        tracked = self._waiting(before.request)
+        tracked.recompute = tracked.recompute or recompute
+        if self.tier.offload is not None:
+            self.tier.offload.restart(request_id)
+            tracked.num_hashes, tracked.last_hash = before.num_hashes, before.last_hash
+        self.tracked[request_id] = tracked
+        self.due.pop(request_id, None)
+        self.fresh.pop(request_id, None)
+        return tracked
+
+    def _waiting(self, request: Request) -> TrackedRequest:
         model = self.tier.model
         none_reported = [0] * len(model.groups)
-        tracked = TrackedRequest(request, model, none_reported, model.tokens_per_hash, recompute)
+        tracked = TrackedRequest(request, model, none_reported, model.tokens_per_hash)
         hints = self.hints.read(request.kv_transfer_params)
         if not hints.store:
             tracked.max_stored_tokens = 0
@@ -208,30 +243,69 @@ class Requests:
             tracked.max_load_tokens = hints.max_load_tokens
         if request.resumable and not self.stores_sessions:
             tracked.is_stale = tracked.recompute = True
-        if self.tier.offload is not None:
-            self.tier.offload.add(request.request_id, [])
-            if hints.priority == "low":
-                self.tier.offload.lower_priority(request.request_id)
-        self.tracked[request.request_id] = tracked
+        if hints.priority == "low" and self.tier.offload is not None:
+            self.tier.offload.lower_priority(request.request_id)
         return tracked
+
+    def admit(self, request_id: str, tracked: TrackedRequest) -> None:
+        """Note that vLLM has given a request blocks."""
+        tracked.is_admitted = True
+        self.fresh[request_id] = None
 
     def forget(self, request_id: str) -> None:
         """End the tracking of a request, in the tier too."""
         del self.tracked[request_id]
         self.due.pop(request_id, None)
+        self.fresh.pop(request_id, None)
         if self.tier.offload is not None:
             self.tier.offload.finish(request_id)
 
-    def capture(self, request_id: str, tracked: TrackedRequest, num_computed: int) -> None:
-        """Record the blocks that are full once `num_computed` tokens are computed."""
-        if num_computed < tracked.due_tokens or tracked.is_stale or not tracked.is_admitted:
+    def capture(self, num_scheduled: Mapping[str, int]) -> None:
+        """Record the blocks that a step makes full; it schedules these tokens of each request."""
+        self.num_steps = step = self.num_steps + 1
+        looked_at = [*self.due, *self.fresh]
+        for request_id in self._looks.pop(step, ()):
+            tracked = self.tracked.get(request_id)
+            if tracked is not None and tracked.next_look == step:
+                if request_id in num_scheduled:
+                    looked_at.append(request_id)
+                else:
+                    self.look_after(1, request_id, tracked)
+        if sum(num_scheduled.values()) != len(num_scheduled):
+            looked_at += [name for name, num_tokens in num_scheduled.items() if num_tokens != 1]
+        for request_id in looked_at:
+            num_tokens = num_scheduled.get(request_id)
+            tracked = self.tracked.get(request_id)
+            if num_tokens is not None and tracked is not None:
+                self._look(request_id, tracked, num_tokens)
+
+    def look_after(self, num_steps: int, request_id: str, tracked: TrackedRequest) -> None:
+        """Look at a request again after this many steps; in the next one if that is 0 or less."""
+        step = self.num_steps + (num_steps if num_steps > 0 else 1)
+        if tracked.next_look != step:
+            tracked.next_look = step
+            self._looks.setdefault(step, []).append(request_id)
+
+    def _look(self, request_id: str, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Record the blocks of a request that are full once a step has computed `num_tokens`."""
+        request = tracked.request
+        if request_id in self.fresh:
+            del self.fresh[request_id]
+            tracked.num_given_tokens = request.num_computed_tokens
+        if tracked.is_stale or not tracked.is_admitted:
             return
-        tables = self.tier.manager.get_blocks(request_id).blocks
-        tracked.filling_from = list(tracked.num_reported)
+        num_computed = request.num_computed_tokens + num_tokens
+        if num_computed >= tracked.due_tokens:
+            # vLLM hashes no drafts and no tokens that are still to be sampled.
+            num_computed = min(num_computed, request.num_tokens)
+        if num_computed < tracked.due_tokens:
+            self.look_after(tracked.due_tokens - num_computed, request_id, tracked)
+            return
+        reported = tracked.filling_from = tracked.num_reported.copy()
         tracked.filling = [
-            table[start : num_computed // group.block_size]
-            for table, start, group in zip(
-                tables, tracked.num_reported, tracked.model.groups, strict=True
+            tables[request_id][start : num_computed // group.block_size]
+            for tables, start, group in zip(
+                self.tier.tables, reported, tracked.model.groups, strict=True
             )
         ]
         self.due[request_id] = tracked

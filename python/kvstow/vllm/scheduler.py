@@ -20,7 +20,7 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - A streaming session drops its last sampled token and the token's hash. Only hashes of computed
   tokens are reported, and a full-attention block is stored only where vLLM's own block has its key
   (`TrackedRequest.num_cached_tokens`). vLLM before 0.32 keeps the hash: sessions are not stored.
-- Reported hashes differ from the request's: they are reported again (`report_hashes`).
+- Reported hashes differ from the request's: they are reported again (`TrackedRequest.new_hashes`).
 - Drafts are rejected, sessions go back, loads of other connectors fail: `num_computed_tokens`
   shrinks. It is read when the outcome of the step is known, less the tokens of steps under way.
 - Asynchronous scheduling counts tokens that are not sampled yet. They are computed tokens of steps

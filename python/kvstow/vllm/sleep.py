@@ -106,7 +106,7 @@ class Sleep:
             # that run, and would not sleep. So free the blocks here; the request loads again later.
             self.tier.manager.free(request)
             request.num_computed_tokens = 0
-            self.requests.forget(request.request_id)
+            self.requests.start_over(request.request_id)
         return True
 
     def _store_computed(self, tracked: TrackedRequest) -> None:

@@ -29,20 +29,12 @@ class Steps:
         tracked_of = self.requests.tracked.get
         for request_id in scheduled.preempted_req_ids or ():
             tracked = tracked_of(request_id)
-            if tracked is not None and tracked.is_admitted and not tracked.is_fresh:
+            if tracked is None or not tracked.is_admitted:
+                continue
+            if request_id not in self.requests.fresh:
                 self.evict_unwritten(request_id, tracked)
-                self.requests.forget(request_id)
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            tracked = tracked_of(request_id)
-            if tracked is not None:
-                if tracked.is_fresh:
-                    tracked.num_given_tokens = tracked.request.num_computed_tokens
-                num_computed = tracked.request.num_computed_tokens + num_tokens
-                if num_computed >= tracked.due_tokens:
-                    # vLLM hashes no drafts and no tokens that are still to be sampled.
-                    num_computed = min(num_computed, tracked.request.num_tokens)
-                    self.requests.capture(request_id, tracked, num_computed)
-                tracked.is_fresh = False
+                self.requests.start_over(request_id)
+        self.requests.capture(scheduled.num_scheduled_tokens)
         self.transfers.expire()
         return self.transfers.take_jobs()
 

@@ -18,7 +18,8 @@ offers, because the table names the same full blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -46,41 +47,47 @@ class Stores:
             return
         named: list[str] = []
         computed: list[int] = []
+        hashes: list[Sequence[bytes]] = []
         ids: list[int] = []
         blocks: list[KVCacheBlock] = []
         states: list[KVCacheBlock] = []
         offsets = [0]
+        due, model = self.requests.due, self.tier.model
         for request_id in request_ids:
-            tracked = self.requests.due[request_id]
+            tracked = due[request_id]
             if tracked.is_stale:
-                del self.requests.due[request_id]
+                del due[request_id]
                 continue
             num_computed = tracked.num_cached_tokens()
             if num_computed < tracked.due_tokens:
                 continue  # its step is under way, or vLLM rejected its drafts
-            tracked.report_hashes(offload, num_computed)
-            for g, group in enumerate(tracked.model.groups):
-                filled = tracked.filled(g, num_computed // group.block_size)
-                wanted = filled[: tracked.num_wanted(g)]
+            hashes.append(tracked.new_hashes(offload, num_computed))
+            for g, group in enumerate(model.groups):
+                wanted = filled = tracked.filled(g, num_computed // group.block_size)
+                if tracked.max_stored_tokens != sys.maxsize:
+                    wanted = filled[: tracked.num_wanted(g)]
                 own = self._report_blocks(tracked, g, wanted)
                 if isinstance(group, StateSpace):
                     states += (b for b, at in zip(wanted, own, strict=True) if at)
                 ids += own
                 blocks += wanted
                 offsets.append(len(ids))
-                if len(wanted) < len(filled):
+                if wanted is not filled:
                     self._leave_out(tracked, g, filled[len(wanted) :])
             named.append(request_id)
             computed.append(num_computed)
-            unit = tracked.model.tokens_per_hash
+            unit = model.tokens_per_hash
             tracked.due_tokens = (num_computed // unit + 1) * unit
-            del self.requests.due[request_id]
+            num_left = tracked.due_tokens - tracked.request.num_computed_tokens
+            self.requests.look_after(num_left, request_id, tracked)
+            del due[request_id]
         if named:
             job = offload.store(
                 named,
                 computed,
                 ids,
                 offsets,
+                new_hashes=hashes,
                 max_blocks=self.transfers.num_storable(),
                 deadline=self.tier.deadline(),
             )

@@ -17,15 +17,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvstow import OffloadScheduler, StateError
 from kvstow.observability.events import BlockEvent, TransferEvent
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+
+# Per group, the block table of each request.
+Tables: TypeAlias = Sequence[Mapping[str, list[KVCacheBlock]]]
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -46,6 +51,7 @@ class HostTier:
         off_until: None unless an error has turned the tier off. Then the time up to which the last
             copies keep vLLM stepping.
         manager: vLLM's accounting, from `bind` on.
+        tables: per group, vLLM's block table of each request, from `bind` on.
         counts: statistics of the connector beside those of `offload`.
     """
 
@@ -59,6 +65,7 @@ class HostTier:
     lazy: LazyQueue | None = None
     off_until: float | None = None
     manager: KVCacheManager = field(init=False)
+    tables: Tables = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
     _capacities: dict[int, int] = field(default_factory=dict)
     _wait_until: float | None = None
@@ -67,7 +74,9 @@ class HostTier:
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's accounting, whose blocks jobs hold, and how it cuts the hits of drafts."""
         self.manager = manager
-        drops = [group.use_eagle for group in manager.coordinator.single_type_managers]
+        managers = manager.coordinator.single_type_managers
+        self.tables = [group.req_to_blocks for group in managers]
+        drops = [group.use_eagle for group in managers]
         self.model = self.model.dropping_last_blocks(drops)
         is_lazy = self.options.lazy_offload
         self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks) if is_lazy else None

@@ -18,8 +18,9 @@ reported as failed too early, because it is late, holds them from then on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -212,31 +213,37 @@ class Transfers:
 
     def _hold(self, transfer: Transfer) -> None:
         """Do what `BlockPool.touch` does, but count no access, because a copy is none."""
-        num_held = 0
+        blocks = transfer.blocks
+        remove = self.tier.pool.free_block_queue.remove
         try:
-            for num_held, block in enumerate(transfer.blocks):  # noqa: B007 - used if a call fails
+            for block in blocks:
                 num_refs = block.ref_cnt
                 if not num_refs:
-                    self.tier.pool.free_block_queue.remove(block)
+                    remove(block)
                 block.ref_cnt = num_refs + 1
         except BaseException:
-            self._let_go(transfer.blocks[:num_held])
+            transfer.held = list(takewhile(lambda held: held is not block, blocks))
+            self._let_go(transfer)
             raise
-        transfer.held = transfer.blocks
+        transfer.held = blocks
 
     def _release(self, transfer: Transfer) -> None:
         """Let go of the blocks that a job holds, if it still does."""
         if self.tier.lazy is not None and transfer.direction == "store":
             transfer.held = self.tier.lazy.put_back(transfer.held)
-        self._let_go(transfer.held)
-        transfer.held = []
+        self._let_go(transfer)
 
-    def _let_go(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def _let_go(self, transfer: Transfer) -> None:
         """Do what `BlockPool.free_blocks` does; that is slow for blocks that others hold: most."""
-        # Like vLLM when it frees a request: it evicts the tail before the head.
-        unused = [block for block in reversed(blocks) if block.ref_cnt == 1]
+        unused = []
+        for block in transfer.held:
+            num_refs = block.ref_cnt
+            if num_refs > 1:
+                block.ref_cnt = num_refs - 1
+            else:
+                unused.append(block)
+        transfer.held = unused  # until vLLM has them back: the call may raise
         if unused:
-            self.tier.pool.free_blocks(unused)  # first: if it raises, nothing has changed
-        for block in blocks:
-            if block.ref_cnt:
-                block.ref_cnt -= 1
+            # Like vLLM when it frees a request: it evicts the tail before the head.
+            self.tier.pool.free_blocks(unused[::-1])
+            transfer.held = []

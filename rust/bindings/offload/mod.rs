@@ -22,7 +22,7 @@ use crate::ledger::BlockLedger;
 use crate::lock::{Mutex, detached, lock};
 use crate::pool::SharedPool;
 
-use values::{AnyPool, Outcome, check_time, parts, stats_dict};
+use values::{AnyPool, Outcome, check_time, new_hashes, parts, stats_dict};
 
 /// Accounting of the host tier: the blocks it holds, what to store and load, and the jobs.
 ///
@@ -188,7 +188,8 @@ impl OffloadScheduler {
     ///
     /// A streaming session drops its last token when its next chunk arrives. Call `truncate` then,
     /// and `extend` with the new hashes. The scheduler no longer stores dropped blocks. Stored
-    /// blocks stay under their own hash. Releases what the request's lookup holds.
+    /// blocks stay under their own hash. A group that skips blocks stores no dropped block again,
+    /// whatever its new hash. Releases what the request's lookup holds.
     ///
     /// Raises:
     ///     ConfigError: more hashes than are known.
@@ -303,6 +304,7 @@ impl OffloadScheduler {
     ///         and 0 where a group skips a block.
     ///     offsets: where each (request, group) begins in `block_ids`, as in
     ///         `StepAllocation.offsets`: `len(request_ids) * num_groups + 1` entries.
+    ///     new_hashes: per request, hashes to append first, as `extend` does; None for no hashes.
     ///     max_blocks: the most blocks that the job may have; None for no limit.
     ///     deadline: when `expire` fails the job, on the caller's clock.
     ///
@@ -313,14 +315,17 @@ impl OffloadScheduler {
     ///     the same blocks, and they count as throttled. A full-attention block that was left out
     ///     is due again when its request is next named.
     #[pyo3(signature = (
-        request_ids, num_computed_tokens, block_ids, offsets, *, max_blocks = None, deadline = None
+        request_ids, num_computed_tokens, block_ids, offsets, *, new_hashes = None,
+        max_blocks = None, deadline = None
     ))]
+    #[expect(clippy::too_many_arguments, reason = "columns of one table")]
     fn store(
         &self,
         request_ids: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
         block_ids: &Bound<'_, PyAny>,
         offsets: &Bound<'_, PyAny>,
+        new_hashes: Option<Vec<Bound<'_, PyAny>>>,
         max_blocks: Option<Count>,
         deadline: Option<f64>,
     ) -> PyResult<Option<Job>> {
@@ -339,6 +344,7 @@ impl OffloadScheduler {
                 offsets.len()
             )));
         }
+        let new_hashes = self::new_hashes(new_hashes, names.len())?;
         let parts = parts(&block_ids, &offsets)?;
         let progress = names.into_iter().zip(computed).zip(parts.chunks_exact(num_groups)).map(
             |((request_id, num_computed_tokens), new_blocks)| Progress {
@@ -348,8 +354,56 @@ impl OffloadScheduler {
             },
         );
         let max_blocks = max_blocks.map_or(usize::MAX, |count| count.0);
-        let job = lock(&self.0).store_at_most(max_blocks, progress, deadline).map_err(to_py)?;
-        Ok(job.map(|job| to_job(py, job)))
+        let job = lock(&self.0).extend_and_store(&new_hashes, max_blocks, progress, deadline);
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+    }
+
+    /// Plan the stores that a finished step has made due, with the block tables of `ledger`.
+    ///
+    /// As `store`, but the scheduler reads the tables, and the hashes that the requests have got
+    /// since, from the ledger. It looks further only at requests in which a block became full, so
+    /// you may name all requests of the step. Call this before the ledger's next allocation.
+    ///
+    /// Args:
+    ///     ledger: the device's ledger, of the same groups, with the same requests and hashes.
+    ///     request_ids: the requests.
+    ///     num_computed_tokens: per request, tokens whose KV earlier steps have written.
+    ///     max_blocks: as for `store`.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
+    ///
+    /// Raises:
+    ///     ConfigError: a ledger of other groups, lists of unequal length, a request that is named
+    ///         twice, or more tokens than were granted.
+    ///     StateError: a request has other hashes in the ledger.
+    #[pyo3(
+        signature = (
+            ledger, request_ids, num_computed_tokens, *, max_blocks = None, deadline = None
+        )
+    )]
+    fn store_step(
+        &self,
+        ledger: &BlockLedger,
+        request_ids: &Bound<'_, PyAny>,
+        num_computed_tokens: &Bound<'_, PyAny>,
+        max_blocks: Option<Count>,
+        deadline: Option<f64>,
+    ) -> PyResult<Option<Job>> {
+        check_time("deadline", deadline)?;
+        let py = request_ids.py();
+        let request_ids = self::request_ids(request_ids)?;
+        let (names, computed) = (as_strs(&request_ids)?, counts(num_computed_tokens)?);
+        if names.len() != computed.len() {
+            return Err(ConfigError::new_err(format!(
+                "{} requests and {} numbers of computed tokens: give one number per request",
+                names.len(),
+                computed.len()
+            )));
+        }
+        let max_blocks = max_blocks.map_or(usize::MAX, |count| count.0);
+        let computed = names.into_iter().zip(computed);
+        let job =
+            ledger.with(|ledger| lock(&self.0).store_step(max_blocks, ledger, computed, deadline));
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
     }
 
     /// Lazy mode: plan the stores of blocks that `pool` will evict next.
@@ -480,6 +534,8 @@ impl OffloadScheduler {
     }
 
     /// Forget what a request computed, as `finish` does, and keep it added with its hashes.
+    ///
+    /// `store_threshold` still counts the request once.
     fn restart(&self, request_id: RequestId) -> PyResult<()> {
         lock(&self.0).restart(&request_id).map_err(to_py)
     }

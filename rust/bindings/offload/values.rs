@@ -1,6 +1,7 @@
 //! What crosses the boundary of `OffloadScheduler`: modes, outcomes, pools, times, statistics.
 
 use kvstow_core::ids::BlockId;
+use kvstow_core::key::Hashes;
 use kvstow_core::offload::{self, Mode, OffloadStats};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -8,6 +9,7 @@ use pyo3::types::{PyDict, PyString};
 
 use crate::convert::bools;
 use crate::error::ConfigError;
+use crate::hashes::hashes;
 use crate::pool::{BlockPool, LedgerPool};
 
 /// The mode of this name.
@@ -75,6 +77,21 @@ pub(super) fn parts<'a>(
         )));
     }
     Ok(offsets.windows(2).map(|ends| &block_ids[ends[0]..ends[1]]).collect())
+}
+
+/// The new hashes of each of a step's requests.
+pub(super) fn new_hashes(
+    given: Option<Vec<Bound<'_, PyAny>>>,
+    num_requests: usize,
+) -> PyResult<Vec<Hashes>> {
+    let Some(given) = given else { return Ok(Vec::new()) };
+    if given.len() != num_requests {
+        return Err(ConfigError::new_err(format!(
+            "{} lists of new hashes for {num_requests} requests: give one per request",
+            given.len()
+        )));
+    }
+    given.iter().map(hashes).collect()
 }
 
 /// Statistics by name.

@@ -24,7 +24,7 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::group::{Group, Hit, Model};
 use crate::ids::BlockId;
-use crate::key::Hashes;
+use crate::key::{BlockHash, Hashes};
 use crate::pool::BlockPool;
 use crate::requests::Requests;
 
@@ -230,6 +230,11 @@ impl BlockLedger {
                 tables.len()
             ))
         })
+    }
+
+    /// The hashes that `add` and `extend` gave for a request.
+    pub(crate) fn hashes(&self, request_id: &str) -> Result<&[BlockHash]> {
+        Ok(&self.requests.get(request_id)?.hashes)
     }
 
     /// Number of hashes that `add` and `extend` gave for a request.

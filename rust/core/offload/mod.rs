@@ -2,7 +2,7 @@
 //!
 //! The scheduler names device blocks and never owns them. A [`Job`] says which device blocks to pin
 //! while it is in flight, and [`OffloadScheduler::complete`] which ones to unpin. `tier` owns the
-//! slots; `request`, `store`, `lazy`, `load` and `job` are the life of a request's blocks.
+//! slots; `request`, `store`, `step`, `lazy`, `load` and `job` are the life of a request's blocks.
 //!
 //! May import: error, event, group, ids, key, ledger, pool, requests.
 
@@ -16,6 +16,7 @@ mod record;
 mod request;
 mod sightings;
 mod stats;
+mod step;
 mod store;
 mod tier;
 mod transfer_event;

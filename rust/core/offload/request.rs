@@ -32,12 +32,24 @@ pub(super) struct RequestState {
     pub(super) num_counted: usize,
     /// Hashes, from the first, that enough requests have seen.
     pub(super) num_wanted: usize,
+    /// The number of computed tokens that completes the next hash.
+    pub(super) due_tokens: usize,
     /// Whether blocks are still due only because its last store was allowed too few.
     pub(super) is_throttled: bool,
     /// Whether the blocks that it stores are evicted before all others.
     pub(super) is_low_priority: bool,
     /// The tier's losses when `tables` was last compared with it.
     pub(super) num_losses: u64,
+}
+
+impl RequestState {
+    /// Reads what a store needs first.
+    #[inline]
+    pub(super) fn read_ahead(&self) -> u32 {
+        let hash = self.hashes.last().map_or(0, |hash| u32::from(hash[0]));
+        let last = |table: &ReportedTable| table.blocks.last().map_or(0, |block| block.0);
+        self.tables.iter().map(last).fold(hash, |sum, block| sum ^ block)
+    }
 }
 
 /// A request's blocks in one group.
@@ -112,9 +124,24 @@ impl OffloadScheduler {
     /// # Errors
     /// [`Error::UnknownRequest`], [`Error::HashWidth`].
     pub fn extend(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
-        let request = self.requests.get_mut(request_id)?;
-        self.host.slots.pool.agree_width(hashes.width())?;
-        hashes.append_to(&mut request.hashes);
+        self.extend_step(std::iter::once((request_id, hashes)))
+    }
+
+    /// As [`OffloadScheduler::extend`] for each of a step's requests.
+    ///
+    /// # Errors
+    /// As [`OffloadScheduler::extend`], before any request has got hashes.
+    pub fn extend_step<'a>(
+        &mut self,
+        extended: impl Iterator<Item = (&'a str, &'a Hashes)> + Clone,
+    ) -> Result<()> {
+        for (request_id, hashes) in extended.clone() {
+            self.requests.place(request_id)?;
+            self.host.slots.pool.agree_width(hashes.width())?;
+        }
+        for (request_id, hashes) in extended {
+            hashes.append_to(&mut self.requests.get_mut(request_id)?.hashes);
+        }
         Ok(())
     }
 
@@ -144,6 +171,7 @@ impl OffloadScheduler {
         request.num_seen = request.num_seen.min(num_hashes);
         request.num_counted = request.num_counted.min(num_hashes);
         request.num_wanted = request.num_wanted.min(num_hashes);
+        request.due_tokens = request.due_tokens.min(num_tokens);
         for (table, &group) in request.tables.iter_mut().zip(self.slot_model.groups()) {
             let num_slots = num_hashes / self.slot_model.hashes_per_block(group);
             let dropped = num_slots.min(table.num_confirmed)..table.num_confirmed;

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::group::{Attention, Group, Model};
 use crate::ids::{BlockId, GroupId};
-use crate::key::{BlockHash, BlockKey};
+use crate::key::{BlockHash, BlockKey, Hashes};
 use crate::pool::check_ids;
 
 use super::job::{Kind, Ranks, place_of};
@@ -93,9 +93,35 @@ impl OffloadScheduler {
         progress: impl Iterator<Item = Progress<'a>> + Clone,
         deadline: Option<f64>,
     ) -> Result<Option<Job>> {
+        let places = self.checked_places(progress.clone())?;
+        self.store_checked(&places, max_blocks, progress, deadline)
+    }
+
+    /// As [`store_at_most`](Self::store_at_most), after each request has got its new hashes, as
+    /// [`extend`](Self::extend) does.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store) and [`extend`](Self::extend), before any request has got hashes.
+    pub fn extend_and_store<'a>(
+        &mut self,
+        new_hashes: &'a [Hashes],
+        max_blocks: usize,
+        progress: impl Iterator<Item = Progress<'a>> + Clone,
+        deadline: Option<f64>,
+    ) -> Result<Option<Job>> {
+        let places = self.checked_places(progress.clone())?;
+        self.extend_step(progress.clone().map(|each| each.request_id).zip(new_hashes))?;
+        self.store_checked(&places, max_blocks, progress, deadline)
+    }
+
+    /// Checks the progress of requests. Returns their places.
+    fn checked_places<'a>(
+        &self,
+        progress: impl Iterator<Item = Progress<'a>>,
+    ) -> Result<Vec<usize>> {
         let mut places: Vec<usize> = Vec::with_capacity(progress.size_hint().0);
-        for Progress { request_id, new_blocks, .. } in progress.clone() {
-            places.push(self.requests.place_after(places.last().copied(), request_id)?);
+        for Progress { request_id, new_blocks, .. } in progress {
+            places.push(self.requests.place(request_id)?);
             self.check_num_groups(new_blocks.len())?;
             for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
                 check_ids(blocks, self.config.num_device_blocks)?;
@@ -106,23 +132,40 @@ impl OffloadScheduler {
                 }
             }
         }
+        Ok(places)
+    }
+
+    /// Plans the stores of requests at `places`, whose progress was checked.
+    fn store_checked<'a>(
+        &mut self,
+        places: &[usize],
+        max_blocks: usize,
+        progress: impl Iterator<Item = Progress<'a>>,
+        deadline: Option<f64>,
+    ) -> Result<Option<Job>> {
+        // Requests lie apart in memory. Here the reads of all overlap.
+        let read = |sum, &place: &usize| sum ^ self.requests.at(place).read_ahead();
+        std::hint::black_box(places.iter().fold(0, read));
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
         let mut low_priority = Vec::new();
         let mut max_slots = max_blocks / self.config.blocks_per_slot;
         let num_losses = self.host.num_losses;
         let has_events = self.host.slots.pool.has_events();
-        for (place, Progress { num_computed_tokens, new_blocks, .. }) in places.iter().zip(progress)
+        for (&place, Progress { num_computed_tokens, new_blocks, .. }) in
+            places.iter().zip(progress)
         {
-            if self.requests.at(*place).num_losses != num_losses {
-                self.reconsider(*place);
+            if self.requests.at(place).num_losses != num_losses {
+                self.reconsider(place);
             }
-            self.see(*place, num_computed_tokens);
-            let request = self.requests.at_mut(*place);
+            self.see(place, num_computed_tokens);
+            let request = self.requests.at_mut(place);
             self.counters.query_tokens += std::mem::take(&mut request.num_queried);
             let num_wanted =
                 if self.sightings.is_some() { request.num_wanted } else { request.hashes.len() };
             request.is_throttled = false;
+            let tokens_per_hash = self.model.hash_block_size();
+            request.due_tokens = (num_computed_tokens / tokens_per_hash + 1) * tokens_per_hash;
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {
                 let table = &mut request.tables[index];
                 let num_planned = parts[index].slots.len();

@@ -1,0 +1,112 @@
+//! Stores of a step, read from the device's ledger: no caller repeats what the ledger knows.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+use crate::key::BlockHash;
+use crate::ledger::BlockLedger;
+
+use super::{Job, OffloadScheduler, Progress};
+
+impl OffloadScheduler {
+    /// As [`store_at_most`](Self::store_at_most), with the block tables of `ledger`, and with the
+    /// hashes that its requests got since. Each request comes with its computed tokens. Looks
+    /// further only at requests in which a block became full.
+    ///
+    /// Call it before the ledger's next allocation, because that frees blocks that have left a
+    /// window.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`]; [`Error::Config`] for a ledger of other groups, for a request
+    /// that is named twice, and for more tokens than were granted; [`Error::State`] if a request has other hashes in the ledger.
+    /// Nothing has changed then.
+    pub fn store_step<'a>(
+        &mut self,
+        max_blocks: usize,
+        ledger: &BlockLedger,
+        computed: impl Iterator<Item = (&'a str, usize)>,
+        deadline: Option<f64>,
+    ) -> Result<Option<Job>> {
+        if ledger.model().groups() != self.model.groups() {
+            return Err(Error::Config(
+                "the ledger has other groups than this scheduler: build both for one model"
+                    .to_owned(),
+            ));
+        }
+        let num_groups = self.model.groups().len();
+        let (mut due, mut tables) = (Vec::new(), Vec::new());
+        let mut before = None;
+        for (request_id, num_tokens) in computed {
+            let place = self.requests.place_after(before, request_id)?;
+            before = Some(place);
+            if num_tokens < self.requests.at(place).due_tokens {
+                continue;
+            }
+            check_granted(ledger, request_id, num_tokens)?;
+            due.push((place, request_id, num_tokens, self.new_hashes(place, ledger, request_id)?));
+            for (index, group) in self.model.groups().iter().enumerate() {
+                let table = ledger.block_table(request_id, index)?;
+                let num_reported = self.requests.at(place).tables[index].blocks.len();
+                let end = (num_tokens / group.block_size).min(table.len());
+                tables.push(&table[num_reported.min(end)..end]);
+            }
+        }
+        check_each_once(due.iter().map(|&(place, request_id, ..)| (place, request_id)).collect())?;
+        self.host.slots.pool.agree_width(ledger.pool().hash_width())?;
+        for &(place, _, _, hashes) in &due {
+            if !hashes.is_empty() {
+                Arc::make_mut(&mut self.requests.at_mut(place).hashes).extend_from_slice(hashes);
+            }
+        }
+        let tables: Vec<&[&[BlockId]]> = tables.chunks_exact(num_groups).collect();
+        let progress = due.iter().zip(&tables).map(|(due, new_blocks)| {
+            let &(_, request_id, num_computed_tokens, _) = due;
+            Progress { request_id, num_computed_tokens, new_blocks }
+        });
+        self.store_at_most(max_blocks, progress, deadline)
+    }
+
+    /// The hashes that the ledger has of a request beyond those that are known here.
+    fn new_hashes<'a>(
+        &self,
+        place: usize,
+        ledger: &'a BlockLedger,
+        request_id: &str,
+    ) -> Result<&'a [BlockHash]> {
+        let known = &self.requests.at(place).hashes;
+        let hashes = ledger.hashes(request_id)?;
+        // A hash covers all tokens before it, so the last one is enough.
+        let is_prefix = known.last().is_none_or(|last| hashes.get(known.len() - 1) == Some(last));
+        if !is_prefix {
+            return Err(Error::State(format!(
+                "request {request_id:?} has other hashes in the ledger than here: give both the \
+                 same"
+            )));
+        }
+        Ok(&hashes[known.len()..])
+    }
+}
+
+fn check_granted(ledger: &BlockLedger, request_id: &str, num_tokens: usize) -> Result<()> {
+    let num_granted = ledger.num_granted_tokens(request_id)?;
+    if num_tokens > num_granted {
+        return Err(Error::Config(format!(
+            "cannot store {num_tokens} tokens of request {request_id:?}: it was granted \
+             {num_granted}"
+        )));
+    }
+    Ok(())
+}
+
+/// Refuses a request that is named twice. It would get its new hashes and blocks twice.
+fn check_each_once(mut named: Vec<(usize, &str)>) -> Result<()> {
+    named.sort_unstable();
+    match named.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(Error::Config(format!(
+            "request {:?} is named twice: name each request of a step once",
+            pair[0].1
+        ))),
+        None => Ok(()),
+    }
+}
