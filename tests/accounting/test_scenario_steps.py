@@ -10,6 +10,8 @@ from typing import Literal
 import pytest
 from tests.accounting.scenario_rig import BLOCK_SIZES, Group, Rig, every_model, full, num_skipped
 
+from kvstow import FullAttention
+
 
 @every_model
 @pytest.mark.parametrize("num_more", [-1, 0, 1, 7], ids="a block and {} tokens".format)
@@ -200,9 +202,12 @@ def test_a_block_is_not_stored_before_its_hash_is_known(
         rig.ledger.extend("it", hashes)
         rig.scheduler.extend("it", hashes)
         rig.ledger.cache("it", request.num_computed)
-        stored = rig.names("abc")
-        new = rig.names("abc", 2) if mode == "eager" else set()
-        assert rig.copied(rig.report("it")) == new
+        # A window's or a state's block may have another owner when its hash comes late.
+        late = {
+            (at, text) for at, text in rig.names("abc", 2) if isinstance(groups[at], FullAttention)
+        }
+        stored |= late
+        assert rig.copied(rig.report("it")) == (late if mode == "eager" else set())
         rig.finish("it")
     else:
         rig.finish("it") if path == "finish" else rig.preempt("it")
