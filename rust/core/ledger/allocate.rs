@@ -328,10 +328,8 @@ impl Grant<'_> {
             }
             let hits = self.args.hit.map_or(&[][..], |hit| &hit.blocks[index]);
             let num_skipped = group.num_skipped_blocks(num_computed);
-            let is_free = |id: &&BlockId| {
-                !id.is_null() && self.pool.num_refs(**id) == 0 && self.pool.num_pins(**id) == 0
-            };
-            let num_leaving = hits.iter().skip(num_skipped).filter(is_free).count();
+            let kept = hits.get(num_skipped..).unwrap_or_default();
+            let num_leaving = self.pool.num_free_of(kept);
             num_required.saturating_sub(num_skipped.max(hits.len())) + num_leaving
         };
         self.model.groups().iter().enumerate().map(need).sum()

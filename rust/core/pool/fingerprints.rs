@@ -1,93 +1,274 @@
-//! From a key's fingerprint to a block: an open-addressing hash table that holds no keys.
+//! From a key's fingerprint to a block: a hash table that holds no keys.
 //!
 //! An entry is a block id with 32 bits of its key's fingerprint, so a probe seldom reads a wrong
-//! key. Removal shifts entries back (Knuth, TAOCP 3, 6.4, algorithm R). There are no tombstones
-//! and no rebuilds, so years of evictions do not slow the table down.
+//! key. Eight entries share a bucket, which is one cache line. An operation compares all eight at
+//! once and seldom leaves the bucket, so it neither waits for memory twice nor mispredicts branches.
+//!
+//! ```text
+//!   bucket   [e][e][e][ ][ ][ ][ ][ ]    used places first
+//!   probe    home bucket, then the next one as long as a bucket is full
+//! ```
+//!
+//! Removal from a full bucket fills the gap with a later entry that passed over it (Knuth, TAOCP 3,
+//! 6.4, algorithm R). There are no tombstones and no rebuilds, so years of evictions do not slow
+//! the table down.
+
+use prefetch_index::prefetch_index;
 
 use crate::ids::BlockId;
 use crate::key::BlockHash;
 
-/// One entry for each distinct key. 16 to 32 bytes a block.
+/// Entries of a bucket.
+const WIDTH: usize = 8;
+
+/// Blocks for each bucket. At most half of the places are in use, and 1 bucket of 20 is full.
+const BLOCKS_PER_BUCKET: usize = WIDTH / 2;
+
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))] // one cache line
+struct Bucket {
+    /// Id 0 (the null block) is an empty place. All used places are before the first empty one.
+    ids: [u32; WIDTH],
+    fingerprints: [u32; WIDTH],
+}
+
+/// One entry for each distinct key.
 #[derive(Clone, Debug)]
 pub(super) struct FingerprintTable {
-    /// Fingerprint in the upper half, block id in the lower. 0 (the null block) is an empty place.
-    pub(super) entries: Vec<u64>,
+    buckets: Vec<Bucket>,
 }
 
 impl FingerprintTable {
+    /// Bytes on the heap for each block.
+    pub(super) const BLOCK_BYTES: usize = size_of::<Bucket>() / BLOCKS_PER_BUCKET;
+
     /// An empty table for `num_blocks` blocks.
     pub(super) fn new(num_blocks: usize) -> Self {
-        // At most half full: most probes end at their first place.
-        Self { entries: vec![0; (2 * num_blocks).next_power_of_two()] }
+        Self { buckets: vec![Bucket::EMPTY; (num_blocks / BLOCKS_PER_BUCKET).max(1)] }
     }
 
-    /// The first place that a probe for a fingerprint reads.
+    /// Begins to load the bucket where a probe begins.
     #[inline]
-    pub(super) fn home(&self, fingerprint: u32) -> usize {
-        fingerprint as usize & (self.entries.len() - 1)
+    pub(super) fn prefetch(&self, fingerprint: u32) {
+        prefetch_index(&self.buckets, self.home(fingerprint));
     }
 
-    /// The place of a key's entry, or the empty place where it would go. `has_key` says whether a
-    /// block with this fingerprint holds the key.
+    /// A block in the first bucket of a probe with this fingerprint, or the null block. Reads no
+    /// key.
     #[inline]
-    pub(super) fn probe(&self, fingerprint: u32, has_key: impl Fn(BlockId) -> bool) -> usize {
-        let mut place = self.home(fingerprint);
+    pub(super) fn candidate(&self, fingerprint: u32) -> BlockId {
+        let bucket = &self.buckets[self.home(fingerprint)];
+        bucket.places(fingerprint).next().map_or(BlockId::NULL, |place| bucket.id(place))
+    }
+
+    /// The block that holds a key. `has_key` says whether a block with this fingerprint holds it.
+    #[inline]
+    pub(super) fn get(
+        &self,
+        fingerprint: u32,
+        has_key: impl Fn(BlockId) -> bool,
+    ) -> Option<BlockId> {
+        let mut at = self.home(fingerprint);
         loop {
-            let entry = self.entries[place];
-            if entry == 0 || (fingerprint_of(entry) == fingerprint && has_key(block_of(entry))) {
-                return place;
+            let bucket = &self.buckets[at];
+            let mut ids = bucket.places(fingerprint).map(|place| bucket.id(place));
+            if let Some(id) = ids.find(|&id| has_key(id)) {
+                return Some(id);
             }
-            place = self.after(place);
+            if !bucket.is_full() {
+                return None;
+            }
+            at = self.after(at);
         }
     }
 
-    /// The place of an entry, or the empty place that ends its probe. Reads no key.
+    /// Adds an entry for a key, unless it has one. Returns the block in that entry. `has_key` as for
+    /// [`FingerprintTable::get`].
     #[inline]
-    pub(super) fn find(&self, entry: u64) -> usize {
-        let mut place = self.home(fingerprint_of(entry));
-        while self.entries[place] != entry && self.entries[place] != 0 {
-            place = self.after(place);
+    pub(super) fn insert(
+        &mut self,
+        fingerprint: u32,
+        id: BlockId,
+        has_key: impl Fn(BlockId) -> bool,
+    ) -> Option<BlockId> {
+        let home = self.home(fingerprint);
+        let bucket = &mut self.buckets[home];
+        if bucket.is_full() || equal(&bucket.fingerprints, fingerprint) != 0 {
+            let holder = self.get(fingerprint, has_key);
+            return holder.or_else(|| self.insert_new(fingerprint, id));
         }
-        place
+        bucket.put(bucket.len(), fingerprint, id);
+        None
     }
 
-    /// Empties a place, and moves back every entry that no probe would reach across it.
+    /// Adds an entry to the first bucket of its probe that has room.
+    #[cold]
+    fn insert_new(&mut self, fingerprint: u32, id: BlockId) -> Option<BlockId> {
+        let mut at = self.home(fingerprint);
+        while self.buckets[at].is_full() {
+            at = self.after(at);
+        }
+        let bucket = &mut self.buckets[at];
+        bucket.put(bucket.len(), fingerprint, id);
+        None
+    }
+
+    /// Puts another block into the entry of `id`, if there is one.
     #[inline]
-    pub(super) fn remove(&mut self, mut gap: usize) {
-        let mask = self.entries.len() - 1;
-        let mut place = gap;
+    pub(super) fn replace(&mut self, fingerprint: u32, id: BlockId, by: BlockId) {
+        if let Some((at, place)) = self.find(fingerprint, id) {
+            self.buckets[at].put(place, fingerprint, by);
+        }
+    }
+
+    /// Removes the entry of `id`.
+    #[inline]
+    pub(super) fn remove(&mut self, fingerprint: u32, id: BlockId) {
+        let Some((at, place)) = self.find(fingerprint, id) else { return };
+        let was_full = self.buckets[at].is_full();
+        self.buckets[at].remove(place);
+        if was_full {
+            self.close_gap(at);
+        }
+    }
+
+    /// Removes every entry.
+    pub(super) fn clear(&mut self) {
+        self.buckets.fill(Bucket::EMPTY);
+    }
+
+    /// The blocks of all entries.
+    pub(super) fn ids(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let buckets = self.buckets.iter();
+        buckets.flat_map(|bucket| bucket.ids).filter(|&id| id != 0).map(BlockId)
+    }
+
+    /// Whether the used places of every bucket are before its first empty one.
+    pub(super) fn is_packed(&self) -> bool {
+        self.buckets.iter().all(|bucket| bucket.ids.is_sorted_by_key(|&id| id == 0))
+    }
+
+    /// Bytes on the heap.
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.buckets.capacity() * size_of::<Bucket>()
+    }
+
+    /// The bucket where a probe begins: the fingerprint, as a fraction of 2^32, of all buckets.
+    #[inline]
+    fn home(&self, fingerprint: u32) -> usize {
+        ((u64::from(fingerprint) * self.buckets.len() as u64) >> 32) as usize
+    }
+
+    #[inline]
+    fn after(&self, at: usize) -> usize {
+        if at + 1 < self.buckets.len() { at + 1 } else { 0 }
+    }
+
+    /// Number of steps from one bucket forward to another.
+    #[inline]
+    fn distance(&self, from: usize, to: usize) -> usize {
+        if from <= to { to - from } else { to + self.buckets.len() - from }
+    }
+
+    /// The bucket and the place of a block's entry. Reads no key.
+    #[inline]
+    fn find(&self, fingerprint: u32, id: BlockId) -> Option<(usize, usize)> {
+        let mut at = self.home(fingerprint);
         loop {
-            place = self.after(place);
-            let entry = self.entries[place];
-            if entry == 0 {
-                break;
+            let bucket = &self.buckets[at];
+            if let Some(place) = places(equal(&bucket.ids, id.0)).next() {
+                return Some((at, place));
             }
-            let home = self.home(fingerprint_of(entry));
-            if place.wrapping_sub(home) & mask >= place.wrapping_sub(gap) & mask {
-                self.entries[gap] = entry;
-                gap = place;
+            if !bucket.is_full() {
+                return None;
+            }
+            at = self.after(at);
+        }
+    }
+
+    /// Moves entries back that no probe would reach, because a bucket that was full has a gap.
+    #[cold]
+    fn close_gap(&mut self, mut gap: usize) {
+        let mut at = gap;
+        loop {
+            at = self.after(at);
+            let bucket = self.buckets[at];
+            let passed_gap = |place: &usize| {
+                let home = self.home(bucket.fingerprints[*place]);
+                self.distance(home, at) >= self.distance(gap, at)
+            };
+            let used = (0..WIDTH).take_while(|&place| bucket.ids[place] != 0);
+            if let Some(place) = { used }.find(passed_gap) {
+                let last = self.buckets[gap].len();
+                self.buckets[gap].put(last, bucket.fingerprints[place], bucket.id(place));
+                self.buckets[at].remove(place);
+                gap = at;
+            }
+            if !bucket.is_full() {
+                return;
             }
         }
-        self.entries[gap] = 0;
+    }
+}
+
+impl Bucket {
+    const EMPTY: Self = Self { ids: [0; WIDTH], fingerprints: [0; WIDTH] };
+
+    #[inline]
+    fn id(&self, place: usize) -> BlockId {
+        BlockId(self.ids[place])
     }
 
     #[inline]
-    fn after(&self, place: usize) -> usize {
-        (place + 1) & (self.entries.len() - 1)
+    fn is_full(&self) -> bool {
+        self.ids[WIDTH - 1] != 0
+    }
+
+    /// Number of used places in a bucket that is not full.
+    #[inline]
+    fn len(&self) -> usize {
+        // A binary search, without a branch to mispredict.
+        [4, 2, 1]
+            .iter()
+            .fold(0, |len, step| len + step * usize::from(self.ids[len + step - 1] != 0))
+    }
+
+    /// The places with a fingerprint. Empty places may be among them.
+    #[inline]
+    fn places(&self, fingerprint: u32) -> impl Iterator<Item = usize> + use<> {
+        places(equal(&self.fingerprints, fingerprint))
+    }
+
+    #[inline]
+    fn put(&mut self, place: usize, fingerprint: u32, id: BlockId) {
+        (self.ids[place], self.fingerprints[place]) = (id.0, fingerprint);
+    }
+
+    /// Moves the last used place to this one.
+    #[inline]
+    fn remove(&mut self, place: usize) {
+        let last = if self.is_full() { WIDTH - 1 } else { self.len().saturating_sub(1) };
+        (self.ids[place], self.fingerprints[place]) = (self.ids[last], self.fingerprints[last]);
+        (self.ids[last], self.fingerprints[last]) = (0, 0);
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "the lower half of an entry")]
-pub(super) const fn block_of(entry: u64) -> BlockId {
-    BlockId(entry as u32)
+/// Bit `place + 1` is set for each word that equals `word`. In this form the compiler compares four
+/// words at once.
+#[inline]
+fn equal(words: &[u32; WIDTH], word: u32) -> u32 {
+    const BITS: [u32; WIDTH] = [2, 4, 8, 16, 32, 64, 128, 256];
+    words.iter().zip(BITS).fold(0, |all, (&it, bit)| all | if it == word { bit } else { 0 })
 }
 
-pub(super) const fn fingerprint_of(entry: u64) -> u32 {
-    (entry >> 32) as u32
-}
-
-pub(super) const fn entry_of(fingerprint: u32, id: BlockId) -> u64 {
-    (fingerprint as u64) << 32 | id.0 as u64
+/// The places of [`equal`]'s bits.
+#[inline]
+fn places(mut bits: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let place = bits.trailing_zeros().checked_sub(1)? as usize;
+        bits &= bits.wrapping_sub(1);
+        (place < WIDTH).then_some(place)
+    })
 }
 
 /// 32 bits of a key, well mixed even if the caller's hashes are not (counters, short names). A
@@ -102,4 +283,67 @@ pub(super) fn fingerprint(hash: &BlockHash, group_tag: u32) -> u32 {
     let product = u128::from(a) * u128::from(b);
     let mixed = product as u64 ^ (product >> 64) as u64;
     mixed as u32 ^ (mixed >> 32) as u32
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const NUM_BLOCKS: usize = 41;
+
+    /// Fingerprints of three homes: the first bucket, the last two.
+    fn fingerprint() -> impl Strategy<Value = u32> {
+        prop_oneof![0..3_u32, u32::MAX - 2..=u32::MAX, (u32::MAX / 10 * 9 - 2)..u32::MAX / 10 * 9]
+    }
+
+    proptest! {
+        /// Probes run over full buckets, and from the last bucket to the first.
+        #[test]
+        fn table_equals_a_list(ops in vec((1..NUM_BLOCKS, fingerprint(), 0..4_u8), 1..400)) {
+            let mut table = FingerprintTable::new(NUM_BLOCKS);
+            // The key in each block's entry: its fingerprint, and a number.
+            let mut keys: Vec<Option<(u32, u8)>> = vec![None; NUM_BLOCKS];
+            for (place, fingerprint, number) in ops {
+                let id = BlockId(u32::try_from(place).unwrap());
+                let key = (fingerprint, number);
+                let holder = keys.iter().position(|it| *it == Some(key));
+                let has_key = |id: BlockId| keys[id.index()] == Some(key);
+                match keys[place] {
+                    None => {
+                        let found = table.insert(fingerprint, id, has_key);
+                        prop_assert_eq!(found.map(BlockId::index), holder);
+                        if holder.is_none() {
+                            keys[place] = Some(key);
+                        }
+                    }
+                    Some((known, _)) if number == 0 => {
+                        let to = keys.iter().skip(1).position(Option::is_none);
+                        if let Some(to) = to {
+                            let by = BlockId(u32::try_from(to + 1).unwrap());
+                            table.replace(known, id, by);
+                            keys.swap(place, to + 1);
+                        }
+                    }
+                    Some((known, _)) => {
+                        table.remove(known, id);
+                        keys[place] = None;
+                    }
+                }
+                prop_assert!(table.is_packed());
+                prop_assert_eq!(table.ids().count(), keys.iter().flatten().count());
+                for (at, &(fingerprint, number)) in
+                    keys.iter().enumerate().filter_map(|(at, key)| Some((at, key.as_ref()?)))
+                {
+                    let found = table.get(fingerprint, |id| {
+                        keys[id.index()] == Some((fingerprint, number))
+                    });
+                    prop_assert_eq!(found.map(BlockId::index), Some(at));
+                }
+            }
+        }
+    }
 }

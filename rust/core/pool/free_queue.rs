@@ -1,7 +1,7 @@
-//! A list of block ids in eviction order. Its links lie in one array, indexed by id.
+//! A list of block ids in eviction order. Its links lie in the records of the blocks.
 //!
 //! ```text
-//!   links[0] is both ends (id 0 is the null block, which is never a member):
+//!   records[0] is both ends (id 0 is the null block, which is never a member):
 //!
 //!        +--> [0] --next--> head --next--> ... --next--> tail --next--+
 //!        +------------------------------------------------------------+
@@ -12,43 +12,60 @@
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 
-const END: u32 = 0;
-const OUTSIDE: u32 = u32::MAX;
+pub(super) const END: u32 = 0;
+pub(super) const OUTSIDE: u32 = u32::MAX;
 
+/// A block's neighbours in a list.
 #[derive(Clone, Copy, Debug)]
-struct Link {
-    prev: u32,
-    next: u32,
+pub(crate) struct Link {
+    pub(super) prev: u32,
+    pub(super) next: u32,
+}
+
+impl AsRef<Link> for Link {
+    #[inline]
+    fn as_ref(&self) -> &Link {
+        self
+    }
+}
+
+impl AsMut<Link> for Link {
+    #[inline]
+    fn as_mut(&mut self) -> &mut Link {
+        self
+    }
 }
 
 /// A doubly linked list over ids `1..num_blocks`; every operation but [`FreeQueue::iter`] and
-/// [`FreeQueue::clear`] is O(1). 8 bytes a block.
+/// [`FreeQueue::clear`] is O(1). One record a block, of 8 bytes if it has nothing but the links.
 #[derive(Clone, Debug)]
-pub(crate) struct FreeQueue {
-    links: Vec<Link>,
-    len: usize,
+pub(crate) struct FreeQueue<R = Link> {
+    pub(super) records: Vec<R>,
+    pub(super) len: usize,
 }
 
-impl FreeQueue {
+impl<R: From<Link>> FreeQueue<R> {
     /// A queue that holds `1..num_blocks` in ascending order.
     pub(crate) fn full(num_blocks: u32) -> Self {
         let last = num_blocks - 1;
-        let links = (0..num_blocks)
-            .map(|id| Link {
-                prev: if id == END { last } else { id - 1 },
-                next: if id == last { END } else { id + 1 },
-            })
-            .collect();
-        Self { links, len: last as usize }
+        let link = |id| Link {
+            prev: if id == END { last } else { id - 1 },
+            next: if id == last { END } else { id + 1 },
+        };
+        Self { records: (0..num_blocks).map(|id| link(id).into()).collect(), len: last as usize }
     }
+}
 
+impl FreeQueue {
     /// An empty queue for ids `1..num_blocks`.
     pub(crate) fn empty(num_blocks: u32) -> Self {
-        let mut links = vec![Link { prev: OUTSIDE, next: OUTSIDE }; num_blocks as usize];
-        links[END as usize] = Link { prev: END, next: END };
-        Self { links, len: 0 }
+        let mut records = vec![Link { prev: OUTSIDE, next: OUTSIDE }; num_blocks as usize];
+        records[END as usize] = Link { prev: END, next: END };
+        Self { records, len: 0 }
     }
+}
 
+impl<R: AsRef<Link> + AsMut<Link>> FreeQueue<R> {
     /// Number of ids in the queue.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -57,86 +74,72 @@ impl FreeQueue {
     /// Whether `id` is in the queue.
     #[inline]
     pub(crate) fn contains(&self, id: BlockId) -> bool {
-        !id.is_null() && self.links[id.index()].next != OUTSIDE
+        !id.is_null() && self.link(id.0).next != OUTSIDE
     }
 
     /// The id after `id`, or the head for the null block; the null block at the end.
     #[inline]
     pub(crate) fn next(&self, id: BlockId) -> BlockId {
-        BlockId(self.links[id.index()].next)
+        BlockId(self.link(id.0).next)
     }
 
     /// The id before `id`, which must be in the queue, or the tail for the null block; the null
     /// block at the head.
     #[inline]
     pub(crate) fn prev(&self, id: BlockId) -> BlockId {
-        BlockId(self.links[id.index()].prev)
+        BlockId(self.link(id.0).prev)
     }
 
     /// Removes `id`, which must be in the queue.
     #[inline]
     pub(crate) fn remove(&mut self, id: BlockId) {
-        let Link { prev, next } = self.links[id.index()];
-        self.links[prev as usize].next = next;
-        self.links[next as usize].prev = prev;
-        self.links[id.index()].next = OUTSIDE;
+        let link = self.link_mut(id.0);
+        let Link { prev, next } = *link;
+        link.next = OUTSIDE;
+        self.link_mut(prev).next = next;
+        self.link_mut(next).prev = prev;
         self.len -= 1;
-    }
-
-    /// Removes a run of neighbours, given in their order.
-    #[inline]
-    pub(crate) fn remove_run(&mut self, run: &[BlockId]) {
-        if let [first, .., last] | [first @ last] = run {
-            let (prev, next) = (self.links[first.index()].prev, self.links[last.index()].next);
-            self.links[prev as usize].next = next;
-            self.links[next as usize].prev = prev;
-            for id in run {
-                self.links[id.index()].next = OUTSIDE;
-            }
-            self.len -= run.len();
-        }
     }
 
     /// Moves a run of neighbours, given by its ends, to the tail. O(1) for any length.
     #[inline]
     pub(crate) fn move_run_to_back(&mut self, first: BlockId, last: BlockId) {
-        let (prev, next) = (self.links[first.index()].prev, self.links[last.index()].next);
+        let (prev, next) = (self.link(first.0).prev, self.link(last.0).next);
         if next == END {
             return;
         }
-        self.links[prev as usize].next = next;
-        self.links[next as usize].prev = prev;
-        let tail = self.links[END as usize].prev;
-        self.links[tail as usize].next = first.0;
-        self.links[first.index()].prev = tail;
-        self.links[last.index()].next = END;
-        self.links[END as usize].prev = last.0;
+        self.link_mut(prev).next = next;
+        self.link_mut(next).prev = prev;
+        let tail = self.link(END).prev;
+        self.link_mut(tail).next = first.0;
+        self.link_mut(first.0).prev = tail;
+        self.link_mut(last.0).next = END;
+        self.link_mut(END).prev = last.0;
+    }
+
+    /// Puts an id that is not in the queue behind `before`, which is in it or null for the head.
+    #[inline]
+    fn insert_after(&mut self, before: u32, id: BlockId) {
+        let next = std::mem::replace(&mut self.link_mut(before).next, id.0);
+        self.link_mut(next).prev = id.0;
+        *self.link_mut(id.0) = Link { prev: before, next };
+        self.len += 1;
+    }
+
+    /// Puts an id that is not in the queue at the head.
+    #[inline]
+    pub(crate) fn push_front(&mut self, id: BlockId) {
+        self.insert_after(END, id);
     }
 
     /// Puts ids that are not in the queue at the tail, in this order.
     #[inline]
     pub(crate) fn push_back_all(&mut self, ids: impl Iterator<Item = BlockId>) {
-        self.insert_all_after(self.links[END as usize].prev, ids);
-    }
-
-    /// Puts ids that are not in the queue at the head, in this order.
-    #[inline]
-    pub(crate) fn push_front_all(&mut self, ids: impl Iterator<Item = BlockId>) {
-        self.insert_all_after(END, ids);
-    }
-
-    #[inline]
-    fn insert_all_after(&mut self, before: u32, ids: impl Iterator<Item = BlockId>) {
-        let next = self.links[before as usize].next;
-        let (mut last, mut num_ids) = (before, 0);
+        let mut tail = self.link(END).prev;
         for id in ids {
-            self.links[last as usize].next = id.0;
-            self.links[id.index()] = Link { prev: last, next };
-            last = id.0;
-            num_ids += 1;
+            self.insert_after(tail, id);
+            tail = id.0;
         }
-        self.links[next as usize].prev = last;
-        self.len += num_ids;
     }
 
     /// The ids, the head first.
@@ -150,14 +153,26 @@ impl FreeQueue {
 
     /// Removes every id.
     pub(crate) fn clear(&mut self) {
-        self.links.fill(Link { prev: OUTSIDE, next: OUTSIDE });
-        self.links[END as usize] = Link { prev: END, next: END };
+        for record in &mut self.records {
+            *record.as_mut() = Link { prev: OUTSIDE, next: OUTSIDE };
+        }
+        *self.link_mut(END) = Link { prev: END, next: END };
         self.len = 0;
     }
 
     /// Bytes on the heap.
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.links.capacity() * size_of::<Link>()
+        self.records.capacity() * size_of::<R>()
+    }
+
+    #[inline]
+    fn link(&self, id: u32) -> &Link {
+        self.records[id as usize].as_ref()
+    }
+
+    #[inline]
+    fn link_mut(&mut self, id: u32) -> &mut Link {
+        self.records[id as usize].as_mut()
     }
 
     /// Walks the list and compares links and length with one another.
@@ -168,12 +183,13 @@ impl FreeQueue {
         let broken = |what: String| Err(Error::Broken(format!("free queue: {what}")));
         let mut prev = END;
         for count in 0..=self.len {
-            let at = self.links[prev as usize].next;
-            let Some(link) = self.links.get(at as usize) else {
+            let at = self.link(prev).next;
+            let Some(record) = self.records.get(at as usize) else {
                 return broken(format!("{at} follows {prev}, but is outside the pool"));
             };
-            if link.prev != prev {
-                return broken(format!("{at} follows {prev}, but names {} before it", link.prev));
+            if record.as_ref().prev != prev {
+                let named = record.as_ref().prev;
+                return broken(format!("{at} follows {prev}, but names {named} before it"));
             }
             if at == END && count != self.len {
                 return broken(format!("{count} members, {} are counted", self.len));
@@ -183,7 +199,8 @@ impl FreeQueue {
         if prev != END {
             return broken(format!("more members than the {} that are counted", self.len));
         }
-        let num_in = self.links.iter().skip(1).filter(|link| link.next != OUTSIDE).count();
+        let members = self.records.iter().skip(1).filter(|it| it.as_ref().next != OUTSIDE);
+        let num_in = members.count();
         if num_in != self.len {
             return broken(format!("{num_in} blocks have links, {} are members", self.len));
         }

@@ -1,54 +1,70 @@
 //! From a key to the blocks that hold it.
 //!
-//! Keys lie in flat arrays by block id. The table holds only the oldest holder of each key; a
-//! circle links the holder to its duplicates.
+//! A block's key lies in a cache line of its own, by block id. The table holds only the oldest
+//! holder of each key; a circle links the holder to its duplicates.
 //!
 //! ```text
-//!   table[ ]        (fingerprint, id of the oldest holder)
-//!                                   |
-//!   duplicates[id]  oldest -> next published -> ... -> newest -+    one circle per key
-//!                      ^---------------------------------------+
+//!   table[ ]     (fingerprint, id of the oldest holder)
+//!                                |
+//!   lines[id]    oldest -> next published -> ... -> newest -+    one circle per key
+//!                   ^---------------------------------------+
 //! ```
+//!
+//! In a large pool each of these reads misses the caches. So every loop over blocks prefetches what
+//! a later turn reads: the entry of a key, then the line of the block that the entry names.
+
+use prefetch_index::prefetch_index;
 
 use crate::error::{Error, Result};
+use crate::event::EventLog;
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, MAX_HASH_BYTES};
 
-use super::fingerprints::{FingerprintTable, block_of, entry_of, fingerprint, fingerprint_of};
+use super::AHEAD;
+use super::fingerprints::{FingerprintTable, fingerprint};
 
-/// Key by block, and block by key. 44 bytes a block, and 16 to 32 for the table.
+/// The key of a block: the words of its hash, then those that the constants name. Only a vector of
+/// plain integers gets its zeros from the system without a write to its pages, so a large pool is
+/// built fast. Such a vector begins 0 or 16 bytes behind a page's start. In both cases all words in
+/// use lie in one cache line.
+type Line = [u32; 16];
+
+const NUM_HASH_WORDS: usize = MAX_HASH_BYTES / size_of::<u32>();
+/// The [`tag_of`] the key's group; 0 for a block without a key.
+const TAG: usize = 8;
+const FINGERPRINT: usize = 9;
+/// Neighbours in the circle of blocks with the same key, in order of publication.
+const OLDER: usize = 10;
+const NEWER: usize = 11;
+
+/// Key by block, and block by key.
 #[derive(Clone, Debug)]
 pub(super) struct Index {
-    /// One [`BlockHash`] after the other. Only a vector of plain integers gets its zeros from the
-    /// system without a write to its pages.
-    hashes: Vec<u8>,
-    /// The [`tag_of`] the key's group; 0 for a block without a key.
-    group_tags: Vec<u32>,
-    /// Neighbours in the circle of blocks with the same key, in order of publication.
-    duplicates: Vec<[u32; 2]>,
+    lines: Vec<Line>,
     table: FingerprintTable,
     /// Number of blocks that hold a key.
     pub(super) num_cached: usize,
 }
 
-/// Keys handled together: enough to keep the memory busy.
-const BATCH: usize = 32;
+/// Keys of a prefix that are probed before the next attempt to follow neighbours: few while
+/// neighbours are found, twice as many after each failure.
+const MIN_BATCH: usize = 16;
+const MAX_BATCH: usize = 512;
 
-/// So many blocks' keys fit into a core's own cache: reading them ahead costs more than it saves.
-const NUM_NEAR: usize = 1 << 15;
+/// How many neighbours ahead their lines are prefetched: their order is known, and most are cheap.
+const FOLLOWED_AHEAD: u32 = 64;
 
-const OLDER: usize = 0;
-const NEWER: usize = 1;
+/// Fingerprints that a loop keeps from the prefetch of an entry until it has used the entry.
+const NUM_KEPT: usize = (2 * AHEAD + 1).next_power_of_two();
 
 impl Index {
+    /// Bytes on the heap for each block.
+    pub(super) const BLOCK_BYTES: usize = size_of::<Line>() + FingerprintTable::BLOCK_BYTES;
+
     /// An index for blocks `1..num_blocks`, all without a key.
     pub(super) fn new(num_blocks: usize) -> Self {
-        // Zeroed memory is the empty state of every array. So a large pool is built without a
-        // write to its pages.
         Self {
-            hashes: vec![0; num_blocks * MAX_HASH_BYTES],
-            group_tags: vec![0; num_blocks],
-            duplicates: vec![[0; 2]; num_blocks],
+            lines: vec![[0; _]; num_blocks],
             table: FingerprintTable::new(num_blocks),
             num_cached: 0,
         }
@@ -57,20 +73,25 @@ impl Index {
     /// The key that `id` holds.
     #[inline]
     pub(super) fn key(&self, id: BlockId) -> Option<BlockKey> {
-        let group = GroupId(u16::try_from(self.group_tags[id.index()].checked_sub(1)?).ok()?);
-        Some(BlockKey { hash: *self.hash(id), group })
-    }
-
-    /// Whether `id` holds a key.
-    #[inline]
-    pub(super) fn has_key(&self, id: BlockId) -> bool {
-        self.group_tags[id.index()] != 0
+        key_of(&self.lines[id.index()])
     }
 
     /// Whether `id` holds exactly this key.
     #[inline]
     pub(super) fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
-        self.has_tagged_key(id, hash, tag_of(group))
+        holds(&self.lines[id.index()], hash, tag_of(group))
+    }
+
+    /// Begins to load the key of a block.
+    #[inline]
+    pub(super) fn prefetch(&self, id: BlockId) {
+        prefetch_index(&self.lines, id.index());
+    }
+
+    /// Begins to load the entry of a block's key.
+    #[inline]
+    pub(super) fn prefetch_entry(&self, id: BlockId) {
+        self.table.prefetch(self.lines[id.index()][FINGERPRINT]);
     }
 
     /// The oldest holder of the key.
@@ -83,37 +104,66 @@ impl Index {
     pub(super) fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
         let tag = tag_of(group);
         let mut found = Vec::with_capacity(hashes.len());
-        let mut rest = hashes;
+        let (mut rest, mut batch_len) = (hashes, MIN_BATCH);
         while !rest.is_empty() {
-            rest = self.follow(rest, tag, &mut found);
-            let (batch, later) = rest.split_at(rest.len().min(BATCH));
-            let (fingerprints, homes) = self.fingerprints(batch.iter().map(|hash| (hash, tag)));
-            for ((hash, fingerprint), entry) in batch.iter().zip(fingerprints).zip(homes) {
-                // Most entries are at their first place, which was just read.
-                let id = block_of(entry);
-                if fingerprint_of(entry) == fingerprint && self.has_tagged_key(id, hash, tag) {
-                    found.push(id);
-                } else if let Some(id) = self.oldest(fingerprint, hash, tag) {
-                    found.push(id);
-                } else {
-                    return found;
-                }
-            }
-            rest = later;
+            let left = self.follow(rest, tag, &mut found);
+            let has_followed = left.len() < rest.len();
+            batch_len = if has_followed { MIN_BATCH } else { MAX_BATCH.min(2 * batch_len) };
+            let (batch, later) = left.split_at(left.len().min(batch_len));
+            let is_complete = self.oldest_of_each(batch, tag, |id| {
+                found.extend(id);
+                id.is_some()
+            });
+            rest = if is_complete { later } else { &[] };
         }
         found
     }
 
     /// How many of these keys are held.
     pub(super) fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
-        let tag = tag_of(group);
         let mut num_held = 0;
-        for batch in hashes.chunks(BATCH) {
-            let (fingerprints, _) = self.fingerprints(batch.iter().map(|hash| (hash, tag)));
-            let is_held = |(hash, fingerprint)| self.oldest(fingerprint, hash, tag).is_some();
-            num_held += batch.iter().zip(fingerprints).filter(|&pair| is_held(pair)).count();
-        }
+        self.oldest_of_each(hashes, tag_of(group), |id| {
+            num_held += usize::from(id.is_some());
+            true
+        });
         num_held
+    }
+
+    /// Calls `next` with the oldest holder of each key, until it returns false. Returns whether it
+    /// never did.
+    #[inline]
+    fn oldest_of_each(
+        &self,
+        hashes: &[BlockHash],
+        tag: u32,
+        mut next: impl FnMut(Option<BlockId>) -> bool,
+    ) -> bool {
+        let ahead = hashes.len().min(AHEAD);
+        let (mut fingerprints, mut candidates) = ([0; NUM_KEPT], [BlockId::NULL; NUM_KEPT]);
+        for turn in 0..hashes.len() + 2 * ahead {
+            if let Some(hash) = hashes.get(turn) {
+                let fingerprint = fingerprint(hash, tag);
+                fingerprints[turn % NUM_KEPT] = fingerprint;
+                self.table.prefetch(fingerprint);
+            }
+            if let Some(at) = turn.checked_sub(ahead) {
+                let id = self.table.candidate(fingerprints[at % NUM_KEPT]);
+                candidates[at % NUM_KEPT] = id;
+                self.prefetch(id);
+            }
+            if let Some(at) = turn.checked_sub(2 * ahead) {
+                let (hash, id) = (&hashes[at], candidates[at % NUM_KEPT]);
+                let id = if holds(&self.lines[id.index()], hash, tag) {
+                    Some(id)
+                } else {
+                    self.oldest(fingerprints[at % NUM_KEPT], hash, tag)
+                };
+                if !next(id) {
+                    return false;
+                }
+            }
+        }
+        true
     }
 
     /// Extends `found` without a lookup as long as the next block lies where the last two point:
@@ -129,8 +179,11 @@ impl Index {
         let (last, step) = (last.0, last.0.wrapping_sub(before.0));
         let ids = (1..).map(|n: u32| BlockId(last.wrapping_add(step.wrapping_mul(n))));
         let is_next = |&(hash, id): &(&BlockHash, BlockId)| {
-            let is_only_holder = self.duplicates.get(id.index()) == Some(&[id.0; 2]);
-            is_only_holder && self.has_tagged_key(id, hash, tag)
+            let far = step.wrapping_mul(FOLLOWED_AHEAD).wrapping_add(id.0);
+            self.prefetch(BlockId(far));
+            self.lines.get(id.index()).is_some_and(|line| {
+                line[OLDER] == id.0 && line[NEWER] == id.0 && holds(line, hash, tag)
+            })
         };
         let num_found = hashes.iter().zip(ids.clone()).take_while(is_next).count();
         found.extend(ids.take(num_found));
@@ -138,7 +191,8 @@ impl Index {
     }
 
     /// Gives each block the key of its place in `hashes`. Skips null blocks and blocks that hold
-    /// this very key. Calls `on_new` with each place whose key no block held.
+    /// this very key. Calls `on_insert` with each place whose block got its key, and whether no
+    /// block held the key before.
     ///
     /// # Errors
     /// The first place whose block holds another key. The blocks before it have theirs.
@@ -147,53 +201,60 @@ impl Index {
         ids: &[BlockId],
         hashes: &[BlockHash],
         group: GroupId,
-        mut on_new: impl FnMut(usize),
+        mut on_insert: impl FnMut(usize, bool),
     ) -> std::result::Result<(), usize> {
         let tag = tag_of(group);
-        let mut place = 0;
-        for (ids, hashes) in ids.chunks(BATCH).zip(hashes.chunks(BATCH)) {
-            let (fingerprints, _) = self.fingerprints(hashes.iter().map(|hash| (hash, tag)));
-            for ((&id, hash), fingerprint) in ids.iter().zip(hashes).zip(fingerprints) {
-                if !id.is_null() && !self.has_key(id) {
-                    if self.insert(id, fingerprint, hash, tag) {
-                        on_new(place);
-                    }
-                } else if !id.is_null() && !self.holds(id, hash, group) {
-                    return Err(place);
+        let ahead = ids.len().min(AHEAD);
+        let mut fingerprints = [0; NUM_KEPT];
+        for turn in 0..ids.len() + ahead {
+            if let Some((&id, hash)) = ids.get(turn).zip(hashes.get(turn)) {
+                let fingerprint = fingerprint(hash, tag);
+                fingerprints[turn % NUM_KEPT] = fingerprint;
+                self.table.prefetch(fingerprint);
+                self.prefetch(id);
+            }
+            if let Some(at) = turn.checked_sub(ahead) {
+                let (id, hash) = (ids[at], &hashes[at]);
+                let line = &self.lines[id.index()];
+                if line[TAG] == 0 && !id.is_null() {
+                    on_insert(at, self.insert(id, fingerprints[at % NUM_KEPT], hash, tag));
+                } else if !id.is_null() && !holds(line, hash, tag) {
+                    return Err(at);
                 }
-                place += 1;
             }
         }
         Ok(())
     }
 
-    /// Takes their keys from the blocks that hold one. Calls `on_gone` with each key that no block
-    /// holds any more.
-    pub(super) fn remove_all(&mut self, ids: &[BlockId], mut on_gone: impl FnMut(&BlockKey)) {
-        for batch in ids.chunks(BATCH) {
-            if !batch.iter().any(|&id| self.has_key(id)) {
-                continue;
+    /// Takes their keys from the blocks that hold one.
+    pub(super) fn remove_all(&mut self, ids: &[BlockId], log: &mut Option<EventLog>) {
+        for &id in ids.iter().take(2 * AHEAD) {
+            self.prefetch(id);
+        }
+        for &id in ids.iter().take(AHEAD) {
+            self.prefetch_entry(id);
+        }
+        for (at, &id) in ids.iter().enumerate() {
+            if let Some(&far) = ids.get(at + 2 * AHEAD) {
+                self.prefetch(far);
             }
-            let keys = batch.iter().map(|&id| (self.hash(id), self.group_tags[id.index()]));
-            let (fingerprints, _) = self.fingerprints(keys);
-            for (&id, fingerprint) in batch.iter().zip(fingerprints) {
-                if let Some(key) = self.key(id)
-                    && self.remove(id, fingerprint)
-                {
-                    on_gone(&key);
-                }
+            if let Some(&near) = ids.get(at + AHEAD) {
+                self.prefetch_entry(near);
+            }
+            if self.lines[id.index()][TAG] != 0 {
+                self.remove(id, log);
             }
         }
     }
 
     /// The blocks that hold a key; of duplicates, the oldest first.
     pub(super) fn cached(&self) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
-        let keyed = (0..).map(BlockId).take(self.group_tags.len());
+        let keyed = (0..).map(BlockId).take(self.lines.len());
         let keyed = keyed.filter_map(|id| Some((id, self.key(id)?)));
         let oldest = keyed.filter(|(id, key)| self.get(&key.hash, key.group) == Some(*id));
         oldest.flat_map(move |(oldest, key)| {
             let newer = move |id: &BlockId| {
-                let newer = BlockId(self.duplicates[id.index()][NEWER]);
+                let newer = BlockId(self.lines[id.index()][NEWER]);
                 (newer != oldest).then_some(newer)
             };
             std::iter::successors(Some(oldest), newer).map(move |id| (id, key))
@@ -202,109 +263,65 @@ impl Index {
 
     /// Takes every key from its block.
     pub(super) fn clear(&mut self) {
-        self.group_tags.fill(0);
-        self.table.entries.fill(0);
+        for line in &mut self.lines {
+            line[TAG] = 0;
+        }
+        self.table.clear();
         self.num_cached = 0;
     }
 
     /// Bytes on the heap.
     pub(super) fn memory_bytes(&self) -> usize {
-        self.hashes.capacity()
-            + self.group_tags.capacity() * size_of::<u32>()
-            + self.duplicates.capacity() * size_of::<[u32; 2]>()
-            + self.table.entries.capacity() * size_of::<u64>()
-    }
-
-    #[inline]
-    fn hash(&self, id: BlockId) -> &BlockHash {
-        &self.hashes.as_chunks().0[id.index()]
-    }
-
-    #[inline]
-    fn has_tagged_key(&self, id: BlockId, hash: &BlockHash, tag: u32) -> bool {
-        self.group_tags[id.index()] == tag && self.hash(id) == hash
-    }
-
-    /// The fingerprints of at most [`BATCH`] keys, each a hash and its group's tag, and the
-    /// entries at their first places. Also reads ahead the keys that their probes compare. Here
-    /// the reads overlap; in a probe each read waits for the one before it.
-    #[inline]
-    fn fingerprints<'a>(
-        &self,
-        keys: impl ExactSizeIterator<Item = (&'a BlockHash, u32)>,
-    ) -> ([u32; BATCH], [u64; BATCH]) {
-        let num_keys = keys.len();
-        let (mut fingerprints, mut homes) = ([0; BATCH], [0; BATCH]);
-        for (found, (hash, tag)) in fingerprints.iter_mut().zip(keys) {
-            *found = fingerprint(hash, tag);
-        }
-        if num_keys > 1 {
-            for (entry, &fingerprint) in homes.iter_mut().zip(&fingerprints[..num_keys]) {
-                *entry = self.table.entries[self.table.home(fingerprint)];
-            }
-            if self.group_tags.len() > NUM_NEAR {
-                let read = |sum, &entry: &u64| {
-                    let id = block_of(entry);
-                    sum ^ self.group_tags[id.index()] ^ u32::from(self.hash(id)[0])
-                };
-                std::hint::black_box(homes[..num_keys].iter().fold(0, read));
-            }
-        }
-        (fingerprints, homes)
+        self.lines.capacity() * size_of::<Line>() + self.table.memory_bytes()
     }
 
     #[inline]
     fn oldest(&self, fingerprint: u32, hash: &BlockHash, tag: u32) -> Option<BlockId> {
-        let id = block_of(self.table.entries[self.probe(fingerprint, hash, tag)]);
-        (!id.is_null()).then_some(id)
+        self.table.get(fingerprint, |id| holds(&self.lines[id.index()], hash, tag))
     }
 
     /// Gives `id`, which must hold no key, this one. Returns whether no other block held it.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "the caller's loop is the only one")]
+    #[inline(always)]
     fn insert(&mut self, id: BlockId, fingerprint: u32, hash: &BlockHash, tag: u32) -> bool {
-        let place = self.probe(fingerprint, hash, tag);
-        let oldest = block_of(self.table.entries[place]);
-        let is_first = oldest.is_null();
-        if is_first {
-            self.table.entries[place] = entry_of(fingerprint, id);
-            self.duplicates[id.index()] = [id.0; 2];
-        } else {
-            let newest = self.duplicates[oldest.index()][OLDER];
-            self.duplicates[id.index()] = [newest, oldest.0];
-            self.duplicates[newest as usize][NEWER] = id.0;
-            self.duplicates[oldest.index()][OLDER] = id.0;
+        let lines = &mut self.lines;
+        let has_key = |id: BlockId| holds(&lines[id.index()], hash, tag);
+        let oldest = self.table.insert(fingerprint, id, has_key);
+        let (mut older, mut newer) = (id.0, id.0);
+        if let Some(oldest) = oldest {
+            (older, newer) = (lines[oldest.index()][OLDER], oldest.0);
+            lines[older as usize][NEWER] = id.0;
+            lines[oldest.index()][OLDER] = id.0;
         }
-        self.hashes.as_chunks_mut().0[id.index()] = *hash;
-        self.group_tags[id.index()] = tag;
+        let line = &mut lines[id.index()];
+        line[..NUM_HASH_WORDS].copy_from_slice(&words(hash));
+        line[TAG..=NEWER].copy_from_slice(&[tag, fingerprint, older, newer]);
         self.num_cached += 1;
-        is_first
+        oldest.is_none()
     }
 
-    /// Takes from `id` the key it holds. Returns whether no other block holds it now.
+    /// Takes from `id` the key it holds. Records an event if no other block holds it now.
     #[inline]
-    fn remove(&mut self, id: BlockId, fingerprint: u32) -> bool {
-        let [older, newer] = self.duplicates[id.index()];
+    pub(super) fn remove(&mut self, id: BlockId, log: &mut Option<EventLog>) {
+        let line = &mut self.lines[id.index()];
+        let (fingerprint, older, newer) = (line[FINGERPRINT], line[OLDER], line[NEWER]);
         let is_last = newer == id.0;
-        // Only the oldest holder has an entry. For a newer one the search ends without it.
-        let place = self.table.find(entry_of(fingerprint, id));
-        if is_last {
-            self.table.remove(place);
-        } else {
-            self.duplicates[older as usize][NEWER] = newer;
-            self.duplicates[newer as usize][OLDER] = older;
-            if block_of(self.table.entries[place]) == id {
-                self.table.entries[place] = entry_of(fingerprint, BlockId(newer));
-            }
+        if is_last
+            && let Some(log) = log
+            && let Some(key) = key_of(line)
+        {
+            log.removed(&key);
         }
-        self.group_tags[id.index()] = 0;
+        line[TAG] = 0;
+        if is_last {
+            self.table.remove(fingerprint, id);
+        } else {
+            self.lines[older as usize][NEWER] = newer;
+            self.lines[newer as usize][OLDER] = older;
+            // Only the oldest holder has an entry.
+            self.table.replace(fingerprint, id, BlockId(newer));
+        }
         self.num_cached -= 1;
-        is_last
-    }
-
-    /// The place of the key's entry, or the empty place where it would go.
-    #[inline]
-    fn probe(&self, fingerprint: u32, hash: &BlockHash, tag: u32) -> usize {
-        self.table.probe(fingerprint, |id| self.has_tagged_key(id, hash, tag))
     }
 
     /// Compares keys, circles and table with one another.
@@ -313,23 +330,26 @@ impl Index {
     /// [`Error::Broken`] where they disagree.
     pub(super) fn check(&self) -> Result<()> {
         let broken = |what: String| Err(Error::Broken(format!("index: {what}")));
+        if !self.table.is_packed() {
+            return broken("a bucket has an empty place before a used one".to_owned());
+        }
         let mut num_reached = 0;
-        let entries = self.table.entries.iter().enumerate().filter(|&(_, &entry)| entry != 0);
-        for (place, &entry) in entries {
-            let oldest = block_of(entry);
-            let Some(key) = self.group_tags.get(oldest.index()).and_then(|_| self.key(oldest))
-            else {
+        for oldest in self.table.ids() {
+            let Some(key) = self.lines.get(oldest.index()).and_then(|_| self.key(oldest)) else {
                 return broken(format!("an entry names block {oldest}, which holds no key"));
             };
-            let tag = tag_of(key.group);
-            if self.probe(fingerprint(&key.hash, tag), &key.hash, tag) != place {
+            if self.get(&key.hash, key.group) != Some(oldest) {
                 return broken(format!("no probe for the key of block {oldest} ends at its entry"));
             }
+            let tag = tag_of(key.group);
+            let fingerprint = fingerprint(&key.hash, tag);
             let mut id = oldest;
             loop {
-                let newer = BlockId(self.duplicates[id.index()][NEWER]);
-                if !self.holds(newer, &key.hash, key.group)
-                    || self.duplicates[newer.index()][OLDER] != id.0
+                let newer = BlockId(self.lines[id.index()][NEWER]);
+                let line = &self.lines[newer.index()];
+                if !holds(line, &key.hash, tag)
+                    || line[OLDER] != id.0
+                    || line[FINGERPRINT] != fingerprint
                 {
                     return broken(format!(
                         "block {newer} follows duplicate {id} with another key"
@@ -345,7 +365,7 @@ impl Index {
                 }
             }
         }
-        let num_keyed = self.group_tags.iter().filter(|&&tag| tag != 0).count();
+        let num_keyed = self.lines.iter().filter(|line| line[TAG] != 0).count();
         if num_reached != self.num_cached || num_keyed != self.num_cached {
             return broken(format!(
                 "{num_keyed} blocks hold keys, lookups reach {num_reached}, {} are counted",
@@ -356,8 +376,37 @@ impl Index {
     }
 }
 
+#[inline]
+fn words(hash: &BlockHash) -> [u32; NUM_HASH_WORDS] {
+    let (bytes, _) = hash.as_chunks();
+    std::array::from_fn(|at| u32::from_ne_bytes(bytes[at]))
+}
+
+/// Whether a line has exactly this key.
+#[inline]
+fn holds(line: &Line, hash: &BlockHash, tag: u32) -> bool {
+    line[TAG] == tag && line.first_chunk() == Some(&words(hash))
+}
+
+#[inline]
+fn key_of(line: &Line) -> Option<BlockKey> {
+    let group = group_of(line[TAG])?;
+    let mut hash = [0; MAX_HASH_BYTES];
+    let (bytes, _) = hash.as_chunks_mut();
+    for (bytes, word) in bytes.iter_mut().zip(line) {
+        *bytes = word.to_ne_bytes();
+    }
+    Some(BlockKey { hash, group })
+}
+
 /// A number for the group that leaves 0 for "no key".
 #[inline]
 fn tag_of(group: GroupId) -> u32 {
     u32::from(group.0) + 1
+}
+
+/// The group of a tag; None for "no key".
+#[inline]
+fn group_of(tag: u32) -> Option<GroupId> {
+    u16::try_from(tag.checked_sub(1)?).ok().map(GroupId)
 }

@@ -38,7 +38,7 @@ impl BlockPool {
     /// The first `num_blocks` of the free queue with their keys. Leaves out blocks that are pinned
     /// or hold no key.
     pub fn evictable(&self, num_blocks: usize) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
-        let free = self.queue.iter().take(num_blocks).filter(|id| self.pins[id.index()] == 0);
+        let free = self.queue.iter().take(num_blocks).filter(|&id| !self.state(id).is_pinned());
         free.filter_map(|id| Some((id, self.key(id)?)))
     }
 
@@ -60,19 +60,22 @@ impl BlockPool {
         self.check_ids(ids)?;
         self.width.check(hashes.width())?;
         let refuse = |id, why| Err(Error::InvalidBlock { id, why });
+        let mut keyed = Vec::new();
         for (&id, hash) in ids.iter().zip(hashes.as_slice()) {
             if id.is_null() {
                 return refuse(id, "is the null block, which holds nothing to publish");
             }
-            if self.refs[id.index()] == 0 {
+            let state = self.state(id);
+            if state.num_refs() == 0 {
                 return refuse(id, "is free: take a reference before you publish it");
             }
-            if self.index.has_key(id) && !self.index.holds(id, hash, group) {
-                return refuse(id, "holds another key: evict it first");
+            if state.has_key() {
+                if !self.index.holds(id, hash, group) {
+                    return refuse(id, "holds another key: evict it first");
+                }
+                keyed.push(id);
             }
         }
-        // Still possible: this call names one block twice, with two keys.
-        let unkeyed: Vec<_> = ids.iter().copied().filter(|&id| !self.index.has_key(id)).collect();
         match self.insert_keys(ids, hashes.as_slice(), group) {
             Ok(is_new) => {
                 self.width.agree(hashes.width())?;
@@ -82,8 +85,12 @@ impl BlockPool {
                 });
                 Ok(())
             }
+            // Still possible: this call names one block twice, with two keys.
             Err(at) => {
-                self.index.remove_all(&unkeyed, |_| ());
+                keyed.sort_unstable();
+                let inserted = ids.iter().filter(|id| keyed.binary_search(id).is_err());
+                let inserted: Vec<_> = inserted.copied().collect();
+                self.remove_unreported(&inserted);
                 refuse(ids[at], "is named twice, with two keys: publish each block once")
             }
         }
@@ -113,7 +120,7 @@ impl BlockPool {
         group: GroupId,
     ) -> bool {
         let mut num_new = 0;
-        let inserted = self.index.insert_all(ids, hashes, group, |_| num_new += 1);
+        let inserted = self.insert(ids, hashes, group, |_| num_new += 1);
         debug_assert!(inserted.is_ok(), "a block that gets a key holds none");
         num_new == ids.len()
     }
@@ -137,7 +144,8 @@ impl BlockPool {
 
     /// Drops keys of which no event reports, and records none.
     pub(crate) fn remove_unreported(&mut self, ids: &[BlockId]) {
-        self.index.remove_all(ids, |_| ());
+        self.index.remove_all(ids, &mut None);
+        self.clear_flags(ids);
     }
 
     /// Adopts a width of hashes, or refuses one that differs from this pool's.
@@ -180,7 +188,8 @@ impl BlockPool {
     /// [`Error::NoSuchBlock`] for an id outside the pool.
     pub fn evict(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
-        self.drop_keys(ids);
+        self.index.remove_all(ids, &mut self.log);
+        self.clear_flags(ids);
         Ok(())
     }
 
@@ -189,6 +198,9 @@ impl BlockPool {
         let is_idle = self.num_free == self.num_usable();
         if is_idle {
             self.index.clear();
+            for state in &mut self.queue.records {
+                state.set_key(false);
+            }
             if let Some(log) = &mut self.log {
                 log.cleared();
             }
@@ -206,16 +218,34 @@ impl BlockPool {
         self.log.as_mut().map(EventLog::take).unwrap_or_default()
     }
 
-    pub(super) fn drop_keys(&mut self, ids: &[BlockId]) {
-        let log = &mut self.log;
-        self.index.remove_all(ids, |key| {
-            if let Some(log) = log {
-                log.removed(key);
-            }
-        });
+    /// Notes of blocks that the index has no key for them.
+    fn clear_flags(&mut self, ids: &[BlockId]) {
+        for id in ids {
+            self.queue.records[id.index()].set_key(false);
+        }
     }
 
-    /// As `Index::insert_all`. If events are recorded, returns which keys lookups can now find.
+    /// As `Index::insert_all`. Calls `on_new` with each place whose key no block held.
+    fn insert(
+        &mut self,
+        ids: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+        mut on_new: impl FnMut(usize),
+    ) -> std::result::Result<(), usize> {
+        let states = &mut self.queue.records;
+        self.index.insert_all(ids, hashes, group, |at, is_new| {
+            states[ids[at].index()].set_key(true);
+            if is_new {
+                on_new(at);
+            }
+        })
+    }
+
+    /// Gives blocks their keys. If events are recorded, returns which keys lookups can now find.
+    ///
+    /// # Errors
+    /// As `Index::insert_all`.
     fn insert_keys(
         &mut self,
         ids: &[BlockId],
@@ -223,10 +253,10 @@ impl BlockPool {
         group: GroupId,
     ) -> std::result::Result<Vec<bool>, usize> {
         if self.log.is_none() {
-            return self.index.insert_all(ids, hashes, group, |_| ()).map(|()| Vec::new());
+            return self.insert(ids, hashes, group, |_| ()).map(|()| Vec::new());
         }
         let mut is_new = vec![false; ids.len()];
-        self.index.insert_all(ids, hashes, group, |at| is_new[at] = true).map(|()| is_new)
+        self.insert(ids, hashes, group, |at| is_new[at] = true).map(|()| is_new)
     }
 
     /// Records one event for each run of neighbours whose keys are new.

@@ -1,7 +1,8 @@
 //! One memory's blocks: who references them, their eviction order, and the keys they hold.
 //!
-//! Each file owns one of these: `references` the counts, `free_queue` the order, `keys` and `index`
-//! the keys, `fingerprints` the hash table of the index.
+//! Each file owns one of these: `state` what allocations and frees need of a block, `references` the
+//! counts, `free_queue` the order, `keys` and `index` the keys, `fingerprints` the hash table of the
+//! index.
 //!
 //! May import: error, event, ids, key.
 //!
@@ -24,6 +25,7 @@ mod free_queue;
 mod index;
 mod keys;
 mod references;
+mod state;
 
 pub(crate) use free_queue::FreeQueue;
 
@@ -33,12 +35,20 @@ use crate::ids::BlockId;
 use crate::key::HashWidth;
 
 use index::Index;
+use state::{BlockState, Unhinted};
 
 /// The largest number of blocks in a pool: ids cross the boundary as `int32`.
 pub const MAX_BLOCKS: usize = i32::MAX as usize;
 
-/// The most bytes that the accounting of a block takes.
-pub(crate) const BLOCK_BYTES: usize = 92;
+/// The bytes that the accounting of a block takes.
+pub(crate) const BLOCK_BYTES: usize = size_of::<BlockState>() + PIN_BYTES + Index::BLOCK_BYTES;
+
+const PIN_BYTES: usize = size_of::<u32>();
+
+const _: () = assert!(BLOCK_BYTES <= 100);
+
+/// How many blocks ahead a loop prefetches: enough to keep the memory busy.
+const AHEAD: usize = 16;
 
 /// Refuses a number of blocks for whose accounting the machine lacks the memory. Without this
 /// check the failed allocation would end the process.
@@ -60,10 +70,13 @@ pub(crate) fn check_memory(num_blocks: usize, block_bytes: usize) -> Result<()> 
 /// Refuses ids outside a pool of `num_blocks`.
 #[inline]
 pub(crate) fn check_ids(ids: &[BlockId], num_blocks: usize) -> Result<()> {
-    match ids.iter().find(|id| id.index() >= num_blocks) {
-        Some(id) => Err(Error::NoSuchBlock { id: id.to_string(), num_blocks }),
-        None => Ok(()),
+    // Without a branch, the compiler compares several ids at once.
+    let is_outside = |id: &&BlockId| id.index() >= num_blocks;
+    if !ids.iter().fold(false, |any, id| any | is_outside(&id)) {
+        return Ok(());
     }
+    let id = ids.iter().find(is_outside).copied().unwrap_or_default();
+    Err(Error::NoSuchBlock { id: id.to_string(), num_blocks })
 }
 
 /// The first id that stands twice in an ascending list.
@@ -71,12 +84,12 @@ pub(crate) fn repeated(sorted: &[BlockId]) -> Option<BlockId> {
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
-/// All blocks of one memory. At most 92 bytes a block, allocated at construction.
+/// All blocks of one memory. 100 bytes a block, allocated at construction.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    refs: Vec<u32>,
+    queue: FreeQueue<BlockState>,
+    unhinted: Unhinted,
     pins: Vec<u32>,
-    queue: FreeQueue,
     index: Index,
     /// Members of the queue that are not pinned.
     num_free: usize,
@@ -103,9 +116,9 @@ impl BlockPool {
         };
         check_memory(num_blocks, BLOCK_BYTES)?;
         Ok(Self {
-            refs: vec![0; num_blocks],
-            pins: vec![0; num_blocks],
             queue: FreeQueue::full(count),
+            unhinted: Unhinted::default(),
+            pins: vec![0; num_blocks],
             index: Index::new(num_blocks),
             num_free: num_blocks - 1,
             pinned_head: BlockId::NULL,
@@ -117,7 +130,7 @@ impl BlockPool {
 
     /// Number of blocks, the null block included.
     pub fn num_blocks(&self) -> usize {
-        self.refs.len()
+        self.pins.len()
     }
 
     /// Blocks that `allocate` can take: neither referenced nor pinned.
@@ -132,7 +145,7 @@ impl BlockPool {
 
     /// Number of references on `id`.
     pub fn num_refs(&self, id: BlockId) -> u32 {
-        self.refs[id.index()]
+        self.state(id).num_refs()
     }
 
     /// Number of pins on `id`.
@@ -147,9 +160,12 @@ impl BlockPool {
 
     /// Bytes on the heap.
     pub fn memory_bytes(&self) -> usize {
-        (self.refs.capacity() + self.pins.capacity()) * size_of::<u32>()
-            + self.queue.memory_bytes()
-            + self.index.memory_bytes()
+        self.queue.memory_bytes() + self.pins.capacity() * PIN_BYTES + self.index.memory_bytes()
+    }
+
+    #[inline]
+    fn state(&self, id: BlockId) -> BlockState {
+        self.queue.records[id.index()]
     }
 
     /// Refuses ids outside the pool.
@@ -168,20 +184,28 @@ impl BlockPool {
         self.queue.check()?;
         self.index.check()?;
         let broken = |what: String| Err(Error::Broken(format!("pool: {what}")));
-        let null = BlockId::NULL.index();
-        if self.refs[null] != 0 || self.pins[null] != 0 || self.key(BlockId::NULL).is_some() {
+        let null = self.state(BlockId::NULL);
+        if null.num_refs() != 0 || null.is_pinned() || null.has_key() {
             return broken("the null block is referenced, pinned or cached".to_owned());
         }
         let head = self.pinned_head;
         let mut skipped = self.queue.iter().take_while(|&id| self.queue.next(head) != id);
         if !head.is_null()
-            && (!self.queue.contains(head) || skipped.any(|id| self.pins[id.index()] == 0))
+            && (!self.queue.contains(head) || skipped.any(|id| !self.state(id).is_pinned()))
         {
             return broken("allocate skips a block that is not pinned".to_owned());
         }
         let mut num_free = 0;
-        for (id, (&refs, &pins)) in (0..).map(BlockId).zip(self.refs.iter().zip(&self.pins)).skip(1)
+        for (id, (state, &pins)) in
+            (0..).map(BlockId).zip(self.queue.records.iter().zip(&self.pins))
         {
+            if state.is_pinned() != (pins > 0) || state.has_key() != self.key(id).is_some() {
+                return broken(format!("the flags of block {id} differ from its pins or its key"));
+            }
+            if id.is_null() {
+                continue;
+            }
+            let refs = state.num_refs();
             if self.queue.contains(id) != (refs == 0) {
                 return broken(format!(
                     "block {id} has {refs} references: it is free exactly at 0"

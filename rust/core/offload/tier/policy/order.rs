@@ -73,7 +73,7 @@ impl EvictionOrder {
     /// Puts a slot that is not in the order at the head. The next search begins there.
     pub(super) fn push_front(&mut self, slot: BlockId) {
         self.look_again();
-        self.queue.push_front_all(std::iter::once(slot));
+        self.queue.push_front(slot);
     }
 
     /// Ends the skipped state of a run that begins among skipped slots.
