@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstow.geometry import PRESETS, find_model, lay_out
 from kvstow.geometry.config import parse_config
-from kvstow.geometry.layout import _state_bytes
+from kvstow.geometry.layout import _group_sizes, _state_bytes
 
 HYBRIDS = ["gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "granite-4.0-h-small"]
 BLOCK = 528  # room for Granite's state
@@ -49,6 +49,20 @@ def test_groups_are_those_of_vllm(name: str) -> None:
     assert [
         sum(layers[name].page_size_bytes for name in group.layer_names) for group in groups
     ] == [one.block_bytes for one in own.groups]
+
+
+@pytest.mark.parametrize(("windows", "full"), [(12, 13), (12, 17), (12, 18), (13, 30)])
+def test_nearly_equal_numbers_of_layers_are_two_groups(windows: int, full: int) -> None:
+    """vLLM pads the scarcer kind as long as the other has less than 1.5 times its layers."""
+    size = {"block_size": 16, "num_kv_heads": 1, "head_size": 1, "dtype": torch.bfloat16}
+    kinds = ["window"] * windows + ["full"] * full
+    specs: dict[str, KVCacheSpec] = {
+        "full": FullAttentionSpec(**size),
+        "window": SlidingWindowSpec(**size, sliding_window=128),
+    }
+    layers = {f"layers.{number}": specs[kind] for number, kind in enumerate(kinds)}
+    sizes = [len(group.layer_names) for group in _get_kv_cache_groups_uniform_page_size(layers)]
+    assert [size for kind in _group_sizes([windows, full]) for size in kind] == sizes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
