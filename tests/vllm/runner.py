@@ -17,5 +17,16 @@ if RUNNER == "v2":
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import backends  # type: ignore[import-untyped] # as vLLM's
 
+    class _Driver:
+        """What vLLM asks Triton's driver of this machine."""
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+        @staticmethod
+        def get_current_target() -> SimpleNamespace:
+            return SimpleNamespace(backend="cpu")
+
     # On a CPU vLLM uses Triton only if it has a backend of this name.
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    backends["cpu"] = SimpleNamespace(driver=_Driver)
