@@ -69,34 +69,8 @@ def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path:
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
 
 
-def test_weights_that_are_put_back_before_the_device_is_reset_count_as_others(
-    tmp_path: Path,
-) -> None:
-    version = tmp_path / "version"
-    version.write_text("1")
-    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
-    running = scheduler.request("a", 100)
-    scheduler.admit(running)
-    scheduler.step(running)
-    version.write_text("2")
-    assert not scheduler.manager.reset_prefix_cache(), "a request holds blocks"
-    scheduler.half.reset()
-    later = scheduler.request("b", 100)
-    scheduler.admit(later)
-    scheduler.step(later)
-    scheduler.finish(later)
-    scheduler.finish(running)
-    for _ in range(2):
-        scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
-    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
-    assert scheduler.manager.reset_prefix_cache()
-    version.write_text("1")
-    scheduler.half.reset()
-    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
-
-
-def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) -> None:
-    version = tmp_path / "version"
+def with_old_weights_on_the_host(version: Path) -> Scheduler:
+    """Return a scheduler whose tier has stored KV of weights 1 after the file named weights 2."""
     version.write_text("1")
     scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
     running = scheduler.request("a", 100)
@@ -115,6 +89,22 @@ def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) 
         scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
     assert scheduler.manager.reset_prefix_cache()
+    return scheduler
+
+
+def test_weights_that_are_put_back_before_the_device_is_reset_count_as_others(
+    tmp_path: Path,
+) -> None:
+    version = tmp_path / "version"
+    scheduler = with_old_weights_on_the_host(version)
+    version.write_text("1")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+
+
+def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    scheduler = with_old_weights_on_the_host(version)
     scheduler.half.reset()
     assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
     scheduler.store_request("e")

@@ -19,8 +19,8 @@ impl OffloadScheduler {
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for a ledger of other groups, for a request
-    /// that is named twice, and for more tokens than were granted; [`Error::State`] if a request has other hashes in the ledger.
-    /// Nothing has changed then.
+    /// that is named twice, and for more tokens than were granted; [`Error::State`] if a request has
+    /// other hashes in the ledger. Nothing has changed then.
     pub fn store_step<'a>(
         &mut self,
         max_blocks: usize,
