@@ -72,7 +72,7 @@ class Record:
         for name, was_running, recompute, num_computed in self.requests:
             hashes, tokens, _ = ledger.known(name)
             num_given = len(hashes), len(tokens or ())
-            request = Request(num_given, [0] * ledger.num_groups, recompute=recompute)
+            request = Request(num_given, recompute=recompute)
             known[name] = request
             if was_running and self.preserved:
                 num_granted = ledger.num_granted_tokens(name)

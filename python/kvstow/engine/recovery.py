@@ -87,7 +87,7 @@ def _agree(state: State, name: str, *, closing: bool) -> None:
         state.restart(name, recompute=recompute)
     # The scheduler may lack the request, its last hashes or its last blocks: report all again.
     request = state.requests[name]
-    request.num_reported, request.due_tokens = state.no_blocks(), 1
+    request.due_tokens = 1
     with suppress(UnknownRequest):
         state.scheduler.finish(name)
     state.scheduler.add(name, state.ledger.known(name)[0])

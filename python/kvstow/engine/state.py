@@ -68,7 +68,6 @@ class Request:
     Attributes:
         num_given: number of hashes and of tokens that `add` and `extend` gave. The ledger has more
             after an extension that was cut short.
-        num_reported: per group, the full blocks of its table that the scheduler knows.
         num_computed: computed tokens when its last block became full.
         due_tokens: number of computed tokens that fills its next block.
         state: "stranded" is a request that was loading when the engine was closed.
@@ -78,7 +77,6 @@ class Request:
     """
 
     num_given: tuple[int, int]
-    num_reported: list[int]
     num_computed: int = 0
     due_tokens: int = 1
     state: Literal["added", "loading", "running", "stranded"] = "added"
@@ -188,10 +186,6 @@ class State:
         is_used = self.requests or self.pool.num_cached or len(self.scheduler.used_slots())
         return not is_used
 
-    def no_blocks(self) -> list[int]:
-        """Return 0 for each group."""
-        return [0] * len(self.blueprint.groups)
-
     # -- requests ------------------------------------------------------------------------------
 
     def request(self, request_id: str) -> Request:
@@ -222,7 +216,7 @@ class State:
             self.ledger.free(request_id)
             raise
         num_tokens = 0 if tokens is None else len(tokens)
-        self.requests[request_id] = Request((len(hashes), num_tokens), self.no_blocks())
+        self.requests[request_id] = Request((len(hashes), num_tokens))
 
     def extend(
         self,
@@ -266,9 +260,7 @@ class State:
     ) -> None:
         """Record a request as one that was only added."""
         num_given = self.requests[request_id].num_given
-        self.requests[request_id] = Request(
-            num_given, self.no_blocks(), recompute=recompute, known=known
-        )
+        self.requests[request_id] = Request(num_given, recompute=recompute, known=known)
 
     def finish(self, request_id: str) -> None:
         """Forget a request. If this is cut short, recovery removes it from ledger and scheduler."""
@@ -299,27 +291,15 @@ class State:
         Returns:
             The store that the scheduler plans, if any.
         """
-        # Full blocks only, as the tables have them now. A block that has left a window is null by
-        # now, and another request may own it when its last token is computed.
-        appended = [
-            self.ledger.block_table(name, index)[reported : max(reported, count // size)]
-            for name, count in counts
-            for index, (reported, size) in enumerate(
-                zip(self.requests[name].num_reported, self._block_sizes, strict=True)
-            )
-        ]
-        job = self.scheduler.store(
+        job = self.scheduler.store_step(
+            self.ledger,
             [name for name, _ in counts],
             [count for _, count in counts],
-            np.concatenate(appended),
-            np.cumsum([0, *map(len, appended)], dtype=np.int32),
             deadline=deadline,
         )
         size = self.ledger.hash_block_size
-        lengths = iter(map(len, appended))
         for name, count in counts:
             request = self.requests[name]
-            request.num_reported = [known + next(lengths) for known in request.num_reported]
             request.num_computed, request.due_tokens = count, (count // size + 1) * size
         return job
 
