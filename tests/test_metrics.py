@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 from docs.generate import reference
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.movers import ManualMover
 from tests.replay.scenario import BLOCK as REPLAY_BLOCK
 from tests.replay.scenario import comes_back, prepared, pushed_out
 
 from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
-from kvstow.observability.metrics import (
-    CONNECTOR_METRICS,
-    METRICS,
-    SHADOW_HIT_RATIO,
-    MetricsCollector,
-)
+from kvstow.observability.histogram import SIZE_BOUNDS_BYTES, Histogram, bucket
+from kvstow.observability.metrics import ALL_METRICS, HISTOGRAMS, METRICS, MetricsCollector
 from kvstow.replay import (
     BUNDLED_TRACE,
     Observer,
@@ -35,19 +32,27 @@ from kvstow.transfer import READY, BlockLayout
 BLOCK = 4
 BLOCK_BYTES = 2 * BLOCK * 8  # both ranks
 DOCUMENT = list(range(16))  # 4 blocks
-ALL = (*METRICS, *CONNECTOR_METRICS, SHADOW_HIT_RATIO)
+
+
+def exported(collector: MetricsCollector) -> list[PrometheusMetric]:
+    """Return the families of a fresh registry, as Prometheus reads them."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return list(text_string_to_metric_families(generate_latest(registry).decode()))
 
 
 def scraped(collector: MetricsCollector) -> dict[str, float]:
-    """Return every sample of a fresh registry, by `name` or `name label`."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    text = generate_latest(registry).decode()
-    families = list(text_string_to_metric_families(text))
-    kinds = {metric.name.removesuffix("_total"): metric.kind for metric in METRICS}
+    """Return every sample of a fresh registry except the buckets, by `name` or `name label`."""
+    families = exported(collector)
+    kinds = {metric.name.removesuffix("_total"): metric.kind for metric in ALL_METRICS}
     assert all(family.documentation for family in families)
     assert {family.name: family.type for family in families}.items() <= kinds.items()
-    samples = [sample for family in families for sample in family.samples]
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    ]
     assert len(samples) == len({(sample.name, *sample.labels.values()) for sample in samples})
     return {
         " ".join([sample.name.removeprefix("kvstow_"), *sample.labels.values()]): sample.value
@@ -112,6 +117,10 @@ def test_each_metric_changes_at_the_right_call_by_the_right_amount() -> None:
                 "transfer_blocks_total store": 4,
                 "transfer_bytes_total store": 4 * BLOCK_BYTES,
                 "transfer_seconds_total store": 2.5,
+                "transfer_duration_seconds_count store": 1,
+                "transfer_duration_seconds_sum store": 2.5,
+                "transfer_size_bytes_count store": 1,
+                "transfer_size_bytes_sum store": 4 * BLOCK_BYTES,
                 "cached_blocks host": 4,
             },
         )
@@ -144,6 +153,10 @@ def test_each_metric_changes_at_the_right_call_by_the_right_amount() -> None:
                 "transfer_blocks_total load": 4,
                 "transfer_bytes_total load": 4 * BLOCK_BYTES,
                 "transfer_seconds_total load": 0.25,
+                "transfer_duration_seconds_count load": 1,
+                "transfer_duration_seconds_sum load": 0.25,
+                "transfer_size_bytes_count load": 1,
+                "transfer_size_bytes_sum load": 4 * BLOCK_BYTES,
                 "cached_blocks device": 4,
             },
         )
@@ -208,6 +221,29 @@ def test_each_metric_changes_at_the_right_call_by_the_right_amount() -> None:
             **{"transfer_failures_total load": 1},
         )
         kv.finish("late")
+
+
+def test_a_histogram_counts_each_transfer_up_to_its_bound() -> None:
+    it = Script(num_host_blocks=6)
+    with it.kv as kv:
+        it.admit("one", [*DOCUMENT, 5])
+        kv.computed(["one"], [17], after=READY)
+        it.now_s += 0.5  # a bound, which its bucket includes
+        it.end("stores")
+        families = {family.name: family.samples for family in exported(it.collector)}
+    buckets = {
+        sample.labels["le"]: sample.value
+        for sample in families["kvstow_transfer_duration_seconds"]
+        if sample.name.endswith("_bucket") and sample.labels["direction"] == "store"
+    }
+    assert (buckets["0.25"], buckets["0.5"], buckets["1.0"], buckets["+Inf"]) == (0, 1, 1, 1)
+
+
+def test_a_value_beyond_every_bound_counts() -> None:
+    sizes = Histogram("stored_bytes", SIZE_BOUNDS_BYTES)
+    sizes.observe(SIZE_BOUNDS_BYTES[-1] + 1)
+    assert sizes.stats()[bucket("stored_bytes", SIZE_BOUNDS_BYTES[-1])] == 0
+    assert sizes.stats()["stored_bytes le inf"] == 1
 
 
 def test_blocks_that_find_no_host_slot_count_as_dropped() -> None:
@@ -297,9 +333,9 @@ def test_the_host_is_asked_only_for_tokens_that_the_device_lacks() -> None:
 
 
 def test_metric_names_are_unique_and_follow_the_conventions() -> None:
-    names = [metric.name for metric in ALL]
+    names = [metric.name for metric in ALL_METRICS]
     assert len(set(names)) == len(names)
-    for metric in ALL:
+    for metric in ALL_METRICS:
         assert re.fullmatch(r"kvstow_[a-z]+(_[a-z]+)*", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert (metric.label == "") == (list(metric.keys) == [""])
@@ -310,13 +346,19 @@ def test_an_engine_has_every_statistic_that_a_metric_exports() -> None:
     it = Script(num_host_blocks=2)
     with it.kv as kv:
         keys = [key for metric in METRICS for key in metric.keys.values()]
-        assert set(keys) <= kv.stats().keys()
-        assert len(set(keys)) == len(keys)
+        buckets = [
+            bucket(key, bound)
+            for metric in HISTOGRAMS
+            for key in metric.keys.values()
+            for bound in metric.bounds
+        ]
+        assert {*keys, *buckets} <= kv.stats().keys()
+        assert len({*keys, *buckets}) == len(keys) + len(buckets)
 
 
 def test_a_metric_exports_every_statistic_of_the_scheduler() -> None:
     scheduler = OffloadScheduler(1, [FullAttention(16)])
-    exported = {key for metric in ALL for key in metric.keys.values()}
+    exported = {key for metric in ALL_METRICS for key in metric.keys.values()}
     # Blocks of stores in flight: kvstow_transfers_in_flight tells operators enough.
     assert set(scheduler.stats()) - exported == {"storing_blocks"}
 
@@ -331,7 +373,7 @@ def test_the_documentation_lists_every_metric() -> None:
             f"`{metric.label}`: {', '.join(metric.keys)}" if metric.label else "",
             metric.text,
         )
-        for metric in ALL
+        for metric in ALL_METRICS
     ]
     assert rows == expected
 

@@ -9,7 +9,7 @@ from itertools import compress
 import click
 
 from kvstow.cli import _commands
-from kvstow.observability.metrics import CONNECTOR_METRICS, METRICS, SHADOW_HIT_RATIO
+from kvstow.observability.metrics import ALL_METRICS
 from kvstow.vllm.hints import Hints
 from kvstow.vllm.options import DEFAULT_BYTES, Options
 
@@ -36,7 +36,7 @@ def hints() -> str:
 def metrics() -> str:
     """Return the table of the metrics, with those that vLLM's server exports."""
     rows = []
-    for metric in (*METRICS, *CONNECTOR_METRICS, SHADOW_HIT_RATIO):
+    for metric in ALL_METRICS:
         exported = [value for value, key in metric.keys.items() if is_behind_vllm(key)]
         values = ", ".join(metric.keys)
         behind = "" if not exported else ", ".join(exported) if metric.label else "yes"

@@ -18,7 +18,7 @@ from docs.generate import reference
 import kvstow.vllm
 from kvstow.observability.metrics import SHADOW_HIT_RATIO
 from kvstow.vllm.options import DEFAULT_BYTES, Options
-from kvstow.vllm.stats import EXPORTED
+from kvstow.vllm.stats import EACH, EXPORTED
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes.yaml"
@@ -149,11 +149,10 @@ def test_the_site_has_every_metric_that_vllm_exports_with_its_labels() -> None:
     shown = {tuple(row) for row in rows(reference.metrics()) if row[3]}
     # Its samples are the sizes that the options ask for, so no key of the statistics is fixed.
     shown = {row for row in shown if row[0] != f"`{SHADOW_HIT_RATIO.name}`"}
+    exported = [*EXPORTED.values(), *EACH.values()]
     values = {
-        metric.name: [
-            value for shown, value in EXPORTED.values() if shown.name == metric.name and value
-        ]
-        for metric, _ in EXPORTED.values()
+        metric.name: [value for shown, value in exported if shown.name == metric.name and value]
+        for metric, _ in exported
     }
     assert shown == {
         (
@@ -163,5 +162,5 @@ def test_the_site_has_every_metric_that_vllm_exports_with_its_labels() -> None:
             ", ".join(values[metric.name]) or "yes",
             metric.text,
         )
-        for metric, _ in EXPORTED.values()
+        for metric, _ in exported
     }

@@ -14,6 +14,7 @@ from kvstow import Engine, FullAttention, hash_tokens
 from kvstow.observability.metrics import CONNECTOR_METRICS, MetricsCollector
 from kvstow.transfer import READY, BlockLayout
 from kvstow.vllm.stats import (
+    EACH,
     EXPORTED,
     LOAD,
     STORE,
@@ -39,12 +40,15 @@ class Exported:
             assert multiprocess_mode == "mostrecent"
             return prometheus_client.Gauge(**options, registry=registry)
 
+        def histogram(**options: Any) -> prometheus_client.Histogram:
+            return prometheus_client.Histogram(**options, registry=registry)
+
         self.metrics = ConnectorPromMetrics(
             SimpleNamespace(kv_transfer_config=None),
             {
                 prometheus_client.Counter: counter,
                 prometheus_client.Gauge: gauge,
-                prometheus_client.Histogram: None,
+                prometheus_client.Histogram: histogram,
             },
             ["model_name", "engine"],
             {0: ["a model", "0"], 1: ["a model", "1"]},
@@ -58,9 +62,14 @@ def samples(registry: CollectorRegistry, **labels: str) -> dict[Sample, tuple[st
         for sample in family.samples:
             if not sample.name.endswith("_created") and labels.items() <= sample.labels.items():
                 own = {name: value for name, value in sample.labels.items() if name not in labels}
+                bound = own.pop("le", "")
                 [(label, value)] = own.items() or [("", "")]
                 meaning = f"{label}: {family.documentation}"
-                found[sample.name, value] = (family.type, meaning, sample.value)
+                found[f"{sample.name} {bound}".rstrip(), value] = (
+                    family.type,
+                    meaning,
+                    sample.value,
+                )
     return found
 
 
@@ -92,6 +101,7 @@ def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> N
             engine.ledger.pool.reset()
         assert reporter.report(engine.scheduler.stats()) is None, "nothing has changed"
         stats = engine.stats()
+        assert stats["store_seconds le inf"] == stats["load_seconds le inf"] == 1
         rank = ConnectorStats()
         rank.moved(STORE, int(stats["stored_bytes"]), stats["store_seconds"])
         rank.moved(LOAD, int(stats["loaded_bytes"]), stats["load_seconds"])
@@ -116,10 +126,12 @@ def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> N
 
 def test_counters_of_several_ranks_add_up_and_gauges_do_not() -> None:
     total = ConnectorStats()
-    for _ in range(3):
+    for seconds in (0.25, 0.5, 1.5):
         rank = ConnectorStats()
-        rank.moved(STORE, 100, 0.25)
+        rank.moved(STORE, 100, seconds, num_ranks=3)
         total.aggregate(rank)
         total.aggregate(ConnectorStats(data={"resident_blocks": 7}))
     assert total.reduce() == {"stored_bytes": 300, "store_seconds": 0.75, "resident_blocks": 7}
-    assert total.data.keys() <= EXPORTED.keys()
+    assert total.data["store_seconds each"] == [0.25, 0.5, 1.5]
+    assert total.data["stored_bytes each"] == [100, 100, 100]
+    assert total.data.keys() <= EXPORTED.keys() | EACH.keys()

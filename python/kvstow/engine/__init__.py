@@ -4,7 +4,8 @@ Here lie the engine's state, its copies in flight, the memories and movers of it
 wake, and the file that an engine sleeps in.
 
 May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.memory,
-kvstow.observability.events, kvstow.output, kvstow.threads, kvstow.transfer.
+kvstow.observability.events, kvstow.observability.histogram, kvstow.output, kvstow.threads,
+kvstow.transfer.
 """
 
 from kvstow.engine.answers import Admission, AdmissionState, Awake, Landed

@@ -9,13 +9,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import isfinite
 from numbers import Real
+from typing import Final
 
 import numpy as np
 
 from kvstow._core import ConfigError, JobEnd, StateError, TransferError
 from kvstow.engine.state import State
 from kvstow.engine.transfer import Direction, Transfer
+from kvstow.observability.histogram import DURATION_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram
 from kvstow.transfer import Event, TransferTimeout
+
+_BYTES: Final[dict[Direction, str]] = {"store": "stored_bytes", "load": "loaded_bytes"}
+_SECONDS: Final[dict[Direction, str]] = {"store": "store_seconds", "load": "load_seconds"}
 
 
 class Copies:
@@ -23,8 +28,6 @@ class Copies:
 
     Attributes:
         in_flight: transfers by job id, oldest first. Late ones stay until they have ended.
-        num_bytes: bytes of the transfers that went well, by direction.
-        seconds: their time in flight, by direction.
     """
 
     def __init__(
@@ -35,8 +38,12 @@ class Copies:
         store_timeout_s: float | None,
     ) -> None:
         self.in_flight: dict[int, Transfer] = {}
-        self.num_bytes: dict[Direction, int] = {"store": 0, "load": 0}
-        self.seconds: dict[Direction, float] = {"store": 0.0, "load": 0.0}
+        self._sums: dict[str, float] = dict.fromkeys([*_BYTES.values(), *_SECONDS.values()], 0)
+        self._histograms = {
+            key: Histogram(key, bounds)
+            for keys, bounds in ((_BYTES, SIZE_BOUNDS_BYTES), (_SECONDS, DURATION_BOUNDS_S))
+            for key in keys.values()
+        }
         self._state, self._clock = state, clock
         self._timeouts_s: dict[Direction, float | None] = {
             "store": store_timeout_s,
@@ -94,8 +101,8 @@ class Copies:
             end = ends[-1]
             assert end is not None, f"all ranks have reported job {job_id}"
             if end.ok:
-                self.num_bytes[transfer.direction] += transfer.num_bytes
-                self.seconds[transfer.direction] += end_s - transfer.begin_s
+                self._count(_BYTES[transfer.direction], transfer.num_bytes)
+                self._count(_SECONDS[transfer.direction], end_s - transfer.begin_s)
             request_id = self._waiting_for(transfer)
             if report and transfer.direction == "store" and not end.late:
                 state.report_store(len(transfer.job) if end.ok else 0, int(not end.ok))
@@ -152,6 +159,17 @@ class Copies:
             self._state.report_store(0, len(stores - self._late))
         self.in_flight.clear()
         self._late.clear()
+
+    def stats(self) -> dict[str, float]:
+        """Return the bytes and seconds of the transfers that went well, and their histograms."""
+        stats = self._sums.copy()
+        for histogram in self._histograms.values():
+            stats |= histogram.stats()
+        return stats
+
+    def _count(self, key: str, value: float) -> None:
+        self._sums[key] += value
+        self._histograms[key].observe(value)
 
     def check(self) -> None:
         """Verify that jobs, transfers and loading requests agree. Raises `StateError` if not."""

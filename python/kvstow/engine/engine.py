@@ -455,13 +455,15 @@ class Engine(Closing):
         device_hit_tokens (that they found), device_evicted_blocks, lost_events (that the events
         file lacks). Counters of transfers that went well, on all ranks: stored_bytes, loaded_bytes,
         and store_seconds and load_seconds from their begin until `poll` or `end` saw their end.
+        "store_seconds le 0.5" is the number of stores that took up to 0.5 s, and so on for each
+        bound of the histograms and for each of these four counters.
         Gauges: requests, device_blocks_free, device_blocks_cached. Capacities:
         device_capacity_blocks (without the null block), device_capacity_tokens, and
         capacity_blocks (host slots).
 
         You may call it from any thread.
         """
-        state, copies = self._state, self._copies
+        state = self._state
         (ledger, evicted_before), pool = state.evicted_before, state.evicted_before[0].pool
         return state.scheduler.stats() | {
             "requests": ledger.num_requests,
@@ -473,11 +475,8 @@ class Engine(Closing):
             "capacity_blocks": state.scheduler.num_host_blocks,
             "device_query_tokens": state.num_query_tokens,
             "device_hit_tokens": state.num_hit_tokens,
-            "stored_bytes": copies.num_bytes["store"],
-            "loaded_bytes": copies.num_bytes["load"],
-            "store_seconds": copies.seconds["store"],
-            "load_seconds": copies.seconds["load"],
             "lost_events": self._events.num_lost,
+            **self._copies.stats(),
         }
 
     def sleep(  # noqa: PLR0913 - the caller chooses each, most of them rarely

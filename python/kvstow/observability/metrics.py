@@ -4,23 +4,31 @@
     REGISTRY.register(MetricsCollector(engine.stats))
     start_http_server(9400)
 
-`METRICS` and `CONNECTOR_METRICS` define every metric. The collector reads the statistics at each
+`ALL_METRICS` defines every metric. The collector reads the statistics at each
 scrape and leaves out the metrics that its source lacks: `OffloadScheduler.stats` has no device tier
 and no bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
     from prometheus_client.registry import Collector
+    from prometheus_client.utils import floatToGoString
 except ImportError as error:
     raise ImportError(
         "MetricsCollector needs prometheus_client: pip install 'kvstow[metrics]'", name=error.name
     ) from error
 
-Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
+from kvstow.observability.histogram import DURATION_BOUNDS_S, SIZE_BOUNDS_BYTES, bucket
+
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Metric(NamedTuple):
@@ -29,16 +37,21 @@ class Metric(NamedTuple):
     Attributes:
         name: the name in Prometheus.
         text: the help text in Prometheus.
-        keys: the key in `Engine.stats()` by the value of the label; "" for a single sample.
+        keys: the key in `Engine.stats()` by the value of the label; "" for a single sample. Of a
+            histogram, the key of the sum.
+        bounds: of a histogram, the largest value of each bucket.
     """
 
     name: str
     text: str
     keys: Mapping[str, str]
+    bounds: tuple[float, ...] = ()
 
     @property
-    def kind(self) -> Literal["counter", "gauge"]:
+    def kind(self) -> Literal["counter", "gauge", "histogram"]:
         """A counter only rises, and its name ends with `_total`."""
+        if self.bounds:
+            return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
 
     @property
@@ -165,6 +178,23 @@ METRICS: Final = (
 )
 """The metrics that `kvstow.Engine` and the vLLM connector export under the same names."""
 
+HISTOGRAMS: Final = (
+    Metric(
+        "kvstow_transfer_duration_seconds",
+        "Seconds from the submission of a transfer until kvstow saw its end, of each successful "
+        "transfer. Behind vLLM, each rank counts its part.",
+        {"store": "store_seconds", "load": "load_seconds"},
+        DURATION_BOUNDS_S,
+    ),
+    Metric(
+        "kvstow_transfer_size_bytes",
+        "Bytes of each successful transfer. Behind vLLM, each rank counts its part.",
+        {"store": "stored_bytes", "load": "loaded_bytes"},
+        SIZE_BOUNDS_BYTES,
+    ),
+)
+"""The histograms that `kvstow.Engine` and the vLLM connector export under the same names."""
+
 CONNECTOR_METRICS: Final = (
     Metric(
         "kvstow_postponed_blocks_total",
@@ -226,6 +256,8 @@ SHADOW_HIT_RATIO: Final = Metric(
 )
 """A metric of the vLLM connector. The sizes depend on the options."""
 
+ALL_METRICS: Final = (*METRICS, *HISTOGRAMS, *CONNECTOR_METRICS, SHADOW_HIT_RATIO)
+
 
 class MetricsCollector(Collector):
     """Exports statistics to a `prometheus_client` registry, at each scrape.
@@ -252,3 +284,18 @@ class MetricsCollector(Collector):
                     family.add_metric([value] if labels else [], stats[key])
             if family.samples:
                 yield family
+        for metric in HISTOGRAMS:
+            histogram = HistogramMetricFamily(metric.name, metric.text, labels=[metric.label])
+            for value, key in metric.keys.items():
+                if key in stats:
+                    bounds = (*metric.bounds, inf)
+                    counts = [stats[bucket(key, bound)] for bound in bounds]
+                    buckets = list(zip(map(_written, bounds), counts, strict=True))
+                    histogram.add_metric([value], buckets, stats[key])
+            if histogram.samples:
+                yield histogram
+
+
+def _written(bound: float) -> str:
+    # As prometheus_client writes the bounds of its own histograms, which vLLM uses.
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]

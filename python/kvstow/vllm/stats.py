@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvstow.observability.metrics import (
     CONNECTOR_METRICS,
+    HISTOGRAMS,
     METRICS,
     SHADOW_HIT_RATIO,
     SHADOW_KEY,
@@ -38,6 +39,10 @@ EXPORTED: Final = {
     if not key.startswith("device_") and key != "lost_events"
 }
 """The metric and the value of its label, by key of the statistics."""
+EACH: Final = {
+    f"{key} each": (metric, value) for metric in HISTOGRAMS for value, key in metric.keys.items()
+}
+"""The histogram and the value of its label, by key of the list of values."""
 _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")
 
 
@@ -46,7 +51,7 @@ def _is_gauge(key: str) -> bool:
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counters since the last report, and gauges, in a flat mapping that vLLM serialises."""
+    """Counters and lists of values since the last report, and gauges, which vLLM serialises."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -59,17 +64,34 @@ class ConnectorStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Add the counters of another rank or interval, and take the newer value of each gauge."""
         for key, value in other.data.items():
-            self.data[key] = value if _is_gauge(key) else self.data.get(key, 0) + value
+            if _is_gauge(key):
+                self.data[key] = value
+            else:
+                self.data[key] = self.data.get(key, [] if key in EACH else 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers for vLLM's log line."""
-        return dict(self.data)
+        return {key: value for key, value in self.data.items() if key not in EACH}
 
-    def moved(self, direction: Direction, num_bytes: int, seconds: float) -> None:
-        """Count a copy that succeeded: its bytes, and its share of the transfer's seconds."""
-        for key, value in ((_BYTES[direction], num_bytes), (_SECONDS[direction], seconds)):
-            self.data[key] = self.data.get(key, 0) + value
+    def moved(
+        self, direction: Direction, num_bytes: int, seconds: float, num_ranks: int = 1
+    ) -> None:
+        """Count a copy that succeeded.
+
+        Args:
+            direction: of the copy.
+            num_bytes: of this rank.
+            seconds: that this rank took.
+            num_ranks: that copy a part of the transfer. A transfer takes as long as they do on
+                average, because vLLM adds up what they report.
+        """
+        for key, value, share in (
+            (_BYTES[direction], num_bytes, num_bytes),
+            (_SECONDS[direction], seconds, seconds / num_ranks),
+        ):
+            self.data[key] = self.data.get(key, 0) + share
+            self.data.setdefault(f"{key} each", []).append(value)
 
 
 class StatsReporter:
@@ -97,13 +119,14 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        metrics = {metric.name: metric for metric, _ in EXPORTED.values()}
+        exported = EXPORTED | EACH
+        metrics = {metric.name: metric for metric, _ in exported.values()}
         # Its samples are the sizes that are reported.
         self._shadow = self._family(SHADOW_HIT_RATIO)
         families = {name: self._family(metric) for name, metric in metrics.items()}
         self._samples: dict[tuple[int, str], Any] = {}
         for engine, values in self.per_engine_labelvalues.items():
-            for key, (metric, value) in EXPORTED.items():
+            for key, (metric, value) in exported.items():
                 labels = [*values, value] if metric.label else values
                 # Every sample starts at 0, so that rates have no gap.
                 self._samples[engine, key] = families[metric.name].labels(*labels)
@@ -111,6 +134,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     def _family(self, metric: Metric) -> Any:
         labels = [*self._labelnames, metric.label] if metric.label else self._labelnames
         options = {"name": metric.name, "documentation": metric.text, "labelnames": labels}
+        if metric.kind == "histogram":
+            return self._histogram_cls(**options, buckets=metric.bounds)
         if metric.kind == "counter":
             return self._counter_cls(**options)
         return self._gauge_cls(**options, multiprocess_mode="mostrecent")
@@ -123,7 +148,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                 self._shadow.labels(*labels).set(value)
                 continue
             sample = self._samples[engine_idx, key]
-            if key in _GAUGES:
+            if key in EACH:
+                for each in value:
+                    sample.observe(each)
+            elif key in _GAUGES:
                 sample.set(value)
             else:
                 sample.inc(value)

@@ -355,9 +355,8 @@ class WorkerHalf:
             if not self._is_writer:
                 return
             num_copying //= self._num_sharing
-        # A transfer takes as long as its ranks do on average: vLLM adds up what they report.
-        seconds = (time.monotonic() - running.begun) / num_copying
-        self._stats.moved(running.direction, running.num_bytes, seconds)
+        seconds = time.monotonic() - running.begun
+        self._stats.moved(running.direction, running.num_bytes, seconds, num_copying)
 
 
 def _log_pinned(num_bytes: int, of_bytes: int) -> None:
