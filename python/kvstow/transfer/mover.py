@@ -210,16 +210,16 @@ class Mover(Closing):
         self._check_open()
         check_event(after)
         self.arena.check_open()
-        ids = _checked_ids("block_ids", block_ids, self.layout.num_blocks, has_null=True)
-        slots = _checked_ids("host_slots", host_slots, self.arena.num_slots)
+        ids = checked_ids("block_ids", block_ids, self.layout.num_blocks, has_null=True)
+        slots = checked_ids("host_slots", host_slots, self.arena.num_slots)
         if len(ids) != len(slots):
             raise ConfigError(
                 f"{len(ids)} block_ids but {len(slots)} host_slots; pass one slot for each block"
             )
         if direction == "store":
-            _refuse_repeated("host_slots", slots)
+            refuse_repeated("host_slots", slots)
         else:
-            _refuse_repeated("block_ids", ids)
+            refuse_repeated("block_ids", ids)
         return ids, slots
 
 
@@ -236,7 +236,7 @@ def check_event(after: object) -> None:
         raise ConfigError(f"after is {after!r}, expected an Event (wait, add_done_callback): {fix}")
 
 
-def _checked_ids(name: str, values: Ints, bound: int, *, has_null: bool = False) -> Index:
+def checked_ids(name: str, values: Ints, bound: int, *, has_null: bool = False) -> Index:
     """Return `values` as a new int64 array, or raise unless each is below `bound`.
 
     The least valid id is 0, or 1 with `has_null`.
@@ -273,7 +273,7 @@ def _checked_ids(name: str, values: Ints, bound: int, *, has_null: bool = False)
     return array.astype(np.int64)
 
 
-def _refuse_repeated(name: str, values: Index) -> None:
+def refuse_repeated(name: str, values: Index) -> None:
     """Raise `InvalidBlock` for a repeated destination, because which copy is last is undefined."""
     if len(values) <= _FEW and len(set(values.tolist())) == len(values):
         return

@@ -1,0 +1,12 @@
+"""Tiers below the host: what falls off the host arena is kept on a disk, or in a shared store.
+
+`tier` has the interface that all tiers share. A tier moves whole slots between the host arena and
+its own medium, and proves what it returns. The accounting lies elsewhere, in the Rust core.
+
+May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.transfer.
+"""
+
+from kvstow.tiers.ticket import TierTicket
+from kvstow.tiers.tier import SharedTier, Tier, TierBlocks, TierStats
+
+__all__ = ["SharedTier", "Tier", "TierBlocks", "TierStats", "TierTicket"]
