@@ -35,6 +35,20 @@ def test_curve_is_what_an_lru_tier_hits(seed: int) -> None:
         assert Server(geometry(), work).serve(capacity).served.host_hits == curves.at(capacity)
 
 
+@pytest.mark.parametrize("tail", [0, 1])
+def test_last_block_of_a_repeated_prompt_is_a_hit_if_a_token_follows_it(tail: int) -> None:
+    """vLLM computes one token at least, so a prompt of whole blocks computes its last block."""
+    work = workload([[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]], tail=tail)
+    curves = exact_curves(work, nothing)
+    assert curves.infinite == (2 + 3, 3 + 3)[tail]
+    assert curves.clairvoyant[-1] == curves.infinite
+    for capacity in range(1, 6):
+        served = Server(geometry(), work).serve(capacity).served
+        assert curves.at(capacity) == host_hits(work, capacity, "lru") == served.host_hits
+        if capacity >= 4:  # a smaller tier does not store all of a request
+            assert (work.num_filled - curves.resident_at(capacity)) * 4096 == served.stored_bytes
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_device_and_host_hit_what_the_formula_says(seed: int) -> None:
     work = random_workload(seed)

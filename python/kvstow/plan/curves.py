@@ -41,6 +41,8 @@ class Curves:
         capacities: where `hits` was computed, ascending, up to where more memory hits nothing more.
         hits: hits of the host tier, and of the device if the curve was simulated with one.
         is_exact: whether `hits` comes from one pass, and not from simulations.
+        resident: blocks that the tier already has when a request fills them, at `capacities`. These
+            are the hits, and the last blocks of repeated prompts that end with them.
         bound_at: capacities of `clairvoyant`.
         clairvoyant: the most hits that any policy has.
         density_at: capacities of `density`.
@@ -50,6 +52,7 @@ class Curves:
     capacities: Ints
     hits: Ints
     is_exact: bool = False
+    resident: Ints = field(default_factory=_none)
     bound_at: Ints = field(default_factory=_none)
     clairvoyant: Ints = field(default_factory=_none)
     density_at: Ints = field(default_factory=_none)
@@ -63,6 +66,10 @@ class Curves:
     def at(self, capacity: int) -> int:
         """Return the hits at a capacity; exact if the curve is."""
         return int(np.interp(capacity, self.capacities, self.hits))
+
+    def resident_at(self, capacity: int) -> int:
+        """Return the blocks that a tier of this capacity need not store, if the curve is exact."""
+        return int(np.interp(capacity, self.capacities, self.resident))
 
     def beside(self, num_device: int) -> Curves:
         """Return the curve of a host tier beside a device of this many blocks.
@@ -87,22 +94,41 @@ class Curves:
 
 def exact_curves(workload: Workload, tick: Callable[[], None]) -> Curves:
     """Return the curves for a model with full attention only; call `tick` after each part."""
-    curve = HitCurve()
-    curve.add_all(*workload.all_keys)
-    capacities = np.arange(curve.largest_capacity + 1)
+    filled = HitCurve()
+    filled.add_all(*workload.all_keys)
+    capacities = np.arange(filled.largest_capacity + 1)
+    curve = _lru_curve(workload)
     hits = curve.hits(capacities)
     tick()
-    drawn = sampled(curve.largest_capacity, _NUM_DRAWN)
-    bound = clairvoyant_hits(*workload.prompt_keys, drawn)
+    drawn = sampled(filled.largest_capacity, _NUM_DRAWN)
+    # Its prompts look up all their blocks, so a prompt of whole blocks may hit one too many.
+    bound = np.minimum(clairvoyant_hits(*workload.prompt_keys, drawn), hits[-1])
     tick()
-    density_at = sampled(curve.largest_capacity, NUM_SIMULATED)[1:]
+    density_at = sampled(filled.largest_capacity, NUM_SIMULATED)[1:]
     density: list[int] = []
     for capacity in density_at:
         density.append(host_hits(workload, int(capacity), "hit-density"))
         tick()
     return Curves(
-        capacities, hits, True, drawn, bound, density_at, np.array(density, dtype=np.int64)
+        capacities,
+        hits,
+        is_exact=True,
+        resident=filled.hits(capacities),
+        bound_at=drawn,
+        clairvoyant=bound,
+        density_at=density_at,
+        density=np.array(density, dtype=np.int64),
     )
+
+
+def _lru_curve(workload: Workload) -> HitCurve:
+    """Return the curve of the prompts' lookups, with the blocks of outputs in between."""
+    curve = HitCurve()
+    keys, offsets = workload.all_keys
+    for begin, end, number in zip(offsets, offsets[1:], workload.num_lookups, strict=False):
+        curve.lookup(keys[begin : begin + number])
+        curve.insert(keys[begin:end])
+    return curve
 
 
 def simulated_curves(server: Server, tick: Callable[[], None]) -> Curves:

@@ -57,10 +57,10 @@ def host_hits(workload: Workload, num_host_blocks: int, policy: Policy) -> int:
     tier = OffloadScheduler(num_host_blocks, [FullAttention(1)], policy=policy)
     blocks = np.arange(1, 1 + max(map(len, workload.digests)), dtype=np.int32)
     num_hits = 0
-    for digests, prompt in zip(workload.digests, workload.prompts, strict=True):
+    for digests, num_lookups in zip(workload.digests, workload.num_lookups, strict=True):
         num_blocks = len(digests)
         tier.add(_NAME, digests)
-        if found := tier.lookup(_NAME, 0, len(prompt)):
+        if found := tier.lookup(_NAME, 0, num_lookups):
             num_hits += found
             tier.complete(tier.load(_NAME, found, [blocks[:found]]).job_id)
         job = tier.store([_NAME], [num_blocks], blocks[:num_blocks], [0, num_blocks])

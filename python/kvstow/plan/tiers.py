@@ -7,7 +7,7 @@ a cache of its size alone would hold:
     hits of device and host   curve(max(device, host))
     hits of the host          that minus curve(device)
     hits of a disk            curve(max(device, host, disk)) minus both
-    blocks stored             all filled blocks minus curve(host)
+    blocks stored             all filled blocks minus those that the host has
 
 The partial last block of a running request takes a device block, which the curve leaves out.
 
@@ -270,7 +270,7 @@ class _Counter:
         hits, block_bytes = self.curves.at, self._geometry.device_block_bytes
         device_hits = hits(num_device)
         host_hits = hits(max(num_device, num_host)) - device_hits
-        num_stored = self._workload.num_filled - hits(num_host)
+        num_stored = self._workload.num_filled - self.curves.resident_at(num_host)
         return Served(device_hits, host_hits, host_hits * block_bytes, num_stored * block_bytes)
 
 

@@ -52,6 +52,11 @@ class Workload:
         return sum(self.prompt_tokens)
 
     @cached_property
+    def num_lookups(self) -> list[int]:
+        """Blocks of each prompt that a hit can bring: one token is left to compute."""
+        return [max(0, tokens - 1) // self.block_tokens for tokens in self.prompt_tokens]
+
+    @cached_property
     def num_blocks(self) -> int:
         """Full blocks of all prompts."""
         return sum(map(len, self.prompts))
