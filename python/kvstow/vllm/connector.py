@@ -179,6 +179,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(connector_metadata, StepJobs):
             self._worker.bind(connector_metadata)
 
+    def has_connector_metadata(self) -> bool:
+        """Return False: vLLM asks before each layer, and no layer waits for a load or a store."""
+        return False
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         self._worker.begin(LOAD)
