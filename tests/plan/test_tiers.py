@@ -113,6 +113,18 @@ def test_rate_without_a_meaning_is_refused(rate: float) -> None:
         PlanOptions(prefill_tokens_per_s=rate)
 
 
+def test_device_in_blocks_is_the_device_of_as_many_bytes() -> None:
+    options = PlanOptions(host_gib=(8 * BLOCK_GIB,), device_blocks=(5,))
+    made = build_plan(geometry(), workload(TURNS), options)
+    assert made.rows == plan(device=5, host=(8,)).rows
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 2**31])
+def test_device_without_a_usable_block_is_refused(number: int) -> None:
+    with pytest.raises(ConfigError, match=rf"device-blocks is {number}; it must be from 2 to "):
+        PlanOptions(device_blocks=(number,))
+
+
 def test_lazy_tier_needs_a_device() -> None:
     with pytest.raises(ConfigError, match=r"^mode is lazy, and no device-gib is given; .*: pass"):
         PlanOptions(mode="lazy")

@@ -56,6 +56,13 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     help="Number of GPUs that share the model, as for vLLM.",
 )
 @_gib("--device-gib", "Size of the KV cache on each GPU; vLLM logs it at its start.")
+@click.option(
+    "--device-blocks",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="The same in blocks, as vLLM's --num-gpu-blocks-override. Give it several times.",
+)
 @_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
@@ -106,6 +113,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     dtype: str,
     num_ranks: int,
     device_gib: tuple[float, ...],
+    device_blocks: tuple[int, ...],
     host_gib: tuple[float, ...],
     disk_gib: tuple[float, ...],
     policy: Policy,
@@ -129,7 +137,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
-    options = PlanOptions(device_gib, host_gib, disk_gib, policy, mode, prefill_tokens_per_s)
+    options = PlanOptions(
+        device_gib, host_gib, disk_gib, policy, mode, prefill_tokens_per_s, device_blocks
+    )
     shape = find_model(model)
     lay_out(shape, block_size or 1, dtype=dtype, num_ranks=num_ranks)  # refuses bad options
     if not traces:

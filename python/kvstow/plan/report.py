@@ -18,6 +18,7 @@ _SECONDS_PER_HOUR: Final = 3600
 _SKETCH_COLUMNS, _SKETCH_ROWS = 60, 8
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _MAX_JSON_POINTS: Final = 512
+_MIB_PER_GIB: Final = 1024
 _WHOLE: Final = 10  # numbers from here on are shown without decimals
 
 KNEE_METHOD: Final = (
@@ -185,7 +186,7 @@ def flag(choice: Choice) -> str | None:
 
 def size(gib: float) -> str:
     """Return a size as people write it."""
-    return f"{gib:,g} GiB" if gib >= 1 else f"{gib * 1024:,.4g} MiB"
+    return f"{gib:,g} GiB" if gib >= 1 else f"{gib * _MIB_PER_GIB:,.4g} MiB"
 
 
 def about(plan: Plan, trace: PlanTrace) -> list[str]:
@@ -209,12 +210,13 @@ def sizes_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Return the table of sizes: the names of its columns, with units, and the cells."""
     has_device = any(row.device_gib is not None for row in plan.rows)
     has_disk = any(row.disk_gib is not None for row in plan.rows)
+    unit = "GiB" if max(row.host_gib for row in plan.rows) >= 1 else "MiB"
     head: dict[str, str] = {}
     if has_device:
-        head["device_gib"] = "device\nGiB"
-    head["host_gib"] = "host\nGiB"
+        head["device_gib"] = f"device\n{unit}"
+    head["host_gib"] = f"host\n{unit}"
     if has_disk:
-        head["disk_gib"] = "disk\nGiB"
+        head["disk_gib"] = f"disk\n{unit}"
     head["hit_ratio"] = "hits"
     if has_device:
         head["device_hit_ratio"] = "on\ndevice"
@@ -229,16 +231,16 @@ def sizes_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
         head["disk_read_bytes_per_s"] = "reads\nMB/s"
         head["disk_write_bytes_per_s"] = "writes\nMB/s"
     figures = [row_figures(plan, row) for row in plan.rows]
-    return list(head.values()), [[_cell(name, one[name]) for name in head] for one in figures]
+    return list(head.values()), [[_cell(name, one[name], unit) for name in head] for one in figures]
 
 
-def _cell(name: str, value: float | None) -> str:
+def _cell(name: str, value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if name.endswith("_ratio"):
         return f"{value:.1%}"
     if name.endswith("_gib"):
-        return f"{value:,.6g}"
+        return f"{value if unit == 'GiB' else value * _MIB_PER_GIB:,.6g}"
     if name.endswith("bytes_per_s"):
         value /= 1e6
     return f"{value:,.0f}" if value >= _WHOLE or not value else f"{value:,.2g}"
@@ -283,7 +285,7 @@ def sketch(plan: Plan, choice: Choice) -> str:
         cells = "".join(eighths[int(np.clip(level - 8 * line, 0, 8))] for level in levels)
         top = plan.hit_ratio(curves.infinite * (line + 1) / _SKETCH_ROWS)
         lines.append(f"{top:6.1%} |{cells}")
-    first, end = "0", size(round(plan.gib(last), 1))
+    first, end = "0", size(float(f"{plan.gib(last):.3g}"))
     axis = [" "] * _SKETCH_COLUMNS
     axis[0], axis[-len(end) :] = first, list(end)
     lines.append(" " * 7 + "+" + "-" * _SKETCH_COLUMNS)

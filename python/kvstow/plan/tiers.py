@@ -32,6 +32,8 @@ from kvstow.plan.workload import Workload
 
 GIB: Final = 2**30
 _MAX_GIB: Final = 2**30
+_LEAST_DEVICE: Final = 2
+_MAX_DEVICE_BLOCKS: Final = 2**31 - 1
 _MAX_ROWS: Final = 8
 _STEPS_BELOW_KNEE: Final = 3
 LEAST_GAIN: Final = 0.01
@@ -44,6 +46,7 @@ class PlanOptions:
 
     Attributes:
         device_gib: sizes of the KV cache on each GPU; empty for none.
+        device_blocks: other sizes of it, in blocks as vLLM counts them, the null block included.
         host_gib: sizes of the host tier of the server; empty for sizes around the knee.
         disk_gib: sizes of the disk tier of the server; empty for none.
         policy: of the host tier.
@@ -57,6 +60,7 @@ class PlanOptions:
     policy: Policy = "lru"
     mode: Mode = "eager"
     prefill_tokens_per_s: float = 10_000.0
+    device_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.prefill_tokens_per_s < math.inf:
@@ -64,10 +68,17 @@ class PlanOptions:
                 f"prefill-tokens-per-s is {self.prefill_tokens_per_s:g}; it must be above 0 and "
                 "finite: pass the prompt tokens that your server computes in a second"
             )
-        if self.mode == "lazy" and not self.device_gib:
+        for number in self.device_blocks:
+            if not _LEAST_DEVICE <= number <= _MAX_DEVICE_BLOCKS:
+                raise ConfigError(
+                    f"device-blocks is {number}; it must be from {_LEAST_DEVICE} to "
+                    f"{_MAX_DEVICE_BLOCKS}, because vLLM keeps one block as the null block: pass "
+                    "vLLM's number"
+                )
+        if self.mode == "lazy" and not (self.device_gib or self.device_blocks):
             raise ConfigError(
                 "mode is lazy, and no device-gib is given; a lazy tier stores what the device "
-                "evicts: pass --device-gib"
+                "evicts: pass --device-gib or --device-blocks"
             )
 
 
@@ -157,8 +168,9 @@ def build_plan(
         sizes.host_slots(host_gib, "host-gib")
     for disk_gib in options.disk_gib:
         sizes.host_slots(disk_gib, "disk-gib")
+    of_blocks = [number * geometry.device_block_bytes / GIB for number in options.device_blocks]
     devices: list[tuple[float | None, int]] = [
-        (gib, sizes.device_blocks(gib)) for gib in options.device_gib
+        (gib, sizes.device_blocks(gib)) for gib in (*options.device_gib, *of_blocks)
     ]
     disks: list[float | None] = [*sorted(options.disk_gib)] or [None]
     exact = exact_curves(workload, tick) if geometry.is_one_full_group else None
@@ -203,7 +215,7 @@ class _Sizes:
 
     def device_blocks(self, gib: float) -> int:
         """Return the usable blocks of a device pool; vLLM keeps one as the null block."""
-        return self._blocks(gib, "device-gib", self.geometry.device_block_bytes, 2) - 1
+        return self._blocks(gib, "device-gib", self.geometry.device_block_bytes, _LEAST_DEVICE) - 1
 
     def _blocks(self, gib: float, name: str, block_bytes: int, least: int) -> int:
         if not (math.isfinite(gib) and gib <= _MAX_GIB):
