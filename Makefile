@@ -58,7 +58,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_hybrids.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
-	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
 
 drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
 	@failed=; \
