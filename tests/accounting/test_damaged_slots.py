@@ -105,6 +105,20 @@ def test_running_request_stores_its_damaged_block_again() -> None:
     assert found(tier) == 3
 
 
+def test_load_refuses_blocks_that_went_with_a_failed_store() -> None:
+    """A store of the damaged block adopts the blocks after it. If it fails, they go with it."""
+    tier = filled()
+    tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
+    tier.add("holder", prompt(1, 3))
+    assert tier.lookup("holder", BLOCK, ALL) == 2 * BLOCK
+    job = store(tier, "writer", [], num_known=3)
+    assert job is not None
+    tier.complete(job.job_id, ok=False)
+    tier.check()
+    with pytest.raises(StateError, match="not on the host"):
+        tier.load("holder", 2 * BLOCK, [[40, 41]])
+
+
 @pytest.mark.parametrize("how", ["complete", "expire", "end_all", "reset"])
 def test_failures_that_name_no_block_drop_nothing(how: str) -> None:
     tier = filled()

@@ -232,9 +232,14 @@ impl BlockLedger {
         })
     }
 
-    /// The hashes that `add` and `extend` gave for a request.
-    pub(crate) fn hashes(&self, request_id: &str) -> Result<&[BlockHash]> {
-        Ok(&self.requests.get(request_id)?.hashes)
+    /// The hashes that `add` and `extend` gave for a request, its granted tokens and its tables.
+    pub(crate) fn progress_of(
+        &self,
+        request_id: &str,
+    ) -> Result<(&[BlockHash], usize, impl Iterator<Item = &[BlockId]>)> {
+        let request = self.requests.get(request_id)?;
+        let tables = request.tables.iter().map(|table| table.blocks.as_slice());
+        Ok((&request.hashes, request.num_granted_tokens, tables))
     }
 
     /// Number of hashes that `add` and `extend` gave for a request.

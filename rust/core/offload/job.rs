@@ -45,6 +45,24 @@ impl Job {
         self.host_slots.push(place_of(slot, at, per_slot));
     }
 
+    /// Adds the copies between a table's blocks from index `first` on and the slots that hold them.
+    pub(super) fn extend(
+        &mut self,
+        first: usize,
+        blocks: &[BlockId],
+        slots: &[BlockId],
+        per_slot: usize,
+    ) {
+        if per_slot == 1 {
+            self.block_ids.extend_from_slice(blocks);
+            self.host_slots.extend(slots.iter().map(|&slot| place_of(slot, 0, 1)));
+            return;
+        }
+        for (at, &block) in (first % per_slot..).zip(blocks) {
+            self.push(block, slots[at / per_slot], at % per_slot, per_slot);
+        }
+    }
+
     /// Ends the copies of a group.
     pub(super) fn end_group(&mut self) {
         self.offsets.push(self.block_ids.len());

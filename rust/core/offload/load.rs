@@ -55,7 +55,8 @@ impl OffloadScheduler {
         request.num_queried = num_whole.saturating_sub(num_local_tokens);
         request.num_hit_tokens = end.max(num_local_tokens);
         let num_tokens = end.saturating_sub(num_local_tokens);
-        request.held = HeldSlots { slots, positions, num_local_tokens, num_tokens };
+        let num_losses = self.host.num_losses;
+        request.held = HeldSlots { slots, positions, num_local_tokens, num_tokens, num_losses };
         Ok(Some(num_tokens))
     }
 
@@ -166,7 +167,11 @@ impl OffloadScheduler {
                 Cow::Owned(self.host.prefix(&own, id))
             };
             num_before += known.len();
-            if found.len() < needed.len() || !self.host.are_resident(&found, &own, id) {
+            // A pin keeps a slot from eviction. It does not keep the key of damaged bytes.
+            let is_kept = is_known && held.num_losses == self.host.num_losses;
+            debug_assert!(!is_kept || self.host.are_resident(&found, &own, id), "pinned slots");
+            if !is_kept && (found.len() < needed.len() || !self.host.are_resident(&found, &own, id))
+            {
                 return Err(Error::State(format!(
                     "request {request_id:?}: blocks before token {} are not on the host in group \
                      {}: load all tokens that were found, or look up again if a block proved \
@@ -175,10 +180,7 @@ impl OffloadScheduler {
                     id.0
                 )));
             }
-            for (index, &block) in (first..end).zip(blocks) {
-                let slot = found[index / per_slot - needed.start];
-                copies.push(block, slot, index % per_slot, per_slot);
-            }
+            copies.extend(first, blocks, &found, per_slot);
             slots.extend_from_slice(&found);
             copies.end_group();
         }

@@ -85,6 +85,8 @@ pub(super) struct HeldSlots {
     pub(super) num_local_tokens: usize,
     /// Tokens found after the local ones.
     pub(super) num_tokens: usize,
+    /// The tier's losses at the lookup. While there are no more, the slots hold what was found.
+    pub(super) num_losses: u64,
 }
 
 impl OffloadScheduler {

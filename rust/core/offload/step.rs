@@ -7,6 +7,7 @@ use crate::ids::BlockId;
 use crate::key::BlockHash;
 use crate::ledger::BlockLedger;
 
+use super::request::RequestState;
 use super::{Job, OffloadScheduler, Progress};
 
 impl OffloadScheduler {
@@ -43,53 +44,51 @@ impl OffloadScheduler {
             if num_tokens < self.requests.at(place).due_tokens {
                 continue;
             }
-            check_granted(ledger, request_id, num_tokens)?;
-            due.push((place, request_id, num_tokens, self.new_hashes(place, ledger, request_id)?));
-            for (index, group) in self.model.groups().iter().enumerate() {
-                let table = ledger.block_table(request_id, index)?;
-                let num_reported = self.requests.at(place).tables[index].blocks.len();
-                let end = (num_tokens / group.block_size).min(table.len());
-                tables.push(&table[num_reported.min(end)..end]);
+            let (hashes, num_granted, blocks) = ledger.progress_of(request_id)?;
+            check_granted(request_id, num_tokens, num_granted)?;
+            let request = self.requests.at(place);
+            due.push((place, request_id, num_tokens, new_hashes(request, hashes, request_id)?));
+            for ((blocks, known), group) in blocks.zip(&request.tables).zip(self.model.groups()) {
+                let end = (num_tokens / group.block_size).min(blocks.len());
+                tables.push(&blocks[known.blocks.len().min(end)..end]);
             }
         }
         check_each_once(due.iter().map(|&(place, request_id, ..)| (place, request_id)).collect())?;
-        self.host.slots.pool.agree_width(ledger.pool().hash_width())?;
-        for &(place, _, _, hashes) in &due {
-            if !hashes.is_empty() {
-                Arc::make_mut(&mut self.requests.at_mut(place).hashes).extend_from_slice(hashes);
-            }
-        }
         let tables: Vec<&[&[BlockId]]> = tables.chunks_exact(num_groups).collect();
         let progress = due.iter().zip(&tables).map(|(due, new_blocks)| {
             let &(_, request_id, num_computed_tokens, _) = due;
             Progress { request_id, num_computed_tokens, new_blocks }
         });
-        self.store_at_most(max_blocks, progress, deadline)
-    }
-
-    /// The hashes that the ledger has of a request beyond those that are known here.
-    fn new_hashes<'a>(
-        &self,
-        place: usize,
-        ledger: &'a BlockLedger,
-        request_id: &str,
-    ) -> Result<&'a [BlockHash]> {
-        let known = &self.requests.at(place).hashes;
-        let hashes = ledger.hashes(request_id)?;
-        // A hash covers all tokens before it, so the last one is enough.
-        let is_prefix = known.last().is_none_or(|last| hashes.get(known.len() - 1) == Some(last));
-        if !is_prefix {
-            return Err(Error::State(format!(
-                "request {request_id:?} has other hashes in the ledger than here: give both the \
-                 same"
-            )));
+        progress.clone().try_for_each(|progress| self.check_blocks(&progress))?;
+        self.host.slots.pool.agree_width(ledger.pool().hash_width())?;
+        let mut places = Vec::with_capacity(due.len());
+        for &(place, _, _, hashes) in &due {
+            if !hashes.is_empty() {
+                Arc::make_mut(&mut self.requests.at_mut(place).hashes).extend_from_slice(hashes);
+            }
+            places.push(place);
         }
-        Ok(&hashes[known.len()..])
+        self.store_checked(&places, max_blocks, progress, deadline)
     }
 }
 
-fn check_granted(ledger: &BlockLedger, request_id: &str, num_tokens: usize) -> Result<()> {
-    let num_granted = ledger.num_granted_tokens(request_id)?;
+/// Those of the ledger's hashes of a request that are not known here.
+fn new_hashes<'a>(
+    request: &RequestState,
+    hashes: &'a [BlockHash],
+    request_id: &str,
+) -> Result<&'a [BlockHash]> {
+    let known = &request.hashes;
+    // A hash covers all tokens before it, so the last one is enough.
+    if known.last().is_none_or(|last| hashes.get(known.len() - 1) == Some(last)) {
+        return Ok(&hashes[known.len()..]);
+    }
+    Err(Error::State(format!(
+        "request {request_id:?} has other hashes in the ledger than here: give both the same"
+    )))
+}
+
+fn check_granted(request_id: &str, num_tokens: usize, num_granted: usize) -> Result<()> {
     if num_tokens > num_granted {
         return Err(Error::Config(format!(
             "cannot store {num_tokens} tokens of request {request_id:?}: it was granted \

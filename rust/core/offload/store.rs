@@ -120,32 +120,36 @@ impl OffloadScheduler {
         progress: impl Iterator<Item = Progress<'a>>,
     ) -> Result<Vec<usize>> {
         let mut places: Vec<usize> = Vec::with_capacity(progress.size_hint().0);
-        for Progress { request_id, new_blocks, .. } in progress {
-            places.push(self.requests.place(request_id)?);
-            self.check_num_groups(new_blocks.len())?;
-            for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
-                check_ids(blocks, self.config.num_device_blocks)?;
-                let is_full = group.attention == Attention::Full;
-                if let Some(&id) = blocks.iter().find(|id| is_full && id.is_null()) {
-                    let why = "is the null block: a full-attention table holds none";
-                    return Err(Error::InvalidBlock { id, why });
-                }
-            }
+        for progress in progress {
+            places.push(self.requests.place(progress.request_id)?);
+            self.check_blocks(&progress)?;
         }
         Ok(places)
     }
 
+    /// Checks the blocks that a request appends to its tables.
+    pub(super) fn check_blocks(&self, progress: &Progress<'_>) -> Result<()> {
+        self.check_num_groups(progress.new_blocks.len())?;
+        for (blocks, group) in progress.new_blocks.iter().zip(self.model.groups()) {
+            check_ids(blocks, self.config.num_device_blocks)?;
+            let is_full = group.attention == Attention::Full;
+            if is_full && blocks.contains(&BlockId::NULL) {
+                let why = "is the null block: a full-attention table holds none";
+                return Err(Error::InvalidBlock { id: BlockId::NULL, why });
+            }
+        }
+        Ok(())
+    }
+
     /// Plans the stores of requests at `places`, whose progress was checked.
-    fn store_checked<'a>(
+    pub(super) fn store_checked<'a>(
         &mut self,
         places: &[usize],
         max_blocks: usize,
         progress: impl Iterator<Item = Progress<'a>>,
         deadline: Option<f64>,
     ) -> Result<Option<Job>> {
-        // Requests lie apart in memory. Here the reads of all overlap.
-        let read = |sum, &place: &usize| sum ^ self.requests.at(place).read_ahead();
-        std::hint::black_box(places.iter().fold(0, read));
+        self.read_ahead(places);
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let mut tails = Vec::new();
         let mut low_priority = Vec::new();
@@ -207,6 +211,19 @@ impl OffloadScheduler {
         Ok(self.begin_store(parts, Ranks::new(tails, low_priority), deadline))
     }
 
+    /// Reads what the stores of requests need first. Requests lie apart in memory, and so do their
+    /// keys in the tier's index. Here the reads of all overlap.
+    fn read_ahead(&self, places: &[usize]) {
+        let read = |sum, &place: &usize| sum ^ self.requests.at(place).read_ahead();
+        std::hint::black_box(places.iter().fold(0, read));
+        for &place in places {
+            if let Some(hash) = self.requests.at(place).hashes.last() {
+                let groups = self.slot_model.enumerate();
+                groups.for_each(|(group, _)| self.host.slots.pool.prefetch_key(hash, group));
+            }
+        }
+    }
+
     /// Begins one job for the stores of all groups. Returns None if there is nothing to store.
     pub(super) fn begin_store(
         &mut self,
@@ -219,10 +236,18 @@ impl OffloadScheduler {
         let mut copies = Job::empty();
         for mut part in parts {
             copies.host_slots.reserve(part.block_ids.len());
-            for &slot in &part.slots {
-                copies.host_slots.extend((0..per_slot).map(|at| place_of(slot, at, per_slot)));
+            if per_slot == 1 {
+                copies.host_slots.extend(part.slots.iter().map(|&slot| place_of(slot, 0, 1)));
+            } else {
+                for &slot in &part.slots {
+                    copies.host_slots.extend((0..per_slot).map(|at| place_of(slot, at, per_slot)));
+                }
             }
-            copies.block_ids.append(&mut part.block_ids);
+            if copies.block_ids.is_empty() {
+                copies.block_ids = std::mem::take(&mut part.block_ids);
+            } else {
+                copies.block_ids.append(&mut part.block_ids);
+            }
             copies.end_group();
             all.append(part);
         }
@@ -317,6 +342,10 @@ impl Plan<'_> {
         let hash = |at: usize| self.hashes[(at + 1) * per_hash - 1];
         let num_before = self.part.slots.len();
         let Part { block_ids, slots, filling } = &mut *self.part;
+        let num_placed = placed.size_hint().1.unwrap_or(0);
+        slots.reserve(num_placed);
+        filling.ends.reserve(num_placed);
+        block_ids.reserve(num_placed * self.blocks_per_slot);
         for (at, slot) in placed {
             slots.push(slot);
             filling.ends.push((at + 1) * self.group.block_size);

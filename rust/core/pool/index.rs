@@ -94,6 +94,12 @@ impl Index {
         self.table.prefetch(self.lines[id.index()][FINGERPRINT]);
     }
 
+    /// Begins to load where a lookup of a key looks first.
+    #[inline]
+    pub(super) fn prefetch_key(&self, hash: &BlockHash, group: GroupId) {
+        self.table.prefetch(fingerprint(hash, tag_of(group)));
+    }
+
     /// The oldest holder of the key.
     #[inline]
     pub(super) fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {

@@ -182,6 +182,12 @@ impl BlockPool {
         self.index.prefix(hashes, group)
     }
 
+    /// Begins to load where a lookup of a key looks first.
+    #[inline]
+    pub(crate) fn prefetch_key(&self, hash: &BlockHash, group: GroupId) {
+        self.index.prefetch_key(hash, group);
+    }
+
     /// Drops the keys of these blocks, referenced or not. A free block keeps its place.
     ///
     /// # Errors

@@ -64,8 +64,9 @@ pub(super) struct Tier {
     policy: AnyPolicy,
     /// Slots that were evicted for room.
     pub(super) num_evicted: usize,
-    /// How often resident slots went although there was room: by a reset, or damaged. When it
-    /// changes, requests compare what they have stored with the tier again.
+    /// How often resident slots went although there was room: by a reset, damaged, or below a slot
+    /// whose store has failed. When it changes, requests compare what they have stored with the
+    /// tier again, and loads compare what their lookup has found.
     pub(super) num_losses: u64,
 }
 
@@ -342,6 +343,7 @@ impl Tier {
         self.slots.withdraw(&filling);
         let parents: Vec<BlockId> = all.into_iter().map(|slot| self.forget(slot)).collect();
         self.retry(&parents);
+        self.num_losses += u64::from(!residents.is_empty());
         self.slots.pool.evict(&residents)?;
         self.slots.pool.free(&residents)
     }
