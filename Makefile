@@ -18,6 +18,9 @@ DRIFT := .venv-drift
 DRIFT_BUILDS := 0.30.0 0.31.0
 DRIFT_SOURCES := 0.33.0
 GPU_CHECK := .gpu-check
+WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+# Unpacked packages of Debian, for tests that need promtool, or an emulated aarch64.
+DEBIAN := $(VENV)/debian
 RUST := Cargo.toml Cargo.lock rust/bindings/Cargo.toml $(shell find rust -name '*.rs')
 
 # For cargo outside maturin, because the Python on the PATH may be too old for the bindings.
@@ -25,7 +28,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench gpu-check wheel pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench gpu-check wheel wheels test-wheels tools pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,9 +127,25 @@ wheel: $(VENV)/.run ## build a wheel in dist/
 	@$(need_cargo)
 	$(BIN)/uv build --wheel --python $(BIN)/python --out-dir dist
 
+# zig links against the glibc of manylinux2014, for both architectures.
+wheels: $(VENV)/.release ## build a release in dist/: wheels for x86_64 and aarch64, and an sdist
+	@$(need_cargo)
+	rm -f dist/kvstow-*
+	for target in $(WHEEL_TARGETS); do \
+	    rustup target add $$target && PATH='$(CURDIR)/$(BIN)':"$$PATH" $(BIN)/maturin build --quiet --release \
+	        --zig --target $$target --compatibility manylinux2014 --out dist || exit 1; done
+	$(BIN)/maturin sdist --quiet --out dist
+	$(BIN)/twine check --strict dist/kvstow-*
+	$(BIN)/abi3audit --strict dist/kvstow-*.whl
+
+test-wheels: $(VENV)/.test $(DEBIAN)/.aarch64 wheels ## build a release, and try it in clean environments and under emulation
+	KVSTOW_DIST=dist $(BIN)/pytest tests/packaging
+
+tools: $(DEBIAN)/.promtool ## unpack Debian's promtool into .venv, so that tests check the alert rules
+
 pins: $(BIN)/uv ## resolve constraints.txt again
 	$(BIN)/uv pip compile pyproject.toml --python $(BIN)/python --python-version 3.11 --upgrade --quiet \
-	    --group test --group docs --extra metrics --no-header --no-annotate -o constraints.txt
+	    --group test --group docs --group release --extra metrics --no-header --no-annotate -o constraints.txt
 
 clean: ## remove everything that make created
 	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
@@ -150,6 +169,20 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group docs
+	@touch $@
+
+$(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/.run
+	$(INSTALL) --group release
+	@touch $@
+
+$(DEBIAN)/.promtool: tests/packaging/debian.sh | $(BIN)/uv
+	$< $(DEBIAN) $$(dpkg --print-architecture) prometheus
+	@touch $@
+
+$(DEBIAN)/.aarch64: tests/packaging/debian.sh | $(BIN)/uv
+	$< $(DEBIAN) $$(dpkg --print-architecture) qemu-user-static
+	$< $(DEBIAN)/aarch64 arm64 python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libbz2-1.0 \
+	    libc6 libexpat1 libffi8 libgcc-s1 liblzma5 libsqlite3-0 libssl3 libstdc++6 libuuid1 zlib1g
 	@touch $@
 
 # uv prefers the versions in an output file that exists. So kvstow's pins apply where this vLLM allows them.
