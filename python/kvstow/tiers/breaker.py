@@ -1,0 +1,77 @@
+"""A circuit breaker: after failures in a row, a store is left alone for a while.
+
+```
+closed ---- num_failures in a row ----> open ---- pause over ----> one try
+  ^                                       ^                         |   |
+  |                                       +--- it fails: longer ----+   |
+  +------------------------------- it succeeds ------------------------+
+```
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+FIRST_PAUSE_S: Final = 1.0
+LAST_PAUSE_S: Final = 30.0
+
+
+class Breaker:
+    """Says whether a store may be asked. Any thread may use it.
+
+    Attributes:
+        num_openings: how often it has opened.
+    """
+
+    def __init__(
+        self, num_failures: int = 3, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin closed. It opens after `num_failures` failures in a row."""
+        self._num_allowed = num_failures
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_failed = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._open_until = 0.0
+        self.num_openings = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is left alone now."""
+        return self._num_failed >= self._num_allowed and self._clock() < self._open_until
+
+    def may_try(self) -> bool:
+        """Return whether the caller may ask the store. It then reports how that went.
+
+        After a pause one caller may. The others may once that caller has succeeded.
+        """
+        with self._lock:
+            if self._num_failed < self._num_allowed:
+                return True
+            now_s = self._clock()
+            if now_s < self._open_until:
+                return False
+            self._open_until = now_s + self._pause_s  # for the others
+            return True
+
+    def succeeded(self) -> bool:
+        """Close. Returns whether it was open."""
+        with self._lock:
+            was_open = self._num_failed >= self._num_allowed
+            self._num_failed, self._pause_s = 0, FIRST_PAUSE_S
+        return was_open
+
+    def failed(self) -> bool:
+        """Count a failure. Returns whether the breaker opens with it for the first time."""
+        with self._lock:
+            self._num_failed += 1
+            if self._num_failed < self._num_allowed:
+                return False
+            is_first = self._num_failed == self._num_allowed
+            self._open_until = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+            self.num_openings += is_first
+        return is_first

@@ -1,0 +1,182 @@
+"""Which servers a URL names, and how to log in to them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+from urllib.parse import SplitResult, urlsplit
+
+from kvstow._core import ConfigError
+
+Kind: TypeAlias = Literal["servers", "cluster", "sentinel"]
+
+FORMS: Final = (
+    "redis://HOST:PORT/DB (rediss:// for TLS), several of them separated by commas, "
+    "redis+cluster://HOST:PORT, redis+sentinel://HOST:PORT/SERVICE, or unix:///PATH"
+)
+PASSWORD_VARIABLE: Final = "KVSTOW_SHARED_PASSWORD"
+USERNAME_VARIABLE: Final = "KVSTOW_SHARED_USERNAME"
+_PORTS: Final = {"servers": 6379, "cluster": 6379, "sentinel": 26379}
+_MAX_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """One server: a host and port, or the path of a socket."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        """Return what messages say."""
+        return self.path or f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a URL names.
+
+    Attributes:
+        kind: "servers" are independent, and each has a part of the keys.
+        nodes: the servers; of a cluster or of Sentinel, those to ask first.
+        database: the number of the database.
+        is_encrypted: whether connections use TLS.
+        service: the name that Sentinel knows the servers by.
+    """
+
+    kind: Kind
+    nodes: tuple[Node, ...]
+    database: int = 0
+    is_encrypted: bool = False
+    service: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Return what `url` names.
+
+        Raises:
+            ConfigError: it names no server, or contains a password. The message has no password.
+        """
+        parsed = [_parse_one(part) for part in _parts(url)]
+        first = parsed[0]
+        if len(parsed) == 1:
+            return first
+        if any(_shared(one) != _shared(first) for one in parsed):
+            raise ConfigError(
+                f"the URLs of {', '.join(str(one.nodes[0]) for one in parsed)} differ in more than "
+                "host and port: name servers of one kind, with one database"
+            )
+        nodes = tuple(node for one in parsed for node in one.nodes)
+        if len(set(nodes)) < len(nodes):
+            raise ConfigError(f"{', '.join(map(str, nodes))} name a server twice: name each once")
+        return cls(first.kind, nodes, first.database, first.is_encrypted, first.service)
+
+    def __str__(self) -> str:
+        """Return what messages say of all servers."""
+        return ", ".join(map(str, self.nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How to log in. Messages never contain them.
+
+    Attributes:
+        username: of an access list; None for the default user.
+        password: None for none.
+    """
+
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def find(cls, password_file: str | os.PathLike[str] | None = None) -> Credentials:
+        """Return what the environment holds, with the password of a file if one is named.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        password = os.environ.get(PASSWORD_VARIABLE)
+        if password_file is not None:
+            try:
+                password = Path(password_file).read_text("utf-8").rstrip("\r\n")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"the password file {os.fspath(password_file)} cannot be read ({error}): name "
+                    f"a file with only the password, or set {PASSWORD_VARIABLE}"
+                ) from error
+        return cls(os.environ.get(USERNAME_VARIABLE), password or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """How TLS proves both sides. It always checks the server's certificate and name.
+
+    Attributes:
+        ca_file: certificates that vouch for the server; None for those of the system.
+        certificate_file: this side's certificate, if the server asks for one.
+        key_file: its key.
+    """
+
+    ca_file: str | None = None
+    certificate_file: str | None = None
+    key_file: str | None = None
+
+
+def _parts(url: str) -> list[str]:
+    """Split a list of URLs. A part without a scheme takes that of the first."""
+    given: object = url
+    if not isinstance(given, str) or "://" not in given:
+        raise ConfigError(f"the URL of a shared tier has no scheme: it must be {FORMS}")
+    parts = [part.strip() for part in url.split(",")]
+    scheme = parts[0].split("://", 1)[0]
+    return [part if "://" in part else f"{scheme}://{part}" for part in parts]
+
+
+def _parse_one(url: str) -> Address:
+    try:
+        found = urlsplit(url)
+        port = found.port
+    except ValueError as error:
+        raise ConfigError(f"a URL of the shared tier is no URL ({error}): use {FORMS}") from error
+    if found.username or found.password:
+        raise ConfigError(
+            f"the URL of {found.hostname} contains credentials, which logs and process lists would "
+            f"show: set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
+        )
+    scheme, _, kind = found.scheme.partition("+")
+    if scheme == "unix" and not kind and found.path:
+        return Address("servers", (Node("", 0, found.path),))
+    kinds: dict[str, Kind] = {"": "servers", "cluster": "cluster", "sentinel": "sentinel"}
+    if scheme not in ("redis", "rediss") or kind not in kinds or not found.hostname:
+        raise ConfigError(f"{found.scheme}://{found.hostname or ''} is no shared tier: use {FORMS}")
+    node = Node(found.hostname, _PORTS[kinds[kind]] if port is None else port)
+    if not 1 <= node.port <= _MAX_PORT:
+        raise ConfigError(f"the port of {node} must be 1 to {_MAX_PORT}: name the server's port")
+    service, database = _path(found, kinds[kind])
+    return Address(kinds[kind], (node,), database, scheme == "rediss", service)
+
+
+def _path(url: SplitResult, kind: Kind) -> tuple[str, int]:
+    """Return the service and the database that a URL's path names."""
+    path = url.path.strip("/")
+    if url.query or url.fragment:
+        raise ConfigError(f"the URL of {url.hostname} has options after the path: pass them apart")
+    if kind == "sentinel":
+        if not path:
+            raise ConfigError(
+                f"the URL of {url.hostname} names no service of Sentinel: use {FORMS}"
+            )
+        return path, 0
+    if not path:
+        return "", 0
+    if kind == "cluster" or not path.isdecimal():
+        fix = "leave it out" if kind == "cluster" else "it must be a number"
+        raise ConfigError(f"the URL of {url.hostname} names database {path!r}: {fix}")
+    return "", int(path)
+
+
+def _shared(address: Address) -> tuple[object, ...]:
+    return address.kind, address.database, address.is_encrypted, address.service

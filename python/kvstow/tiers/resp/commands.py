@@ -1,0 +1,142 @@
+"""What is asked of one server: to keep blocks, to return them, to say which it has, to drop them.
+
+Each function sends all commands of a part before it reads the answers. Answers come in the order of
+the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import row_checksums
+from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
+from kvstow.tiers.ticket import Bools
+
+_ANSWER: Final = b":0\r\n"  # of EXISTS with one key, or 1 for 0
+
+Rows: TypeAlias = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The blocks of a job that one server has.
+
+    Attributes:
+        positions: where each is in the job.
+        keys: the server's key of each.
+        groups: the group of each.
+        hashes: the block hash of each.
+        slots: the host slot of each; empty for calls without host slots.
+    """
+
+    positions: list[int]
+    keys: list[bytes]
+    groups: list[int]
+    hashes: list[bytes]
+    slots: list[int]
+
+
+def put(
+    wire: Wire, part: Part, rows: Rows, namespace: Namespace, options: Sequence[bytes]
+) -> tuple[Bools, Refusal | None]:
+    """Return which blocks the server has kept, and its first refusal."""
+    num_bytes = rows.shape[1]
+    checksums = row_checksums(rows, part.slots).tolist()
+    named = zip(part.keys, part.groups, part.hashes, part.slots, checksums, strict=True)
+
+    def parts() -> Iterable[Buffer]:
+        for key, group, digest, slot, checksum in named:
+            header = namespace.header(group, digest, num_bytes, checksum)
+            yield from set_command(key, [header, memoryview(rows[slot])], options)
+
+    wire.send(parts())
+    return _statuses(wire, len(part.keys), b"OK")
+
+
+def get(
+    wire: Wire, part: Part, rows: Rows, namespace: Namespace
+) -> tuple[Bools, Refusal | None, int]:
+    """Return which blocks arrived and were proven, the first refusal, and how many were wrong.
+
+    The server drops those that were wrong.
+    """
+    num_bytes = rows.shape[1]
+    wire.send([b"".join(command(b"GET", key) for key in part.keys)])
+    refusal, header = None, bytearray(HEADER_BYTES)
+    wrong: list[int] = []
+    arrived: list[tuple[int, int]] = []
+    for at, slot in enumerate(part.slots):
+        size = wire.bulk_size()
+        if isinstance(size, Refusal):
+            refusal = refusal or size
+            continue
+        if size is None:
+            continue
+        checksum = None
+        if size == HEADER_BYTES + num_bytes:
+            wire.into(memoryview(header))
+            wire.into(memoryview(rows[slot]))
+            given = bytes(header)
+            checksum = namespace.checksum(given, part.groups[at], part.hashes[at], num_bytes)
+        else:
+            wire.skip(size)
+        wire.end_bulk()
+        if checksum is None:
+            wrong.append(at)
+        else:
+            arrived.append((at, checksum))
+    found = row_checksums(rows, [part.slots[at] for at, _ in arrived]).tolist()
+    ok = np.zeros(len(part.keys), np.bool_)
+    for (at, checksum), seen in zip(arrived, found, strict=True):
+        ok[at] = checksum == seen
+        if checksum != seen:
+            wrong.append(at)
+    if wrong:
+        wire.send([b"".join(command(b"DEL", part.keys[at]) for at in wrong)])
+        _statuses(wire, len(wrong))
+    return ok, refusal, len(wrong)
+
+
+def contains(wire: Wire, part: Part) -> tuple[Bools, Refusal | None]:
+    """Return which blocks the server has."""
+    wire.send([b"".join(command(b"EXISTS", key) for key in part.keys)])
+    return _numbers(wire, len(part.keys))
+
+
+def delete(wire: Wire, part: Part) -> tuple[Bools, Refusal | None]:
+    """Return which blocks the server has no more."""
+    wire.send([b"".join(command(b"DEL", key) for key in part.keys)])
+    return _statuses(wire, len(part.keys), b"0", b"1")
+
+
+def _statuses(wire: Wire, num: int, *expected: bytes) -> tuple[Bools, Refusal | None]:
+    """Return which of `num` answers are expected, and the first refusal."""
+    ok, refusal = np.zeros(num, np.bool_), None
+    for at in range(num):
+        answer = wire.status()
+        if isinstance(answer, Refusal):
+            refusal = refusal or answer
+        else:
+            ok[at] = answer in expected
+    return ok, refusal
+
+
+def _numbers(wire: Wire, num: int) -> tuple[Bools, Refusal | None]:
+    """Return which of `num` answers are 1, and the first refusal.
+
+    Nearly always all are lines of one digit, which numpy reads at once. Other lines are longer.
+    """
+    num_bytes = num * len(_ANSWER)
+    lines = np.frombuffer(wire.peek(num_bytes), np.uint8).reshape(num, len(_ANSWER))
+    rest = np.delete(lines, 1, axis=1)
+    if (rest == np.frombuffer(_ANSWER.replace(b"0", b""), np.uint8)).all():
+        ok = lines[:, 1] == ord("1")
+        wire.skip(num_bytes)
+        return ok, None
+    return _statuses(wire, num, b"1")

@@ -1,0 +1,208 @@
+"""One connection to one RESP server. One thread uses it.
+
+redis-py connects: TLS, login, database. Afterwards this file alone reads and writes the socket,
+because a block then goes between the socket and its host slot without a copy.
+
+Each call has a limit in time. After an error the connection is of no use, because answers may still
+be on the way: close it. So nothing arrives in a host slot after a call has raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
+
+_AHEAD_BYTES: Final = 64 << 10
+_MAX_LINE_BYTES: Final = 4 << 10
+# Linux takes 1,024 parts in one call.
+_MAX_PARTS: Final = 1024
+_MIN_TIMEOUT_S: Final = 1e-3
+
+
+class WireError(Exception):
+    """The connection failed, or the server does not speak RESP."""
+
+
+class Refusal(Exception):
+    """The server answered with an error. The connection goes on.
+
+    Attributes:
+        code: the first word of the answer.
+    """
+
+    def __init__(self, line: bytes) -> None:
+        """Take the answer."""
+        text = line.decode("ascii", "replace")
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+class Connects(Protocol):
+    """What this file needs of redis-py's connections."""
+
+    def connect(self) -> None:
+        """Connect and log in."""
+
+    def disconnect(self) -> None:
+        """Close the socket."""
+
+
+class Wire:
+    """Commands to one server, and its answers."""
+
+    def __init__(self, connection: Connects, clock: Callable[[], float] = time.monotonic) -> None:
+        """Connect.
+
+        Raises:
+            redis.RedisError: no connection.
+        """
+        self._connection = connection
+        self._clock = clock
+        connection.connect()
+        # redis-py has no public name for it.
+        self._socket: socket.socket = connection._sock  # type: ignore[attr-defined]
+        self._is_plain = not isinstance(self._socket, ssl.SSLSocket)
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._begin = self._end = 0
+        self._until_s = 0.0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.disconnect()
+
+    def limit(self, until_s: float) -> None:
+        """Let all calls from now on raise `WireError` after this time on the clock."""
+        self._until_s = until_s
+
+    def send(self, parts: Iterable[Buffer]) -> None:
+        """Send all parts."""
+        waiting = iter(parts)
+        while batch := [memoryview(part) for part in itertools.islice(waiting, _MAX_PARTS)]:
+            self._send_batch(batch)
+
+    def _send_batch(self, batch: list[memoryview]) -> None:
+        while batch:
+            try:
+                self._wait_at_most()
+                if self._is_plain:
+                    num_sent = self._socket.sendmsg(batch)
+                else:
+                    num_sent = self._socket.send(batch[0])
+            except OSError as error:
+                raise WireError(f"sending failed: {error}") from error
+            at = 0
+            while at < len(batch) and num_sent >= len(batch[at]):
+                num_sent -= len(batch[at])
+                at += 1
+            del batch[:at]
+            if num_sent:
+                batch[0] = batch[0][num_sent:]
+
+    def line(self) -> bytes:
+        """Return the next line of an answer, without its end."""
+        while True:
+            waiting = bytes(self._ahead[self._begin : self._end])
+            end = waiting.find(b"\r\n")
+            if end >= 0:
+                self._begin += end + 2
+                return waiting[:end]
+            if len(waiting) > _MAX_LINE_BYTES:
+                raise WireError("the server sent a line without an end")
+            self._receive_ahead(waiting)
+
+    def peek(self, num_bytes: int) -> memoryview:
+        """Return the next bytes of an answer, up to 64 KiB, and leave them to the next call."""
+        while self._end - self._begin < num_bytes:
+            self._receive_ahead(bytes(self._ahead[self._begin : self._end]))
+        return self._ahead[self._begin : self._begin + num_bytes]
+
+    def _receive_ahead(self, waiting: bytes) -> None:
+        self._ahead[: len(waiting)] = waiting
+        self._begin, self._end = 0, len(waiting)
+        self._end += self._receive(self._ahead[self._end :])
+
+    def into(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes of an answer."""
+        num = min(len(target), self._end - self._begin)
+        target[:num] = self._ahead[self._begin : self._begin + num]
+        self._begin += num
+        while num < len(target):
+            num += self._receive(target[num:])
+
+    def skip(self, num_bytes: int) -> None:
+        """Read bytes that nobody wants."""
+        waste = memoryview(bytearray(min(num_bytes, 1 << 20)))
+        while num_bytes:
+            part = waste[: min(num_bytes, len(waste))]
+            self.into(part)
+            num_bytes -= len(part)
+
+    def _receive(self, target: memoryview) -> int:
+        try:
+            self._wait_at_most()
+            num = self._socket.recv_into(target)
+        except OSError as error:
+            raise WireError(f"receiving failed: {error}") from error
+        if not num:
+            raise WireError("the server closed the connection")
+        return num
+
+    def _wait_at_most(self) -> None:
+        left_s = self._until_s - self._clock()
+        if left_s <= 0:
+            raise WireError("the server did not answer in time")
+        self._socket.settimeout(max(left_s, _MIN_TIMEOUT_S))
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def status(self) -> bytes | Refusal:
+        """Return a status or a number as the server wrote it, or the error that it answered."""
+        line = self.line()
+        if line[:1] == b"-":
+            return Refusal(line[1:])
+        if line[:1] not in (b"+", b":"):
+            raise WireError(f"expected a status, got {line[:40]!r}")
+        return line[1:]
+
+    def bulk_size(self) -> int | Refusal | None:
+        """Return the bytes of a value that follows; None for no value."""
+        line = self.line()
+        if line[:1] == b"-":
+            return Refusal(line[1:])
+        if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
+            raise WireError(f"expected a value, got {line[:40]!r}")
+        size = int(line[1:])
+        return None if size < 0 else size
+
+    def end_bulk(self) -> None:
+        """Read what follows a value."""
+        end = bytearray(2)
+        self.into(memoryview(end))
+        if end != b"\r\n":
+            raise WireError("a value is longer than the server said")
+
+
+def command(*words: bytes) -> bytes:
+    """Return a command as the server reads it."""
+    parts = [b"*%d\r\n" % len(words)]
+    parts += [b"$%d\r\n%s\r\n" % (len(word), word) for word in words]
+    return b"".join(parts)
+
+
+def set_command(key: bytes, value: Sequence[Buffer], options: Sequence[bytes] = ()) -> list[Buffer]:
+    """Return the parts of SET, whose value is sent from where its parts are."""
+    num_bytes = sum(map(len, value))
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (
+        3 + len(options),
+        len(key),
+        key,
+        num_bytes,
+    )
+    tail = b"".join([b"\r\n", *(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)])
+    return [head, *value, tail]

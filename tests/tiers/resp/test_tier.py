@@ -1,0 +1,332 @@
+"""`RespTier` on a real server: what it returns, and what it refuses to return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.resp.server import Server
+
+from kvstow import ConfigError, StateError
+from kvstow.tiers import TierBlocks
+from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.resp import Credentials, RespTier
+from kvstow.transfer import HostArena
+
+NUM_SLOTS, SLOT_BYTES = 64, 5000
+NAMESPACE = bytes(range(16))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def arena(server: Server) -> Iterator[HostArena]:
+    server.command("FLUSHALL")
+    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena:
+        yield arena
+
+
+@pytest.fixture
+def tier(server: Server, arena: HostArena) -> Iterator[RespTier]:
+    with RespTier(arena, server.url, NAMESPACE) as tier:
+        yield tier
+
+
+def blocks(*numbers: int, group: int = 0) -> TierBlocks:
+    return TierBlocks([b"%032d" % number for number in numbers], [group] * len(numbers))
+
+
+def fill(arena: HostArena, numbers: range, seed: int = 0) -> np.ndarray:
+    """Give each slot random bytes, and return them."""
+    rows = np.random.default_rng(seed).integers(0, 256, (len(numbers), SLOT_BYTES), dtype=np.uint8)
+    arena.slots[numbers.start : numbers.stop] = rows
+    return rows
+
+
+def answer(ticket: object) -> list[bool]:
+    ticket.wait(10)  # type: ignore[attr-defined]
+    return ticket.ok.tolist()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_blocks_come_back(tier: RespTier, arena: HostArena) -> None:
+    rows = fill(arena, range(40))
+    assert answer(tier.put(blocks(*range(40)), range(40))) == [True] * 40
+    arena.slots[:] = 0
+    order = [*range(39, -1, -1)]
+    assert answer(tier.get(blocks(*order), range(40))) == [True] * 40
+    assert (arena.slots[:40] == rows[::-1]).all()
+    stats = tier.stats()
+    assert (stats.put_blocks, stats.got_blocks, stats.mismatched_blocks) == (40, 40, 0)
+    assert stats.put_bytes == 40 * tier.slot_bytes
+
+
+def test_what_is_not_there_is_a_miss(tier: RespTier, arena: HostArena) -> None:
+    fill(arena, range(3))
+    assert answer(tier.put(blocks(1, 3), [0, 1])) == [True, True]
+    wanted = blocks(0, 1, 2, 3)
+    assert answer(tier.contains(wanted)) == [False, True, False, True]
+    assert answer(tier.get(wanted, range(4))) == [False, True, False, True]
+    assert answer(tier.get(blocks(1, group=1), [0])) == [False]
+    assert answer(tier.delete(blocks(1))) == [True]
+    assert answer(tier.contains(wanted)) == [False, False, False, True]
+
+
+def test_contains_answers_for_many_keys(tier: RespTier, arena: HostArena) -> None:
+    fill(arena, range(2))
+    answer(tier.put(blocks(7, 19_999), [0, 1]))
+    ticket = tier.contains(blocks(*range(20_000)))
+    ticket.wait(10)
+    assert np.flatnonzero(ticket.ok).tolist() == [7, 19_999]
+
+
+def key_of(number: int, namespace: bytes = NAMESPACE, group: int = 0) -> bytes:
+    return Namespace(namespace).key(group, b"%032d" % number)
+
+
+def value_of(server: Server, key: bytes) -> bytes:
+    """Return what the server holds under a key."""
+    answer = server.command("GET", key)
+    size, _, rest = answer[1:].partition(b"\r\n")
+    return rest[: int(size)]
+
+
+def flip(value: bytes, at: int) -> bytes:
+    return value[:at] + bytes([value[at] ^ 4]) + value[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda own, _: flip(own, HEADER_BYTES + 100), id="data"),
+        pytest.param(lambda own, _: flip(own, -1 % len(own)), id="last-byte"),
+        pytest.param(lambda own, _: flip(own, 3), id="schema"),
+        pytest.param(lambda own, _: flip(own, 10), id="namespace"),
+        pytest.param(lambda own, _: flip(own, 25), id="group"),
+        pytest.param(lambda own, _: flip(own, 40), id="hash"),
+        pytest.param(lambda own, _: flip(own, HEADER_BYTES - 6), id="checksum"),
+        pytest.param(lambda _, other: other, id="another-block"),
+        pytest.param(lambda own, _: own[:-1], id="cut-short"),
+        pytest.param(lambda own, _: own + b"x", id="too-long"),
+        pytest.param(lambda own, _: b"", id="empty"),
+        pytest.param(lambda own, other: own[: len(own) // 2] + other[len(own) // 2 :], id="torn"),
+    ],
+)
+def test_a_damaged_block_is_a_miss_and_leaves_the_store(
+    tier: RespTier, arena: HostArena, server: Server, damage: Callable[[bytes, bytes], bytes]
+) -> None:
+    rows = fill(arena, range(2))
+    assert answer(tier.put(blocks(1, 2), [0, 1])) == [True, True]
+    own, other = value_of(server, key_of(1)), value_of(server, key_of(2))
+    server.command("SET", key_of(1), own)
+    assert answer(tier.get(blocks(1), [5])) == [True], "the damage must come from `damage`"
+    server.command("SET", key_of(1), damage(own, other))
+    assert answer(tier.get(blocks(1, 2), [5, 6])) == [False, True]
+    assert (arena.slots[6] == rows[1]).all()
+    assert tier.stats().mismatched_blocks == 1
+    assert answer(tier.contains(blocks(1))) == [False]
+    assert answer(tier.put(blocks(1), [0])) == [True]
+    assert answer(tier.get(blocks(1), [5])) == [True]
+    assert (arena.slots[5] == rows[0]).all()
+
+
+def test_two_models_do_not_meet(server: Server, arena: HostArena, tier: RespTier) -> None:
+    fill(arena, range(1))
+    answer(tier.put(blocks(1), [0]))
+    other = bytes(16)
+    with RespTier(arena, server.url, other) as stranger:
+        assert answer(stranger.get(blocks(1), [1])) == [False]
+        # Even where the block of the one lies under the key of the other.
+        server.command("SET", key_of(1, other), value_of(server, key_of(1)))
+        assert answer(stranger.contains(blocks(1))) == [True]
+        assert answer(stranger.get(blocks(1), [1])) == [False]
+
+
+def test_a_put_replaces_what_is_there(tier: RespTier, arena: HostArena, server: Server) -> None:
+    rows = fill(arena, range(1))
+    server.command("SET", key_of(1), b"what another program wrote")
+    assert answer(tier.put(blocks(1), [0])) == [True]
+    assert answer(tier.get(blocks(1), [1])) == [True]
+    assert (arena.slots[1] == rows[0]).all()
+
+
+def test_a_server_that_comes_late_is_used(tmp_path: Path, arena: HostArena) -> None:
+    fill(arena, range(1))
+    with Server(tmp_path) as server:
+        server.kill()
+        with RespTier(arena, server.url, NAMESPACE) as tier:
+            ticket = tier.put(blocks(1), [0])
+            assert answer(ticket) == [False]
+            assert "127.0.0.1" in str(ticket.error)
+            server.start()
+            assert answer(tier.put(blocks(1), [0])) == [True]
+            server.kill()  # the connection that the tier holds is gone
+            assert answer(tier.get(blocks(1), [1])) == [False]
+            server.start()
+            assert answer(tier.put(blocks(1), [0])) == [True]
+
+
+def test_a_stopped_server_costs_no_more_than_the_deadline(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    rows = fill(arena, range(1))
+    with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+        assert answer(tier.put(blocks(1), [0])) == [True]
+        assert answer(tier.get(blocks(1), [1])) == [True]
+        server.pause()
+        for _ in range(3):
+            ticket = tier.get(blocks(1), [2], deadline=time.monotonic() + 0.1)
+            ticket.wait(5)
+            assert ticket.ok.tolist() == [False]
+            while not ticket.has_ended:
+                time.sleep(0.001)
+        # The tier has given up, so nothing may arrive any more.
+        arena.slots[2] = 7
+        begin_s = time.monotonic()
+        ticket = tier.get(blocks(1), [2], deadline=begin_s + 60)
+        ticket.wait(30)
+        assert "left alone" in str(ticket.error)
+        server.resume()
+        while answer(tier.get(blocks(1), [3])) != [True]:
+            time.sleep(0.05)
+        assert (arena.slots[3] == rows[0]).all()
+        assert (arena.slots[2] == 7).all()
+
+
+def test_a_full_queue_of_puts_drops(tmp_path: Path, arena: HostArena) -> None:
+    fill(arena, range(8))
+    with Server(tmp_path) as server:
+        room = 4 * arena.slot_stride_bytes
+        with RespTier(arena, server.url, NAMESPACE, max_queued_bytes=room) as tier:
+            assert answer(tier.put(blocks(0), [0])) == [True]
+            server.pause()
+            first = tier.put(blocks(1, 2, 3, 4), [1, 2, 3, 4])
+            second = tier.put(blocks(5), [5])
+            assert second.poll()
+            assert second.ok.tolist() == [False]
+            server.resume()
+            assert answer(first) == [True] * 4
+            assert answer(tier.put(blocks(5), [5])) == [True]
+            assert tier.stats().failed_puts == 1
+
+
+def test_blocks_expire(server: Server, arena: HostArena) -> None:
+    fill(arena, range(1))
+    with RespTier(arena, server.url, NAMESPACE, ttl_s=1000) as tier:
+        assert answer(tier.put(blocks(1), [0])) == [True]
+        left = int(server.command("TTL", key_of(1))[1:-2])
+        assert 0 < left <= 1000
+
+
+def test_several_servers_share_the_keys(tmp_path: Path, arena: HostArena) -> None:
+    rows = fill(arena, range(32))
+    with Server(tmp_path) as a, Server(tmp_path) as b:
+        url = f"{a.url},127.0.0.1:{b.port}"
+        with RespTier(arena, url, NAMESPACE) as tier:
+            assert answer(tier.put(blocks(*range(32)), range(32))) == [True] * 32
+            sizes = [int(server.command("DBSIZE")[1:-2]) for server in (a, b)]
+            assert sum(sizes) == 32
+            assert min(sizes) > 0
+            arena.slots[:] = 0
+            assert answer(tier.get(blocks(*range(32)), range(32))) == [True] * 32
+            assert (arena.slots[:32] == rows).all()
+            a.kill()
+            ok = answer(tier.get(blocks(*range(32)), range(32)))
+            assert sum(ok) == sizes[1], "the other server still answers"
+
+
+def test_a_cluster_is_asked_where_keys_are(tmp_path: Path, arena: HostArena) -> None:
+    rows = fill(arena, range(32))
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
+    with Server(folders[0], *options) as a, Server(folders[1], *options) as b:
+        for server, slots in ((a, range(8192)), (b, range(8192, 16384))):
+            server.command("CLUSTER", "ADDSLOTS", *map(str, slots))
+        a.command("CLUSTER", "MEET", "127.0.0.1", str(b.port))
+        until_s = time.monotonic() + 30
+        while b"cluster_state:ok" not in a.command("CLUSTER", "INFO") or (
+            b"cluster_state:ok" not in b.command("CLUSTER", "INFO")
+        ):
+            assert time.monotonic() < until_s, "the cluster does not form"
+            time.sleep(0.05)
+        with RespTier(arena, f"redis+cluster://127.0.0.1:{a.port}", NAMESPACE) as tier:
+            assert answer(tier.put(blocks(*range(32)), range(32))) == [True] * 32
+            sizes = [int(server.command("DBSIZE")[1:-2]) for server in (a, b)]
+            assert sum(sizes) == 32
+            assert min(sizes) > 0
+            arena.slots[:] = 0
+            assert answer(tier.get(blocks(*range(32)), range(32))) == [True] * 32
+            assert (arena.slots[:32] == rows).all()
+
+
+def test_a_password_is_needed_and_never_shown(
+    tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(arena, range(1))
+    with Server(tmp_path, "--requirepass", "open-sesame") as server:
+        with RespTier(arena, server.url, NAMESPACE, credentials=Credentials()) as tier:
+            for _ in range(4):
+                ticket = tier.put(blocks(1), [0])
+                assert answer(ticket) == [False]
+        wrong = Credentials(password="closed-sesame")
+        with RespTier(arena, server.url, NAMESPACE, credentials=wrong) as tier:
+            for _ in range(4):
+                ticket = tier.put(blocks(1), [0])
+                assert answer(ticket) == [False]
+                assert "sesame" not in str(ticket.error)
+        right = Credentials(password="open-sesame")
+        with RespTier(arena, server.url, NAMESPACE, credentials=right) as tier:
+            assert answer(tier.put(blocks(1), [0])) == [True]
+        assert "sesame" not in repr(right)
+        assert "sesame" not in caplog.text
+        assert "127.0.0.1" in caplog.text
+
+
+def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> None:
+    fill(arena, range(64))
+    options = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    with Server(tmp_path, *options) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+        ticket = tier.put(blocks(*range(64)), range(64))
+        assert not all(answer(ticket))
+        assert "OOM" in str(ticket.error)
+        assert answer(tier.contains(blocks(100))) == [False]
+        assert tier.contains(blocks(100)).error is None
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:6379", "has no scheme"),
+        ("http://127.0.0.1", "http://127.0.0.1 is no shared tier"),
+        ("redis://", "is no shared tier"),
+        ("redis://user:sesame@host", "the URL of host contains credentials"),
+        ("redis://host:0", "must be 1 to 65535"),
+        ("redis://host:99999", "is no URL"),
+        ("redis://host/one", "names database 'one'"),
+        ("redis+cluster://host/1", "names database '1'"),
+        ("redis+sentinel://host", "names no service"),
+        ("redis://a,rediss://b", "differ in more than host and port"),
+        ("redis://a,a", "name a server twice"),
+        ("redis://host?x=1", "has options after the path"),
+    ],
+)
+def test_a_wrong_url_is_refused(arena: HostArena, url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        RespTier(arena, url, NAMESPACE)
+    assert "sesame" not in str(refused.value)
+
+
+def test_a_closed_tier_takes_nothing(server: Server, arena: HostArena) -> None:
+    tier = RespTier(arena, server.url, NAMESPACE)
+    tier.close()
+    tier.close()
+    with pytest.raises(StateError, match="closed"):
+        tier.put(blocks(1), [0])
