@@ -15,6 +15,9 @@ from typing import Self
 
 import pytest
 
+_PORT_LIMIT = 1 << 16
+_BUS_OFFSET = 10_000
+
 
 def binary() -> str:
     """Return the path of a server, or skip."""
@@ -30,11 +33,13 @@ def binary() -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port that nobody uses now. A cluster also uses the port 10,000 above it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < _PORT_LIMIT - _BUS_OFFSET:
+            return port
 
 
 class Server:

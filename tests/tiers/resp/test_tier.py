@@ -11,7 +11,7 @@ import pytest
 from tests.tiers.resp.server import Server
 
 from kvstow import ConfigError, StateError
-from kvstow.tiers import TierBlocks
+from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.transfer import HostArena
@@ -50,9 +50,15 @@ def fill(arena: HostArena, numbers: range, seed: int = 0) -> np.ndarray:
     return rows
 
 
-def answer(ticket: object) -> list[bool]:
-    ticket.wait(10)  # type: ignore[attr-defined]
-    return ticket.ok.tolist()  # type: ignore[attr-defined, no-any-return]
+def asked(ticket: TierTicket) -> TierTicket:
+    """Return a ticket that has an answer."""
+    ticket.wait(10)
+    return ticket
+
+
+def answer(ticket: TierTicket) -> list[bool]:
+    ok: list[bool] = asked(ticket).ok.tolist()
+    return ok
 
 
 def test_blocks_come_back(tier: RespTier, arena: HostArena) -> None:
@@ -76,6 +82,24 @@ def test_what_is_not_there_is_a_miss(tier: RespTier, arena: HostArena) -> None:
     assert answer(tier.get(blocks(1, group=1), [0])) == [False]
     assert answer(tier.delete(blocks(1))) == [True]
     assert answer(tier.contains(wanted)) == [False, False, False, True]
+
+
+def test_groups_share_hashes(tier: RespTier, arena: HostArena) -> None:
+    rows = fill(arena, range(2))
+    for group in range(2):
+        assert answer(tier.put(blocks(1, group=group), [group])) == [True]
+    assert answer(tier.get(blocks(1), [2])) == [True]
+    assert answer(tier.get(blocks(1, group=1), [3])) == [True]
+    assert (arena.slots[2:4] == rows).all()
+
+
+def test_the_block_of_another_group_is_a_miss(
+    tier: RespTier, arena: HostArena, server: Server
+) -> None:
+    fill(arena, range(1))
+    answer(tier.put(blocks(1, group=1), [0]))
+    server.command("SET", key_of(1), value_of(server, key_of(1, group=1)))
+    assert answer(tier.get(blocks(1), [2])) == [False]
 
 
 def test_contains_answers_for_many_keys(tier: RespTier, arena: HostArena) -> None:
@@ -172,12 +196,10 @@ def test_a_server_that_comes_late_is_used(tmp_path: Path, arena: HostArena) -> N
             assert answer(tier.put(blocks(1), [0])) == [True]
 
 
-def test_a_stopped_server_costs_no_more_than_the_deadline(
-    tmp_path: Path, arena: HostArena
-) -> None:
-    rows = fill(arena, range(1))
+def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena: HostArena) -> None:
+    rows = fill(arena, range(2))
     with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
-        assert answer(tier.put(blocks(1), [0])) == [True]
+        assert answer(tier.put(blocks(1, 2), [0, 1])) == [True, True]
         assert answer(tier.get(blocks(1), [1])) == [True]
         server.pause()
         for _ in range(3):
@@ -193,9 +215,12 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(
         ticket.wait(30)
         assert "left alone" in str(ticket.error)
         server.resume()
-        while answer(tier.get(blocks(1), [3])) != [True]:
+        while "left alone" in str((ticket := asked(tier.get(blocks(2), [3]))).error):
             time.sleep(0.05)
-        assert (arena.slots[3] == rows[0]).all()
+        assert ticket.ok.tolist() == [True]
+        # The answers that came too late are not taken for answers to this call.
+        assert (arena.slots[3] == rows[1]).all()
+        assert tier.stats().mismatched_blocks == 0
         assert (arena.slots[2] == 7).all()
 
 
