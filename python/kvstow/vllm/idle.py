@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 
 from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.options import Options
+from kvstow.vllm.stats import Direction
 from kvstow.vllm.weights import WeightsVersion
 from kvstow.vllm.worker import WorkerHalf
 
@@ -91,3 +92,9 @@ class IdleWorker(WorkerHalf):
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Map no host memory: nothing is copied."""
+
+    def begin(self, direction: Direction) -> None:
+        """Do nothing: there are no jobs."""
+
+    def stats(self) -> None:
+        """Return nothing: nothing is copied."""

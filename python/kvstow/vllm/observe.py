@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from vllm.v1.request import Request
@@ -34,9 +35,6 @@ class Part(Protocol):
 
     def admitted(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
         """Take a request that vLLM admits for the first time."""
-
-    def stepped(self) -> None:
-        """Take the end of scheduling a step."""
 
     def finished(self, request: Request) -> None:
         """Take the end of an admitted request."""
@@ -113,10 +111,18 @@ class Observer:
         seen.is_admitted = self.has_news = True
         self._each(lambda part: part.admitted(request, seen.num_local_tokens, num_external_tokens))
 
-    def stepped(self) -> None:
-        """Take the end of scheduling a step."""
-        if self.shadow is not None:
-            self._each(lambda part: part.stepped())
+    def stepped(self, num_slots: int) -> None:
+        """Take the end of scheduling a step.
+
+        Args:
+            num_slots: host slots of a tier as large as the options say; 0 if not known yet.
+        """
+        if (shadow := self.shadow) is None:
+            return
+        if num_slots != shadow.num_slots:
+            self._try(shadow, lambda: shadow.resize(num_slots))
+        if shadow.is_computing:
+            self._try(shadow, shadow.stepped)
 
     def finished(self, request: Request) -> None:
         """Take the end of a request."""
@@ -139,8 +145,12 @@ class Observer:
             return {}
         self.has_news, self._report_at = False, self.clock() + REPORT_S
         found: dict[str, float] = {}
-        shadow.num_slots = num_slots
-        self._each(lambda part: found.update(shadow.gauges()) if part is shadow else None)
+
+        def report() -> None:
+            shadow.resize(num_slots)
+            found.update(shadow.gauges())
+
+        self._try(shadow, report)
         return found
 
     def close(self) -> None:
@@ -150,13 +160,19 @@ class Observer:
 
     def _each(self, call: Callable[[Part], None]) -> None:
         for part in list(self._parts):
-            try:
-                call(part)
-            except Exception:
-                self._parts.remove(part)
-                self.shadow = None if part is self.shadow else self.shadow
-                logger.exception(
-                    "kvstow: %s is off because of the internal error below, and requests go on as "
-                    "before. Please report the traceback",
-                    type(part).__name__,
-                )
+            self._try(part, partial(call, part))
+
+    def _try(self, part: Part, call: Callable[[], None]) -> None:
+        """Call a part, and end it if it raises."""
+        if part not in self._parts:
+            return
+        try:
+            call()
+        except Exception:
+            self._parts.remove(part)
+            self.shadow = None if part is self.shadow else self.shadow
+            logger.exception(
+                "kvstow: %s is off because of the internal error below, and requests go on as "
+                "before. Please report the traceback",
+                type(part).__name__,
+            )

@@ -143,9 +143,6 @@ class TraceRecorder:
             self._thread = threading.Thread(target=self._run, name="kvstow-record", daemon=True)
             self._thread.start()
 
-    def stepped(self) -> None:
-        """Do nothing: a step is no part of a trace."""
-
     def emptied(self) -> None:
         """Do nothing: a reset is no part of a trace."""
 

@@ -10,9 +10,10 @@ What a real tier counts and keeps, and so what counts here:
   included, tail before root.
 - The tier stores every block (eager, lru). Hints of a request with `store: false` are respected.
 
-One group of full attention makes this exact while the curve watches every key. A model with windows
-or states is an estimate: hits end only at the `Checkpoints`, and slots are converted to blocks with
-the mean number of slots that a block took (`_slots_per_key`).
+One group of full attention makes this exact while the curve watches every key. For a model with
+windows or states, `ShadowSlots` keeps the accounting of each size, as far as its memory allows. The
+curve estimates the others: hits end only at the `Checkpoints`, and slots are converted to blocks
+with the mean number of slots that a block took (`_slots_per_key`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from typing import Final
 
 from vllm.v1.request import Request
 
-from kvstow import ChunkedLocal, FullAttention, HitCurve, SlidingWindow
+from kvstow import FullAttention, HitCurve
 from kvstow.observability.metrics import SHADOW_KEY
 from kvstow.vllm.hints import Hints
-from kvstow.vllm.model import Group, Model
+from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.shadow_slots import SLOT_BYTES, ShadowSlots, num_blocks_needed
 
-# Enough to be exact for 400,000 distinct blocks.
+# Enough to be exact for 400,000 distinct blocks. `ShadowSlots` may take as much again.
 CURVE_BYTES: Final = 32 << 20
 # Blocks that no request used for so many half-lives are forgotten.
 KEPT_TURNS: Final = 24
@@ -46,7 +48,7 @@ class ShadowTier:
 
     Attributes:
         num_slots: host slots of a tier as large as the options say; 0 until the ranks have reported
-            it. No ratio is known before.
+            it (`resize`). No ratio is known before.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class ShadowTier:
         """
         self.num_slots = 0
         self._curve = HitCurve(max_bytes=CURVE_BYTES)
+        self._model, self._retention_interval = model, retention_interval
+        self._slots: ShadowSlots | None = None
         self._tokens_per_key = model.tokens_per_hit
         self._hashes_per_key = model.tokens_per_hit // model.tokens_per_vllm_hash
         self._options = options
@@ -90,7 +94,10 @@ class ShadowTier:
         self._advance()
         if self._stores(request):
             self._computing[request.request_id] = request, request.num_tokens
-        if request.skip_reading_prefix_cache:
+        is_counted = not request.skip_reading_prefix_cache
+        if self._slots is not None:
+            self._slots.admitted(request, num_local_tokens, counts=is_counted)
+        if not is_counted:
             return
         keys = self._keys(request, request.num_tokens - 1)
         num_local = num_local_tokens // self._tokens_per_key
@@ -100,14 +107,19 @@ class ShadowTier:
         self._num_hits += num_local + num_external_tokens // self._tokens_per_key
         self._num_lookups += len(keys)
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a prompt was not computed when `stepped` looked last."""
+        return bool(self._computing)
+
     def stepped(self) -> None:
         """Insert the prompts that are computed. Call it when vLLM has scheduled a step."""
-        if self._computing:
-            computing = list(self._computing.items())
-            for request_id, (request, num_tokens) in computing:
-                if request.num_computed_tokens >= num_tokens:
-                    del self._computing[request_id]
-                    self._insert(request, num_tokens)
+        for request_id, (request, num_tokens) in list(self._computing.items()):
+            if request.num_computed_tokens >= num_tokens:
+                del self._computing[request_id]
+                self._insert(request, num_tokens)
+            elif self._slots is not None:
+                self._slots.computed(request, request.num_computed_tokens)
 
     def finished(self, request: Request) -> None:
         """Insert what a request has computed, and make it most recent."""
@@ -117,12 +129,39 @@ class ShadowTier:
             if self._options.offload_prompt_only:
                 num_computed = min(num_computed, request.num_prompt_tokens)
             self._insert(request, num_computed)
+        if self._slots is not None:
+            self._slots.finished(request)
 
     def emptied(self) -> None:
         """Forget all blocks, because a reset empties the tier. What was counted stays."""
         self._curve.clear()
+        if self._slots is not None:
+            self._slots.emptied()
         self._checkpoints.clear()
         self._computing.clear()
+
+    def resize(self, num_slots: int) -> None:
+        """Take the slots of a tier as large as the options say.
+
+        Requests that vLLM has admitted before have met an empty tier of any size.
+        """
+        if num_slots == self.num_slots:
+            return
+        self.num_slots = num_slots
+        if len(self._model.groups) == 1 or not num_slots:
+            return
+        # Small sizes come first. The curve is farthest off for them.
+        room = CURVE_BYTES // SLOT_BYTES
+        sums = accumulate(self._sizes())
+        sizes = [size for size, total in zip(self._sizes(), sums, strict=True) if total <= room]
+        self._slots = ShadowSlots(self._model, self._retention_interval, sizes)
+        for request, _ in self._computing.values():
+            self._slots.admitted(request, 0, counts=False)
+
+    def _sizes(self) -> list[int]:
+        """Return the slots of the sizes that are reported."""
+        slots_per_gib = self.num_slots / self._tier_gib
+        return [max(1, int(self._gib * factor * slots_per_gib)) for factor in FACTORS]
 
     def gauges(self) -> Mapping[str, float]:
         """Return the statistics that are known, by key; sizes follow the key of the ratios."""
@@ -131,12 +170,15 @@ class ShadowTier:
         found = {"shadow_window_seconds": seconds, "shadow_sampling_rate": self._curve.rate}
         if not (self.num_slots and self._num_lookups):
             return found
-        slots_per_gib = self.num_slots / self._tier_gib
-        sizes = [self._gib * factor for factor in FACTORS]
-        capacities = [int(size * slots_per_gib / self._slots_per_key()) for size in sizes]
-        ratios = self._curve.hit_ratios([0, *capacities, _UNBOUNDED])
-        labels = ["0", *(f"{size:.6g}" for size in sizes), "inf"]
-        for label, ratio in zip(labels, ratios.tolist(), strict=True):
+        slots_per_key = self._slots_per_key()
+        capacities = [int(size / slots_per_key) for size in self._sizes()]
+        ratios: list[float] = self._curve.hit_ratios([0, *capacities, _UNBOUNDED]).tolist()
+        if self._slots is not None:
+            for at, hits in enumerate(self._slots.hits, 1):
+                ratios[at] = ratios[0] + hits / self._tokens_per_key / self._num_lookups
+            ratios[-1] = max(ratios)
+        labels = ["0", *(f"{self._gib * factor:.6g}" for factor in FACTORS), "inf"]
+        for label, ratio in zip(labels, ratios, strict=True):
             found[SHADOW_KEY + label] = ratio
         found["shadow_hit_ratio_error"] = float(self._curve.errors(capacities).max())
         found["hit_ratio"] = self._num_hits / self._num_lookups
@@ -144,6 +186,8 @@ class ShadowTier:
 
     def _insert(self, request: Request, num_tokens: int) -> None:
         keys = self._keys(request, num_tokens)
+        if self._slots is not None:
+            self._slots.computed(request, num_tokens)
         before = self._curve.num_unique
         self._curve.insert(keys)
         self._num_new_keys += max(0, self._curve.num_unique - before)
@@ -175,6 +219,8 @@ class ShadowTier:
             self._num_lookups /= 2
             self._num_new_keys /= 2
             self._num_window_slots /= 2
+            if self._slots is not None:
+                self._slots.halve()
         self._turn_began += num_turns * half_life_s
 
 
@@ -201,7 +247,7 @@ class Checkpoints:
             if isinstance(group, FullAttention) or retention_interval is None:
                 self.slots_per_key += per_key
                 continue
-            num_needed = _num_needed(group, unit)
+            num_needed = num_blocks_needed(group, unit)
             if self._interval:
                 self.slots_per_key += per_key * min(1.0, num_needed / self._interval)
             others, retained = self._retained.get(num_needed, (0.0, {}))
@@ -239,12 +285,3 @@ class Checkpoints:
         """Forget all that is retained."""
         for _, retained in self._retained.values():
             retained.clear()
-
-
-def _num_needed(group: Group, unit: int) -> int:
-    """Return the blocks of `unit` tokens before the end of a hit that it needs of a group."""
-    if isinstance(group, SlidingWindow):
-        return -(-(group.window - 1) // unit)
-    if isinstance(group, ChunkedLocal):
-        return -(-group.chunk // unit)
-    return 1
