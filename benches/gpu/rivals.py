@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from benches.gpu.device import seconds
 from benches.gpu.moves import JOB_BLOCKS, Cache
 
 from kvstow.transfer.cuda.interface import Copies, Kernel, Pack
-from kvstow.transfer.cuda.kernels import chunk_table
+from kvstow.transfer.cuda.kernels import MAX_BLOCKS, chunk_table, ids_for_launch
 
 BATCH_LIMIT_S = 90
 NAMES = {
@@ -124,25 +125,21 @@ def zero_copy_pack(cache: Cache, direction: str) -> tuple[Pack, Callable[[], Non
     table = chunk_table(cache.layout.regions, cache.layout.offsets)
     chunks = runtime.allocate(table.nbytes)
     runtime.upload(chunks, table.tobytes())
-    ids = runtime.allocate_mapped(4 * JOB_BLOCKS)
-    ids.host.view(np.int32)[:] = cache.ids(direction, shuffled=True)
+    ids = np.zeros(MAX_BLOCKS, dtype=np.int32)
+    ids[:JOB_BLOCKS] = cache.ids(direction, shuffled=True)
     first = cache.slots(direction, scattered=False)[0]
     mapped = int(api.pointerGetAttributes(arena.base_address).devicePointer)
     pack = Pack(
         chunks=chunks,
         num_chunks=len(table),
-        block_ids=ids.device_address,
+        block_ids=ids_for_launch(ids),
         num_blocks=JOB_BLOCKS,
         staging=mapped + first * arena.slot_stride_bytes,
         staging_stride_bytes=arena.slot_stride_bytes,
         checksums=0,
     )
 
-    def close() -> None:
-        runtime.free(chunks)
-        runtime.free_mapped(ids)
-
-    return pack, close
+    return pack, partial(runtime.free, chunks)
 
 
 def speeds(rows: Sequence[dict[str, Any]], rival: str, direction: str) -> dict[int, float]:

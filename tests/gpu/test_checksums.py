@@ -9,7 +9,7 @@ from tests.gpu.memory import DeviceCache, all_bytes, world
 from kvstow import ChecksumMismatch
 from kvstow.transfer import READY
 from kvstow.transfer.cuda.interface import Kernel, Pack
-from kvstow.transfer.cuda.kernels import checksum, chunk_table
+from kvstow.transfer.cuda.kernels import MAX_BLOCKS, checksum, chunk_table, ids_for_launch
 from kvstow.transfer.cuda.runtime import cuda_runtime
 
 IDS = [7, 2, 5]
@@ -20,17 +20,16 @@ def test_kernels_and_numpy_compute_equal_sums(size: int) -> None:
     runtime, cache = cuda_runtime(0), DeviceCache("padded", 9, size)
     table = chunk_table(cache.layout.regions, cache.layout.offsets)
     stride = -(-cache.layout.slot_bytes // 16) * 16
-    ids = runtime.allocate_mapped(4 * len(IDS))
-    ids.host.view(np.int32)[:] = IDS
+    ids = np.zeros(MAX_BLOCKS, dtype=np.int32)
+    ids[: len(IDS)] = IDS
     sums = runtime.allocate_mapped(8 * len(IDS))
     sums.host[:] = 0
     chunks, staging = runtime.allocate(table.nbytes), runtime.allocate(stride * len(IDS))
     runtime.upload(chunks, table.tobytes())
     stream, event = runtime.stream(), runtime.event()
     cache.bytes()  # waits until torch has done its queued work
-    pack = Pack(
-        chunks, len(table), ids.device_address, len(IDS), staging, stride, sums.device_address
-    )
+    carried = ids_for_launch(ids)
+    pack = Pack(chunks, len(table), carried, len(IDS), staging, stride, sums.device_address)
     expected = checksum(np.stack([cache.slot(cache.bytes(), block) for block in IDS]))
     try:
         for turn, kernel in enumerate(get_args(Kernel), start=1):
@@ -42,8 +41,7 @@ def test_kernels_and_numpy_compute_equal_sums(size: int) -> None:
     finally:
         for address in (chunks, staging):
             runtime.free(address)
-        for memory in (ids, sums):
-            runtime.free_mapped(memory)
+        runtime.free_mapped(sums)
 
 
 def test_flipped_byte_on_the_host_fails_the_load() -> None:

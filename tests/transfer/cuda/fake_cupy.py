@@ -1,8 +1,8 @@
 """The part of cupy that `CudaRuntime` and `kvstow doctor` call, for a simulated machine."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from threading import get_ident
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,6 +22,7 @@ class FakeDriverError(FakeCudaError):
 
 class FakeKernel:
     num_regs = 32
+    kernel = None
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -44,6 +45,7 @@ class FakeCupy(ModuleType):
         event_status: status that a query of an event returns; like cupy, it raises nothing.
         capture_status: status that a query of a capture raises, unless it is 0.
         calls: names of the copies and waits in their order.
+        contexts: the context of each thread; a device's is its number plus 1.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class FakeCupy(ModuleType):
         self.event_status = 0
         self.capture_status = 0
         self.calls: list[str] = []
+        self.contexts: dict[int, int] = {}
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
                 CUDARuntimeError=FakeCudaError,
@@ -71,6 +74,8 @@ class FakeCupy(ModuleType):
                     "uuid": bytes([0x5A, 0, device]).partition(b"\0")[0],
                 },
                 deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
+                setDevice=self._set_device,
+                free=lambda address: None,
                 memGetInfo=lambda: (3 << 30, 4 << 30),
                 eventQuery=lambda _: self.event_status,
                 eventRecord=lambda *_: self.calls.append("record"),
@@ -79,8 +84,12 @@ class FakeCupy(ModuleType):
                 memcpy=lambda *_: self.calls.append("memcpy"),
                 memcpyHostToDevice=1,
             ),
-            driver=SimpleNamespace(CUDADriverError=FakeDriverError),
-            Device=_device,
+            driver=SimpleNamespace(
+                CUDADriverError=FakeDriverError,
+                ctxGetCurrent=lambda: self.contexts.get(get_ident(), 0),
+                ctxSetCurrent=lambda context: self.contexts.update({get_ident(): context}),
+            ),
+            Device=lambda device: nullcontext(),
             Event=FakeEvent,
         )
         self._compile_error = compile_error
@@ -94,6 +103,9 @@ class FakeCupy(ModuleType):
         """Make this the module that `import cupy` returns."""
         patch.setitem(sys.modules, "cupy", self)
         return self
+
+    def _set_device(self, device: int) -> None:
+        self.contexts[get_ident()] = device + 1
 
     def _is_capturing(self) -> bool:
         if self.capture_status:
@@ -110,8 +122,3 @@ def _count(num_devices: int) -> int:
     if num_devices == 0:
         raise FakeCudaError(NO_DEVICE)
     return num_devices
-
-
-@contextmanager
-def _device(_: int) -> Iterator[None]:
-    yield

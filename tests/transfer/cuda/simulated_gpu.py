@@ -12,6 +12,7 @@ stands for when the wait is queued. A wait for an event that was never recorded 
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,6 +126,9 @@ class SimulatedGpu:
 
     # -- Runtime --------------------------------------------------------------------------------
 
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def stream(self) -> FakeStream:
         self.streams.append(FakeStream(len(self.streams)))
         return self.streams[-1]
@@ -219,11 +223,12 @@ class SimulatedGpu:
         del self.allocated[address]
 
     def _kernel(self, pack: Pack, *, is_gather: bool) -> Iterator[Callable[[], None]]:
-        """Yield the halves of what `pack.cu` does. It reads its arguments when it runs."""
+        """Yield the halves of what `pack.cu` does. The launch has copied the ids."""
+        ids = np.frombuffer(pack.block_ids.tobytes(), dtype=np.int32)
+        assert 0 < pack.num_blocks <= len(ids)
 
         def move(first: int, last: int) -> None:
             table = np.frombuffer(_bytes(pack.chunks, pack.num_chunks * 24), dtype=CHUNK_DTYPE)
-            ids = np.frombuffer(_bytes(pack.block_ids, 4 * pack.num_blocks), dtype=np.int32)
             num_bytes = int((table["offset"] + table["num_bytes"]).max())
             for i in range(first, last):
                 place = pack.staging + i * pack.staging_stride_bytes

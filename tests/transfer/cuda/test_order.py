@@ -18,6 +18,7 @@ from kvstow.transfer.cuda.runtime import CudaEvent
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS = 12, 16, 2
 # Blocks with a little padding in their slot, and with much. A place holds two of them.
 FRAGMENT_BYTES, STAGING_BYTES = (2032, 1008), (8192, 4096)
+BLOCK_BYTES = 4096  # of the slots with a little padding
 NUM_SEEDS = 300
 
 Path = Literal["packed", "direct"]
@@ -81,7 +82,7 @@ class World:
         order: Choose | None = None,
         dropped: tuple[int, int] | None = None,
         verify: bool = False,
-        num_places: int = 2,
+        staging_bytes: int | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.runtime = SimulatedGpu(order or RandomOrder(seed), dropped=dropped)
@@ -94,7 +95,8 @@ class World:
         layout = BlockLayout(NUM_BLOCKS, cpu.regions, cpu.owners, device=0)
         self.arena = HostArena(NUM_SLOTS, layout.slot_bytes)
         self.slots = self.arena.slots.view(np.uint64)
-        link = CudaLink(self.runtime, staging_bytes=STAGING_BYTES[seed % 2], num_places=num_places)
+        staging_bytes = staging_bytes or STAGING_BYTES[seed % 2]
+        link = CudaLink(self.runtime, staging_bytes=staging_bytes, num_places=2)
         self.mover = CudaMover(layout, self.arena, link=link, path=path, verify=verify)
         self.version = 0
         self.device: dict[int, int] = {}  # the version of each block after all queued work
@@ -176,11 +178,11 @@ def round_trips(world: World) -> None:
         # The loads write blocks that a step still reads, and read the slots of both stores.
         world.wait(second.poll)
         world.expect_slots(late_slots, late)
-        world.read(mine)
+        world.read([*mine, *others[:3]])
         load = world.load(slots[:5], mine[:5])
-        other = world.load(late_slots, others[:3])
-        for block, version in zip([*mine[:5], *others[:3]], [*versions[:5], *late], strict=True):
-            world.device[block] = version
+        other = world.load(late_slots, others[2::-1])  # other blocks than they came from
+        loaded = zip([*mine[:5], *others[2::-1]], [*versions[:5], *late], strict=True)
+        world.device.update(loaded)
         world.wait(load.poll)
         world.read(mine[:5])
         world.wait(other.poll)
@@ -192,9 +194,34 @@ def round_trips(world: World) -> None:
     world.runtime.run_all()
 
 
+def overwrites(world: World) -> None:
+    """Submit a second job that writes to targets of the first, while the first is in flight."""
+    ids = list(range(1, NUM_BLOCKS))
+    for turn in range(3):
+        world.random.shuffle(ids)
+        mine, others = ids[:5], ids[5:8]
+        slots = world.random.sample(range(NUM_SLOTS), 5)
+        expected = dict(zip(slots, world.compute_into(mine), strict=True))
+        again = world.random.sample(slots, 3)
+        first = world.store(mine, slots)
+        expected.update(zip(again, world.compute_into(others), strict=True))
+        second = world.store(others, again)
+        world.wait(lambda first=first, second=second: first.poll() and second.poll())  # type: ignore[misc]
+        world.expect_slots(list(expected), list(expected.values()))
+        world.read(mine)
+        again = world.random.sample(mine, 3)
+        tickets = [world.load(slots, mine), world.load(slots[:3], again)]
+        pairs = [*zip(slots, mine, strict=True), *zip(slots[:3], again, strict=True)]
+        world.device.update({block: expected[slot] for slot, block in pairs})
+        world.wait(lambda tickets=tickets: all(ticket.poll() for ticket in tickets))  # type: ignore[misc]
+        world.read(mine)
+        world.slots[slots] = turn
+    world.runtime.run_all()
+
+
 def one_store(world: World) -> None:
     """Store in more batches than there are places, and rewrite two of the blocks on release."""
-    versions = [*world.compute_into([1]), 0, 0]
+    versions = [*world.compute_into([1]), 0, *world.compute_into([3])]
     store = world.store([1, 2, 3], [4, 9, 5])
     world.wait(store.source_released)
     world.compute_into([1, 2])
@@ -216,56 +243,73 @@ def one_load(world: World) -> None:
     world.runtime.run_all()
 
 
-def corrupts(seed: int, path: Path, **options: object) -> bool:
+Scenario = Callable[[World], None]
+
+
+def corrupts(seed: int, path: Path, scenario: Scenario, **options: object) -> bool:
     world = World(seed, path, **options)  # type: ignore[arg-type]
     try:
-        round_trips(world)
+        scenario(world)
     except Corrupt:
         return True
     return False
 
 
+@pytest.mark.parametrize("scenario", [round_trips, overwrites])
 @pytest.mark.parametrize(
     ("path", "verify"), [("packed", False), ("packed", True), ("direct", False)]
 )
-def test_no_order_of_the_work_corrupts_a_block(path: Path, verify: bool) -> None:
+def test_no_order_of_the_work_corrupts_a_block(
+    path: Path, verify: bool, scenario: Scenario
+) -> None:
     for seed in range(NUM_SEEDS):
-        assert not corrupts(seed, path, verify=verify), f"seed {seed}"
+        assert not corrupts(seed, path, scenario, verify=verify), f"seed {seed}"
 
 
 @pytest.mark.parametrize("scenario", [one_store, one_load])
 @pytest.mark.parametrize("path", ["packed", "direct"])
-def test_no_order_of_a_small_job_corrupts_a_block(
-    path: Path, scenario: Callable[[World], None]
-) -> None:
+def test_no_order_of_a_small_job_corrupts_a_block(path: Path, scenario: Scenario) -> None:
     order, num_orders = EveryOrder(), 0
     while True:
-        scenario(World(1, path, order=order, num_places=1))
+        scenario(World(0, path, order=order, staging_bytes=BLOCK_BYTES))
         num_orders += 1
         if not order.next():
             break
-    assert num_orders > (10 if path == "packed" else 1)
+    assert num_orders > (100 if path == "packed" else 0)
 
 
-def waits(path: Path) -> list[tuple[int, int]]:
+def waits(path: Path, scenario: Scenario) -> list[tuple[int, int]]:
     world = World(0, path)
-    round_trips(world)
+    scenario(world)
     return sorted(world.runtime.seen)
 
 
 @pytest.mark.parametrize(
-    ("path", "dropped"),
-    [(path, pair) for path in ("packed", "direct") for pair in waits(path)],
+    ("path", "scenario", "dropped"),
+    [
+        (path, scenario, pair)
+        for path in ("packed", "direct")
+        for scenario in (round_trips, overwrites)
+        for pair in waits(path, scenario)
+        if scenario is round_trips or 0 not in pair
+    ],
     ids=str,
 )
-def test_without_any_one_wait_some_order_corrupts(path: Path, dropped: tuple[int, int]) -> None:
-    assert any(corrupts(seed, path, dropped=dropped) for seed in range(10 * NUM_SEEDS))
+def test_without_any_one_wait_some_order_corrupts(
+    path: Path, scenario: Scenario, dropped: tuple[int, int]
+) -> None:
+    seeds = range(10 * NUM_SEEDS)
+    assert any(corrupts(seed, path, scenario, dropped=dropped) for seed in seeds)
 
 
 def test_lanes_queue_only_the_waits_that_the_design_names() -> None:
-    # Stream 0 computes. Streams 1 and 2 have the kernels and copies of stores, 3 and 4 of loads.
-    assert waits("packed") == [(1, 0), (1, 2), (2, 1), (3, 0), (3, 4), (4, 3)]
-    assert waits("direct") == [(2, 0), (4, 0)]
+    # Stream 0 computes. Streams 1 and 2 have the places of stores, 3 and 4 those of loads.
+    on_compute = [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert waits("packed", round_trips) == waits("direct", round_trips) == on_compute
+    # A job waits for another only where both write to a target. A direct job has one stream.
+    either_way = [(1, 2), (2, 1), (3, 4), (4, 3)]
+    assert waits("packed", overwrites) == sorted([*on_compute, *either_way])
+    assert waits("direct", overwrites) == sorted([*on_compute, (2, 1), (4, 3)])
 
 
 @pytest.mark.parametrize("path", ["packed", "direct"])

@@ -155,6 +155,25 @@ def test_devices_with_a_common_uuid_prefix_have_different_identities(
     assert CudaRuntime(0).identity != CudaRuntime(1).identity
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_thread_keeps_the_context_that_it_had(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """A thread without a context must not get one of device 0, which may be nobody's."""
+    cupy = FakeCupy(num_devices=2).install(monkeypatch)
+    driver = cupy.cuda.driver
+    driver.ctxSetCurrent(before)
+    runtime = CudaRuntime(1)
+    assert driver.ctxGetCurrent() == before
+    with pytest.raises(ZeroDivisionError), runtime.current():
+        assert driver.ctxGetCurrent() == 2
+        raise ZeroDivisionError
+    assert driver.ctxGetCurrent() == before
+    runtime.upload(4096, b"abc")
+    assert driver.ctxGetCurrent() == before
+    with runtime.current(), runtime.current():
+        assert driver.ctxGetCurrent() == 2
+    assert driver.ctxGetCurrent() == before
+
+
 def test_upload_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = FakeCupy().install(monkeypatch)
     CudaRuntime(0).upload(4096, b"abc")

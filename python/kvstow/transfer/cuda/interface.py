@@ -8,8 +8,9 @@ the real device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +50,14 @@ class MappedMemory:
     device_address: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """The arguments of one gather or scatter; see `pack.cu`.
 
     Attributes:
         chunks: device address of a table of `CHUNK_DTYPE`.
         num_chunks: entries of the table.
-        block_ids: device address of `num_blocks` int32.
-        num_blocks: blocks to move.
+        block_ids: an `IDS_DTYPE`, which the call copies: its first `num_blocks` ids are used.
+        num_blocks: blocks to move, at most `MAX_BLOCKS`.
         staging: device address of the first block's place.
         staging_stride_bytes: bytes from one block's place to the next.
         checksums: device address of `num_blocks` uint64, to which the kernel adds; 0 for none.
@@ -65,15 +65,14 @@ class Pack:
 
     chunks: int
     num_chunks: int
-    block_ids: int
+    block_ids: np.void
     num_blocks: int
     staging: int
     staging_stride_bytes: int
     checksums: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
+class Copies(NamedTuple):
     """Copies between device and host, each of equal rows.
 
     Attributes:
@@ -94,6 +93,9 @@ class Copies:
 class Runtime(Protocol):
     """One device; every call may raise `CudaError`.
 
+    `record`, `wait`, `is_done`, `zero`, `copy` and `launch` need the device to be current: the
+    caller makes it so once for many calls, with `current`.
+
     Attributes:
         device: number of the device.
         identity: name of this very device with this driver.
@@ -105,6 +107,9 @@ class Runtime(Protocol):
     identity: str
     pci_bus_id: str
     lost: CudaError | None
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the device is current in this thread."""
 
     def stream(self) -> Stream:
         """Return a new stream, which does not wait for the legacy stream."""

@@ -1,19 +1,28 @@
 """One direction between a device and the host: its streams, its staging memory and its jobs.
 
-A lane carries out either stores or loads. It has two streams, so that the kernel of one batch runs
-while the copy engine still carries another. Between them is a ring of staging places:
+A lane carries out either stores or loads. Its staging memory consists of places, each with a stream
+of its own. The batches of a job take turns through the places. So the kernel of one batch runs
+while the copy engine still carries another:
 
 ```
-store   pack    wait(after)    wait(drained) gather filled!    wait(drained) gather filled! ...
-        link                   wait(filled)  copy  drained!    wait(filled)  copy  drained! ...
+store   place 0   wait(after)  gather copy   gather released! copy   done!
+        place 1   wait(after)  gather copy   gather released! copy   done!
 
-load    link                   wait(drained) copy filled!      wait(drained) copy filled! ...
-        pack    wait(after)    wait(filled) scatter drained!   wait(filled) scatter drained! ...
+load    place 0   wait(after*) copy scatter  copy scatter   done!
+        place 1   wait(after*) copy scatter  copy scatter   done!
 ```
 
 `after` is the compute that fills the blocks, or may still read them. With staging only the kernel
-waits for it; without staging (the direct path) the copy does. Each place has the events `filled`
-and `drained`. So a batch is read only once it is there, and overwritten only once it was read.
+waits for it (after*: the first copy into a place does not wait, its scatter does). Without staging
+(the direct path) the copies of a job share one stream, and all wait for it.
+
+What keeps blocks from being stale, torn or mixed up:
+
+- Work of one place runs in the order of its stream. So a batch is read only once it is there, and
+  overwritten only once it was read.
+- Nothing orders the streams of two places. So a job that writes where an earlier job in flight
+  writes waits for that job's `done` events, on each of its streams.
+- `released` and `done` are one event per stream that the job uses. Both count only together.
 """
 
 from __future__ import annotations
@@ -21,34 +30,52 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstow._core import TransferError
 from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime, Stream
-from kvstow.transfer.cuda.ring import IdRing
 from kvstow.transfer.cuda.runtime import CudaEvent
+from kvstow.transfer.cuda.sums import SumRing
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
-from kvstow.transfer.mover import Event, Index
+from kvstow.transfer.mover import Index
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, Ticket, checked_timeout_s, failure, late
 
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Place:
     """A part of the staging memory that holds one batch at a time.
 
     Attributes:
         address: where it begins on the device.
-        filled: event after which the batch is in it.
-        drained: event after which the batch was taken out.
+        stream: the stream of all work on it.
     """
 
     address: int
-    filled: DeviceEvent
-    drained: DeviceEvent
+    stream: Stream
+
+
+class Batch(NamedTuple):
+    """A part of a job that one place takes at a time.
+
+    Attributes:
+        begin: its first position in the job.
+        end: the position after its last.
+        runs: (address on the host, offset in the place or address on the device, blocks).
+        region: the region it belongs to, on the direct path.
+    """
+
+    begin: int
+    end: int
+    runs: Sequence[tuple[int, int, int]]
+    region: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -57,29 +84,43 @@ class CudaJob(OrderedJob):
 
     Attributes:
         owner: the mover that it came through.
-        block_ids: shape [n], int64, in the order in which they are moved.
+        block_ids: int32, at least shape [n], in the order in which they are moved. A launch takes
+            more than it needs, so zeros may follow.
         host_slots: shape [n], int64, one for each.
         order: the order of the owner's jobs of this direction.
-        ring: holds its ids for the kernels to read.
-        enqueue: puts its work on the lane's streams.
+        writers: for each target of the owner, the serial of the last job launched that writes it.
+        sums: memory for its checksums; None without.
+        batches: its parts.
+        num_places: most places that it uses.
+        queue: puts a batch on the stream of a place. The stream waits for the first event, if there
+            is one, before the batch touches the blocks. It records the second after that.
         check: called when all bytes have arrived; returns what is wrong with them.
         is_staged: whether its source is read before the copies of the link end.
         ticket: reports its end.
-        first: where its ids begin in the ring.
-        done: an event of each stream; the device has carried out the job when both are reached.
+        first_sum: where its sums begin.
+        serial: its number among the jobs of the lane; 0 before its launch.
+        places: those it uses.
+        released: an event of each place; all sources are read when all are reached.
+        done: an event of each place; the device has carried out the job when all are reached.
         error: why it failed before its bytes arrived.
     """
 
     owner: object
-    block_ids: Index
+    block_ids: npt.NDArray[np.int32]
     host_slots: Index
     order: JobOrder[CudaJob]
-    ring: IdRing
-    enqueue: Callable[[CudaJob, Lane], None]
+    writers: npt.NDArray[np.int64]
+    sums: SumRing | None
+    batches: Sequence[Batch]
+    num_places: int
+    queue: Callable[[CudaJob, Batch, Place, DeviceEvent | None, DeviceEvent | None], None]
     check: Callable[[CudaJob], TransferError | None] | None
     is_staged: bool
     ticket: CudaTicket
-    first: int = 0
+    first_sum: int = 0
+    serial: int = 0
+    places: list[Place] = field(default_factory=list)
+    released: list[DeviceEvent] = field(default_factory=list)
     done: list[DeviceEvent] = field(default_factory=list)
     error: TransferError | None = None
 
@@ -136,27 +177,23 @@ class Lane:
 
     Attributes:
         runtime: the device.
-        pack: the stream of the kernels.
-        link: the stream of the copies.
     """
 
     def __init__(self, runtime: Runtime, staging_bytes: int, num_places: int) -> None:
         """Make the streams and allocate the staging memory."""
         self.runtime = runtime
-        self.pack = runtime.stream()
-        self.link = runtime.stream()
-        events = [(runtime.event(), runtime.event()) for _ in range(num_places)]
+        streams = [runtime.stream() for _ in range(num_places)]
         self._spare_events: list[DeviceEvent] = []
         # Reentrant, because an event that has happened already calls back from within `submit`.
         self._lock = threading.RLock()
+        self._num_launched = 0
         self._waiting: dict[CudaJob, None] = {}  # for their event, or for another waiting job
         self._runnable: deque[CudaJob] = deque()
         self._in_flight: deque[CudaJob] = deque()
         # Last, so that a failure leaves no memory allocated.
         self._staging = runtime.allocate(staging_bytes * num_places)
         self._places = deque(
-            Place(self._staging + i * staging_bytes, filled, drained)
-            for i, (filled, drained) in enumerate(events)
+            Place(self._staging + i * staging_bytes, stream) for i, stream in enumerate(streams)
         )
         close_in_children(self)
 
@@ -187,9 +224,10 @@ class Lane:
             try:
                 if self.runtime.lost is not None:
                     raise self.runtime.lost
-                self._retire()
-                while self._runnable and self._reserve(self._runnable[0]):
-                    self._launch(self._runnable.popleft())
+                with self.runtime.current():
+                    self._retire()
+                    while self._runnable and self._reserve(self._runnable[0]):
+                        self._launch(self._runnable.popleft())
             except CudaError as error:
                 self._lose(error)
 
@@ -219,43 +257,36 @@ class Lane:
         """Free the staging memory. No job may be in flight."""
         self.runtime.free(self._staging)
 
-    # -- what movers put on the streams ---------------------------------------------------------
-
-    def wait_for(self, after: Event, stream: Stream) -> None:
-        """Let a stream wait for a job's event, unless the host has waited for it."""
-        if isinstance(after, CudaEvent):
-            self.runtime.wait(stream, after.handle)
-
-    def next_place(self) -> Place:
-        """Return the place whose turn it is."""
-        self._places.rotate(-1)
-        return self._places[-1]
-
     # -- within ---------------------------------------------------------------------------------
 
     def _reserve(self, job: CudaJob) -> bool:
-        """Reserve two events and room in the ring; return False while either is missing."""
+        """Reserve events and room for the sums; return False while either is missing."""
+        num_places = min(job.num_places, len(self._places), len(job.batches))
         try:
-            while len(self._spare_events) < len((self.pack, self.link)):
+            while len(self._spare_events) < num_places * (1 + job.is_staged):
                 self._spare_events.append(self.runtime.event())
         except CudaError as error:
             if error.is_fatal or not self._in_flight:
                 raise
             return False  # jobs in flight give theirs back
-        first = job.ring.reserve(job.block_ids)
-        if first is None:
-            return False
-        job.first = first
+        if job.sums is not None:
+            first = job.sums.reserve(len(job.host_slots))
+            if first is None:
+                return False
+            job.first_sum = first
+        spare = self._spare_events
+        job.done = [spare.pop() for _ in range(num_places)]
+        if job.is_staged:
+            job.released = [spare.pop() for _ in range(num_places)]
         return True
 
     def _launch(self, job: CudaJob) -> None:
-        job.done = [self._spare_events.pop(), self._spare_events.pop()]
         self._in_flight.append(job)
         interrupt: BaseException | None = None
         try:
             if not isinstance(job.after, CudaEvent):
                 job.after.wait()  # has happened, and raises if it failed
-            job.enqueue(job, self)
+            self._queue(job)
         except BaseException as error:
             if isinstance(error, CudaError) and error.is_fatal:
                 raise
@@ -263,23 +294,52 @@ class Lane:
             job.error = failure(error)
             interrupt = None if isinstance(error, Exception) else error
         # After a refusal too: the job ends when the device has carried out what was queued of it.
-        for event, stream in zip(job.done, (self.pack, self.link), strict=True):
+        for event, place in zip(job.done, job.places, strict=False):
             try:
-                self.runtime.record(event, stream)
+                self.runtime.record(event, place.stream)
             except BaseException as error:
                 # Try again: an event that is not recorded counts as reached, and so would the job.
                 interrupt = interrupt if isinstance(error, Exception) else error
-                self.runtime.record(event, stream)
+                self.runtime.record(event, place.stream)
         if interrupt is not None:
             raise interrupt
 
+    def _queue(self, job: CudaJob) -> None:
+        """Queue the batches of a job. They take turns through the places."""
+        earlier = self._earlier_writers(job)
+        num_batches, num_places = len(job.batches), len(job.done)
+        event = job.after.handle if isinstance(job.after, CudaEvent) else None
+        for number, batch in enumerate(job.batches):
+            after = None
+            if number < num_places:
+                after = event
+                place = self._places[0]
+                self._places.rotate(-1)
+                job.places.append(place)
+                for other, written in earlier:
+                    if other is not place:
+                        self.runtime.wait(place.stream, written)
+            else:
+                place = job.places[number % num_places]
+            is_last = number + num_places >= num_batches
+            released = job.released[number % num_places] if is_last and job.is_staged else None
+            job.queue(job, batch, place, after, released)
+
+    def _earlier_writers(self, job: CudaJob) -> list[tuple[Place, DeviceEvent]]:
+        """Return the places, and their events, after which this job may write to its targets."""
+        newest = int(job.writers[job.targets].max())
+        self._num_launched += 1
+        job.serial = self._num_launched
+        job.writers[job.targets] = job.serial
+        return [
+            end
+            for other in self._in_flight
+            if other.owner is job.owner and other.serial <= newest
+            for end in zip(other.places, other.done, strict=False)  # less after a refusal
+        ]
+
     def _retire(self) -> None:
         is_done = self._is_reached
-        for job in self._in_flight:
-            if job.is_staged and not job.ticket.is_released:
-                if not is_done(job.done[0]):
-                    break
-                job.ticket.is_released = True
         while self._in_flight:
             job = self._in_flight[0]
             if not all(map(is_done, job.done)):
@@ -289,9 +349,16 @@ class Lane:
                 error = job.error or (None if job.check is None else job.check(job))
             except Exception as raised:
                 error = failure(raised)
-            job.ring.free_oldest()
+            if job.sums is not None:
+                job.sums.free_oldest()
             self._spare_events += job.done
+            self._spare_events += job.released
             job.ticket.end(error)
+        for job in self._in_flight:
+            if job.is_staged and not job.ticket.is_released:
+                if job.error is not None or not all(map(is_done, job.released)):
+                    break
+                job.ticket.is_released = True
 
     def _is_reached(self, event: DeviceEvent) -> bool:
         try:

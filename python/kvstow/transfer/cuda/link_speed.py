@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvstow.transfer.cuda.interface import Copies, Pack, Runtime, Stream
-from kvstow.transfer.cuda.kernels import chunk_table
+from kvstow.transfer.cuda.kernels import MAX_BLOCKS, chunk_table, ids_for_launch
 from kvstow.transfer.layout import Region
 from kvstow.transfer.mover import Direction
 
@@ -30,7 +30,7 @@ _FORMAT = 1
 _LONG_BYTES = 64 << 20
 _SHORT_BYTES = 4096
 _NUM_SHORT = 1000
-_FRAGMENT_BYTES = 16 << 10
+_NUM_BLOCKS = 512
 _NUM_TURNS = 5
 
 
@@ -90,6 +90,7 @@ def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) ->
         staging = runtime.allocate(_LONG_BYTES)
         stack.callback(runtime.free, staging)
         stream, event = runtime.stream(), runtime.event()
+        stack.enter_context(runtime.current())
 
         def seconds(queue: Callable[[Stream], None]) -> float:
             best = float("inf")
@@ -109,14 +110,13 @@ def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) ->
         long_store = copies(_LONG_BYTES, 1, to_host=True)
         long_load = copies(_LONG_BYTES, 1, to_host=False)
         short = copies(_SHORT_BYTES, _NUM_SHORT, to_host=True)
-        num_blocks = _LONG_BYTES // _FRAGMENT_BYTES
-        table = chunk_table([Region(blocks, _FRAGMENT_BYTES, _FRAGMENT_BYTES)], [0])
+        size = _LONG_BYTES // _NUM_BLOCKS
+        table = chunk_table([Region(blocks, size, size)], [0])
         chunks = runtime.allocate(table.nbytes)
         stack.callback(runtime.free, chunks)
         runtime.upload(chunks, table.tobytes())
-        host.host.view(np.int32)[:num_blocks] = np.arange(num_blocks)
-        ids = host.device_address
-        pack = Pack(chunks, len(table), ids, num_blocks, staging, _FRAGMENT_BYTES, 0)
+        ids = ids_for_launch(np.arange(MAX_BLOCKS, dtype=np.int32))
+        pack = Pack(chunks, len(table), ids, _NUM_BLOCKS, staging, size, 0)
         gather_s = seconds(lambda stream: runtime.launch("gather", pack, stream))
         return LinkSpeed(
             store_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_store, s)),

@@ -8,30 +8,27 @@ slots. Loads go the other way. If the fragments are large, the direct path copie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
-from typing import Final, Literal, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
-from kvstow.transfer.cuda.interface import Copies, Pack, Stream
-from kvstow.transfer.cuda.kernels import chunk_table
-from kvstow.transfer.cuda.lane import CudaJob, CudaTicket, Lane, Place
+from kvstow.transfer.cuda.interface import Copies, DeviceEvent, Kernel, Pack, Runtime
+from kvstow.transfer.cuda.kernels import MAX_BLOCKS, MAX_TURNS, chunk_table, ids_for_launch
+from kvstow.transfer.cuda.lane import Batch, CudaJob, CudaTicket, Place
 from kvstow.transfer.cuda.link import CudaLink, cuda_link
 from kvstow.transfer.cuda.link_speed import Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots
-from kvstow.transfer.cuda.ring import SUM_BYTES, IdRing
+from kvstow.transfer.cuda.sums import SUM_BYTES, SumRing
 from kvstow.transfer.layout import BlockLayout, Region, joined
 from kvstow.transfer.mover import Direction, Event, Index, Mover
 from kvstow.transfer.order import JobOrder
 from kvstow.transfer.ticket import Ticket, find_damage
-
-# (address on the host, offset in the staging place, blocks)
-_Run: TypeAlias = tuple[int, int, int]
 
 _NO_SUMS: Final = np.zeros(0, dtype=np.uint64)
 # Bytes that the kernels move at once. They move unaligned memory byte by byte.
@@ -98,13 +95,18 @@ class CudaMover(Mover):
                 f"the layout is of CUDA device {layout.device}, but the link of CUDA device "
                 f"{link.runtime.device}; build a link for each device"
             )
-        self._link, self._runtime, self._verify = link, link.runtime, verify
+        self._link, self._verify = link, verify
+        self._runtime: Runtime = link.runtime
         self._regions = joined(layout.regions)
         self._offsets = [0, *accumulate(region.block_bytes for region in self._regions)][:-1]
         self.paths = _paths(self._regions, link, "packed" if verify else path)
         self._staging_stride = _staging_stride(layout, arena)
+        self._slot_stride = arena.slot_stride_bytes
+        # Bytes that a copy carries of each row, unless the whole run is one piece.
+        self._row_bytes = layout.slot_bytes
+        if self._staging_stride == self._slot_stride:
+            self._row_bytes = self._staging_stride
         self._chunk_slots = chunk_slots(arena.slot_stride_bytes, arena.slots_per_run)
-        self._batch_blocks = link.staging_bytes // self._staging_stride
         self._sums, self._is_summed = arena.device_sums if verify else (_NO_SUMS, _NO_SUMS)
         self._is_open = True
         with ExitStack() as built:
@@ -116,16 +118,30 @@ class CudaMover(Mover):
         runtime, table = self._runtime, chunk_table(self._regions, self._offsets)
         built.enter_context(self._link.attach(self._staging_stride))
         self._num_chunks = len(table)
+        self._batch_blocks = min(
+            self._link.staging_bytes // self._staging_stride,
+            MAX_BLOCKS,
+            MAX_TURNS // self._num_chunks,
+        )
         self._chunks = runtime.allocate(table.nbytes)
         built.callback(runtime.free, self._chunks)
         runtime.upload(self._chunks, table.tobytes())
         # No job is larger than its destination's pool, because it names each destination once.
-        self._store_ring = IdRing(runtime, self.arena.num_slots, checksums=self._verify)
-        built.callback(self._store_ring.close)
-        self._load_ring = IdRing(runtime, self.layout.num_blocks, checksums=self._verify)
-        built.callback(self._load_ring.close)
-        self._store_order: JobOrder[CudaJob] = JobOrder(self.arena.num_slots)
-        self._load_order: JobOrder[CudaJob] = JobOrder(self.layout.num_blocks)
+        num_targets = self.arena.num_slots, self.layout.num_blocks
+        self._store_order, self._load_order = (JobOrder[CudaJob](num) for num in num_targets)
+        self._slot_writers, self._block_writers = (
+            np.zeros(num, dtype=np.int64) for num in num_targets
+        )
+        self._store_sums = self._load_sums = None
+        if self._verify:
+            self._store_sums, self._load_sums = (
+                self._sum_ring(built, capacity) for capacity in num_targets
+            )
+
+    def _sum_ring(self, built: ExitStack, capacity: int) -> SumRing:
+        ring = SumRing(self._runtime, capacity)
+        built.callback(ring.close)
+        return ring
 
     def close(self) -> None:
         """End every job and free the device's memory; see `Mover.close`."""
@@ -154,80 +170,58 @@ class CudaMover(Mover):
             return ticket
         order = np.argsort(host_slots, kind="stable")  # by slot, so that runs of slots are long
         ids, slots = block_ids[order], host_slots[order]
-        packed, check = (
-            (self._gather, self._keep_sums) if is_store else (self._scatter, self._compare_sums)
-        )
-        if self._verify and is_store:
-            self._is_summed[slots] = 0  # from now on the slots hold something else
+        if is_packed:
+            batches, queue = self._packed(slots), self._store if is_store else self._load
+        else:
+            batches, queue = self._direct(ids, slots), self._copy_directly
+        # Zeros behind the ids, because a launch always takes `MAX_BLOCKS`.
+        padded = np.zeros(len(ids) + MAX_BLOCKS, dtype=np.int32)
+        padded[: len(ids)] = ids
         job = CudaJob(
             targets=slots if is_store else ids,
             after=after,
             owner=self,
-            block_ids=ids,
+            block_ids=padded,
             host_slots=slots,
             order=self._store_order if is_store else self._load_order,
-            ring=self._store_ring if is_store else self._load_ring,
-            enqueue=packed if is_packed else self._copy_directly,
-            check=check if self._verify else None,
+            writers=self._slot_writers if is_store else self._block_writers,
+            sums=self._store_sums if is_store else self._load_sums,
+            batches=batches,
+            num_places=len(batches) if is_packed else 1,
+            queue=queue,
+            check=(self._keep_sums if is_store else self._compare_sums) if self._verify else None,
             is_staged=is_store and is_packed,
             ticket=ticket,
         )
+        if self._verify and is_store:
+            self._is_summed[slots] = 0  # from now on the slots hold something else
         lane.submit(job)
         return ticket
 
     # -- the packed path --------------------------------------------------------------------------
 
-    def _gather(self, job: CudaJob, lane: Lane) -> None:
-        """Queue the way from blocks to staging, and from staging to slots."""
-        runtime = self._runtime
-        lane.wait_for(job.after, lane.pack)
-        self._zero_sums(job, lane)
-        for begin, end, runs in self._batches(job.host_slots):
-            place = lane.next_place()
-            runtime.wait(lane.pack, place.drained)
-            runtime.launch("gather", self._pack(job, begin, end, place), lane.pack)
-            runtime.record(place.filled, lane.pack)
-            runtime.wait(lane.link, place.filled)
-            runtime.copy(self._copies(runs, place, to_host=True), lane.link)
-            runtime.record(place.drained, lane.link)
-        self._fetch_sums(job, lane.link)
-
-    def _scatter(self, job: CudaJob, lane: Lane) -> None:
-        """Queue the way from slots to staging, and from staging to blocks.
-
-        Only the second part waits for the compute.
-        """
-        runtime = self._runtime
-        lane.wait_for(job.after, lane.pack)
-        self._zero_sums(job, lane)
-        for begin, end, runs in self._batches(job.host_slots):
-            place = lane.next_place()
-            runtime.wait(lane.link, place.drained)
-            runtime.copy(self._copies(runs, place, to_host=False), lane.link)
-            runtime.record(place.filled, lane.link)
-            runtime.wait(lane.pack, place.filled)
-            runtime.launch("scatter", self._pack(job, begin, end, place), lane.pack)
-            runtime.record(place.drained, lane.pack)
-        self._fetch_sums(job, lane.pack)
-
-    def _batches(self, slots: Index) -> Iterator[tuple[int, int, list[_Run]]]:
-        """Yield (begin, end, runs) of each batch, the part of a job that fills a staging place."""
+    def _packed(self, slots: Index) -> list[Batch]:
+        """Return the batches of a job, each of which fits a staging place."""
         num, size = len(slots), self._batch_blocks
-        begins = np.arange(0, num, size)
+        cuts = [*range(0, num, size), num]
         is_first = self._begins_run(slots)
-        is_first[begins] = True
+        is_first[cuts[:-1]] = True
         firsts = np.flatnonzero(is_first)
+        addresses = self.arena.base_address + slots[firsts] * self._slot_stride
         runs = list(
             zip(
-                (self.arena.base_address + slots[firsts] * self.arena.slot_stride_bytes).tolist(),
-                (firsts % size * self._staging_stride).tolist(),
+                addresses.tolist(),
+                firsts.tolist(),
                 np.diff(firsts, append=num).tolist(),
                 strict=True,
             )
         )
-        cuts = [*np.searchsorted(firsts, begins).tolist(), len(runs)]
-        for batch, begin in enumerate(begins.tolist()):
-            yield begin, min(begin + size, num), runs[cuts[batch] : cuts[batch + 1]]
+        parts = np.searchsorted(firsts, cuts).tolist()
+        stride = self._staging_stride
+        return [
+            Batch(begin, end, [(to, (at - begin) * stride, n) for to, at, n in runs[first:last]])
+            for (begin, end), (first, last) in zip(pairwise(cuts), pairwise(parts), strict=True)
+        ]
 
     def _begins_run(self, slots: Index) -> npt.NDArray[np.bool_]:
         """Return which slots begin a run: they do not follow the slot before in a pinned chunk."""
@@ -235,76 +229,117 @@ class CudaMover(Mover):
         begins[1:] = (np.diff(slots) != 1) | (slots[1:] % self._chunk_slots == 0)
         return begins
 
-    def _copies(self, runs: Sequence[_Run], place: Place, *, to_host: bool) -> Copies:
-        staged, slots = self._staging_stride, self.arena.slot_stride_bytes
-        row_bytes = staged if staged == slots else self.layout.slot_bytes
-        if to_host:
-            ends = [(host, place.address + offset, num) for host, offset, num in runs]
-            return Copies(ends, slots, staged, row_bytes, to_host=True)
-        ends = [(place.address + offset, host, num) for host, offset, num in runs]
-        return Copies(ends, staged, slots, row_bytes, to_host=False)
+    def _store(
+        self,
+        job: CudaJob,
+        batch: Batch,
+        place: Place,
+        after: DeviceEvent | None,
+        released: DeviceEvent | None,
+    ) -> None:
+        """Queue the way from blocks to staging, and from staging to slots."""
+        runtime, address = self._runtime, place.address
+        if after is not None:
+            runtime.wait(place.stream, after)
+        self._launch("gather", job, batch, place)
+        if released is not None:
+            runtime.record(released, place.stream)
+        runs = [(host, address + offset, num) for host, offset, num in batch.runs]
+        copies = Copies(runs, self._slot_stride, self._staging_stride, self._row_bytes, True)
+        runtime.copy(copies, place.stream)
 
-    def _pack(self, job: CudaJob, begin: int, end: int, place: Place) -> Pack:
-        return Pack(
-            chunks=self._chunks,
-            num_chunks=self._num_chunks,
-            block_ids=job.ring.ids_address(job.first + begin),
-            num_blocks=end - begin,
-            staging=place.address,
-            staging_stride_bytes=self._staging_stride,
-            checksums=job.ring.sums_address(job.first + begin),
+    def _load(
+        self,
+        job: CudaJob,
+        batch: Batch,
+        place: Place,
+        after: DeviceEvent | None,
+        released: DeviceEvent | None,
+    ) -> None:
+        """Queue the way from slots to staging, and from staging to blocks.
+
+        Only the second part waits for the compute.
+        """
+        runtime, address = self._runtime, place.address
+        runs = [(address + offset, host, num) for host, offset, num in batch.runs]
+        copies = Copies(runs, self._staging_stride, self._slot_stride, self._row_bytes, False)
+        runtime.copy(copies, place.stream)
+        if after is not None:
+            runtime.wait(place.stream, after)
+        self._launch("scatter", job, batch, place)
+
+    def _launch(self, kernel: Kernel, job: CudaJob, batch: Batch, place: Place) -> None:
+        """Queue a kernel, and with `verify` what zeroes its sums and what fetches them."""
+        begin, num, stream, sums = batch.begin, batch.end - batch.begin, place.stream, 0
+        if job.sums is not None:
+            sums = job.sums.device_address(job.first_sum + begin)
+            self._runtime.zero(sums, SUM_BYTES * num, stream)
+        ids = ids_for_launch(job.block_ids[begin:])
+        self._runtime.launch(
+            kernel,
+            Pack(
+                self._chunks, self._num_chunks, ids, num, place.address, self._staging_stride, sums
+            ),
+            stream,
         )
+        if job.sums is not None:
+            size = SUM_BYTES * num
+            to = job.sums.host_address(job.first_sum + begin)
+            self._runtime.copy(Copies([(to, sums, 1)], size, size, size, True), stream)
 
     # -- checksums --------------------------------------------------------------------------------
 
-    def _zero_sums(self, job: CudaJob, lane: Lane) -> None:
-        if self._verify:
-            num_bytes = SUM_BYTES * len(job.block_ids)
-            self._runtime.zero(job.ring.sums_address(job.first), num_bytes, lane.pack)
-
-    def _fetch_sums(self, job: CudaJob, stream: Stream) -> None:
-        """Copy the sums to the host, on a stream that runs after the last kernel."""
-        if self._verify:
-            to = job.ring.host_sums_address(job.first)
-            origin = job.ring.sums_address(job.first)
-            num_bytes = SUM_BYTES * len(job.block_ids)
-            copies = Copies([(to, origin, 1)], num_bytes, num_bytes, num_bytes, to_host=True)
-            self._runtime.copy(copies, stream)
-
     def _keep_sums(self, job: CudaJob) -> None:
-        self._sums[job.host_slots] = job.ring.sums(job.first, len(job.host_slots))
+        self._sums[job.host_slots] = self._sums_of(job)
         self._is_summed[job.host_slots] = 1
 
     def _compare_sums(self, job: CudaJob) -> TransferError | None:
         slots = job.host_slots
-        found = job.ring.sums(job.first, len(slots))
-        return find_damage(slots, found, self._sums[slots], self._is_summed[slots] != 0)
+        return find_damage(
+            slots, self._sums_of(job), self._sums[slots], self._is_summed[slots] != 0
+        )
+
+    def _sums_of(self, job: CudaJob) -> npt.NDArray[np.uint64]:
+        assert job.sums is not None
+        return job.sums.sums(job.first_sum, len(job.host_slots))
 
     # -- the direct path --------------------------------------------------------------------------
 
-    def _copy_directly(self, job: CudaJob, lane: Lane) -> None:
-        """Queue one copy per region for each run of blocks that is consecutive on both sides."""
-        to_host = lane is self._link.stores
-        lane.wait_for(job.after, lane.link)
-        ids, slots = job.block_ids, job.host_slots
+    def _direct(self, ids: Index, slots: Index) -> list[Batch]:
+        """Return a batch per region, with a run for blocks that are consecutive on both sides."""
         breaks = self._begins_run(slots)
         breaks[1:] |= np.diff(ids) != 1
         begins = np.flatnonzero(breaks)[np.cumsum(breaks) - 1]
-        for region, offset in zip(self._regions, self._offsets, strict=True):
+        batches = []
+        for number, (region, offset) in enumerate(zip(self._regions, self._offsets, strict=True)):
             # No longer than a place, so that the engine's own copies get in between.
             max_rows = max(1, self._link.staging_bytes // region.block_bytes)
             firsts = np.flatnonzero((np.arange(len(ids)) - begins) % max_rows == 0)
             device = region.base_address + ids[firsts] * region.block_stride_bytes
-            host = self.arena.base_address + slots[firsts] * self.arena.slot_stride_bytes + offset
-            ends = [
-                (host.tolist(), self.arena.slot_stride_bytes),
-                (device.tolist(), region.block_stride_bytes),
-            ]
-            (to, to_pitch), (origin, origin_pitch) = ends if to_host else reversed(ends)
-            num_rows = np.diff(firsts, append=len(ids)).tolist()
-            runs = list(zip(to, origin, num_rows, strict=True))
-            copies = Copies(runs, to_pitch, origin_pitch, region.block_bytes, to_host=to_host)
-            self._runtime.copy(copies, lane.link)
+            host = self.arena.base_address + slots[firsts] * self._slot_stride + offset
+            num_rows = np.diff(firsts, append=len(ids))
+            runs = list(zip(host.tolist(), device.tolist(), num_rows.tolist(), strict=True))
+            batches.append(Batch(0, len(ids), runs, number))
+        return batches
+
+    def _copy_directly(
+        self,
+        job: CudaJob,
+        batch: Batch,
+        place: Place,
+        after: DeviceEvent | None,
+        released: DeviceEvent | None,
+    ) -> None:
+        if after is not None:
+            self._runtime.wait(place.stream, after)
+        region = self._regions[batch.region]
+        device, host, size = region.block_stride_bytes, self._slot_stride, region.block_bytes
+        if job.order is self._store_order:
+            copies = Copies(batch.runs, host, device, size, True)
+        else:
+            runs = [(to, origin, num) for origin, to, num in batch.runs]
+            copies = Copies(runs, device, host, size, False)
+        self._runtime.copy(copies, place.stream)
 
 
 def _check_alignment(layout: BlockLayout) -> None:

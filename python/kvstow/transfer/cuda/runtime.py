@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol, get_args, runtime_checkable
 
@@ -32,6 +33,7 @@ _BLOCK = 512
 # would wait for whole prefills, and the copies behind them too. (Copies have no priority.)
 _PRIORITY = -100
 _SUCCESS, _NOT_READY = 0, 600
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 # What CUDA answers while another thread captures a graph and forbids the question.
 _CAPTURE = range(900, 909)
 # After these errors every later call of the process fails too, and it must restart. Of them CUDA's
@@ -153,26 +155,39 @@ class CudaRuntime:
             self._cupy.cuda.runtime.CUDARuntimeError,
             self._cupy.cuda.driver.CUDADriverError,
         )
-        with self._calls("asking for the device's properties"):
-            properties = self._api.getDeviceProperties(device)
+        # In a thread of its own, because CUDA would keep the device as the default of this one. To
+        # restore another default would initialise that device, even if nothing uses it.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._open).result()
+
+    def _open(self) -> None:
+        """Make the context of the device current in this thread, and load the kernels into it."""
+        api = self._api
+        with self._reported("asking for the device's properties"):
+            api.setDevice(self.device)
+            api.free(0)  # makes the context, which the first use would make otherwise
+            self._context = self._cupy.cuda.driver.ctxGetCurrent()
+            properties = api.getDeviceProperties(self.device)
             name, uuid = bytes(properties["name"]).decode(), bytes(properties["uuid"]).hex()
-            self.pci_bus_id = str(self._api.deviceGetPCIBusId(device)).lower()
+            self.pci_bus_id = str(api.deviceGetPCIBusId(self.device)).lower()
         # The bus id too, because cupy returns the UUID only up to its first zero byte.
-        driver = self._api.driverGetVersion()
-        self.identity = f"{name}, {uuid}, {self.pci_bus_id}, CUDA {driver}"
+        self.identity = f"{name}, {uuid}, {self.pci_bus_id}, CUDA {api.driverGetVersion()}"
         self._kernels = self._compile()
 
     def _compile(self) -> dict[Kernel, Any]:
         """Compile and load the kernels now, so that no step has to."""
         try:
-            with self._calls("loading the kernels"):
+            with self._reported("loading the kernels"):
                 module = self._cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-                kernels = {name: module.get_function(name) for name in get_args(Kernel)}
-                for kernel in kernels.values():
+                kernels = {}
+                for name in get_args(Kernel):
+                    kernel = module.get_function(name)
                     kernel.compile()
                     # CUDA loads a kernel at its first launch, and may then wait for all other work.
                     # This question makes it load the kernel now.
                     _ = kernel.num_regs
+                    # Its launch takes a stream. That of `kernel` would look up the current one.
+                    kernels[name] = kernel.kernel
                 return kernels
         except CudaError:
             raise
@@ -185,6 +200,10 @@ class CudaRuntime:
                 f"pip install 'cupy-cuda{built_for}x[ctk]', or the CUDA toolkit"
             ) from error
 
+    def current(self) -> _Current:
+        """See `Runtime.current`."""
+        return _Current(self, self._cupy.cuda.driver, self._context)
+
     def stream(self) -> Stream:
         """Return a new stream of high priority, which its kernels need."""
         with self._calls("making a stream"):
@@ -195,10 +214,67 @@ class CudaRuntime:
         with self._calls("making an event"):
             return self._cupy.cuda.Event(disable_timing=True)
 
+    # A job makes many of the next calls. So each calls cupy's own function, and does more only
+    # after an error.
+
     def record(self, event: DeviceEvent, stream: Stream) -> None:
         """See `Runtime.record`."""
-        with self._calls("recording an event"):
-            event.record(stream)
+        try:
+            self._api.eventRecord(event.ptr, stream.ptr)
+        except self._errors as error:
+            raise self._failure("recording an event", error) from error
+
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
+        """See `Runtime.wait`."""
+        try:
+            self._api.streamWaitEvent(stream.ptr, event.ptr)
+        except self._errors as error:
+            raise self._failure("waiting for an event", error) from error
+
+    def is_done(self, event: DeviceEvent) -> bool:
+        """See `Runtime.is_done`."""
+        # Not `event.done`, which is False for ever once the device is lost. cupy raises no error
+        # for any status that eventQuery returns.
+        status: int = self._api.eventQuery(event.ptr)
+        if status == _SUCCESS:
+            return True
+        if status == _NOT_READY or status in _CAPTURE:
+            return False
+        error = self._api.CUDARuntimeError(status)
+        raise self._failure("asking for an event", error) from error
+
+    def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
+        """See `Runtime.zero`."""
+        try:
+            self._api.memsetAsync(address, 0, num_bytes, stream.ptr)
+        except self._errors as error:
+            raise self._failure("zeroing device memory", error) from error
+
+    def copy(self, copies: Copies, stream: Stream) -> None:
+        """See `Runtime.copy`."""
+        runs, to_pitch, origin_pitch, row_bytes, to_host = copies
+        address = stream.ptr
+        kind = _DEVICE_TO_HOST if to_host else _HOST_TO_DEVICE
+        copy, copy_rows = self._api.memcpyAsync, self._api.memcpy2DAsync
+        is_tight = to_pitch == origin_pitch == row_bytes
+        try:
+            for to, origin, num_rows in runs:
+                if is_tight or num_rows == 1:
+                    copy(to, origin, num_rows * row_bytes, kind, address)
+                else:
+                    copy_rows(
+                        to, to_pitch, origin, origin_pitch, row_bytes, num_rows, kind, address
+                    )
+        except self._errors as error:
+            raise self._failure("queueing a copy", error) from error
+
+    def launch(self, kernel: Kernel, pack: Pack, stream: Stream) -> None:
+        """See `Runtime.launch`."""
+        try:
+            # cupy passes a Python int as 64 bits, which is what the kernels take.
+            self._kernels[kernel]((_GRID,), (_BLOCK,), pack, 0, stream)
+        except self._errors as error:
+            raise self._failure("launching a kernel", error) from error
 
     def record_external(self, stream: int) -> DeviceEvent:
         """Record a new event on a stream of the engine, given by its address."""
@@ -211,21 +287,6 @@ class CudaRuntime:
             event = self._cupy.cuda.Event(disable_timing=True)
             self._api.eventRecord(event.ptr, stream)
             return event
-
-    def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        """See `Runtime.wait`."""
-        with self._calls("waiting for an event"):
-            stream.wait_event(event)
-
-    def is_done(self, event: DeviceEvent) -> bool:
-        """See `Runtime.is_done`."""
-        with self._calls("asking for an event"):
-            # Not `event.done`, which is False for ever once the device is lost. cupy raises no
-            # error for any status that eventQuery returns.
-            status = int(self._api.eventQuery(event.ptr))
-            if status not in (_SUCCESS, _NOT_READY, *_CAPTURE):
-                raise self._api.CUDARuntimeError(status)
-            return status == _SUCCESS
 
     def synchronize(self, event: DeviceEvent) -> None:
         """See `Runtime.synchronize`."""
@@ -268,41 +329,6 @@ class CudaRuntime:
             # wait for the legacy stream would not wait for them.
             self._api.streamSynchronize(0)
 
-    def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
-        """See `Runtime.zero`."""
-        with self._calls("zeroing device memory"):
-            self._api.memsetAsync(address, 0, num_bytes, stream.ptr)
-
-    def copy(self, copies: Copies, stream: Stream) -> None:
-        """See `Runtime.copy`."""
-        api, address, row_bytes = self._api, stream.ptr, copies.row_bytes
-        to_pitch, origin_pitch = copies.to_pitch_bytes, copies.origin_pitch_bytes
-        kind = api.memcpyDeviceToHost if copies.to_host else api.memcpyHostToDevice
-        is_tight = to_pitch == origin_pitch == row_bytes
-        with self._calls("queueing a copy"):
-            for to, origin, num_rows in copies.runs:
-                if is_tight or num_rows == 1:
-                    api.memcpyAsync(to, origin, num_rows * row_bytes, kind, address)
-                else:
-                    api.memcpy2DAsync(
-                        to, to_pitch, origin, origin_pitch, row_bytes, num_rows, kind, address
-                    )
-
-    def launch(self, kernel: Kernel, pack: Pack, stream: Stream) -> None:
-        """See `Runtime.launch`."""
-        # With types, because cupy passes a Python int as 64 bits whatever the kernel takes.
-        arguments = (
-            np.uint64(pack.chunks),
-            np.uint32(pack.num_chunks),
-            np.uint64(pack.block_ids),
-            np.uint32(pack.num_blocks),
-            np.uint64(pack.staging),
-            np.uint64(pack.staging_stride_bytes),
-            np.uint64(pack.checksums),
-        )
-        with self._calls("launching a kernel"), stream:
-            self._kernels[kernel]((_GRID,), (_BLOCK,), arguments)
-
     def register(self, address: int, num_bytes: int) -> None:
         """Pin host memory for every device, and map it."""
         portable, mapped = 1, 2  # cupy has no names for these flags
@@ -320,16 +346,50 @@ class CudaRuntime:
         """Make the device current in this thread, and turn CUDA's errors into `CudaError`."""
         if self.lost is not None:
             raise self.lost
+        with self._reported(doing), self.current():
+            yield
+
+    @contextmanager
+    def _reported(self, doing: str) -> Iterator[None]:
+        """Turn CUDA's errors into `CudaError`."""
         try:
-            with self._cupy.cuda.Device(self.device):
-                yield
+            yield
         except self._errors as error:
-            is_fatal = error.status in _FATAL
-            advice = "; this process has lost the device, restart it" if is_fatal else ""
-            failure = CudaError(f"{doing} failed: {error}{advice}", is_fatal=is_fatal)
-            if is_fatal:
-                self.lost = failure
-            raise failure from error
+            raise self._failure(doing, error) from error
+
+    def _failure(self, doing: str, error: Any) -> CudaError:
+        """Return cupy's error as a `CudaError`, and remember the loss of the device."""
+        is_fatal = error.status in _FATAL
+        advice = "; this process has lost the device, restart it" if is_fatal else ""
+        failure = CudaError(f"{doing} failed: {error}{advice}", is_fatal=is_fatal)
+        if is_fatal:
+            self.lost = failure
+        return failure
+
+
+class _Current:
+    """Makes the context of a device current in this thread, and then the one before it, if any.
+
+    Unlike a call that sets the device, this never makes a context.
+    """
+
+    __slots__ = ("_before", "_context", "_driver", "_runtime")
+
+    def __init__(self, runtime: CudaRuntime, driver: Any, context: int) -> None:
+        self._runtime, self._driver, self._context = runtime, driver, context
+
+    def __enter__(self) -> None:
+        self._before = self._driver.ctxGetCurrent()
+        if self._before != self._context:
+            self._change(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._context:
+            self._change(self._before)
+
+    def _change(self, context: int) -> None:
+        with self._runtime._reported("changing the thread's context"):
+            self._driver.ctxSetCurrent(context)
 
 
 _runtimes: dict[int, CudaRuntime] = {}

@@ -16,7 +16,7 @@ from tests.transfer.cuda.kernels.emulation import (
     placements,
 )
 
-from kvstow.transfer.cuda.kernels import CHUNK_DTYPE
+from kvstow.transfer.cuda.kernels import CHUNK_DTYPE, MAX_BLOCKS, MAX_TURNS
 
 # Regions of whole vectors, below and above a warp's turn; then any other size.
 REGION_BYTES = (16, 48, 512, 2048, 2064, 8192, 1, 7, 17, 1000, 2049, 4111)
@@ -64,10 +64,18 @@ def check_long_chunks(kernels: Kernels) -> None:
 
 
 def check_many_blocks(kernels: Kernels) -> None:
-    """Run more blocks than a warp keeps ids of, so that it must read new ids."""
+    """Run as many blocks as one launch can carry, and more blocks than a grid has warps."""
+    ids = np.random.default_rng(1).permutation(MAX_BLOCKS) + 1
+    for is_gather in (True, False):
+        check(
+            kernels,
+            placements(1, 48, MAX_BLOCKS + 1)[0],
+            ids.tolist(),
+            Grid(3, 64),
+            is_gather=is_gather,
+            is_summed=True,
+        )
     ids = np.random.default_rng(1).permutation(99) + 1
-    check(kernels, placements(1, 48, 100)[0], ids.tolist(), Grid(1, 32), is_gather=False)
-    assert kernels.num_id_loads == len(ids), "a warp reads an id more than once"
     for num_layers, grid in product((1, 5), (Grid(1, 32), Grid(1, 96), Grid(7, 64), Grid(9, 512))):
         for placement in placements(num_layers, 48, 100)[:2]:
             check(kernels, placement, ids.tolist(), grid, is_gather=True, is_summed=True)
@@ -94,8 +102,8 @@ def check_far_addresses(kernels: Kernels) -> None:
 
 
 def check_many_items(kernels: Kernels) -> None:
-    """Run the last warps of a grid of nearly 2**31, for 2**33 chunks."""
-    num_blocks, num_chunks, num_pages = 2**22, 2**11, 8
+    """Run the last warps of a grid of nearly 2**31, for nearly 2**31 chunks."""
+    num_blocks, num_chunks, num_pages = MAX_BLOCKS, MAX_TURNS // MAX_BLOCKS, 8
     rng = np.random.default_rng(3)
     device = aligned_bytes(num_pages * num_chunks, rng)
     # Slots that are 1 byte apart overlap, but the few copied bytes do not.
@@ -105,21 +113,22 @@ def check_many_items(kernels: Kernels) -> None:
     table["offset"] = np.arange(num_chunks)
     table["base"] = device.ctypes.data + np.arange(num_chunks)
     table["stride"], table["num_bytes"] = num_chunks, 1
-    num_ctas = 2**31 - 5
-    grid = Grid(num_ctas, 32, range(num_ctas - 3, num_ctas))
-    launch = Launch(table, ids, staging.ctypes.data, 1)  # type: ignore[arg-type] # an array
-
-    expected, expected_stores = staging.copy(), np.zeros(staging.shape, dtype=np.uint16)
-    for warp in grid.ran or ():
-        for item in range(warp, num_blocks * num_chunks, num_ctas):
-            i, chunk = divmod(item, num_chunks)
-            expected[i + chunk] = device[int(ids[i]) * num_chunks + chunk]
-            expected_stores[i + chunk] += 1
-    assert expected_stores.max() == 1
-    assert expected_stores.sum() == 3 * (2**33 // num_ctas)
-    stores = kernels.run(True, launch, grid, device, staging)
-    np.testing.assert_array_equal(staging, expected)
-    np.testing.assert_array_equal(stores, expected_stores)
+    num_turns = num_blocks * num_chunks
+    for num_ctas, ran in (
+        (num_turns + 3, range(num_turns - 2, num_turns + 3)),
+        (2**30 + 7, range(2**30 + 4, 2**30 + 7)),
+    ):
+        launch = Launch(table, ids, staging.ctypes.data, 1)  # type: ignore[arg-type] # an array
+        expected, expected_stores = staging.copy(), np.zeros(staging.shape, dtype=np.uint16)
+        for warp in ran:
+            for item in range(warp, num_turns, num_ctas):
+                i, chunk = divmod(item, num_chunks)
+                expected[i + chunk] = device[int(ids[i]) * num_chunks + chunk]
+                expected_stores[i + chunk] += 1
+        assert expected_stores.max() == 1
+        stores = kernels.run(True, launch, Grid(num_ctas, 32, ran), device, staging)
+        np.testing.assert_array_equal(staging, expected)
+        np.testing.assert_array_equal(stores, expected_stores)
 
 
 # A mutant runs them in this order until one fails. The slowest come last.

@@ -3,7 +3,7 @@
 // The 32 lanes of a warp are fibers with stacks of their own. A lane runs until a shuffle. There it
 // leaves its value and waits until every other lane has arrived. If some lanes end or shuffle while
 // others do not, they have diverged, which is undefined on a device. The emulation checks that loads
-// of ids, and loads and stores of blocks, stay in their memory. It counts stores byte by byte.
+// and stores of blocks stay in their memory. It counts stores byte by byte.
 
 #include <ucontext.h>
 
@@ -13,6 +13,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __grid_constant__
 
 namespace {
 
@@ -27,9 +28,8 @@ struct Index {
 // The memory of a launch, and what it did. The tests declare an equal structure.
 struct Watch {
     std::uint64_t source_begin, source_end, target_begin, target_end;
-    std::uint64_t ids_begin, ids_end;
     std::uint16_t* num_stores;  // for each byte from target_begin
-    std::uint64_t num_outside, num_misaligned, num_diverged, num_endless, num_id_loads;
+    std::uint64_t num_outside, num_misaligned, num_diverged, num_endless;
 }* watch;
 
 template <typename Unit>
@@ -50,13 +50,8 @@ Unit __ldcs(const Unit* address) {
     return unit;
 }
 
-int __ldg(const int* address) {
-    ++watch->num_id_loads;
-    return is_inside(address, watch->ids_begin, watch->ids_end) ? *address : 0;
-}
-
 template <typename Unit>
-void __stcs(Unit* address, Unit unit) {
+void __stcg(Unit* address, Unit unit) {
     if (!is_inside(address, watch->target_begin, watch->target_end)) return;
     std::memcpy(reinterpret_cast<void*>(address), &unit, sizeof(Unit));
     auto first = reinterpret_cast<std::uint64_t>(address) - watch->target_begin;
@@ -93,11 +88,6 @@ Value exchange(unsigned int mask, Value value, unsigned int from) {
 }
 
 template <typename Value>
-Value __shfl_sync(unsigned int mask, Value value, unsigned int from) {
-    return exchange(mask, value, from % NUM_LANES);
-}
-
-template <typename Value>
 Value __shfl_down_sync(unsigned int mask, Value value, unsigned int distance) {
     return exchange(mask, value, current + distance);
 }
@@ -110,9 +100,9 @@ namespace {
 
 struct Arguments {
     const Chunk* chunks;
-    unsigned int num_chunks;
-    const int* block_ids;
-    unsigned int num_blocks;
+    unsigned long long num_chunks;
+    const Ids* ids;
+    unsigned long long num_blocks;
     unsigned char* staging;
     unsigned long long staging_stride;
     unsigned long long* checksums;
@@ -123,8 +113,7 @@ const Arguments* arguments;
 
 void run_lane() {
     const Arguments& a = *arguments;
-    kernel(a.chunks, a.num_chunks, a.block_ids, a.num_blocks, a.staging, a.staging_stride,
-           a.checksums);
+    kernel(a.chunks, a.num_chunks, *a.ids, a.num_blocks, a.staging, a.staging_stride, a.checksums);
     lanes[current].has_ended = true;
 }
 

@@ -10,8 +10,9 @@ from cuda.bindings import nvrtc
 from kvstow.transfer.cuda.kernels import SOURCE
 
 KERNELS = {"gather", "scatter"}
-# A multiprocessor has 65,536 registers. With this many, 2 thread blocks of 512 threads fit.
-MAX_REGISTERS = 64
+# What the kernels need today, so that a change that needs more is seen. With 64, 2 thread blocks of
+# 512 threads fit on a multiprocessor, which has 65,536 registers.
+MAX_REGISTERS = 48
 ELF_MACHINE_CUDA = 190
 
 
@@ -64,8 +65,8 @@ def test_a_round_is_four_wide_loads_and_then_four_wide_stores() -> None:
     kernels = ptx.decode().split(".visible .entry")[1:]
     assert len(kernels) == len(KERNELS)
     for text in kernels:
-        accesses = re.findall(r"(ld|st)\.global\.cs\.v4\.u32", text)
-        assert accesses == ["ld"] * 4 + ["st"] * 4
+        accesses = re.findall(r"(ld|st)\.global\.(\w+)\.v4\.u32", text)
+        assert accesses == [("ld", "cs")] * 4 + [("st", "cg")] * 4
 
 
 def test_no_constant_of_the_interpreter_is_written_into() -> None:

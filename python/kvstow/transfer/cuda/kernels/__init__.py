@@ -26,10 +26,24 @@ CHUNK_BYTES = 2048
 # The kernels count the bytes of a slot in 32 bits.
 MAX_SLOT_BYTES = 2**32 - 1
 
+# Ids that one launch carries.
+MAX_BLOCKS = 960
+# The kernels count the chunks of all blocks of a launch in 31 bits.
+MAX_TURNS = 2**31 - 1
+
 CHUNK_DTYPE = np.dtype(
     [("base", np.uint64), ("stride", np.uint64), ("offset", np.uint32), ("num_bytes", np.uint32)]
 )
 """`struct Chunk` of `pack.cu`."""
+
+IDS_DTYPE = np.dtype(f"V{MAX_BLOCKS * np.dtype(np.int32).itemsize}")
+"""`struct Ids` of `pack.cu`: int32 ids as the opaque bytes that cupy passes by value."""
+
+
+def ids_for_launch(block_ids: npt.NDArray[np.int32]) -> np.void:
+    """Return the first `MAX_BLOCKS` ids as the argument of a launch."""
+    argument: np.void = block_ids[:MAX_BLOCKS].view(IDS_DTYPE)[0]
+    return argument
 
 
 def chunk_table(regions: Sequence[Region], offsets: Sequence[int]) -> npt.NDArray[np.void]:

@@ -22,11 +22,20 @@ struct Chunk {
 };
 static_assert(sizeof(Chunk) == 24, "the host builds the table with this layout");
 
+// The ids of a launch, which the launch itself carries. So no kernel reads them over the link, and
+// the host need not keep them. With the other arguments they fit into the 4 KiB that any GPU takes.
+constexpr unsigned int MAX_BLOCKS = 960;
+struct Ids {
+    int of[MAX_BLOCKS];
+};
+static_assert(sizeof(Ids) == 3840, "the host passes the ids with this size");
+
 constexpr unsigned int LANES = 32;
 constexpr unsigned int ALL_LANES = 0xffffffffu;
 // Loads that a lane issues before its first store. Device memory answers in some 0.7 us, and the
-// rate is the bytes in flight (2 KiB per warp) divided by that time.
-constexpr unsigned int IN_FLIGHT = 4;
+// rate is the bytes in flight (2 KiB per warp) divided by that time. The few bytes at the end of a
+// chunk need no more than one load.
+constexpr unsigned int WIDE_IN_FLIGHT = 4;
 
 // The factor of a slot's 4-byte word `index` in the checksum. It is never 0, and no two are equal:
 // to add 1, to multiply by an odd number, and the shifted exclusive or are bijections of 32 bits,
@@ -55,7 +64,10 @@ __device__ __forceinline__ unsigned long long weighted_at(unsigned int position,
 }
 
 // Copies `count` units with one warp. Returns this lane's part of the checksum, 0 if not `summed`.
-template <typename Unit>
+//
+// Each unit is read only once, so the load need not keep it in a cache. The store keeps it in the L2
+// cache, where the copy engine finds staging, and the model its blocks. It leaves L1 to the model.
+template <typename Unit, unsigned int IN_FLIGHT>
 __device__ __forceinline__ unsigned long long copy_units(unsigned long long source,
                                                          unsigned long long target,
                                                          unsigned int count, unsigned int position,
@@ -68,13 +80,12 @@ __device__ __forceinline__ unsigned long long copy_units(unsigned long long sour
         Unit units[IN_FLIGHT];
 #pragma unroll
         for (unsigned int k = 0; k < IN_FLIGHT; ++k) {
-            // Each unit is read only once, so it need not stay in a cache.
             if (k * LANES < left) units[k] = __ldcs(from + k * LANES);
         }
 #pragma unroll
         for (unsigned int k = 0; k < IN_FLIGHT; ++k) {
             if (k * LANES < left) {
-                __stcs(to + k * LANES, units[k]);
+                __stcg(to + k * LANES, units[k]);
                 unsigned int at = position + (first + k * LANES) * sizeof(Unit);
                 if (summed) sum += weighted_at(at, units[k]);
             }
@@ -93,9 +104,9 @@ __device__ __forceinline__ unsigned long long copy_chunk(unsigned long long sour
     bool aligned = ((source | target | position) & 15) == 0;
     unsigned int num_wide = aligned ? num_bytes / 16 : 0;
     unsigned int done = num_wide * 16;
-    return copy_units<uint4>(source, target, num_wide, position, summed) +
-           copy_units<unsigned char>(source + done, target + done, num_bytes - done,
-                                     position + done, summed);
+    return copy_units<uint4, WIDE_IN_FLIGHT>(source, target, num_wide, position, summed) +
+           copy_units<unsigned char, 1>(source + done, target + done, num_bytes - done,
+                                        position + done, summed);
 }
 
 // Returns the sum over a warp's lanes to lane 0.
@@ -108,31 +119,19 @@ __device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long su
 }
 
 __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restrict__ chunks,
-                                            unsigned int num_chunks,
-                                            const int* __restrict__ block_ids,
+                                            unsigned int num_chunks, const Ids& ids,
                                             unsigned int num_blocks, unsigned long long staging,
                                             unsigned long long staging_stride,
                                             unsigned long long* __restrict__ checksums) {
-    // A turn has the number i * num_chunks + chunk, and a warp's turns are num_warps apart. The
-    // number may exceed 32 bits. So it is kept as the pair (i, chunk), which also saves a division
-    // per turn. There are fewer than 2**31 warps, blocks and chunks, so no sum of two wraps.
-    const unsigned int lane = threadIdx.x % LANES;
+    // A turn has the number i * num_chunks + chunk, and a warp's turns are num_warps apart. There
+    // are fewer than 2**31 turns in a launch, and fewer warps, so no sum of two wraps.
+    const unsigned int num_turns = num_blocks * num_chunks;
     const unsigned int num_warps = gridDim.x * (blockDim.x / LANES);
-    const unsigned int warp = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
-    const unsigned int i_step = num_warps / num_chunks;
-    const unsigned int chunk_step = num_warps % num_chunks;
-    unsigned int i = warp / num_chunks;
-    unsigned int chunk_index = warp % num_chunks;
-    // The ids may be in host memory, microseconds away. So lane k keeps block_ids[kept_from + k].
-    unsigned int kept_from = i;
-    int kept_id = 0;
-    for (bool is_first = true; i < num_blocks; is_first = false) {
-        if (is_first || i - kept_from >= LANES) {
-            kept_from = i;
-            if (lane < num_blocks - i) kept_id = __ldg(block_ids + i + lane);
-        }
-        const unsigned long long id = __shfl_sync(ALL_LANES, kept_id, i - kept_from);
-        const Chunk chunk = chunks[chunk_index];
+    unsigned int turn = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
+    for (; turn < num_turns; turn += num_warps) {
+        const unsigned int i = turn / num_chunks;
+        const Chunk chunk = chunks[turn - i * num_chunks];
+        const unsigned long long id = ids.of[i];
         const unsigned long long in_block = chunk.base + id * chunk.stride;
         const unsigned long long in_slot = staging + i * staging_stride + chunk.offset;
         unsigned long long sum =
@@ -140,35 +139,34 @@ __device__ __forceinline__ void copy_blocks(bool is_gather, const Chunk* __restr
                        chunk.num_bytes, chunk.offset, checksums != nullptr);
         if (checksums != nullptr) {
             sum = sum_of_lanes(sum);
-            if (lane == 0) atomicAdd(checksums + i, sum);
-        }
-        i += i_step;
-        chunk_index += chunk_step;
-        if (chunk_index >= num_chunks) {
-            chunk_index -= num_chunks;
-            ++i;
+            if (threadIdx.x % LANES == 0) atomicAdd(checksums + i, sum);
         }
     }
 }
 
-// Copies block block_ids[i] of the cache to slot i of staging, for every i < num_blocks. Unless
+// Copies block ids.of[i] of the cache to slot i of staging, for every i < num_blocks. Unless
 // `checksums` is null, adds the checksum of the slot's bytes to checksums[i]: the sum modulo 2**64
 // of each byte p of the slot, shifted left by 8 * (p % 4), times weight(p / 4). A change of one word
 // always changes the checksum, and so does a swap of two words. In both cases it changes by a
 // product of two numbers that are not 0 and fit into 32 bits.
-extern "C" __global__ void gather(const Chunk* chunks, unsigned int num_chunks,
-                                  const int* block_ids, unsigned int num_blocks,
+//
+// Every number has 64 bits, because the host passes its integers so. num_blocks is at most
+// MAX_BLOCKS, and num_blocks * num_chunks is below 2**31.
+extern "C" __global__ void gather(const Chunk* chunks, unsigned long long num_chunks,
+                                  const __grid_constant__ Ids ids, unsigned long long num_blocks,
                                   unsigned char* staging, unsigned long long staging_stride,
                                   unsigned long long* checksums) {
-    copy_blocks(true, chunks, num_chunks, block_ids, num_blocks,
+    copy_blocks(true, chunks, static_cast<unsigned int>(num_chunks), ids,
+                static_cast<unsigned int>(num_blocks),
                 reinterpret_cast<unsigned long long>(staging), staging_stride, checksums);
 }
 
-// Copies slot i of staging to block block_ids[i] of the cache, likewise. No id may occur twice.
-extern "C" __global__ void scatter(const Chunk* chunks, unsigned int num_chunks,
-                                   const int* block_ids, unsigned int num_blocks,
+// Copies slot i of staging to block ids.of[i] of the cache, likewise. No id may occur twice.
+extern "C" __global__ void scatter(const Chunk* chunks, unsigned long long num_chunks,
+                                   const __grid_constant__ Ids ids, unsigned long long num_blocks,
                                    unsigned char* staging, unsigned long long staging_stride,
                                    unsigned long long* checksums) {
-    copy_blocks(false, chunks, num_chunks, block_ids, num_blocks,
+    copy_blocks(false, chunks, static_cast<unsigned int>(num_chunks), ids,
+                static_cast<unsigned int>(num_blocks),
                 reinterpret_cast<unsigned long long>(staging), staging_stride, checksums);
 }
