@@ -6,6 +6,7 @@ TRACE ?=
 ARGS ?=
 SECONDS ?= 600
 SEEDS ?= 20
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,7 +39,7 @@ run: $(VENV)/.run ## replay a real request trace, and verify every loaded block 
 
 test: lint ## run everything that CI runs: lint, cargo test, pytest (which also builds the site)
 	cargo test
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES=FOLDER
 	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \
