@@ -29,7 +29,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench gpu-check wheel wheels test-wheels tools pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,7 +69,7 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.r
 	for version in $(DRIFT_BUILDS); do \
 	    echo "vLLM $$version: the drift test, and prompts that fall out of the device and come back"; \
 	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
-	        "$$(ls -t dist/kvstow-*.whl | head -1)" && \
+	        dist/kvstow-*_$$(uname -m).whl && \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
 	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py tests/vllm/test_scheduler_states.py \
 	        -k 'test_drift or test_accelerate or scheduler_states or second_round or damage' || failed="$$failed $$version"; \
@@ -118,7 +118,7 @@ bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own acco
 # Uses neither .venv nor a network. Runs PYTHON as it is, with the unpacked wheel on its path.
 gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest)
 	@$(need_python_alone)
-	@wheel=$$(ls -t dist/kvstow-*.whl 2>/dev/null | head -1); \
+	@wheel=$$(ls dist/kvstow-*_$$(uname -m).whl 2>/dev/null); \
 	if [ -z "$$wheel" ]; then \
 	    echo 'dist/ has no wheel, and make gpu-check needs one: run make wheel first.' >&2; exit 1; fi; \
 	rm -rf $(GPU_CHECK) && '$(PYTHON)' -m zipfile -e "$$wheel" $(GPU_CHECK) && \
@@ -126,9 +126,10 @@ gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=pytho
 
 wheel: $(VENV)/.run ## build a wheel in dist/
 	@$(need_cargo)
+	rm -f dist/kvstow-*
 	$(BIN)/uv build --wheel --python $(BIN)/python --out-dir dist
 
-# zig links against the glibc of manylinux2014, for both architectures.
+# zig links against the glibc of manylinux2014, glibc 2.17, for both architectures.
 wheels: $(VENV)/.release ## build a release in dist/: wheels for x86_64 and aarch64, and an sdist
 	@$(need_cargo)
 	rm -f dist/kvstow-*
@@ -141,6 +142,24 @@ wheels: $(VENV)/.release ## build a release in dist/: wheels for x86_64 and aarc
 
 test-wheels: $(VENV)/.test $(DEBIAN)/.aarch64 wheels ## build a release, and try it in clean environments and under emulation
 	KVSTOW_DIST=dist $(BIN)/pytest tests/packaging
+
+deny: ## check licences, duplicates and sources of the crates with cargo-deny (cargo install cargo-deny --locked)
+	@$(need_cargo)
+	@if ! cargo deny --version >/dev/null 2>&1; then \
+	    echo 'make deny needs cargo-deny: cargo install cargo-deny --locked' >&2; exit 1; fi
+	cargo deny --workspace check licenses bans sources
+
+# The wheel has the bill of its crates inside. What a clean environment gets beside it is the other one.
+sbom: $(VENV)/.release ## write bills of materials of the wheel in dist/: its crates, and the Python packages it needs
+	@wheel=$$(ls dist/kvstow-*_$$(uname -m).whl 2>/dev/null); \
+	if [ -z "$$wheel" ]; then \
+	    echo 'dist/ has no wheel, and make sbom needs one: run make wheels first.' >&2; exit 1; fi; \
+	$(BIN)/uv venv --quiet --clear $(VENV)/sbom && \
+	$(BIN)/uv pip install --quiet --python $(VENV)/sbom/bin/python --constraints constraints.txt "$$wheel" && \
+	$(BIN)/cyclonedx-py environment --output-reproducible --output-file dist/kvstow-python.cdx.json \
+	    $(VENV)/sbom/bin/python && \
+	cp $(VENV)/sbom/lib/python*/site-packages/kvstow-*.dist-info/sboms/*.cyclonedx.json dist/kvstow-rust.cdx.json
+	@echo 'dist/kvstow-rust.cdx.json has the crates, dist/kvstow-python.cdx.json the Python packages.'
 
 tools: $(DEBIAN)/.promtool ## unpack Debian's promtool into .venv, so that tests check the alert rules
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 
 import click
+from docs.generate import compatibility
 
 from kvstow.cli import _commands
 from kvstow.observability.metrics import ALL_METRICS
@@ -58,8 +59,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
+def compatible() -> str:
+    """Return the table of the versions that kvstow works with."""
+    return table(("needs", "versions", "tested"), compatibility.rows())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "command-line": command_line,
+    "compatibility": compatible,
     "hints": hints,
     "metrics": metrics,
     "options": options,

