@@ -51,7 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
     runtime = SimulatedGpu(play)
     device = SimulatedDevice(runtime)
-    speed = LinkSpeed(50e9, 50e9, 2e-6, 400e9)  # fragments are packed below 100 KB
+    speed = LinkSpeed(50e9, 50e9, 2e-6, 400e9, 5e-7)  # fragments are packed below 100 KB
     monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _: speed)
     monkeypatch.setattr("kvstow.transfer.cuda.runtime._runtimes", {0: runtime})
     monkeypatch.setattr("kvstow.replay.state.device_for", lambda _: device)

@@ -121,12 +121,13 @@ def _link(name: str, runtime: Runtime, *, anew: bool) -> Iterator[Finding]:
         f"Stores reach {speed.store_bytes_per_s / 1e9:.1f} GB/s, loads "
         f"{speed.load_bytes_per_s / 1e9:.1f} GB/s, and the gather kernel "
         f"{speed.gather_bytes_per_s / 1e9:.0f} GB/s. A copy call takes "
-        f"{speed.copy_seconds * 1e6:.1f} us.",
+        f"{speed.copy_seconds * 1e6:.1f} us, and {speed.submit_seconds * 1e6:.1f} us of the host.",
         figures={
             "store_bytes_per_s": speed.store_bytes_per_s,
             "load_bytes_per_s": speed.load_bytes_per_s,
             "copy_seconds": speed.copy_seconds,
             "gather_bytes_per_s": speed.gather_bytes_per_s,
+            "submit_seconds": speed.submit_seconds,
         },
     )
     for direction in get_args(Direction):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from tests.transfer.cuda.simulated_gpu import SimulatedGpu
 from kvstow.transfer.cuda import link_speed as module
 from kvstow.transfer.cuda.link_speed import LinkSpeed, link_speed, measure
 
-SPEED = LinkSpeed(50e9, 40e9, 2e-6, 400e9)
+SPEED = LinkSpeed(50e9, 40e9, 2e-6, 400e9, 5e-7)
 
 
 @pytest.fixture
@@ -38,6 +39,11 @@ def test_large_fragments_are_copied_directly_and_small_ones_packed() -> None:
     assert SPEED.direct_from_bytes("load") == 80_000
     assert [SPEED.path("store", size) for size in (99_999, 100_000)] == ["packed", "direct"]
     assert [SPEED.path("load", size) for size in (79_999, 80_000)] == ["packed", "direct"]
+
+
+def test_direct_copies_keep_the_host_busy_for_a_quarter_of_the_transfer() -> None:
+    slow_host = replace(SPEED, submit_seconds=SPEED.copy_seconds)
+    assert slow_host.direct_from_bytes("store") == 400_000
 
 
 def test_each_device_and_driver_is_measured_once(
@@ -81,8 +87,9 @@ def test_without_a_cache_folder_each_call_measures(
 def test_measurement_frees_its_memory(runtime: SimulatedGpu) -> None:
     ticks = iter(range(10**6))
     speed = measure(runtime, lambda: next(ticks) / 1000)
-    # Each turn takes a millisecond of this clock.
-    assert speed.store_bytes_per_s == pytest.approx(64 * 2**20 * 1000)
-    assert speed.load_bytes_per_s == pytest.approx(64 * 2**20 * 1000)
-    assert speed.copy_seconds == pytest.approx(1e-6)
+    # On this clock each turn takes two milliseconds, of which the host takes one.
+    assert speed.store_bytes_per_s == pytest.approx(64 * 2**20 * 500)
+    assert speed.load_bytes_per_s == pytest.approx(64 * 2**20 * 500)
+    assert speed.copy_seconds == pytest.approx(2e-6)
+    assert speed.submit_seconds == pytest.approx(1e-6)
     assert runtime.allocated == {}

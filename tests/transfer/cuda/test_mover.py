@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.transfer.cuda.simulated_gpu import SimulatedGpu
+from tests.transfer.cuda.simulated_gpu import FakeStream, SimulatedGpu
 from tests.transfer.cuda.test_order import RandomOrder
 
 from kvstow import ChecksumMismatch, ConfigError, StateError, TransferError
@@ -29,7 +29,9 @@ from kvstow.transfer import (
     outcome,
 )
 from kvstow.transfer.cuda import pinning as pinning_module
+from kvstow.transfer.cuda.interface import Kernel, Pack
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
+from kvstow.transfer.cuda.pace import Pace
 
 LOST = CudaError("an illegal address; restart the process", is_fatal=True)
 REFUSED = CudaError("invalid value", is_fatal=False)
@@ -146,14 +148,147 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
 
         setup.runtime.copy = spy  # type: ignore[method-assign, assignment]
         # A place holds two blocks, and slots 4 and 8 each begin a pinned chunk.
-        setup.land(setup.mover.store([1, 2, 3, 4, 5, 6], [9, 2, 3, 8, 4, 5], after=setup.after()))
-    assert copies == [[2], [2], [2]]
+        slots = [9, 2, 3, 8, 4, 5, 1]
+        setup.land(setup.mover.store(range(1, 8), slots, after=setup.after()))
+    assert copies == [[1], [2], [2], [2]]
     with bench() as setup:
         setup.runtime.copy = spy  # type: ignore[method-assign, assignment]
         copy = SimulatedGpu.copy.__get__(setup.runtime)
         copies.clear()
         setup.land(setup.mover.store([1, 2, 3], [3, 4, 7], after=setup.after()))
-    assert copies == [[1, 1], [1]]
+    assert copies == [[1], [1, 1]]
+
+
+# -- pace ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def paced(setup: Bench, bytes_per_ms: int) -> Clock:
+    """Give the stores of a bench a pace of which a test sets the clock."""
+    clock = Clock()
+    setup.link.stores._pace = Pace(bytes_per_ms, 4096, clock)
+    return clock
+
+
+def busy(setup: Bench) -> tuple[CudaEvent, FakeStream]:
+    """Return an event of compute that still runs, and its stream."""
+    stream = setup.runtime.stream()
+    setup.runtime.queue(stream, lambda: None)
+    event = setup.runtime.event()
+    setup.runtime.record(event, stream)
+    return CudaEvent(setup.runtime, event), stream
+
+
+def gathers_of(setup: Bench) -> list[int]:
+    """Return a list that grows by the blocks of each kernel that is queued."""
+    launched: list[int] = []
+    launch = setup.runtime.launch
+
+    def spy(kernel: Kernel, pack: Pack, stream: FakeStream) -> None:
+        launched.append(pack.num_blocks)
+        launch(kernel, pack, stream)
+
+    setup.runtime.launch = spy  # type: ignore[method-assign]
+    return launched
+
+
+def test_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
+    with bench() as setup:
+        clock, launched = paced(setup, bytes_per_ms=4096), gathers_of(setup)
+        after, _ = busy(setup)
+        ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+        # A place holds two blocks of 4096 bytes, and the first batch is small.
+        assert launched == [1]
+        assert not ticket.poll()
+        assert launched == [1], "no time has passed"
+        clock.now_s += 0.001
+        assert not ticket.poll()
+        assert launched == [1, 2]
+        clock.now_s += 0.001
+        ticket.poll()
+        assert launched == [1, 2], "the batch before was twice what a millisecond allows"
+        clock.now_s += 0.001
+        ticket.poll()
+        assert launched == [1, 2, 2]
+        setup.runtime.run_all()
+        assert not ticket.poll(), "all that was queued is done, but a block is missing"
+        assert not ticket.source_released()
+        clock.now_s += 1
+        setup.land(ticket)
+        assert launched == [1, 2, 2, 1]
+        for block in range(1, 7):
+            assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
+
+
+def test_store_without_compute_and_load_are_queued_at_once() -> None:
+    with bench() as setup:
+        paced(setup, bytes_per_ms=1)
+        launched = gathers_of(setup)
+        setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=setup.after())
+        setup.mover.store([1, 2, 3, 4, 5, 6], range(6, 12), after=READY)
+        assert launched == [1, 2, 2, 1] * 2
+        after, _ = busy(setup)
+        setup.mover.load(range(6), [1, 2, 3, 4, 5, 6], after=after)
+        assert launched[8:] == [1, 2, 2, 1]
+
+
+def test_later_store_waits_until_a_paced_one_is_queued() -> None:
+    with bench() as setup:
+        clock = paced(setup, bytes_per_ms=4096)
+        after, _ = busy(setup)
+        first = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+        later = setup.mover.store([7], [0], after=setup.after())
+        setup.runtime.run_all()
+        assert not first.poll()
+        assert not later.poll()
+        clock.now_s += 1
+        setup.land(later)
+        assert first.poll()
+        assert np.array_equal(setup.arena.slots[0], setup.block(7))
+
+
+def test_close_does_not_keep_to_the_pace() -> None:
+    with bench() as setup:
+        paced(setup, bytes_per_ms=1)
+        after, _ = busy(setup)
+        ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+        setup.mover.close()
+        assert ticket.poll()
+        assert np.array_equal(setup.arena.slots[5], setup.block(6))
+
+
+def test_lost_device_fails_a_store_that_is_queued_in_part() -> None:
+    with bench() as setup:
+        clock = paced(setup, bytes_per_ms=4096)
+        after, _ = busy(setup)
+        ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+        clock.now_s += 1
+        setup.runtime.fail["gather"] = LOST
+        assert ticket.poll()
+        assert ticket.error is LOST
+
+
+def test_refused_call_fails_a_store_that_is_queued_in_part() -> None:
+    with bench() as setup:
+        clock = paced(setup, bytes_per_ms=4096)
+        after, _ = busy(setup)
+        ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+        clock.now_s += 1
+        setup.runtime.fail["gather"] = REFUSED
+        assert not ticket.poll(), "what was queued before still runs"
+        with pytest.raises(CudaError):
+            setup.land(ticket)
+        setup.land(setup.mover.store([7], [0], after=setup.after()))
+        assert np.array_equal(setup.arena.slots[0], setup.block(7))
 
 
 # -- tickets and events ----------------------------------------------------------------------------
@@ -161,7 +296,7 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
 
 def test_store_releases_its_source_before_it_ends() -> None:
     with bench(num_places=3) as setup:
-        ticket = setup.mover.store([1, 2], [0, 1], after=setup.after())
+        ticket = setup.mover.store([1], [0], after=setup.after())
         assert not ticket.source_released()
         while not ticket.source_released():
             assert setup.runtime.step()
@@ -416,7 +551,7 @@ def test_mover_refuses_unsuitable_layouts_and_options() -> None:
 def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     with bench() as setup:
         for copy_seconds, expected in ((2047 / 50e9, "direct"), (2049 / 50e9, "packed")):
-            speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9)
+            speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9, 1e-9)
             monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _, s=speed: s)
             with CudaMover(setup.mover.layout, setup.arena, link=setup.link) as mover:
                 assert mover.paths == {"store": expected, "load": expected}

@@ -22,7 +22,9 @@ What keeps blocks from being stale, torn or mixed up:
   overwritten only once it was read.
 - Nothing orders the streams of two places. So a job that writes where an earlier job in flight
   writes waits for that job's `done` events, on each of its streams.
-- `released` and `done` are one event per stream that the job uses. Both count only together.
+- `released` and `done` are one event per stream that the job uses. They count only together, and
+  only once the whole job is queued. While the engine computes, a store is queued bit by bit (see
+  `Pace`), and no later job begins before that.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import numpy.typing as npt
 
 from kvstow._core import TransferError
 from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime, Stream
+from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.runtime import CudaEvent
 from kvstow.transfer.cuda.sums import SumRing
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
@@ -68,12 +71,14 @@ class Batch(NamedTuple):
     Attributes:
         begin: its first position in the job.
         end: the position after its last.
+        num_bytes: bytes that its copies carry.
         runs: (address on the host, offset in the place or address on the device, blocks).
         region: the region it belongs to, on the direct path.
     """
 
     begin: int
     end: int
+    num_bytes: int
     runs: Sequence[tuple[int, int, int]]
     region: int = 0
 
@@ -99,6 +104,10 @@ class CudaJob(OrderedJob):
         ticket: reports its end.
         first_sum: where its sums begin.
         serial: its number among the jobs of the lane; 0 before its launch.
+        is_paced: whether it keeps to the lane's pace.
+        earlier: the places, and their events, after which it may write to its targets.
+        num_queued: batches that are queued.
+        is_queued: whether all are queued, or none will follow after an error.
         places: those it uses.
         released: an event of each place; all sources are read when all are reached.
         done: an event of each place; the device has carried out the job when all are reached.
@@ -119,6 +128,10 @@ class CudaJob(OrderedJob):
     ticket: CudaTicket
     first_sum: int = 0
     serial: int = 0
+    is_paced: bool = False
+    earlier: list[tuple[Place, DeviceEvent]] = field(default_factory=list)
+    num_queued: int = 0
+    is_queued: bool = False
     places: list[Place] = field(default_factory=list)
     released: list[DeviceEvent] = field(default_factory=list)
     done: list[DeviceEvent] = field(default_factory=list)
@@ -179,9 +192,19 @@ class Lane:
         runtime: the device.
     """
 
-    def __init__(self, runtime: Runtime, staging_bytes: int, num_places: int) -> None:
-        """Make the streams and allocate the staging memory."""
+    def __init__(
+        self, runtime: Runtime, staging_bytes: int, num_places: int, pace: Pace | None = None
+    ) -> None:
+        """Make the streams and allocate the staging memory.
+
+        Args:
+            runtime: the device.
+            staging_bytes: bytes of a place.
+            num_places: number of places.
+            pace: of jobs that are submitted while the compute that they wait for still runs.
+        """
         self.runtime = runtime
+        self._pace = pace
         streams = [runtime.stream() for _ in range(num_places)]
         self._spare_events: list[DeviceEvent] = []
         # Reentrant, because an event that has happened already calls back from within `submit`.
@@ -218,7 +241,7 @@ class Lane:
                 self._waiting[job] = None
             self.advance()
 
-    def advance(self) -> None:
+    def advance(self, *, in_a_hurry: bool = False) -> None:
         """End the jobs that the device has carried out, and launch those that may begin."""
         with self._lock:
             try:
@@ -226,22 +249,23 @@ class Lane:
                     raise self.runtime.lost
                 with self.runtime.current():
                     self._retire()
-                    while self._runnable and self._reserve(self._runnable[0]):
-                        self._launch(self._runnable.popleft())
+                    while job := self._next():
+                        if not self._launch(job, in_a_hurry=in_a_hurry):
+                            break
             except CudaError as error:
                 self._lose(error)
 
     def finish(self, owner: object) -> None:
         """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
         with self._lock:
-            self.advance()
+            self.advance(in_a_hurry=True)
             while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
                 try:
                     for event in self._in_flight[0].done:
                         self.runtime.synchronize(event)
                 except CudaError as error:
                     self._lose(error)
-                self.advance()
+                self.advance(in_a_hurry=True)
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
                 del self._waiting[job]
@@ -280,13 +304,23 @@ class Lane:
             job.released = [spare.pop() for _ in range(num_places)]
         return True
 
-    def _launch(self, job: CudaJob) -> None:
-        self._in_flight.append(job)
+    def _next(self) -> CudaJob | None:
+        """Return the job in flight that is not queued yet, or else the next one that may begin."""
+        if self._in_flight and not self._in_flight[-1].is_queued:
+            return self._in_flight[-1]
+        if self._runnable and self._reserve(self._runnable[0]):
+            self._in_flight.append(self._runnable.popleft())
+            return self._in_flight[-1]
+        return None
+
+    def _launch(self, job: CudaJob, *, in_a_hurry: bool) -> bool:
+        """Queue a job, or more of it. Return False if its pace holds the rest back."""
         interrupt: BaseException | None = None
         try:
-            if not isinstance(job.after, CudaEvent):
-                job.after.wait()  # has happened, and raises if it failed
-            self._queue(job)
+            if job.serial == 0:
+                self._begin(job)
+            if not self._queue(job, in_a_hurry=in_a_hurry):
+                return False
         except BaseException as error:
             if isinstance(error, CudaError) and error.is_fatal:
                 raise
@@ -301,22 +335,40 @@ class Lane:
                 # Try again: an event that is not recorded counts as reached, and so would the job.
                 interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, place.stream)
+        job.is_queued = True
         if interrupt is not None:
             raise interrupt
+        return True
 
-    def _queue(self, job: CudaJob) -> None:
-        """Queue the batches of a job. They take turns through the places."""
-        earlier = self._earlier_writers(job)
-        num_batches, num_places = len(job.batches), len(job.done)
+    def _begin(self, job: CudaJob) -> None:
+        """Find out what the work of a job must wait for."""
+        self._num_launched += 1
+        job.serial = self._num_launched
+        job.earlier = self._earlier_writers(job)
+        if not isinstance(job.after, CudaEvent):
+            job.after.wait()  # has happened, and raises if it failed
+        elif self._pace is not None and not self._is_reached(job.after.handle):
+            job.is_paced = True
+            if len(self._in_flight) == 1:
+                self._pace.restart()
+
+    def _queue(self, job: CudaJob, *, in_a_hurry: bool) -> bool:
+        """Queue batches, which take turns through the places. Return whether all are queued."""
+        pace = None if in_a_hurry or not job.is_paced else self._pace
+        if pace is not None:
+            pace.refill()
         event = job.after.handle if isinstance(job.after, CudaEvent) else None
-        for number, batch in enumerate(job.batches):
-            after = None
+        num_batches, num_places = len(job.batches), len(job.done)
+        while job.num_queued < num_batches:
+            number, after = job.num_queued, None
+            batch = job.batches[number]
+            if pace is not None and not pace.take(batch.num_bytes):
+                return False
             if number < num_places:
-                after = event
-                place = self._places[0]
+                after, place = event, self._places[0]
                 self._places.rotate(-1)
                 job.places.append(place)
-                for other, written in earlier:
+                for other, written in job.earlier:
                     if other is not place:
                         self.runtime.wait(place.stream, written)
             else:
@@ -324,12 +376,12 @@ class Lane:
             is_last = number + num_places >= num_batches
             released = job.released[number % num_places] if is_last and job.is_staged else None
             job.queue(job, batch, place, after, released)
+            job.num_queued += 1
+        return True
 
     def _earlier_writers(self, job: CudaJob) -> list[tuple[Place, DeviceEvent]]:
         """Return the places, and their events, after which this job may write to its targets."""
         newest = int(job.writers[job.targets].max())
-        self._num_launched += 1
-        job.serial = self._num_launched
         job.writers[job.targets] = job.serial
         return [
             end
@@ -342,7 +394,7 @@ class Lane:
         is_done = self._is_reached
         while self._in_flight:
             job = self._in_flight[0]
-            if not all(map(is_done, job.done)):
+            if not (job.is_queued and all(map(is_done, job.done))):
                 break
             self._in_flight.popleft()
             try:
@@ -356,7 +408,7 @@ class Lane:
             job.ticket.end(error)
         for job in self._in_flight:
             if job.is_staged and not job.ticket.is_released:
-                if job.error is not None or not all(map(is_done, job.released)):
+                if not (job.is_queued and job.error is None and all(map(is_done, job.released))):
                     break
                 job.ticket.is_released = True
 

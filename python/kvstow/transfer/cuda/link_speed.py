@@ -1,7 +1,9 @@
 """The measured speed of a device's link, which decides between the mover's two paths.
 
 A copy call takes some microseconds, however few bytes it carries. So direct copies of fragments
-reach the link's peak only above `copy_seconds * peak` bytes. The mover packs smaller fragments.
+reach the link's peak only above `copy_seconds * peak` bytes. The engine's thread spends most of
+these microseconds. So the mover also packs fragments whose direct copies would keep the host busy
+for more than a quarter of the transfer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from kvstow.transfer.mover import Direction
 
 Path: TypeAlias = Literal["packed", "direct"]
 
-_FORMAT = 1
+_FORMAT = 2
+# The part of a transfer for which direct copies may keep the host busy.
+_HOST_SHARE = 1 / 4
 _LONG_BYTES = 64 << 20
 _SHORT_BYTES = 4096
 _NUM_SHORT = 1000
@@ -43,17 +47,19 @@ class LinkSpeed:
         load_bytes_per_s: speed of a long copy from pinned memory to the device.
         copy_seconds: least time of a copy call, on the host or in the copy engine.
         gather_bytes_per_s: speed of the kernel that packs blocks.
+        submit_seconds: least time for which a copy call keeps the host busy.
     """
 
     store_bytes_per_s: float
     load_bytes_per_s: float
     copy_seconds: float
     gather_bytes_per_s: float
+    submit_seconds: float
 
     def direct_from_bytes(self, direction: Direction) -> int:
-        """Return the least size of a fragment whose direct copies reach the link's peak."""
+        """Return the least size of a fragment that is copied directly."""
         peak = self.store_bytes_per_s if direction == "store" else self.load_bytes_per_s
-        return int(self.copy_seconds * peak)
+        return int(max(self.copy_seconds, self.submit_seconds / _HOST_SHARE) * peak)
 
     def path(self, direction: Direction, fragment_bytes: int) -> Path:
         """Return the path for blocks that consist of fragments of this size."""
@@ -92,15 +98,18 @@ def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) ->
         stream, event = runtime.stream(), runtime.event()
         stack.enter_context(runtime.current())
 
-        def seconds(queue: Callable[[Stream], None]) -> float:
-            best = float("inf")
+        def seconds(queue: Callable[[Stream], None]) -> tuple[float, float]:
+            """Return the least time until all is done, and until the host has queued it."""
+            turns = []
             for _ in range(_NUM_TURNS):
                 begin = clock()
                 queue(stream)
+                queued = clock()
                 runtime.record(event, stream)
                 runtime.synchronize(event)
-                best = min(best, clock() - begin)
-            return best
+                turns.append((clock() - begin, queued - begin))
+            totals, hosts = zip(*turns, strict=True)
+            return min(totals), min(hosts)
 
         def copies(num_bytes: int, num: int, *, to_host: bool) -> Copies:
             ends = (host_address, blocks) if to_host else (blocks, host_address)
@@ -117,12 +126,16 @@ def measure(runtime: Runtime, clock: Callable[[], float] = time.perf_counter) ->
         runtime.upload(chunks, table.tobytes())
         ids = ids_for_launch(np.arange(MAX_BLOCKS, dtype=np.int32))
         pack = Pack(chunks, len(table), ids, _NUM_BLOCKS, staging, size, 0)
-        gather_s = seconds(lambda stream: runtime.launch("gather", pack, stream))
+        gather_s, _ = seconds(lambda stream: runtime.launch("gather", pack, stream))
+        store_s, _ = seconds(lambda stream: runtime.copy(long_store, stream))
+        load_s, _ = seconds(lambda stream: runtime.copy(long_load, stream))
+        short_s, submit_s = seconds(lambda stream: runtime.copy(short, stream))
         return LinkSpeed(
-            store_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_store, s)),
-            load_bytes_per_s=_LONG_BYTES / seconds(lambda s: runtime.copy(long_load, s)),
-            copy_seconds=seconds(lambda s: runtime.copy(short, s)) / _NUM_SHORT,
+            store_bytes_per_s=_LONG_BYTES / store_s,
+            load_bytes_per_s=_LONG_BYTES / load_s,
+            copy_seconds=short_s / _NUM_SHORT,
             gather_bytes_per_s=_LONG_BYTES / gather_s,
+            submit_seconds=submit_s / _NUM_SHORT,
         )
 
 

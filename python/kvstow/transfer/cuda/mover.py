@@ -33,6 +33,8 @@ from kvstow.transfer.ticket import Ticket, find_damage
 _NO_SUMS: Final = np.zeros(0, dtype=np.uint64)
 # Bytes that the kernels move at once. They move unaligned memory byte by byte.
 _ACCESS_BYTES = 16
+# The kernels are predicted to be this many times as fast as the link.
+_KERNEL_PER_LINK = 8
 # Up to this share of a slot, to copy the padding too is cheaper than to leave it out.
 _MAX_PADDING = 1 / 16
 
@@ -171,7 +173,10 @@ class CudaMover(Mover):
         order = np.argsort(host_slots, kind="stable")  # by slot, so that runs of slots are long
         ids, slots = block_ids[order], host_slots[order]
         if is_packed:
-            batches, queue = self._packed(slots), self._store if is_store else self._load
+            batches, queue = (
+                self._packed(slots, is_store=is_store),
+                self._store if is_store else self._load,
+            )
         else:
             batches, queue = self._direct(ids, slots), self._copy_directly
         # Zeros behind the ids, because a launch always takes `MAX_BLOCKS`.
@@ -200,10 +205,10 @@ class CudaMover(Mover):
 
     # -- the packed path --------------------------------------------------------------------------
 
-    def _packed(self, slots: Index) -> list[Batch]:
+    def _packed(self, slots: Index, *, is_store: bool) -> list[Batch]:
         """Return the batches of a job, each of which fits a staging place."""
-        num, size = len(slots), self._batch_blocks
-        cuts = [*range(0, num, size), num]
+        num = len(slots)
+        cuts = _cuts(num, self._batch_blocks, is_store=is_store)
         is_first = self._begins_run(slots)
         is_first[cuts[:-1]] = True
         firsts = np.flatnonzero(is_first)
@@ -219,7 +224,12 @@ class CudaMover(Mover):
         parts = np.searchsorted(firsts, cuts).tolist()
         stride = self._staging_stride
         return [
-            Batch(begin, end, [(to, (at - begin) * stride, n) for to, at, n in runs[first:last]])
+            Batch(
+                begin,
+                end,
+                (end - begin) * stride,
+                [(to, (at - begin) * stride, n) for to, at, n in runs[first:last]],
+            )
             for (begin, end), (first, last) in zip(pairwise(cuts), pairwise(parts), strict=True)
         ]
 
@@ -319,7 +329,7 @@ class CudaMover(Mover):
             host = self.arena.base_address + slots[firsts] * self._slot_stride + offset
             num_rows = np.diff(firsts, append=len(ids))
             runs = list(zip(host.tolist(), device.tolist(), num_rows.tolist(), strict=True))
-            batches.append(Batch(0, len(ids), runs, number))
+            batches.append(Batch(0, len(ids), len(ids) * region.block_bytes, runs, number))
         return batches
 
     def _copy_directly(
@@ -340,6 +350,18 @@ class CudaMover(Mover):
             runs = [(to, origin, num) for origin, to, num in batch.runs]
             copies = Copies(runs, device, host, size, False)
         self._runtime.copy(copies, place.stream)
+
+
+def _cuts(num: int, size: int, *, is_store: bool) -> list[int]:
+    """Return where the batches of `num` blocks begin, and where the last one ends.
+
+    Nothing hides the first kernel of a store, or the last one of a load. So that batch is small: a
+    share of a place that takes about as long to copy as a whole place takes to gather.
+    """
+    small = max(1, size // _KERNEL_PER_LINK)
+    first = small if num >= 2 * small else 0
+    cuts = sorted({0, *range(first, num, size), num})
+    return cuts if is_store else [num - cut for cut in reversed(cuts)]
 
 
 def _check_alignment(layout: BlockLayout) -> None:
