@@ -1,0 +1,168 @@
+"""Builds the simulated GPU, and puts it below the real cupy of this process.
+
+cupy looks up the driver by its name, `libcuda.so.1`. So a library of that name that is loaded first
+takes its place. The runtime is inside cupy's binary. So `install` overwrites the first bytes of
+each of its functions with a jump to the function of the same name here. All that cupy does above
+them is unchanged: types, errors, launch arguments, and the compiler of the kernels.
+
+One process must not install it beside a fake cupy. So tests use `run`, which starts a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+KERNELS = ROOT / "python" / "kvstow" / "transfer" / "cuda" / "kernels" / "pack.cu"
+SOURCES = ("cuda.cpp", "device.cpp", "kernels.cpp")
+# `#pragma unroll` is for CUDA's compiler.
+FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
+LIBRARY, SEED = "KVSTOW_SIMULATED_CUDA", "KVSTOW_SIMULATION_SEED"
+
+
+@cache
+def why_not() -> str | None:
+    """Return why the simulation cannot run here; None if it can."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        return "the simulated CUDA needs Linux on x86-64"
+    for tool in ("g++", "nm"):
+        if shutil.which(tool) is None:
+            return f"the simulated CUDA needs {tool}, which is not installed"
+    if importlib.util.find_spec("cupy_backends") is None:
+        return "the simulated CUDA needs cupy, which is not installed"
+    return None
+
+
+def build(folder: Path, kernels: Path = KERNELS) -> Path:
+    """Compile the library, unless the folder has it for these sources; return its path."""
+    texts = [path.read_bytes() for path in (*sorted(HERE.glob("*.[ch]*")), kernels)]
+    name = hashlib.sha256(b"".join(texts) + " ".join(FLAGS).encode()).hexdigest()[:16]
+    library = folder / name / "libcuda.so.1"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        unfinished = Path(made) / library.name
+        command = ["g++", *FLAGS, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+        command += [f'-DKERNELS="{kernels}"', "-o", str(unfinished)]
+        subprocess.run([*command, *(str(HERE / source) for source in SOURCES)], check=True)
+        unfinished.replace(library)  # whole, or not at all
+    return library
+
+
+def environment(folder: Path, *, seed: int = 0, kernels: Path = KERNELS) -> dict[str, str]:
+    """Return the environment of a process that `install`s the library as it starts."""
+    return {
+        **os.environ,
+        LIBRARY: str(build(folder, kernels)),
+        SEED: str(seed),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "start"), str(ROOT)]),
+        # Compiled kernels and the speed of the link are not those of a GPU of this machine.
+        "CUPY_CACHE_DIR": str(folder / "cupy"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    seed: int = 0,
+    kernels: Path = KERNELS,
+    timeout_s: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with the simulated GPU."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(folder, seed=seed, kernels=kernels),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+# -- in the process that uses it -----------------------------------------------------------------
+
+JUMP_BYTES = 13
+READ_WRITE_EXECUTE = 7
+
+
+def install() -> None:
+    """Put the library below cupy, which must not be in use yet."""
+    library = ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
+    from cupy_backends.cuda.api import runtime  # noqa: PLC0415 - after the driver
+
+    libc = ctypes.CDLL(None)
+    base = _loaded_at(runtime.__file__)
+    for name, offset in _functions(runtime.__file__):
+        if not hasattr(library, name):
+            continue
+        target = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        assert target is not None
+        address = base + offset
+        page = address & ~0xFFF
+        length = ctypes.c_size_t(address + JUMP_BYTES - page)
+        if libc.mprotect(ctypes.c_void_p(page), length, READ_WRITE_EXECUTE):
+            raise OSError(f"cannot write to {runtime.__file__} at {address:#x}")
+        # movabs r11, target; jmp r11
+        code = b"\x49\xbb" + target.to_bytes(8, "little") + b"\x41\xff\xe3"
+        ctypes.memmove(address, code, len(code))
+
+
+def _loaded_at(path: str) -> int:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(path):
+            return int(line.split("-")[0], 16)
+    raise OSError(f"{path} is not loaded")
+
+
+def _functions(path: str) -> list[tuple[str, int]]:
+    """Return the functions of CUDA's runtime in a binary, and where they begin."""
+    listed = subprocess.run(["nm", path], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return [
+        (row[2], int(row[0], 16))
+        for row in rows
+        if len(row) == 3 and row[1] in "tT" and row[2].startswith("cuda")
+    ]
+
+
+def library() -> ctypes.CDLL:
+    """Return the library that this process has installed."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def calls() -> dict[str, int]:
+    """Return the calls of CUDA since the last such question, by name."""
+    rows = (line.split() for line in _text("simulation_calls"))
+    return {name: int(number) for name, number in rows}
+
+
+def violations() -> list[str]:
+    """Return the accesses without an order, since the last such question."""
+    return _text("simulation_violations")
+
+
+def has_context(device: int) -> bool:
+    """Return whether this process has initialised a device."""
+    return bool(library().simulation_has_context(ctypes.c_int(device)))
+
+
+def _text(function: str) -> list[str]:
+    buffer = ctypes.create_string_buffer(1 << 20)
+    library()[function](buffer, ctypes.c_size_t(len(buffer)))
+    return buffer.value.decode().splitlines()
