@@ -22,6 +22,7 @@ GPU_CHECK := .gpu-check
 WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 # Unpacked packages of Debian, for tests that need promtool, or an emulated aarch64.
 DEBIAN := $(VENV)/debian
+RIVALS := .rivals
 RUST := Cargo.toml Cargo.lock rust/bindings/Cargo.toml $(shell find rust -name '*.rs')
 
 # For cargo outside maturin, because the Python on the PATH may be too old for the bindings.
@@ -29,7 +30,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,6 +116,14 @@ bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own acco
 	$(BIN)/python -m benches.compare.connector
 	$(BIN)/python -m benches.compare.accelerate
 
+# Each rival is optional: the table says which are missing.
+bench-rivals: $(VENV)/.test ## time large pools beside vLLM, SGLang's Rust tree, kvbm-logical and mistral.rs
+	@$(need_cargo)
+	-$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(RIVALS)/sglang sglang==0.5.23
+	-cd benches/rivals && cargo info --quiet mistralrs-core@0.8.1 >/dev/null
+	-cargo build --release --locked --manifest-path benches/rivals/Cargo.toml --target-dir $(RIVALS)/target
+	$(BIN)/python -m benches.compare.rivals
+
 # Uses neither .venv nor a network. Runs PYTHON as it is, with the unpacked wheel on its path.
 gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest)
 	@$(need_python_alone)
@@ -168,7 +177,7 @@ pins: $(BIN)/uv ## resolve constraints.txt again
 	    --group test --group docs --group release --extra metrics --no-header --no-annotate -o constraints.txt
 
 clean: ## remove everything that make created
-	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) target dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
+	rm -rf $(VENV) $(DRIFT) $(GPU_CHECK) $(RIVALS) target dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis python/kvstow/_core*.so
 	find python tests benches docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/uv:

@@ -25,19 +25,20 @@
 #![expect(clippy::print_stdout, reason = "the table is the result")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a few digits")]
 
+#[path = "common/floor.rs"]
+mod floor;
+
 use std::collections::VecDeque;
 use std::hint::black_box;
-use std::time::Instant;
 
 use kvstow_core::hash::{HashOptions, hash_tokens};
 use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::Hashes;
 use kvstow_core::pool::BlockPool;
-use prefetch_index::prefetch_index;
+
+use floor::{Floor, NUM_ROUND_BLOCKS, shuffled, time};
 
 const GROUP: GroupId = GroupId(0);
-/// Blocks of a round: one prompt of 131,072 tokens, or many short ones.
-const NUM_ROUND_BLOCKS: usize = 8_192;
 const MILLION: usize = 1_000_000;
 const OPERATIONS: [&str; 5] = ["lookup", "evict, publish", "clean, publish", "free", "admit a hit"];
 
@@ -74,107 +75,13 @@ impl Samples {
     }
 }
 
-fn time<T>(operation: impl FnOnce() -> T) -> (T, f64) {
-    let start = Instant::now();
-    let result = operation();
-    (result, start.elapsed().as_nanos() as f64)
-}
-
-/// The numbers below `num`, which is a power of two, in random order (xorshift, Fisher-Yates).
-fn shuffled(num: usize) -> Vec<u32> {
-    let mut all: Vec<u32> = (0..).take(num).collect();
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    for last in (1..num).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        all.swap(last, usize::try_from(state % (last as u64 + 1)).unwrap());
-    }
-    all
-}
-
-/// Arrays of the pool's size, and the order in which the floor visits them.
-struct Floor {
-    lines: Vec<[u64; 8]>,
-    /// At most half of its entries are in use, as in any open-addressing table.
-    table: Vec<u64>,
-    order: Vec<u32>,
-    at: usize,
-}
-
-impl Floor {
-    /// Lines that are prefetched at a time.
-    const AHEAD: usize = 16;
-
-    fn new(num_blocks: usize) -> Self {
-        let order = shuffled(num_blocks);
-        let mut table = vec![0; 2 * num_blocks];
-        for (home, block) in order.iter().zip(shuffled(num_blocks).iter().rev()) {
-            table[2 * *home as usize] = u64::from(*block);
-        }
-        Self { lines: vec![[1; 8]; num_blocks], table, order, at: 0 }
-    }
-
-    /// The blocks of the next round.
-    fn next(&mut self) -> usize {
-        let start = self.at;
-        self.at = (self.at + NUM_ROUND_BLOCKS) % self.order.len();
-        start
-    }
-
-    fn read(&mut self) -> f64 {
-        let start = self.next();
-        let order = &self.order[start..start + NUM_ROUND_BLOCKS];
-        let entry = |at: usize| 2 * order[at.min(NUM_ROUND_BLOCKS - 1)] as usize;
-        let block = |at| usize::try_from(self.table[entry(at)]).unwrap();
-        time(|| {
-            let mut sum = 0;
-            for at in 0..NUM_ROUND_BLOCKS {
-                prefetch_index(&self.table, entry(at + 2 * Self::AHEAD));
-                prefetch_index(&self.lines, block(at + Self::AHEAD));
-                sum += self.lines[block(at)][0];
-            }
-            black_box(sum);
-        })
-        .1
-    }
-
-    /// Writes the lines of some blocks; with `has_entry`, also as many entries of the table.
-    fn write(&mut self, blocks: usize, has_entry: bool) -> f64 {
-        let entries = self.next();
-        let Self { lines, table, order, .. } = self;
-        let [blocks, entries] = [blocks, entries].map(|at| &order[at..at + NUM_ROUND_BLOCKS]);
-        let place = |of: &[u32], at: usize| of[at.min(NUM_ROUND_BLOCKS - 1)] as usize;
-        time(|| {
-            for at in 0..NUM_ROUND_BLOCKS {
-                let ahead = at + Self::AHEAD;
-                prefetch_index(&*lines, place(blocks, ahead));
-                lines[place(blocks, at)][0] += 1;
-                if has_entry {
-                    prefetch_index(&*table, 2 * place(entries, ahead));
-                    table[2 * place(entries, at) + 1] += 1;
-                }
-            }
-            black_box((lines, table));
-        })
-        .1
-    }
-}
-
 fn measure_floor(num_blocks: usize, num_rounds: usize) -> [f64; 5] {
     let mut floor = Floor::new(num_blocks);
-    let mut samples: [Samples; 4] = Default::default();
+    let mut samples: [Samples; 5] = Default::default();
     for _ in 0..num_rounds {
-        samples[0].add(floor.read());
-        let blocks = floor.next();
-        samples[1].add(floor.write(blocks, true) + floor.write(blocks, true));
-        let blocks = floor.next();
-        samples[2].add(floor.write(blocks, false) + floor.write(blocks, true));
-        let blocks = floor.next();
-        samples[3].add(floor.write(blocks, false));
+        samples.iter_mut().zip(floor.round()).for_each(|(samples, it)| samples.add(it));
     }
-    let [lookup, evict, clean, free] = samples.map(|samples| samples.fastest_tenth());
-    [lookup, evict, clean, free, lookup + free]
+    samples.map(|samples| samples.fastest_tenth())
 }
 
 // One function for each operation, so that a profiler counts its instructions.
