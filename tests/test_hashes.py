@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 import kvstow
@@ -39,6 +40,22 @@ def test_it_behaves_as_a_sequence_of_the_same_bytes(width: int) -> None:
         for value in [*plain, bytes(width), b"", b"other", plain, 3, None]:
             assert (value in hashes) == (value in plain)
             assert hashes.count(value) == plain.count(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [1, 16, 32])
+def test_array_has_a_row_of_bytes_for_each_hash(width: int) -> None:
+    print("seed", SEED)
+    plain = [*draw(random.Random(SEED), 5, width), bytes(width)]  # numpy's bytes drop the zeros
+    hashes = Hashes(plain)
+    rows = np.asarray(hashes)
+    assert rows.shape == (6, width) and rows.dtype == np.uint8
+    assert [row.tobytes() for row in rows] == plain
+    assert np.asarray(hashes, dtype=np.int64).tolist() == rows.tolist()
+    rows[:] = 0  # a copy
+    assert hashes == plain
+    assert np.array(Hashes([])).shape == (0, 0)
+    with pytest.raises(ValueError, match="copy is False"):
+        np.array(hashes, copy=False)
 
 
 def test_slices_are_those_of_a_list() -> None:

@@ -132,7 +132,8 @@ class Hashes(Sequence[bytes]):
 
     Ledgers, schedulers and pools share it instead of copying it, so an `add` costs the same for any
     number of hashes. Slices and sums are new `Hashes`. It equals another `Hashes`, or a list, with
-    the same hashes. `bytes(hashes)` joins them.
+    the same hashes. `bytes(hashes)` joins them. `numpy.asarray(hashes)` has a row of uint8 for
+    each. Both copy.
 
     Args:
         hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
@@ -154,6 +155,14 @@ class Hashes(Sequence[bytes]):
     def __rmul__(self, times: int, /) -> Hashes: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __bytes__(self) -> bytes: ...
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Return an array of uint8 with one row per hash, always a copy.
+
+        Without this method, numpy would make an array of `bytes`, which drops the zeros at the end
+        of a hash.
+        """
     def __getnewargs__(self) -> tuple[list[bytes]]: ...
     def index(self, value: object, start: int = 0, stop: int = ...) -> int:
         """Return the first place of a hash. Raises `ValueError` if it is not there."""

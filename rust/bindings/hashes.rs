@@ -1,6 +1,10 @@
 //! `Hashes`: block hashes that Python, ledgers and schedulers share.
+//!
+//! It has no buffer protocol, because PyO3's `__getbuffer__` is unsafe code, which this crate
+//! forbids. `__bytes__` and `__array__` copy instead.
 
 use kvstow_core::key::{self, HashesBuilder};
+use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList, PySequence, PySlice};
@@ -12,7 +16,8 @@ use crate::error::{ConfigError, to_py};
 ///
 /// Ledgers, schedulers and pools share it instead of copying it, so an `add` costs the same for any
 /// number of hashes. Slices and sums are new `Hashes`. It equals another `Hashes`, or a list, with
-/// the same hashes. `bytes(hashes)` joins them.
+/// the same hashes. `bytes(hashes)` joins them. `numpy.asarray(hashes)` has a row of uint8 for
+/// each. Both copy.
 ///
 /// Args:
 ///     hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
@@ -117,9 +122,31 @@ impl Hashes {
     }
 
     fn __bytes__<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let mut joined = Vec::with_capacity(self.0.len() * key::MAX_HASH_BYTES);
-        self.0.digests().for_each(|digest| joined.extend_from_slice(digest));
-        PyBytes::new(py, &joined)
+        PyBytes::new(py, &self.joined())
+    }
+
+    /// Return an array of uint8 with one row per hash, always a copy.
+    ///
+    /// Without this method, numpy would make an array of `bytes`, which drops the zeros at the end
+    /// of a hash.
+    #[pyo3(signature = (dtype = None, *, copy = None))]
+    fn __array__<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if copy == Some(false) {
+            return Err(PyValueError::new_err(
+                "copy is False, and hashes have no array without a copy: pass copy=None",
+            ));
+        }
+        let num_bytes = self.0.digests().next().map_or(0, <[u8]>::len);
+        let rows = PyArray1::from_vec(py, self.joined()).reshape([self.0.len(), num_bytes])?;
+        match dtype {
+            Some(dtype) => rows.call_method1("astype", (dtype,)),
+            None => Ok(rows.into_any()),
+        }
     }
 
     /// What pickle and copy pass to the constructor.
@@ -134,6 +161,12 @@ impl Hashes {
 }
 
 impl Hashes {
+    fn joined(&self) -> Vec<u8> {
+        let mut joined = Vec::with_capacity(self.0.len() * key::MAX_HASH_BYTES);
+        self.0.digests().for_each(|digest| joined.extend_from_slice(digest));
+        joined
+    }
+
     /// The first place of a hash in a range.
     fn place(&self, hash: &Bound<'_, PyAny>, within: std::ops::Range<usize>) -> Option<usize> {
         let hash = hash.cast::<PyBytes>().ok()?.as_bytes();

@@ -1,88 +1,54 @@
 //! Integers in CBOR, in their shortest forms, as `minicbor::Encoder::u64` writes them.
-//!
-//! The length of a token id is as random as the id, so branch prediction fails. It is faster to
-//! write as many bytes as the longest form has, and to keep those that count.
 
-/// The longest form of any integer.
-const MAX_WIDE_BYTES: usize = 9;
-const WORD_BYTES: usize = 8;
+use crate::integers::Form;
 
-/// How to write an integer of at most 32 bits as a big-endian word whose first bytes count.
-#[derive(Clone, Copy)]
-struct Form {
+/// The encoding of [`Form`].
+pub(crate) struct Cbor;
+
+/// How to write an integer of at most 32 bits as a big-endian word whose first bytes count, by the
+/// position of its highest bit, in which bit 5 is set from 24 on.
+struct Short {
     /// Moves the integer behind the head. A product is faster than a shift by a variable.
-    factor: u64,
+    factor: [u64; 64],
     /// The head, in the first byte. 0 if the integer itself is the head.
-    head: u64,
-    num_bytes: usize,
+    head: [u64; 64],
+    num_bytes: [usize; 64],
 }
 
-/// By the number of leading zeros of an integer in which bit 5 is set from 24 on.
-static FORMS: [Form; 64] = {
-    let mut forms = [Form { factor: 1 << 24, head: 26 << 56, num_bytes: 5 }; 64];
-    let mut zeros = 64 - 16;
-    while zeros < 64 {
-        forms[zeros] = match 64 - zeros {
-            ..=5 => Form { factor: 1 << 56, head: 0, num_bytes: 1 },
-            6..=8 => Form { factor: 1 << 48, head: 24 << 56, num_bytes: 2 },
-            _ => Form { factor: 1 << 40, head: 25 << 56, num_bytes: 3 },
+static SHORT: Short = {
+    let mut short = Short { factor: [0; 64], head: [0; 64], num_bytes: [0; 64] };
+    let mut bit = 0;
+    while bit < 32 {
+        (short.factor[bit], short.head[bit], short.num_bytes[bit]) = match bit {
+            ..5 => (1 << 56, 0, 1),
+            5..8 => (1 << 48, 24 << 56, 2),
+            8..16 => (1 << 40, 25 << 56, 3),
+            _ => (1 << 24, 26 << 56, 5),
         };
-        zeros += 1;
+        bit += 1;
     }
-    forms
+    short
 };
 
-/// The bytes that [`write_integers`] may touch, for so many integers.
-pub(crate) const fn max_bytes(num_integers: usize) -> usize {
-    MAX_WIDE_BYTES * num_integers + WORD_BYTES
-}
+impl Form for Cbor {
+    const MAX_SHORT: u64 = 0xffff_ffff;
 
-/// Writes integers at `end`, in [`max_bytes`] bytes. Returns their end.
-pub(crate) fn write_integers(message: &mut [u8], mut end: usize, integers: &[u64]) -> usize {
-    let (eights, rest) = integers.as_chunks::<8>();
-    for eight in eights {
-        end = write_some(message, end, eight); // the compiler unrolls its loop
+    #[inline]
+    fn short(integer: u64) -> ([u8; 8], usize) {
+        // 24 to 31 take a byte more than 16 to 23, which have the same highest bit.
+        let bit = (integer | ((integer + 8) & 32) | 1).ilog2() as usize;
+        let word = integer.wrapping_mul(SHORT.factor[bit]) | SHORT.head[bit];
+        (word.to_be_bytes(), SHORT.num_bytes[bit])
     }
-    write_some(message, end, rest)
-}
 
-#[inline]
-fn write_some<T>(message: &mut [u8], mut end: usize, integers: &T) -> usize
-where
-    T: AsRef<[u64]> + ?Sized,
-{
-    let integers = integers.as_ref();
-    let any_bits = integers.iter().fold(0, |bits, integer| bits | integer);
-    if any_bits > u32::MAX.into() {
-        return write_wide(message, end, integers);
-    }
-    for integer in integers {
-        // 24 to 31 take a byte more than 16 to 23, which have as many leading zeros.
-        let key = integer | ((integer + 8) & 32) | 1;
-        let form = FORMS[key.leading_zeros() as usize & 63];
-        let word = integer.wrapping_mul(form.factor) | form.head;
-        if let Some(place) = message.get_mut(end..end + WORD_BYTES) {
-            place.copy_from_slice(&word.to_be_bytes());
+    fn wide(integer: u64) -> ([u8; 11], usize) {
+        let [b0, b1, b2, b3, b4, b5, b6, b7] = integer.to_be_bytes();
+        match integer {
+            0..24 => ([b7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], 1),
+            24..0x100 => ([24, b7, 0, 0, 0, 0, 0, 0, 0, 0, 0], 2),
+            0x100..0x1_0000 => ([25, b6, b7, 0, 0, 0, 0, 0, 0, 0, 0], 3),
+            0x1_0000..0x1_0000_0000 => ([26, b4, b5, b6, b7, 0, 0, 0, 0, 0, 0], 5),
+            _ => ([27, b0, b1, b2, b3, b4, b5, b6, b7, 0, 0], 9),
         }
-        end += form.num_bytes;
     }
-    end
-}
-
-/// As [`write_integers`], for integers of up to 64 bits.
-fn write_wide(message: &mut [u8], mut end: usize, integers: &[u64]) -> usize {
-    for integer in integers {
-        let steps = [23, 0xff, 0xffff, 0xffff_ffff].map(|most| u8::from(*integer > most));
-        let [in_body, in_two, in_four, in_eight] = steps;
-        let body_bytes = usize::from(in_body + in_two + 2 * in_four + 4 * in_eight);
-        let [.., low_byte] = integer.to_be_bytes();
-        let head = if in_body == 0 { low_byte } else { 23 + steps.iter().sum::<u8>() };
-        let body = integer << ((64 - 8 * body_bytes) % 64); // its first bytes count
-        if let Some([first, rest @ ..]) = message.get_mut(end..end + MAX_WIDE_BYTES) {
-            *first = head;
-            rest.copy_from_slice(&body.to_be_bytes());
-        }
-        end += 1 + body_bytes;
-    }
-    end
 }

@@ -23,15 +23,17 @@ use std::convert::Infallible;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use minicbor::data::Type;
 use minicbor::decode::{Decode, Decoder, Error as DecodeError};
 use minicbor::encode::{Encode, Encoder, Error as EncodeError, Write};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cbor;
+use crate::cbor::Cbor;
 use crate::error::{Error, Result};
-use crate::key::{BlockHash, Hashes, HashesBuilder, MAX_HASH_BYTES};
+use crate::integers;
+use crate::key::{BlockHash, HashWidth, Hashes, MAX_HASH_BYTES};
 use crate::pickle;
 use crate::sha256;
 
@@ -269,15 +271,35 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
         Some(digest) => previous[..width].copy_from_slice(digest),
         None => previous = algorithm.first(seed.unwrap_or(DEFAULT_SEED))?,
     }
-    let mut hashes = HashesBuilder::with_capacity(num_blocks);
-    let mut message = Message::new(algorithm, block_size).map_err(unencodable)?;
-    for (block, block_tokens) in tokens.chunks_exact(block_size).enumerate() {
-        let extra = extra_keys.and_then(|blocks| blocks.get(block)?.as_deref());
-        message.write(&previous, block_tokens, extra).map_err(unencodable)?;
-        previous = algorithm.digest(&mut message.bytes, message.num_bytes);
-        hashes.push(&previous[..width])?;
+    let message = Message::new(algorithm, block_size).map_err(unencodable)?;
+    let extra_keys = extra_keys.unwrap_or_default();
+    // With a constant number of tokens, the compiler unrolls what writes them.
+    let hashes = match block_size {
+        16 => chain(message, previous, tokens.as_chunks::<16>().0.iter(), extra_keys),
+        32 => chain(message, previous, tokens.as_chunks::<32>().0.iter(), extra_keys),
+        64 => chain(message, previous, tokens.as_chunks::<64>().0.iter(), extra_keys),
+        _ => chain(message, previous, tokens.chunks_exact(block_size), extra_keys),
+    };
+    Ok(Hashes::new(HashWidth::of(width)?, &Arc::new(hashes.map_err(unencodable)?)))
+}
+
+/// The padded digests of blocks. There is one entry of extra keys for each of them, or none at all.
+fn chain(
+    mut message: Message,
+    mut previous: BlockHash,
+    blocks: impl ExactSizeIterator<Item: AsRef<[u64]>>,
+    extra_keys: &[BlockExtraKeys],
+) -> Result<Vec<BlockHash>, EncodeError<Infallible>> {
+    let mut hashes = Vec::with_capacity(blocks.len());
+    for (block, tokens) in blocks.enumerate() {
+        let extra = extra_keys.get(block).and_then(Option::as_deref);
+        message.write(tokens.as_ref(), extra)?;
+        // After the tokens, which the processor can write before it knows the digest.
+        message.set_previous(&previous);
+        previous = message.algorithm.digest(&mut message.bytes, message.num_bytes);
+        hashes.push(previous);
     }
-    Ok(hashes.finish())
+    Ok(hashes)
 }
 
 /// Returns the number of full blocks.
@@ -337,11 +359,11 @@ pub fn extra_keys_too_deep(block: usize) -> Error {
 
 /// The encoded form of one block after the other, in one buffer.
 struct Message {
+    algorithm: Algorithm,
     /// The message, and room for padding.
     bytes: Vec<u8>,
     num_bytes: usize,
-    is_pickle: bool,
-    /// Where a block in CBOR has the previous digest. The bytes before it are those of all blocks.
+    /// Where a block has the previous digest. In CBOR, the bytes before it are those of all blocks.
     previous: Range<usize>,
     /// Where a block in CBOR has its tokens.
     tokens: usize,
@@ -353,44 +375,63 @@ impl Message {
         let mut head = Encoder::new(Vec::new());
         head.array(3)?.bytes(&zeros[..algorithm.digest_bytes()])?;
         let end = head.writer().len();
-        let previous = end - algorithm.digest_bytes()..end;
+        let start = match algorithm {
+            Algorithm::Sha256 => pickle::PREVIOUS,
+            _ => end - algorithm.digest_bytes(),
+        };
+        let previous = start..start + algorithm.digest_bytes();
         head.array(block_size as u64)?;
         let mut bytes = head.into_writer();
         let tokens = bytes.len();
-        let most = cbor::max_bytes(block_size).max(pickle::max_bytes(block_size));
+        let most = integers::max_bytes(block_size).max(pickle::max_bytes(block_size));
         bytes.resize(tokens + most + sha256::MAX_PADDING_BYTES, 0);
-        let is_pickle = algorithm == Algorithm::Sha256;
-        Ok(Self { bytes, num_bytes: 0, is_pickle, previous, tokens })
+        Ok(Self { algorithm, bytes, num_bytes: 0, previous, tokens })
     }
 
-    #[inline]
+    /// Writes a block, without the previous digest.
+    #[expect(clippy::inline_always, reason = "the number of tokens is often a constant")]
+    #[inline(always)]
     fn write(
         &mut self,
-        previous: &BlockHash,
         tokens: &[u64],
         extra: Option<&[ExtraKey]>,
     ) -> Result<(), EncodeError<Infallible>> {
-        if self.is_pickle {
-            self.num_bytes = pickle::write_block(&mut self.bytes, previous, tokens);
+        if self.algorithm == Algorithm::Sha256 {
+            self.num_bytes = pickle::write_block(&mut self.bytes, tokens);
             return Ok(());
         }
-        let place = &mut self.bytes[self.previous.clone()];
-        match place.first_chunk_mut() {
-            Some(whole) => *whole = *previous, // a copy of constant length is no call
-            None => place.copy_from_slice(&previous[..place.len()]),
-        }
-        let end = cbor::write_integers(&mut self.bytes, self.tokens, tokens);
+        let end = integers::write::<Cbor>(&mut self.bytes, self.tokens, tokens);
         if extra.is_none() {
             self.bytes[end] = CBOR_NULL;
             self.num_bytes = end + 1;
             return Ok(());
         }
+        self.write_extra(end, extra)
+    }
+
+    /// Writes extra keys behind the tokens of a block in CBOR.
+    #[cold]
+    fn write_extra(
+        &mut self,
+        end: usize,
+        extra: Option<&[ExtraKey]>,
+    ) -> Result<(), EncodeError<Infallible>> {
         let extra = minicbor::to_vec(extra)?;
         self.num_bytes = end + extra.len();
         let room = self.num_bytes + sha256::MAX_PADDING_BYTES;
         self.bytes.resize(room.max(self.bytes.len()), 0);
         self.bytes[end..self.num_bytes].copy_from_slice(&extra);
         Ok(())
+    }
+
+    /// Writes the previous digest.
+    #[inline]
+    fn set_previous(&mut self, previous: &BlockHash) {
+        let place = &mut self.bytes[self.previous.clone()];
+        match place.first_chunk_mut() {
+            Some(whole) => *whole = *previous, // a copy of constant length is no call
+            None => place.copy_from_slice(&previous[..place.len()]),
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 //!
 //! | floor | modules |
 //! |---|---|
-//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`], `pickle`, `sha256`, `requests` |
+//! | 0 | [`ids`], [`error`], [`key`], [`hash`], [`event`], `integers`, `cbor`, `pickle`, `sha256`, `requests` |
 //! | 1 | [`pool`], [`curve`] |
 //! | 2 | [`group`] |
 //! | 3 | [`ledger`] |
@@ -33,6 +33,7 @@ pub mod pool;
 pub mod snapshot;
 
 mod cbor;
+mod integers;
 mod pickle;
 mod requests;
 mod sha256;

@@ -13,6 +13,8 @@
 //!
 //! Pickle ends a frame at 64 KiB. The callers stay below that ([`MAX_TOKENS`], [`MAX_TEXT_BYTES`]).
 
+use crate::integers::{self, Form};
+
 /// The most tokens of a block whose pickle surely fits one frame.
 pub(crate) const MAX_TOKENS: usize = (FRAME_BYTES - OTHER_BYTES) / MAX_INTEGER_BYTES;
 
@@ -28,8 +30,10 @@ const MAX_INTEGER_BYTES: usize = 11;
 
 /// PROTO, FRAME and the frame's length.
 const HEAD_BYTES: usize = 11;
-/// Short integers are written as words.
-const WORD_BYTES: usize = 8;
+/// Where a block has the previous digest.
+pub(crate) const PREVIOUS: usize = HEAD_BYTES + 2;
+
+const DIGEST_BYTES: usize = 32;
 
 const MEMOIZE: u8 = 0x94;
 const STOP: u8 = b'.';
@@ -37,22 +41,22 @@ const TUPLE: [u8; 3] = [0x85, 0x86, 0x87];
 
 /// The bytes that [`write_block`] may touch, for so many tokens.
 pub(crate) const fn max_bytes(num_tokens: usize) -> usize {
-    MAX_INTEGER_BYTES * num_tokens + OTHER_BYTES + WORD_BYTES
+    integers::max_bytes(num_tokens) + OTHER_BYTES
 }
 
 /// Writes the pickle of `(previous, tokens, None)` into [`max_bytes`] bytes, and returns its length.
-/// There is at least one token.
-#[inline]
-pub(crate) fn write_block(message: &mut [u8], previous: &[u8; 32], tokens: &[u64]) -> usize {
-    let mut end = write(message, HEAD_BYTES, b"C\x20");
-    end = write(message, end, previous);
-    end = write(message, end, &[MEMOIZE]);
+/// Leaves out the previous digest, whose place is [`PREVIOUS`]. There is at least one token.
+#[expect(clippy::inline_always, reason = "the number of tokens is often a constant")]
+#[inline(always)]
+pub(crate) fn write_block(message: &mut [u8], tokens: &[u64]) -> usize {
+    write(message, HEAD_BYTES, b"C\x20");
+    let mut end = write(message, PREVIOUS + DIGEST_BYTES, &[MEMOIZE]);
     if let Some(short_tuple) = TUPLE.get(tokens.len() - 1) {
-        end = write_integers(message, end, tokens);
+        end = integers::write::<Pickle>(message, end, tokens);
         end = write(message, end, &[*short_tuple]);
     } else {
         end = write(message, end, b"(");
-        end = write_integers(message, end, tokens);
+        end = integers::write::<Pickle>(message, end, tokens);
         end = write(message, end, b"t");
     }
     end = write(message, end, &[MEMOIZE, b'N', TUPLE[2], MEMOIZE, STOP]);
@@ -93,49 +97,51 @@ fn write_head(message: &mut [u8], end: usize) {
     }
 }
 
-/// Writes integers at `end`: BININT1, BININT2, BININT, or LONG1 above 2^31 - 1. Returns their end.
-fn write_integers(message: &mut [u8], mut end: usize, integers: &[u64]) -> usize {
-    let (eights, rest) = integers.as_chunks::<8>();
-    for eight in eights {
-        end = write_some(message, end, eight); // the compiler unrolls its loop
-    }
-    write_some(message, end, rest)
+/// The encoding of [`Form`]: BININT1, BININT2, BININT, or LONG1 above 2^31 - 1.
+struct Pickle;
+
+/// How to write an integer of at most 31 bits, by the position of its highest bit.
+struct Short {
+    head: [u64; 64],
+    num_bytes: [usize; 64],
 }
 
-/// As in CBOR (see `cbor`), writes the first three kinds without a branch.
-#[inline]
-fn write_some<T>(message: &mut [u8], mut end: usize, integers: &T) -> usize
-where
-    T: AsRef<[u64]> + ?Sized,
-{
-    let integers = integers.as_ref();
-    let any_bits = integers.iter().fold(0, |bits, integer| bits | integer);
-    if any_bits > 0x7fff_ffff {
-        return write_wide(message, end, integers);
+static SHORT: Short = {
+    let mut short = Short { head: [0; 64], num_bytes: [0; 64] };
+    let mut bit = 0;
+    while bit < 31 {
+        (short.head[bit], short.num_bytes[bit]) = match bit {
+            ..8 => (b'K' as u64, 2),
+            8..16 => (b'M' as u64, 3),
+            _ => (b'J' as u64, 5),
+        };
+        bit += 1;
     }
-    for integer in integers {
-        let in_two = usize::from(*integer > 0xff);
-        let in_four = usize::from(*integer > 0xffff);
-        let word = integer << 8 | u64::from([b'K', b'M', b'J'][in_two + in_four]);
-        end = write(message, end, &word.to_le_bytes()) - 6 + in_two + 2 * in_four;
-    }
-    end
-}
+    short
+};
 
-fn write_wide(message: &mut [u8], mut end: usize, integers: &[u64]) -> usize {
-    for integer in integers {
+impl Form for Pickle {
+    const MAX_SHORT: u64 = 0x7fff_ffff;
+
+    #[inline]
+    fn short(integer: u64) -> ([u8; 8], usize) {
+        let bit = (integer | 1).ilog2() as usize;
+        let word = integer << 8 | SHORT.head[bit];
+        (word.to_le_bytes(), SHORT.num_bytes[bit])
+    }
+
+    fn wide(integer: u64) -> ([u8; 11], usize) {
         let [b0, b1, b2, b3, b4, b5, b6, b7] = integer.to_le_bytes();
-        end = match *integer {
-            0..=0xff => write(message, end, &[b'K', b0]),
-            0x100..=0xffff => write(message, end, &[b'M', b0, b1]),
-            0x1_0000..=0x7fff_ffff => write(message, end, &[b'J', b0, b1, b2, b3]),
+        match integer {
+            0..0x100 => ([b'K', b0, 0, 0, 0, 0, 0, 0, 0, 0, 0], 2),
+            0x100..0x1_0000 => ([b'M', b0, b1, 0, 0, 0, 0, 0, 0, 0, 0], 3),
+            0x1_0000..0x8000_0000 => ([b'J', b0, b1, b2, b3, 0, 0, 0, 0, 0, 0], 5),
             _ => {
                 // The highest bit is the sign, so 32 bits take five bytes.
                 let num_bytes = (u64::BITS - integer.leading_zeros()).to_le_bytes()[0] / 8 + 1;
                 let long = [0x8a, num_bytes, b0, b1, b2, b3, b4, b5, b6, b7, 0];
-                write(message, end, &long) - 9 + usize::from(num_bytes)
+                (long, 2 + usize::from(num_bytes))
             }
-        };
+        }
     }
-    end
 }

@@ -22,15 +22,15 @@ pub(crate) const MAX_PADDING_BYTES: usize = BLOCK_BYTES + 8;
 /// bit, zeros, and the length, in at most [`MAX_PADDING_BYTES`].
 #[inline]
 pub(crate) fn digest(message: &mut [u8], num_bytes: usize) -> [u8; 32] {
-    let padded = (num_bytes + 9).next_multiple_of(BLOCK_BYTES);
-    let (message, _) = message.split_at_mut(padded);
-    let (text, padding) = message.split_at_mut(num_bytes);
-    let num_bits = 8 * text.len() as u64;
-    if let [first, zeros @ .., _, _, _, _, _, _, _, _] = padding {
-        *first = 0x80;
-        zeros.fill(0);
+    let padded_bytes = (num_bytes + 9).next_multiple_of(BLOCK_BYTES);
+    // A fill of constant length is no call, so these are the most zeros that padding has.
+    if let Some(zeros) = message[num_bytes..].first_chunk_mut() {
+        *zeros = [0; BLOCK_BYTES];
+        zeros[0] = 0x80;
     }
-    if let Some(length) = padding.last_chunk_mut() {
+    let message = &mut message[..padded_bytes];
+    let num_bits = 8 * num_bytes as u64;
+    if let Some(length) = message.last_chunk_mut() {
         *length = num_bits.to_be_bytes();
     }
 

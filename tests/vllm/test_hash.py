@@ -136,6 +136,40 @@ def test_hashes_equal_vllms(
         assert without_keys[-1] != expected[-1]
 
 
+# The ids on both sides of each power of two, and of 24: there the forms of integers change.
+bounds_of_forms = (24, *(1 << bit for bit in range(63)))
+ids_at_bounds = sorted({bound + by for bound in bounds_of_forms for by in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("block_size", [1, 3, 8, 15, 16, 20, 32, 64])
+def test_ids_of_every_length_hash_as_in_vllm(algorithm: Algorithm, block_size: int) -> None:
+    """One id at a time, because large ids take another path together with their neighbours."""
+    others = [7, 30, 200, 60_000, 130_000]
+    blocks = [[one] * block_size for one in ids_at_bounds]
+    for place in range(block_size):
+        for one in (23, 24, 31, 32, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
+            block = [others[at % len(others)] for at in range(block_size)]
+            block[place] = one
+            blocks.append(block)
+    tokens = [one for block in blocks for one in block]
+    with vllm_seeded(algorithm, "1") as function:
+        expected = vllm_hashes(function, tokens, block_size, None, [None] * len(blocks))
+    found = kvstow.hash_tokens(tokens, block_size, algorithm=algorithm, seed="1")
+    assert found == expected
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("block_size", [*range(1, 35), 63, 64, 65, 255, 256, 257, 65_535, 65_536])
+def test_blocks_of_every_size_hash_as_in_vllm(algorithm: Algorithm, block_size: int) -> None:
+    """The length of the array has forms, too, and the message ends anywhere in a block of SHA."""
+    tokens = [at * at % 130_000 for at in range(3 * block_size)]
+    with vllm_seeded(algorithm, "1") as function:
+        expected = vllm_hashes(function, tokens, block_size, None, [None] * 3)
+    found = kvstow.hash_tokens(tokens, block_size, algorithm=algorithm, seed="1")
+    assert found == expected
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_hashes_equal_those_of_a_vllm_request(algorithm: Algorithm) -> None:
     """vLLM derives the extra keys of a request, and hashes its prompt and output."""
