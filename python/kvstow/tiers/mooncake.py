@@ -1,0 +1,277 @@
+"""`MooncakeTier`: a shared tier on Mooncake Store, over TCP or RDMA.
+
+Any wheel of Mooncake will do: all bring the same module `mooncake`. Its calls block for seconds
+when the other side has died, so they run on threads, and a ticket answers at its deadline. A host
+slot counts as in use until the call has returned.
+
+How it could serve a wrong block, and what prevents it:
+
+- A block of another model, schema, group or key lies under the key, or a part of it: the header
+  must equal the one of this block, byte for byte, and the bytes their checksum.
+- The store gives the memory of a block to another one while a get reads it, because its lease ended
+  (-707, or torn bytes): the checksum.
+- The store keeps what is there when a put comes: a get that finds a bad block drops it first.
+- Bytes arrive in a host slot after its job has ended: a job ends when its call has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError, TransferError, row_checksums
+from kvstow.arguments import checked_int
+from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.queued import (
+    BLOCKS_PER_PART,
+    DEFAULT_QUEUED_BYTES,
+    DEFAULT_TIMEOUT_S,
+    Job,
+    QueuedTier,
+    Worker,
+)
+from kvstow.transfer import HostArena
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT: Final = 50051
+_LOCAL_BUFFER_BYTES: Final = 16 << 20
+
+# What the store answers; others are failures of the store.
+_OK, _NO_SPACE, _WRONG_SIZE = 0, -200, -600
+_NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER = -704, -705, -706, -707
+_ANSWERS: Final = frozenset({_NO_SPACE, _WRONG_SIZE, _NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER})
+# A store that had less time to answer has not failed.
+_FAIR_S: Final = 0.02
+
+
+class MooncakeTier(QueuedTier):
+    """Blocks in Mooncake Store. This process may also give memory to the store.
+
+    Attributes:
+        address: host and port of the master.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, each with a default
+        self,
+        arena: HostArena,
+        url: str,
+        namespace: bytes,
+        *,
+        host: str = "127.0.0.1",
+        segment_bytes: int = 0,
+        protocol: str = "tcp",
+        devices: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        num_threads: int = 2,
+        max_queued_bytes: int = DEFAULT_QUEUED_BYTES,
+    ) -> None:
+        """Start the threads, which connect when the first job comes.
+
+        Args:
+            arena: the host side. The store reads and writes its slots in place.
+            url: mooncake://HOST:PORT of the master.
+            namespace: 16 bytes, a digest of all that decides what a block's bytes mean.
+            host: the name by which other machines reach this one.
+            segment_bytes: memory of this process that the store may fill with anyone's blocks.
+            protocol: "tcp" or "rdma".
+            devices: the RDMA devices, separated by commas.
+            timeout_s: the most seconds for a job without a deadline.
+            num_threads: threads for puts, and as many for all other calls.
+            max_queued_bytes: bytes of puts that may wait. More puts fail at once.
+
+        Raises:
+            ConfigError: a wrong argument, or Mooncake is not installed.
+            StateError: the arena is closed.
+        """
+        super().__init__(
+            arena,
+            timeout_s=timeout_s,
+            num_threads=num_threads,
+            max_queued_bytes=max_queued_bytes,
+        )
+        self.address: Final = _parse(url)
+        if protocol not in ("tcp", "rdma"):
+            raise ConfigError(f"protocol is {protocol!r}, and it must be tcp or rdma")
+        checked_int("segment_bytes", segment_bytes, 0, 2**63 - 1, "pass bytes, 0 for no memory")
+        self._namespace = Namespace(namespace)
+        self._make = _store_class()
+        # As Mooncake's `setup` takes it.
+        self._setup = (host, "P2PHANDSHAKE", segment_bytes, _LOCAL_BUFFER_BYTES, protocol, devices)
+        self._store: Any = None
+        self._connecting = threading.Lock()
+        self.breaker: Final = Breaker()
+        self.start()
+
+    def close(self) -> None:
+        """Carry out every job, each up to its deadline, and stop."""
+        super().close()
+        if self._store is not None and not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+            self._store = None
+
+    def _worker(self) -> Worker:
+        return _Calls(self)
+
+    def connected(self) -> Any:
+        """Return the store, which knows the arena.
+
+        Raises:
+            TransferError: the store refuses.
+        """
+        with self._connecting:
+            if self._store is None:
+                store = self._make()
+                if code := store.setup(*self._setup, self.address):
+                    raise TransferError(f"Mooncake at {self.address} cannot be reached ({code})")
+                self.register(store, self._rows)
+                self._store = store
+            return self._store
+
+    def register(self, store: Any, memory: npt.NDArray[np.uint8]) -> None:
+        """Let the store read and write memory, which stays where it is.
+
+        Raises:
+            TransferError: the store refuses.
+        """
+        if code := store.register_buffer(memory.ctypes.data, memory.nbytes):
+            raise TransferError(
+                f"Mooncake does not take {memory.nbytes} bytes of host memory ({code}): with rdma, "
+                "raise the limit of locked memory (ulimit -l)"
+            )
+
+
+class _Calls:
+    """One thread's calls, and its memory for headers."""
+
+    def __init__(self, tier: MooncakeTier) -> None:
+        self._tier = tier
+        self._headers = np.zeros((BLOCKS_PER_PART, HEADER_BYTES), np.uint8)
+        self._is_registered = False
+
+    def close(self) -> None:
+        """Do nothing: the threads share one store."""
+
+    def carry_out(self, job: Job, part: range) -> None:
+        """Ask the store for a part of a job."""
+        tier, begin_s = self._tier, time.monotonic()
+        breaker = tier.breaker
+        if not breaker.may_try():
+            raise TransferError(f"Mooncake at {tier.address} has failed and is left alone a while")
+        try:
+            codes = self._ask(tier.connected(), job, part)
+            failures = sorted({code for code in codes if code < 0 and code not in _ANSWERS})
+            if failures:
+                raise TransferError(f"Mooncake at {tier.address} answers {failures}")
+        except TransferError as error:
+            if time.monotonic() - begin_s >= _FAIR_S or job.until_s - begin_s >= _FAIR_S:
+                _failed(breaker, tier.address, error)
+            raise
+        if breaker.succeeded():
+            logger.warning("kvstow: the shared tier at %s answers again", tier.address)
+
+    def _ask(self, store: Any, job: Job, part: range) -> Sequence[int]:
+        """Write `job.ok` for a part, and return what the store answered."""
+        blocks, namespace = job.blocks, self._tier._namespace
+        named = [(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
+        keys = [namespace.prefix.decode() + f"{group}:{digest.hex()}" for group, digest in named]
+        codes: Sequence[int]
+        if job.operation == "contains":
+            codes = store.batch_is_exist(keys)
+            job.ok[part.start : part.stop] = np.array(codes) == 1
+        elif job.operation == "delete":
+            codes = store.batch_remove(keys, True)
+            job.ok[part.start : part.stop] = np.isin(codes, (_OK, _NOT_FOUND))
+        else:
+            codes = self._copy(store, job, part, named, keys)
+        return codes
+
+    def _copy(
+        self, store: Any, job: Job, part: range, named: list[tuple[int, bytes]], keys: list[str]
+    ) -> Sequence[int]:
+        tier, namespace = self._tier, self._tier._namespace
+        if not self._is_registered:
+            tier.register(store, self._headers)
+            self._is_registered = True
+        rows, slots = tier._rows, [int(job.host_slots[at]) for at in part]
+        num_bytes = tier.slot_bytes
+        pointers = [
+            [self._headers[at].ctypes.data, rows[slot].ctypes.data] for at, slot in enumerate(slots)
+        ]
+        sizes = [[HEADER_BYTES, num_bytes]] * len(keys)
+        codes: Sequence[int]
+        if job.operation == "put":
+            for at, checksum in enumerate(row_checksums(rows, slots).tolist()):
+                header = namespace.header(*named[at], num_bytes, checksum)
+                self._headers[at] = np.frombuffer(header, np.uint8)
+            codes = store.batch_put_from_multi_buffers(keys, pointers, sizes)
+            job.ok[part.start : part.stop] = np.isin(codes, (_OK, _EXISTS))
+            return codes
+        whole = HEADER_BYTES + num_bytes
+        codes = list(store.batch_get_into_multi_buffers(keys, pointers, sizes))
+        wrong = []
+        for at, seen in enumerate(row_checksums(rows, slots).tolist()):
+            if codes[at] < 0 and codes[at] not in _ANSWERS:
+                # The transfer of an object that is too short fails as any other.
+                is_short = 0 <= store.get_size(keys[at]) != whole
+                codes[at] = _WRONG_SIZE if is_short else codes[at]
+            header = self._headers[at].tobytes()
+            is_own = namespace.checksum(header, *named[at], num_bytes) == seen
+            job.ok[part[at]] = codes[at] == whole and is_own
+            if codes[at] == _WRONG_SIZE or (codes[at] >= 0 and not job.ok[part[at]]):
+                wrong.append(keys[at])
+        if wrong:
+            store.batch_remove(wrong, True)
+            tier.count_wrong(len(wrong))
+        return codes
+
+
+def _failed(breaker: Breaker, address: str, error: Exception) -> None:
+    if breaker.failed():
+        logger.warning(
+            "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a "
+            "time, and its blocks are recomputed",
+            address,
+            error,
+        )
+
+
+def _store_class() -> Any:
+    try:
+        from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ConfigError(
+            f"the shared tier on Mooncake needs its module, which cannot be loaded ({error}): run "
+            " pip install mooncake-transfer-engine, or mooncake-transfer-engine-non-cuda, and "
+            "install the system's libibverbs1, libnuma1 and libcurl4"
+        ) from error
+    return MooncakeDistributedStore
+
+
+def _parse(url: str) -> str:
+    try:
+        found = urlsplit(url)
+        port = DEFAULT_PORT if found.port is None else found.port
+    except ValueError as error:
+        raise ConfigError(
+            f"the URL of the shared tier is no URL ({error}): use mooncake://HOST:PORT"
+        ) from error
+    if found.scheme != "mooncake" or not found.hostname or found.path.strip("/") or found.query:
+        raise ConfigError(
+            f"{found.scheme}://{found.hostname or ''}{found.path} is no Mooncake master: use "
+            "mooncake://HOST:PORT"
+        )
+    if found.username or found.password:
+        raise ConfigError(
+            f"the URL of {found.hostname} contains credentials, and Mooncake has none: leave them "
+            "out, and keep its ports in a private network"
+        )
+    return f"{found.hostname}:{port}"

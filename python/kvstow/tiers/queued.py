@@ -1,0 +1,264 @@
+"""The queues and threads of a shared tier, and the end of its jobs.
+
+```
+put                   -> [bounded queue] -> threads of puts  -> worker.carry_out, part by part
+get, contains, delete -> [queue] ---------> other threads ---> worker.carry_out, part by part
+```
+
+Puts have threads of their own, so that no request waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Final, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from kvstow._core import ConfigError, StateError, TransferError
+from kvstow.arguments import checked_int
+from kvstow.tiers.ticket import Bools, TierTicket
+from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats
+from kvstow.transfer import HostArena
+from kvstow.transfer.fork import FORKED, close_in_children
+from kvstow.transfer.mover import Index
+
+logger = logging.getLogger(__name__)
+
+Operation: TypeAlias = Literal["put", "get", "contains", "delete"]
+
+DEFAULT_TIMEOUT_S: Final = 5.0
+DEFAULT_QUEUED_BYTES: Final = 256 << 20
+BLOCKS_PER_PART: Final = 16
+_KEYS_PER_PART: Final = 8192
+_MAX_THREADS: Final = 64
+
+
+@dataclass(slots=True)
+class Job:
+    """One call, until all of its parts have ended.
+
+    Attributes:
+        operation: what is asked.
+        blocks: the blocks.
+        host_slots: the host slot of each; empty for calls without host slots.
+        until_s: the time of `time.monotonic` after which no answer counts.
+        ok: the answers.
+    """
+
+    operation: Operation
+    blocks: Checked
+    host_slots: Index
+    until_s: float
+    ok: Bools
+    ticket: TierTicket
+    num_parts: int
+    error: TransferError | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Worker(Protocol):
+    """What one thread has of its own, such as connections."""
+
+    def carry_out(self, job: Job, part: range) -> None:
+        """Do a part of a job, and write `job.ok` for it.
+
+        Raises:
+            TransferError: why blocks failed together. The others may be well.
+        """
+
+    def close(self) -> None:
+        """Let go of everything, also after an error. The worker may be used again."""
+
+
+class QueuedTier(SharedTier):
+    """A shared tier whose calls block, on threads of its own.
+
+    A subclass calls `start` at the end of its `__init__`.
+
+    Attributes:
+        timeout_s: the most seconds for a job without a deadline.
+    """
+
+    def __init__(
+        self, arena: HostArena, *, timeout_s: float, num_threads: int, max_queued_bytes: int
+    ) -> None:
+        """Check the arguments.
+
+        Args:
+            arena: the host side.
+            timeout_s: the most seconds for a job without a deadline.
+            num_threads: threads for puts, and as many for all other calls.
+            max_queued_bytes: bytes of puts that may wait. More puts fail at once.
+
+        Raises:
+            ConfigError: a wrong argument.
+            StateError: the arena is closed.
+        """
+        super().__init__(arena)
+        self.timeout_s: Final = _checked_seconds("timeout_s", timeout_s)
+        self._num_threads = checked_int("num_threads", num_threads, 1, _MAX_THREADS, "pass 1 to 4")
+        self._max_queued_bytes = checked_int(
+            "max_queued_bytes", max_queued_bytes, self.slot_bytes, 2**63 - 1, "pass a block or more"
+        )
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(TierStats.__dataclass_fields__, 0)
+        self._queued_bytes = 0
+        self._is_closed = self._is_forked = False
+        self._puts: SimpleQueue[tuple[Job, range] | None] = SimpleQueue()
+        self._others: SimpleQueue[tuple[Job, range] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads."""
+        close_in_children(self)
+        name = f"kvstow-{type(self).__name__}"
+        for queue in (self._puts, self._others):
+            for _ in range(self._num_threads):
+                thread = threading.Thread(target=self._run, args=(queue,), name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    # -- what the caller's thread does -----------------------------------------------------------
+
+    @property
+    def mode(self) -> Mode:
+        """What the tier still does. A server that fails may come back, so this stays on."""
+        return "off" if self._is_closed else "on"
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the tier is off; None, because a server that fails may come back."""
+        return None
+
+    def stats(self) -> TierStats:
+        """Return what the tier has done, and what it does now."""
+        with self._lock:
+            return TierStats(**self._counts)
+
+    def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
+        num_bytes = len(blocks) * self.slot_bytes
+        with self._lock:
+            has_room = self._queued_bytes + num_bytes <= self._max_queued_bytes
+            self._queued_bytes += num_bytes if has_room else 0
+            self._counts["failed_puts"] += 0 if has_room else len(blocks)
+        if not has_room:
+            ticket = TierTicket(len(blocks), deadline)
+            ticket.end(None, TransferError(f"{num_bytes} bytes more than the queue of puts takes"))
+            return ticket
+        return self._begin("put", blocks, host_slots, deadline)
+
+    def _get(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
+        return self._begin("get", blocks, host_slots, deadline)
+
+    def _contains(self, blocks: Checked, deadline: float | None) -> TierTicket:
+        return self._begin("contains", blocks, np.empty(0, np.int64), deadline)
+
+    def _delete(self, blocks: Checked) -> TierTicket:
+        return self._begin("delete", blocks, np.empty(0, np.int64), None)
+
+    def _begin(
+        self, operation: Operation, blocks: Checked, host_slots: Index, deadline: float | None
+    ) -> TierTicket:
+        ticket = TierTicket(len(blocks), deadline)
+        now_s = time.monotonic()
+        until_s = now_s + self.timeout_s if ticket.deadline is None else ticket.deadline
+        size = BLOCKS_PER_PART if operation in ("put", "get") else _KEYS_PER_PART
+        parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
+        ok = np.zeros(len(blocks), np.bool_)
+        job = Job(operation, blocks, host_slots, until_s, ok, ticket, len(parts))
+        if not parts:
+            ticket.end(ok)
+        queue = self._puts if operation == "put" else self._others
+        for part in parts:
+            queue.put((job, part))
+        return ticket
+
+    def close(self) -> None:
+        """Carry out every job, each up to its deadline, and stop.
+
+        A thread whose call does not return is given up after `timeout_s`. Its ticket does not end.
+        """
+        if self._is_forked:
+            return
+        self._is_closed = True
+        for queue in (self._puts, self._others):
+            for _ in range(self._num_threads):
+                queue.put(None)
+        until_s = time.monotonic() + 2 * self.timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def close_in_child(self) -> None:
+        """Become unusable in a forked child, which has none of the threads."""
+        self._is_closed = self._is_forked = True
+
+    def _check_open(self) -> None:
+        name = type(self).__name__
+        if self._is_forked:
+            raise StateError(f"this {name} {FORKED}; build a new one in the child")
+        if self._is_closed:
+            raise StateError(f"this {name} is closed; build a new one")
+
+    # -- what the threads do ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _worker(self) -> Worker:
+        """Return what a thread works with."""
+
+    def count_wrong(self, num_blocks: int) -> None:
+        """Count blocks that were not what they should be."""
+        with self._lock:
+            self._counts["mismatched_blocks"] += num_blocks
+
+    def _run(self, queue: SimpleQueue[tuple[Job, range] | None]) -> None:
+        worker = self._worker()
+        while (task := queue.get()) is not None:
+            job, part = task
+            error: TransferError | None = None
+            try:
+                if time.monotonic() >= job.until_s:
+                    raise TransferError("the job was late before a thread began it")
+                worker.carry_out(job, part)
+            except TransferError as known:
+                error = known
+            except Exception as unexpected:
+                logger.exception("kvstow: the shared tier failed; please report this")
+                error = TransferError(f"the shared tier failed: {unexpected!r}")
+                worker.close()
+            self._end_part(job, part, error)
+        worker.close()
+
+    def _end_part(self, job: Job, part: range, error: TransferError | None) -> None:
+        with job.lock:
+            job.error = job.error or error
+            job.num_parts -= 1
+            is_last = not job.num_parts
+        if job.operation == "put":
+            with self._lock:
+                self._queued_bytes -= len(part) * self.slot_bytes
+        if not is_last:
+            return
+        job.ticket.end(job.ok, job.error)
+        num_ok = int(job.ticket.ok.sum())
+        names = {"put": ("put", "failed_puts"), "get": ("got", "failed_gets")}
+        if job.operation in names:
+            done, failed = names[job.operation]
+            with self._lock:
+                self._counts[f"{done}_blocks"] += num_ok
+                self._counts[f"{done}_bytes"] += num_ok * self.slot_bytes
+                self._counts[failed] += len(job.blocks) - num_ok
+
+
+def _checked_seconds(name: str, value: float) -> float:
+    given: object = value
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {given!r}, and it must be a number of seconds above 0")
+    return float(value)

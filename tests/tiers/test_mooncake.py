@@ -1,0 +1,227 @@
+"""`MooncakeTier` on a real master, over TCP: what it returns, and what it refuses to return."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.resp.server import free_port
+
+from kvstow import ConfigError
+from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers.framed import Namespace
+from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.transfer import HostArena
+
+NUM_SLOTS, SLOT_BYTES = 40, 5000
+NAMESPACE = bytes(range(16))
+
+
+def _missing() -> str:
+    """Return why Mooncake does not run here; empty if it does."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "mooncake is not installed"
+    try:
+        import mooncake.store  # noqa: F401, PLC0415 - needs libraries of the system
+    except ImportError as error:
+        return f"mooncake cannot be loaded: {error}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing())
+
+
+class Master:
+    """A master process, which knows where blocks are."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start it."""
+        self.port, self._metrics_port = free_port(), free_port()
+        self._log = folder / "master.log"
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """The URL of a tier."""
+        return f"mooncake://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process, and wait until it answers."""
+        beside = Path(sys.executable).parent / "mooncake_master"
+        binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
+        assert binary is not None
+        options = {
+            "rpc_address": "127.0.0.1",
+            "rpc_port": self.port,
+            "metrics_port": self._metrics_port,
+            "client_ttl": 2,
+            "default_kv_lease_ttl": 200,
+        }
+        args = [f"--{name}={value}" for name, value in options.items()]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen([binary, *args], stdout=log, stderr=log)
+        until_s = time.monotonic() + 20
+        while time.monotonic() < until_s:
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+            except OSError:
+                time.sleep(0.02)
+            else:
+                return
+        raise RuntimeError(self._log.read_text())
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    master = Master(tmp_path_factory.mktemp("master"))
+    yield master
+    master.kill()
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[HostArena]:
+    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena:
+        yield arena
+
+
+@pytest.fixture(scope="module")
+def tier(master: Master, arena: HostArena) -> Iterator[MooncakeTier]:
+    with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+        yield tier
+
+
+def blocks(*numbers: int, group: int = 0) -> TierBlocks:
+    return TierBlocks([b"%032d" % number for number in numbers], [group] * len(numbers))
+
+
+def fill(arena: HostArena, numbers: range) -> np.ndarray:
+    """Give each slot random bytes, and return them."""
+    shape = (len(numbers), SLOT_BYTES)
+    rows = np.random.default_rng(numbers.start).integers(0, 256, shape, dtype=np.uint8)
+    arena.slots[numbers.start : numbers.stop] = rows
+    return rows
+
+
+def answer(ticket: TierTicket) -> list[bool]:
+    ticket.wait(30)
+    ok: list[bool] = ticket.ok.tolist()
+    return ok
+
+
+def test_blocks_come_back(tier: MooncakeTier, arena: HostArena) -> None:
+    rows = fill(arena, range(40))
+    assert answer(tier.put(blocks(*range(40)), range(40))) == [True] * 40
+    arena.slots[:] = 0
+    assert answer(tier.get(blocks(*range(39, -1, -1)), range(40))) == [True] * 40
+    assert (arena.slots[:40] == rows[::-1]).all()
+
+
+def test_what_is_not_there_is_a_miss(tier: MooncakeTier, arena: HostArena) -> None:
+    fill(arena, range(2))
+    assert answer(tier.put(blocks(101, 103), [0, 1])) == [True, True]
+    wanted = blocks(100, 101, 102, 103)
+    assert answer(tier.contains(wanted)) == [False, True, False, True]
+    assert answer(tier.get(wanted, range(4))) == [False, True, False, True]
+    assert answer(tier.get(blocks(101, group=1), [0])) == [False]
+    assert answer(tier.delete(blocks(101))) == [True]
+    assert answer(tier.contains(wanted)) == [False, False, False, True]
+
+
+def key_of(number: int, group: int = 0, namespace: bytes = NAMESPACE) -> str:
+    digest = b"%032d" % number
+    return f"{Namespace(namespace).prefix.decode()}{group}:{digest.hex()}"
+
+
+def flip(value: bytes, at: int) -> bytes:
+    return value[:at] + bytes([value[at] ^ 4]) + value[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["data", "schema", "namespace", "hash", "another block", "another group", "cut", "long"],
+)
+def test_a_damaged_block_is_a_miss_and_leaves_the_store(
+    tier: MooncakeTier, arena: HostArena, damage: str
+) -> None:
+    rows = fill(arena, range(2))
+    store = tier.connected()
+    for group in range(2):
+        answer(tier.delete(blocks(201, 202, group=group)))
+        assert answer(tier.put(blocks(201, 202, group=group), [0, 1])) == [True, True]
+    own, other = store.get(key_of(201)), store.get(key_of(202))
+    damaged = {
+        "data": flip(own, 300),
+        "schema": flip(own, 3),
+        "namespace": flip(own, 10),
+        "hash": flip(own, 40),
+        "another block": other,
+        "another group": store.get(key_of(201, group=1)),
+        "cut": own[:-1],
+        "long": own + b"x",
+    }[damage]
+    for value, expected in ((own, True), (damaged, False)):
+        store.remove(key_of(201), True)
+        assert store.put(key_of(201), value) == 0
+        assert answer(tier.get(blocks(201, 202), [5, 6])) == [expected, True]
+    assert (arena.slots[6] == rows[1]).all()
+    assert answer(tier.contains(blocks(201))) == [False]
+    assert answer(tier.put(blocks(201), [0])) == [True]
+    assert answer(tier.get(blocks(201), [5])) == [True]
+    assert (arena.slots[5] == rows[0]).all()
+
+
+def test_a_dead_master_costs_no_more_than_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.tiers.breaker.LAST_PAUSE_S", 1.0)
+    master = Master(tmp_path)
+    with HostArena(4, SLOT_BYTES) as arena:
+        rows = fill(arena, range(2))
+        with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+            assert answer(tier.put(blocks(1, 2), [0, 1])) == [True, True]
+            master.kill()
+            for _ in range(4):
+                begin_s = time.monotonic()
+                ticket = tier.get(blocks(1), [2], deadline=begin_s + 0.2)
+                ticket.wait(10)
+                assert ticket.ok.tolist() == [False]
+                while not ticket.has_ended:
+                    time.sleep(0.01)
+            master.start()
+            until_s = time.monotonic() + 60
+            # The master has forgotten all blocks.
+            while not all(answer(tier.put(blocks(1, 2), [0, 1]))):
+                assert time.monotonic() < until_s, "it does not recover"
+                time.sleep(0.2)
+            assert answer(tier.get(blocks(2), [3])) == [True]
+            assert (arena.slots[3] == rows[1]).all()
+    master.kill()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://host", "redis://host is no Mooncake master"),
+        ("mooncake://", "is no Mooncake master"),
+        ("mooncake://host/path", "mooncake://host/path is no Mooncake master"),
+        ("mooncake://host:99999", "is no URL"),
+        ("mooncake://user:sesame@host", "the URL of host contains credentials"),
+    ],
+)
+def test_a_wrong_url_is_refused(arena: HostArena, url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        MooncakeTier(arena, url, NAMESPACE)
+    assert "sesame" not in str(refused.value)
