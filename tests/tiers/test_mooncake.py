@@ -200,6 +200,9 @@ def test_a_dead_master_costs_no_more_than_the_deadline(
                 assert ticket.ok.tolist() == [False]
                 while not ticket.has_ended:
                     time.sleep(0.01)
+            ticket = tier.get(blocks(1), [2])
+            ticket.wait(10)
+            assert "left alone" in str(ticket.error)
             master.start()
             until_s = time.monotonic() + 60
             # The master has forgotten all blocks.
