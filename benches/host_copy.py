@@ -34,9 +34,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 import torch
-from benches.compare.report import machine
 
 from kvstow._core import BlockCopier, debug_build
+from kvstow.bench import machine
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover
 
 Index = npt.NDArray[np.int64]

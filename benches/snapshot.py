@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from benches.compare.report import machine
 
 from kvstow import Engine, FullAttention, hash_tokens
+from kvstow.bench import machine
 from kvstow.engine import HOST
 from kvstow.transfer import READY, BlockLayout
 

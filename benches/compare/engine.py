@@ -45,8 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvstow
 from kvstow._core import debug_build
-
-from .report import machine
+from kvstow.bench import machine
 
 NUM_REQUESTS = 32
 MOST_PERCENT = 3.0

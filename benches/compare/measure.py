@@ -1,37 +1,13 @@
 """Time two sides that take turns, and compare their times."""
 
-import gc
 import statistics
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
-P = ParamSpec("P")
-T = TypeVar("T")
+from kvstow.bench import Clock, take_turns
 
-
-class Clock:
-    """Milliseconds of this thread's processor time, by the name of the work.
-
-    It is not wall-clock time, because other processes interrupt a long call more often than a short
-    one. That would make the slower side look slower still.
-    """
-
-    def __init__(self) -> None:
-        self.samples: defaultdict[str, list[float]] = defaultdict(list)
-
-    def time(self, what: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        start = time.thread_time_ns()
-        result = call(*args, **kwargs)
-        self.samples[what].append((time.thread_time_ns() - start) / 1e6)
-        return result
-
-    def together(self, *whats: str) -> list[float]:
-        """Return the sums of several works, sample by sample."""
-        return [sum(each) for each in zip(*(self.samples[what] for what in whats), strict=True)]
+__all__ = ["Clock", "Row", "require_same", "take_turns"]
 
 
 @dataclass(frozen=True)
@@ -74,13 +50,6 @@ class Row:
             return None
         vllm, kvstow = self.vllm[:: self.num_per_turn], self.kvstow[:: self.num_per_turn]
         return statistics.median(vllm) / statistics.median(kvstow)
-
-
-def take_turns(turn: int, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run both sides. In every other turn the second side goes first."""
-    for side in (first, second) if turn % 2 == 0 else (second, first):
-        gc.collect()
-        side()
 
 
 def require_same(what: str, vllm: Iterable[int], kvstow: Iterable[int]) -> None:

@@ -6,13 +6,13 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import vllm
 
 import kvstow
 from kvstow._core import debug_build
+from kvstow.bench import machine
 
 from .measure import Row
 
@@ -75,10 +75,3 @@ def table(result: dict[str, Any]) -> str:
             f"{target}{missed}".rstrip()
         )
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """Return the number of cores and the processor, without the host name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()}-core machine, {models[0] if models else platform.machine()}"

@@ -10,21 +10,13 @@ from typing import Protocol
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
@@ -34,6 +26,7 @@ from vllm.v1.simple_kv_offload.metadata import (
 )
 
 from kvstow import FullAttention, SlidingWindow
+from kvstow.vllm.rival import MAX_MODEL_TOKENS, block_ids, cache_config, manager
 
 __all__ = [
     "BlockPool",
@@ -57,8 +50,6 @@ __all__ = [
 
 Group = FullAttention | SlidingWindow
 
-MAX_MODEL_TOKENS = 1 << 20
-
 
 class HasId(Protocol):
     block_id: int
@@ -70,17 +61,6 @@ def request(request_id: str, num_tokens: int, block_size: int) -> Request:
     tokens = [draw.randrange(128_000) for _ in range(num_tokens)]
     params = SamplingParams(max_tokens=MAX_MODEL_TOKENS)
     return Request(request_id, tokens, params, None, block_hasher=_hasher(block_size))
-
-
-def manager(num_blocks: int, groups: Sequence[Group]) -> KVCacheManager:
-    """Return a manager of groups of one block size, with prefix caching, without events."""
-    block_size = groups[0].block_size
-    return KVCacheManager(
-        cache_config(num_blocks, groups),
-        max_model_len=MAX_MODEL_TOKENS,
-        scheduler_block_size=block_size,
-        hash_block_size=block_size,
-    )
 
 
 def offload(
@@ -155,29 +135,12 @@ def loaded(request: Request) -> KVConnectorOutput:
     return KVConnectorOutput(finished_recving={request.request_id})
 
 
-def block_ids(blocks: KVCacheBlocks) -> list[int]:
-    """Return the block ids of all groups, group by group."""
-    return [id for group in blocks.blocks for id in _ids(group)]
-
-
 def free_order(manager: KVCacheManager) -> list[int]:
     return _ids(manager.block_pool.free_block_queue.get_all_free_blocks())
 
 
-def cache_config(num_blocks: int, groups: Sequence[Group]) -> KVCacheConfig:
-    specs = [KVCacheGroupSpec([str(at)], _spec(group)) for at, group in enumerate(groups)]
-    return KVCacheConfig(num_blocks, [], specs, prefix_cache_retention_interval=None)
-
-
 def _ids(blocks: Sequence[HasId]) -> list[int]:
     return [block.block_id for block in blocks]
-
-
-def _spec(group: Group) -> KVCacheSpec:
-    sizes = {"block_size": group.block_size, "num_kv_heads": 8, "head_size": 128}
-    if isinstance(group, SlidingWindow):
-        return SlidingWindowSpec(**sizes, dtype=torch.bfloat16, sliding_window=group.window)
-    return FullAttentionSpec(**sizes, dtype=torch.bfloat16)
 
 
 @functools.cache

@@ -73,13 +73,14 @@ def _run(arguments: list[str]) -> int:
 
 def _commands() -> click.Group:
     # Imported here so that Ctrl-C during these slow imports shows no traceback.
+    from kvstow.bench.command import bench  # noqa: PLC0415
     from kvstow.doctor.command import doctor  # noqa: PLC0415
     from kvstow.engine.snapshot_command import snapshot  # noqa: PLC0415
     from kvstow.plan.command import plan  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
     from kvstow.replay.convert_command import trace  # noqa: PLC0415
 
-    commands = [doctor, plan, replay, snapshot, trace]
+    commands = [bench, doctor, plan, replay, snapshot, trace]
     group = click.Group(
         "kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands
     )

@@ -1,0 +1,148 @@
+"""The command `kvstow bench` and its targets."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+import click
+from rich.table import Table
+
+from kvstow._core import ConfigError, __version__, debug_build
+from kvstow.bench.accounting import AccountingRow, Maker, measure_accounting
+from kvstow.bench.clock import machine
+from kvstow.bench.copy import CopyRow, Device, has_gpu, measure_copies
+from kvstow.output import Output, with_output
+from kvstow.sizes import parse_bytes
+
+EXIT_OK, EXIT_WRONG = 0, 1
+_LEAST_BYTES: Final = 1 << 20
+_turns = click.option(
+    "--turns",
+    type=click.IntRange(min=1),
+    default=9,
+    show_default=True,
+    help="Number of measurements of each row.",
+)
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine. Do it while nothing else runs."""
+
+
+@bench.command()
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1, max=1 << 20),
+    default=2048,
+    show_default=True,
+    help="Number of blocks of a prompt.",
+)
+@_turns
+@with_output
+def accounting(output: Output, blocks: int, turns: int) -> int:
+    """Time the block accounting, beside vLLM's if vLLM is installed.
+
+    The times are medians of processor time. Both sides must take the same blocks.
+
+    The exit status is 0 for success, 2 for bad usage, and 74 if the output cannot be written.
+    """
+    _refuse_debug_build()
+    rivals: dict[str, Maker] = {}
+    if importlib.util.find_spec("vllm") is not None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from kvstow.vllm.rival import VllmSide  # noqa: PLC0415 - optional, and slow to import
+
+        rivals["vllm"] = VllmSide
+    rows = measure_accounting(blocks, turns, rivals)
+    output.write(_result(rows, turns), lambda: _accounting_table(rows))
+    return EXIT_OK
+
+
+@bench.command()
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "host", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the pool is that blocks are copied from and to. host needs no GPU.",
+)
+@click.option(
+    "--size", default="256MiB", show_default=True, help="Bytes of a copy job, at least 1MiB."
+)
+@_turns
+@with_output
+def copy(output: Output, device: str, size: str, turns: int) -> int:
+    """Time copies between the device and host memory, beside one long copy.
+
+    The speeds are the best of all turns. The measurement takes about four times the size of host
+    memory.
+
+    The exit status is 0 for success, 1 if a copied byte is wrong, 2 for bad usage or too little
+    memory, and 74 if the output cannot be written.
+    """
+    _refuse_debug_build()
+    num_bytes = parse_bytes(size)
+    if num_bytes < _LEAST_BYTES:
+        raise ConfigError(f"size is {size}; it must be at least 1MiB: pass --size 256MiB")
+    chosen: Device = "cuda" if device == "cuda" or (device == "auto" and has_gpu()) else "host"
+    rows = list(measure_copies(chosen, num_bytes, turns))
+    result = _result(rows, turns) | {"device": chosen, "job_bytes": num_bytes}
+    output.write(result, lambda: _copy_table(rows, chosen))
+    return EXIT_OK if all(row.is_right for row in rows) else EXIT_WRONG
+
+
+def _refuse_debug_build() -> None:
+    if debug_build:
+        raise ConfigError(
+            "this build of kvstow is not optimised, so its times mean nothing: install it in "
+            "release mode"
+        )
+
+
+def _result(rows: Sequence[AccountingRow | CopyRow], turns: int) -> dict[str, object]:
+    return {
+        "machine": machine(),
+        "python": platform.python_version(),
+        "kvstow": __version__,
+        "turns": turns,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, title=machine(), title_justify="left", padding=(0, 2, 0, 0))
+    for at, head in enumerate(heads):
+        table.add_column(head, justify="right" if at else "left", no_wrap=True)
+    return table
+
+
+def _accounting_table(rows: Sequence[AccountingRow]) -> Table:
+    table = _table("", "kvstow us", "ns a block", "vLLM us", "ratio")
+    for row in rows:
+        per_block = "" if row.num_blocks is None else f"{row.kvstow_us / row.num_blocks * 1e3:,.0f}"
+        theirs = "not installed" if row.vllm_us is None else f"{row.vllm_us:,.0f}"
+        ratio = "" if row.vllm_us is None else f"{row.vllm_us / row.kvstow_us:,.0f}x"
+        blocks = "" if row.num_blocks is None else f" of {row.num_blocks:,} blocks"
+        table.add_row(row.work + blocks, f"{row.kvstow_us:,.1f}", per_block, theirs, ratio)
+    return table
+
+
+def _copy_table(rows: Sequence[CopyRow], device: Device) -> Table:
+    peak = "link GB/s" if device == "cuda" else "memcpy GB/s"
+    table = _table("fragments", "direction", "kvstow GB/s", peak, "ratio", "bytes")
+    for row in rows:
+        table.add_row(
+            f"{row.num_layers} x {row.fragment_kib} KiB",
+            row.direction,
+            f"{row.gb_per_s:.1f}",
+            f"{row.peak_gb_per_s:.1f}",
+            f"{row.gb_per_s / row.peak_gb_per_s:.2f}",
+            "right" if row.is_right else "WRONG",
+        )
+    return table

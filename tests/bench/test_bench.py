@@ -1,0 +1,133 @@
+"""`kvstow bench`: what it measures is right, and what it prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from kvstow import cli
+from kvstow.bench import accounting, copy
+from kvstow.bench.accounting import KvstowSide, measure_accounting
+from kvstow.transfer.mover import Direction
+
+SMALL = ["copy", "--device", "host", "--size", "1MiB", "--turns", "1"]
+
+
+def test_accounting_without_a_rival() -> None:
+    rows = measure_accounting(8, 1, {})
+    assert [row.num_blocks for row in rows] == [8, 8, 8, None]
+    assert all(row.kvstow_us > 0 and row.vllm_us is None for row in rows)
+
+
+class Forgetful(KvstowSide):
+    """A side that finds one block less."""
+
+    def look_up(self, request: int) -> list[int]:
+        return super().look_up(request)[:-1]
+
+
+class Stuck(KvstowSide):
+    """A side that grants no slot for a new token."""
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("side", [Forgetful, Stuck])
+def test_sides_that_take_different_blocks_are_not_compared(side: type[KvstowSide]) -> None:
+    measure_accounting(8, 1, {"vllm": KvstowSide})
+    with pytest.raises(RuntimeError, match="took different blocks"):
+        measure_accounting(8, 1, {"vllm": side})
+
+
+def test_prompts_evict_each_other_and_find_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that found nothing would be fast, and mean nothing."""
+    found: list[int] = []
+
+    class Watched(KvstowSide):
+        def look_up(self, request: int) -> list[int]:
+            blocks = super().look_up(request)
+            found.append(len(blocks))
+            return blocks
+
+    monkeypatch.setattr(accounting, "KvstowSide", Watched)
+    measure_accounting(8, 2, {})
+    assert found == [8] * 6
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_both_sides_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "accounting", "--blocks", "32", "--turns", "1", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["turns"] == 1 and len(made["rows"]) == 4
+    assert all(row["vllm_us"] > 0 for row in made["rows"])
+
+
+def test_copies_are_compared_with_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *SMALL, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["device"] == "host" and made["job_bytes"] == 1 << 20
+    kinds = [(row["fragment_kib"], row["direction"]) for row in made["rows"]]
+    assert kinds == [(kib, way) for kib in copy.LAYERS for way in ("store", "load")]
+    assert all(row["is_right"] and row["gb_per_s"] > 0 for row in made["rows"])
+    assert cli.main(["bench", *SMALL]) == 0
+    assert "memcpy GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_wrong_byte_fails_the_command(
+    direction: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = copy.Pool.copy
+
+    def wrong(self: copy.Pool, way: Direction) -> float:
+        seconds = right(self, way)
+        if way == direction:
+            self.arena.slots[self.slots[way][0], -1] ^= 1
+        return seconds
+
+    monkeypatch.setattr(copy.Pool, "copy", wrong)
+    assert cli.main(["bench", *SMALL]) == 1
+    assert capsys.readouterr().out.count("WRONG") == len(copy.LAYERS)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_copy_that_does_nothing_fails_the_command(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = copy.Pool.copy
+    monkeypatch.setattr(
+        copy.Pool,
+        "copy",
+        lambda self, way: 1.0 if way == direction else right(self, way),
+    )
+    assert cli.main(["bench", *SMALL]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["disk", "/tmp"], "No such command 'disk'"),
+        (["copy", "--size", "10"], "size is 10; it must be at least 1MiB"),
+        (["copy", "--size", "many"], "size is 'many'"),
+        (["copy", "--turns", "0"], "--turns"),
+        (["accounting", "--blocks", "0"], "--blocks"),
+    ],
+)
+def test_bad_input_ends_with_status_2(
+    arguments: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "copy", "--device", "cuda"]) == 2
+    assert "reaches no GPU: run kvstow doctor, or pass --device host" in capsys.readouterr().err
