@@ -135,7 +135,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         labels = [*self._labelnames, metric.label] if metric.label else self._labelnames
         options = {"name": metric.name, "documentation": metric.text, "labelnames": labels}
         if metric.kind == "histogram":
-            return self._histogram_cls(**options, buckets=metric.bounds)
+            return self._histogram_cls(**options, buckets=list(metric.bounds))
         if metric.kind == "counter":
             return self._counter_cls(**options)
         return self._gauge_cls(**options, multiprocess_mode="mostrecent")
