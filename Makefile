@@ -127,13 +127,13 @@ bench-rivals: $(VENV)/.test ## time large pools beside vLLM, SGLang's Rust tree,
 	$(BIN)/python -m benches.compare.rivals
 
 # Uses neither .venv nor a network. Runs PYTHON as it is, with the unpacked wheel on its path.
-gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest)
+gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest; ARGS="--out FOLDER tests sweep")
 	@$(need_python_alone)
 	@wheel=$$(ls dist/kvstow-*_$$(uname -m).whl 2>/dev/null); \
 	if [ -z "$$wheel" ]; then \
 	    echo 'dist/ has no wheel, and make gpu-check needs one: run make wheel first.' >&2; exit 1; fi; \
 	rm -rf $(GPU_CHECK) && '$(PYTHON)' -m zipfile -e "$$wheel" $(GPU_CHECK) && \
-	PYTHONPATH='$(CURDIR)/$(GPU_CHECK):$(CURDIR)'"$${PYTHONPATH:+:$$PYTHONPATH}" '$(PYTHON)' -m tests.gpu.check
+	PYTHONPATH='$(CURDIR)/$(GPU_CHECK):$(CURDIR)'"$${PYTHONPATH:+:$$PYTHONPATH}" '$(PYTHON)' -m tests.gpu.check $(ARGS)
 
 wheel: $(VENV)/.run ## build a wheel in dist/
 	@$(need_cargo)

@@ -1,14 +1,18 @@
-"""The speed of `CudaMover` with jobs of 512 blocks: each way alone, and both ways at once."""
+"""The speed of `CudaMover` with jobs of 512 blocks: each way alone, and both ways at once.
+
+Jobs of the other parts may be smaller.
+"""
 
 import itertools
 import random
 import statistics
 import time
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from benches.gpu.device import Device, seconds
+from benches.gpu.parts import Log, Row
 
 from kvstow.closing import Closing
 from kvstow.transfer import BlockLayout, CudaEvent, CudaMover, Ticket, pinned_arena
@@ -38,13 +42,14 @@ class Cache(Closing):
             device="cuda:0",
         )
         self.layout = BlockLayout.from_tensors(list(self.memory))
+        self.layer_regions = [layer.data_ptr() for layer in self.memory]
         self._built = ExitStack()
         # Twice the slots that both jobs need, so that the slots can be scattered.
         self.arena = self._built.enter_context(
             pinned_arena(4 * JOB_BLOCKS, self.layout.slot_bytes, device.runtime)
         )
         self.mover = self._built.enter_context(CudaMover(self.layout, self.arena, path="packed"))
-        self.idle = torch.cuda.Stream()
+        self.idle, self.compute = torch.cuda.Stream(), torch.cuda.Stream()
         self.chances = map(np.random.default_rng, itertools.count())
 
     def close(self) -> None:
@@ -64,24 +69,47 @@ class Cache(Closing):
         step = 2 if scattered else 1
         return list(range(first, first + step * JOB_BLOCKS, step))
 
-    def after(self) -> CudaEvent:
-        """Return an event of an idle stream, as an engine would pass one."""
-        return CudaEvent.record(self.idle)
+    @contextmanager
+    def through(self, mover: CudaMover) -> Iterator[None]:
+        """Let the jobs of this cache use another mover."""
+        kept, self.mover = self.mover, mover
+        try:
+            yield
+        finally:
+            self.mover = kept
 
 
 class Job:
-    """A store or a load that is repeated, with the time of its submission."""
+    """A store or a load that is repeated, with the time of its submission.
 
-    def __init__(self, cache: Cache, direction: str, *, shuffled: bool, scattered: bool) -> None:
+    It waits for an event of an idle stream, or with `is_beside` of the stream that computes, as a
+    job of an engine does.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        direction: str,
+        *,
+        shuffled: bool,
+        scattered: bool,
+        num_blocks: int = JOB_BLOCKS,
+        is_beside: bool = False,
+    ) -> None:
         self.cache, self.direction = cache, direction
-        self.ids = np.array(cache.ids(direction, shuffled=shuffled), dtype=np.int32)
-        self.slots = np.array(cache.slots(direction, scattered=scattered), dtype=np.int32)
+        ids, slots = (
+            cache.ids(direction, shuffled=shuffled),
+            cache.slots(direction, scattered=scattered),
+        )
+        self.ids = np.array(ids[:num_blocks], dtype=np.int32)
+        self.slots = np.array(slots[:num_blocks], dtype=np.int32)
+        self._stream = cache.compute if is_beside else cache.idle
         self.cpu_s: list[float] = []
 
     def submit(self) -> Ticket:
         """Submit the job."""
         begin_s = time.thread_time()
-        after, mover = self.cache.after(), self.cache.mover
+        after, mover = CudaEvent.record(self._stream), self.cache.mover
         if self.direction == "store":
             ticket = mover.store(self.ids, self.slots, after=after)
         else:
@@ -116,8 +144,8 @@ def run(jobs: list[Job]) -> None:
             raise ticket.error
 
 
-def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
-    """Return a row for each direction and kind of ids and slots."""
+def measure(cache: Cache, num_turns: int, log: Log) -> list[Row]:
+    """Add a row for each direction and kind of ids and slots, and return the rows."""
     rows = []
     for shuffled, scattered in ((False, False), (True, False), (True, True)):
         by_direction = {
@@ -133,6 +161,7 @@ def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
             num_bytes = len(jobs) * JOB_BLOCKS * cache.block_bytes
             rows.append(
                 {
+                    "part": "moves",
                     "fragment_kib": cache.fragment_bytes >> 10,
                     "layers": cache.num_layers,
                     "direction": direction,
@@ -143,4 +172,5 @@ def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
                     "verified": is_right,
                 }
             )
+            log.add(rows[-1])
     return rows

@@ -19,19 +19,22 @@ def write(result: Mapping[str, Any], stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     stem.with_name(stem.name + ".json").write_text(text, encoding="utf-8")
-    stem.with_name(stem.name + ".svg").write_text(plot(result), encoding="utf-8")
-    print(f"written: {stem}.json and {stem.name}.svg")
+    print(f"written: {stem}.json")
+    if result["moves"]:
+        stem.with_name(stem.name + ".svg").write_text(plot(result), encoding="utf-8")
+        print(f"written: {stem}.svg")
 
 
 def print_report(result: Mapping[str, Any]) -> None:
-    """Print all measurements and the targets."""
+    """Print the measurements of all parts, and the targets."""
     peak = result["peak"]
-    print(
-        f"\n{result['device']}, driver {result['driver']}, CUDA {result['driver_cuda']}; link peak "
-        f"{peak['store_gb_per_s']:.1f} GB/s store, {peak['load_gb_per_s']:.1f} load, "
-        f"{peak['both_gb_per_s']:.1f} both at once\n"
-    )
-    print("  KiB  way    ids         slots       GB/s  of peak  CPU ms  bytes")
+    print(f"\n{result['device']}, driver {result['driver']}, CUDA {result['driver_cuda']}")
+    if peak is not None:
+        print(
+            f"link peak {peak['store_gb_per_s']:.1f} GB/s store, {peak['load_gb_per_s']:.1f} load, "
+            f"{peak['both_gb_per_s']:.1f} both at once\n"
+        )
+        print("  KiB  way    ids         slots       GB/s  of peak  CPU ms  bytes")
     for row in result["moves"]:
         of_peak = row["gb_per_s"] / peak[f"{row['direction']}_gb_per_s"]
         print(
@@ -39,7 +42,8 @@ def print_report(result: Mapping[str, Any]) -> None:
             f" {row['gb_per_s']:6.1f}  {of_peak:7.3f}  {row['submit_cpu_ms']:6.2f}"
             f"  {'right' if row['verified'] else 'WRONG'}"
         )
-    print("\nbeside it, ids shuffled, slots in runs, GB/s:")
+    if result["rivals"]:
+        print("\nbeside it, ids shuffled, slots in runs, GB/s:")
     for row in result["rivals"]:
         if "failed" in row:
             print(f"  {NAMES[row['rival']]}: {row['failed']}")
@@ -48,19 +52,40 @@ def print_report(result: Mapping[str, Any]) -> None:
                 f"{row['fragment_kib']:5} KiB  {row['direction']:5}  {row['gb_per_s']:6.1f}"
                 f"  {NAMES[row['rival']]}"
             )
-    print("\nwhile copies run both ways:")
+    if result["interference"]:
+        print("\nwhile copies run both ways, against the baselines beside each round:")
     for row in result["interference"]:
-        print(
-            f"  {row['loop']:17}  {row['copies']:9}  {row['gb_per_s']:6.1f} GB/s"
-            f"  p50 {row['p50_ms']:.3f} ms ({row['p50_slower_percent']:+.1f}%)"
-            f"  p99 {row['p99_ms']:.3f} ms ({row['p99_slower_percent']:+.1f}%)"
+        slower = "".join(
+            f"  {at} {row[f'{at}_ms']:.3f} ms ({row.get(f'{at}_slower_percent', 0):+.1f}%)"
+            for at in ("p50", "p99")
         )
+        print(f"  {row['loop']:17}  {row['copies']:19}  {row['gb_per_s']:6.1f} GB/s{slower}")
     missed = [target for target in result["targets"] if not target["met"]]
     num = len(result["targets"])
     print(f"\n{num - len(missed)} of {num} targets met")
     for target in missed:
         sign = ">=" if target["at_least"] else "<="
         print(f"  MISSED  {target['name']}: {target['value']:.3f}, not {sign} {target['bound']:g}")
+
+
+def print_sweep(found: Mapping[str, Any]) -> None:
+    """Print the best settings of the mover, the one to pick, and the paths."""
+    print("\n grid  place MiB  places  share of the best speed in its worst case")
+    for row in found["settings"][:10]:
+        print(f"{row['grid']:5}  {row['place_mib']:9}  {row['places']:6}  {row['worst_share']:.3f}")
+    pick = found["picked"]
+    print(
+        f"pick grid {pick['grid']}, {pick['places']} places of {pick['place_mib']} MiB: "
+        f"{'the defaults' if pick['is_default'] else 'CHANGE THE DEFAULTS'}"
+    )
+    print("\n  KiB  way    path             GB/s  host ms")
+    for row in found["paths"]:
+        print(
+            f"{row['kib']:5}  {row['way']:5}  {row['path']:13}  {row['gb_per_s']:6.1f}"
+            f"  {row['host_ms']:7.2f}"
+        )
+    for way, num_bytes in found["link_speed"].items():
+        print(f"today {way}s are direct from {num_bytes / 1024:.0f} KiB")
 
 
 def plot(result: Mapping[str, Any]) -> str:

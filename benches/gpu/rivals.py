@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from benches.gpu.device import seconds
 from benches.gpu.moves import JOB_BLOCKS, Cache
+from benches.gpu.parts import Log, Row
 
 from kvstow.transfer.cuda.interface import Copies, Kernel, Pack
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS, chunk_table, ids_for_launch
@@ -26,14 +27,15 @@ NAMES = {
 }
 
 
-def measured(cache: Cache, num_turns: int) -> list[dict[str, Any]]:
-    """Return rows of the calls per fragment and of the zero-copy kernel, with slots in runs."""
+def measure(cache: Cache, num_turns: int, log: Log) -> list[Row]:
+    """Add and return rows of the calls per fragment and of the zero-copy kernel."""
     rows = []
     for direction in ("store", "load"):
         rows.append(
             _row(cache, "call-per-fragment", direction, *_per_fragment(cache, direction), 3)
         )
         rows.append(_row(cache, "zero-copy", direction, *_zero_copy(cache, direction), num_turns))
+    log.add(*rows)
     return rows
 
 
@@ -67,6 +69,7 @@ def _row(
     wall_s = seconds(work, num_turns)
     close()
     return {
+        "part": "rivals",
         "rival": rival,
         "fragment_kib": cache.fragment_bytes >> 10,
         "direction": direction,

@@ -27,7 +27,7 @@ from kvstow.transfer.cuda.kernels import SOURCE
 
 # Enough threads in flight to fill the link several times over. A larger grid would slow compute
 # more, because the cost grows with the multiprocessors that the kernels occupy.
-_GRID = 16
+GRID = 16
 _BLOCK = 512
 # The most urgent: CUDA takes the nearest priority that the device has. Kernels of a low priority
 # would wait for whole prefills, and the copies behind them too. (Copies have no priority.)
@@ -133,6 +133,7 @@ class CudaRuntime:
         identity: name of this very device with this driver.
         pci_bus_id: its name in /sys/bus/pci/devices.
         lost: the error that lost the context; None while it works.
+        grid: thread blocks of a kernel.
     """
 
     def __init__(self, device: int) -> None:
@@ -149,6 +150,7 @@ class CudaRuntime:
                 "CUDA_VISIBLE_DEVICES"
             )
         self.device = device
+        self.grid = GRID
         self.lost: CudaError | None = None
         self._api: Final[Any] = self._cupy.cuda.runtime
         self._errors: tuple[Any, ...] = (
@@ -272,7 +274,7 @@ class CudaRuntime:
         """See `Runtime.launch`."""
         try:
             # cupy passes a Python int as 64 bits, which is what the kernels take.
-            self._kernels[kernel]((_GRID,), (_BLOCK,), pack, 0, stream)
+            self._kernels[kernel]((self.grid,), (_BLOCK,), pack, 0, stream)
         except self._errors as error:
             raise self._failure("launching a kernel", error) from error
 
