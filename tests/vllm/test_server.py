@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 from examples import check_server
+from tests.examples import monitoring
 from tests.vllm.server import MAX_NUM_BATCHED_TOKENS, served
+
+from kvstow.observability.metrics import SHADOW_HIT_RATIO
+from kvstow.vllm.stats import EACH, EXPORTED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
@@ -65,6 +69,7 @@ def test_the_server_passes_the_five_cases(
             metrics = reply.read().decode()
     with capsys.disabled():
         print(f"\n{printed}", end="")
+    check_export(metrics)
     assert status == 0
     assert re.findall(r"^(TC\d) passed", printed, re.MULTILINE) == list(check_server.CASES)
     samples = re.findall(
@@ -82,6 +87,23 @@ def test_the_server_passes_the_five_cases(
     assert int(loaded.replace(",", "")) > 0
     # Every transfer has ended when the server has stopped, too.
     assert check_server.check_events(events)
+
+
+def check_export(metrics: str) -> None:
+    """Compare the names in a server's export with kvstow's metrics, and with what operators ask."""
+    exported = set(re.findall(r"^# TYPE (\S+)", metrics, re.MULTILINE))
+    # prometheus_client also exports when each counter was made.
+    ours = {name for name in exported if re.match(r"kvstow.*(?<!_created)$", name)}
+    defined = {metric.name for metric, _ in (*EXPORTED.values(), *EACH.values())}
+    assert ours == defined | {SHADOW_HIT_RATIO.name}
+    asked = [rule["expr"] for rule in monitoring.rules()] + monitoring.expressions()
+    of_vllm = {
+        monitoring.family(name)
+        for expression in asked
+        for name in monitoring.names(expression)
+        if name.startswith("vllm")
+    }
+    assert of_vllm and of_vllm <= exported
 
 
 @pytest.mark.skipif(not IS_FULL, reason="starts a second server: make test-vllm-full")
