@@ -209,34 +209,26 @@ class CudaMover(Mover):
         """Return the batches of a job, each of which fits a staging place."""
         num = len(slots)
         cuts = _cuts(num, self._batch_blocks, is_store=is_store)
-        is_first = self._begins_run(slots)
-        is_first[cuts[:-1]] = True
-        firsts = np.flatnonzero(is_first)
-        addresses = self.arena.base_address + slots[firsts] * self._slot_stride
-        runs = list(
-            zip(
-                addresses.tolist(),
-                firsts.tolist(),
-                np.diff(firsts, append=num).tolist(),
-                strict=True,
-            )
-        )
-        parts = np.searchsorted(firsts, cuts).tolist()
-        stride = self._staging_stride
-        return [
-            Batch(
-                begin,
-                end,
-                (end - begin) * stride,
-                [(to, (at - begin) * stride, n) for to, at, n in runs[first:last]],
-            )
-            for (begin, end), (first, last) in zip(pairwise(cuts), pairwise(parts), strict=True)
-        ]
+        begins = self._begins_run(slots)
+        begins[cuts[:-1]] = True
+        positions = np.flatnonzero(begins)
+        hosts = (self.arena.base_address + slots[positions] * self._slot_stride).tolist()
+        firsts = positions.tolist()
+        lasts = [*firsts[1:], num]
+        stride, batches, run = self._staging_stride, [], 0
+        for begin, end in pairwise(cuts):
+            runs = []
+            while run < len(firsts) and firsts[run] < end:
+                offset = (firsts[run] - begin) * stride
+                runs.append((hosts[run], offset, lasts[run] - firsts[run]))
+                run += 1
+            batches.append(Batch(begin, end, (end - begin) * stride, runs))
+        return batches
 
     def _begins_run(self, slots: Index) -> npt.NDArray[np.bool_]:
         """Return which slots begin a run: they do not follow the slot before in a pinned chunk."""
         begins = np.ones(len(slots), dtype=np.bool_)
-        begins[1:] = (np.diff(slots) != 1) | (slots[1:] % self._chunk_slots == 0)
+        begins[1:] = (slots[1:] != slots[:-1] + 1) | (slots[1:] % self._chunk_slots == 0)
         return begins
 
     def _store(
