@@ -134,7 +134,7 @@ class Simulation:
         is_lazy = server.mode == "lazy"
         self._horizon = min(num_device, step_blocks * len(groups)) if is_lazy else 0
         self._states = [isinstance(group, StateSpace) for group in groups]
-        self._block_bytes = np.array([group.block_bytes for group in geometry.groups])
+        self._block_bytes = [group.block_bytes for group in geometry.groups]
 
     @property
     def num_resident(self) -> int:
@@ -215,4 +215,6 @@ class Simulation:
 
     def _bytes(self, offsets: Ids) -> int:
         """Return the bytes of a job, whose blocks come group by group."""
-        return int(np.dot(np.diff(offsets), self._block_bytes))
+        ends = offsets.tolist()
+        parts = zip(ends, ends[1:], self._block_bytes, strict=False)
+        return sum((end - begin) * size for begin, end, size in parts)
