@@ -16,6 +16,8 @@ from kvstow.bench import machine
 
 from .measure import Row
 
+__all__ = ["Part", "Parts", "machine", "main", "measure", "table"]
+
 
 class Part(Protocol):
     def run(self) -> list[Row]: ...

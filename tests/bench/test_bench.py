@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.tiers.memory import MemoryTier
+from tests.tiers.resp.server import Server
 
 from kvstow import cli
 from kvstow.bench import accounting, copy
 from kvstow.bench.accounting import KvstowSide, measure_accounting
+from kvstow.bench.tier import JOBS, NUM_SLOTS, measure_tier
+from kvstow.tiers import TierTicket
+from kvstow.tiers.tier import Checked
+from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Direction
 
 SMALL = ["copy", "--device", "host", "--size", "1MiB", "--turns", "1"]
@@ -107,6 +115,58 @@ def test_a_copy_that_does_nothing_fails_the_command(
     assert cli.main(["bench", *SMALL]) == 1
 
 
+@pytest.fixture
+def tier() -> Iterator[MemoryTier]:
+    with HostArena(NUM_SLOTS, 4096) as arena, MemoryTier(arena, NUM_SLOTS) as tier:
+        yield tier
+
+
+def test_blocks_go_to_a_tier_and_come_back(tier: MemoryTier) -> None:
+    rows = measure_tier(tier, 2, has_slots=True)
+    assert [(row.action, row.num_blocks) for row in rows] == [
+        (action, number) for number in JOBS for action in ("put", "get")
+    ]
+    assert all(row.gb_per_s > 0 and not (row.num_failed or row.num_wrong) for row in rows)
+    assert not tier._held, "the blocks are deleted"
+
+
+@pytest.mark.parametrize("damage", ["lost", "other bytes"])
+def test_what_a_tier_loses_or_damages_counts(
+    damage: str, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = MemoryTier._put
+
+    def wrong(self: MemoryTier, blocks: Checked, *more: Any) -> TierTicket:
+        ticket = put(self, blocks, *more)
+        slot, (digest, group, data) = next(iter(self._held.items()))
+        self._held[slot] = (digest, group, data[:-1] + bytes([data[-1] ^ 1]))
+        if damage == "lost":
+            del self._held[slot]
+        return ticket
+
+    monkeypatch.setattr(MemoryTier, "_put", wrong)
+    rows = measure_tier(tier, 2, has_slots=True)
+    gets = [row for row in rows if row.action == "get"]
+    assert [row.num_failed for row in gets] == ([3, 3] if damage == "lost" else [0, 0])
+    assert [row.num_wrong for row in gets] == ([0, 0] if damage == "lost" else [3, 3])
+
+
+def test_shared_store_is_measured_and_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server(tmp_path) as server:
+        command = ["bench", "shared", server.url, "--size", "8KiB", "--turns", "1"]
+        assert cli.main([*command, "--json"]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["block_bytes"] == 8192 and len(made["rows"]) == 4
+        assert server.command("DBSIZE") == b":0\r\n"
+        assert cli.main(command) == 0
+        assert "put 32 blocks" in capsys.readouterr().out
+        server.kill()
+        assert cli.main(command) == 74
+        assert "the store has kept no block" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +174,8 @@ def test_a_copy_that_does_nothing_fails_the_command(
         (["copy", "--size", "10"], "size is 10; it must be at least 1MiB"),
         (["copy", "--size", "many"], "size is 'many'"),
         (["copy", "--turns", "0"], "--turns"),
+        (["shared", "http://host"], "redis://"),
+        (["shared", "redis://host", "--size", "1GiB"], "size is 1GiB; it must be at most 64MiB"),
         (["accounting", "--blocks", "0"], "--blocks"),
     ],
 )

@@ -2,7 +2,8 @@
 
 Each target has a file, which measures and returns rows. `command` has the options and the tables.
 
-May import: kvstow._core, kvstow.output, kvstow.sizes, kvstow.transfer, kvstow.vllm.
+May import: kvstow._core, kvstow.output, kvstow.sizes, kvstow.tiers,
+kvstow.transfer, kvstow.vllm.
 """
 
 from kvstow.bench.clock import Clock, machine, take_turns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import platform
@@ -16,11 +17,16 @@ from kvstow._core import ConfigError, __version__, debug_build
 from kvstow.bench.accounting import AccountingRow, Maker, measure_accounting
 from kvstow.bench.clock import machine
 from kvstow.bench.copy import CopyRow, Device, has_gpu, measure_copies
+from kvstow.bench.tier import NUM_SLOTS, TierRow, measure_tier
 from kvstow.output import Output, with_output
 from kvstow.sizes import parse_bytes
+from kvstow.tiers.resp import RespTier
+from kvstow.transfer import HostArena
 
 EXIT_OK, EXIT_WRONG = 0, 1
+NAMESPACE_BYTES: Final = 16
 _LEAST_BYTES: Final = 1 << 20
+_MOST_BLOCK_BYTES: Final = 64 << 20
 _turns = click.option(
     "--turns",
     type=click.IntRange(min=1),
@@ -97,6 +103,37 @@ def copy(output: Output, device: str, size: str, turns: int) -> int:
     return EXIT_OK if all(row.is_right for row in rows) else EXIT_WRONG
 
 
+@bench.command()
+@click.argument("url")
+@click.option("--size", default="1MiB", show_default=True, help="Bytes of a block.")
+@_turns
+@with_output
+def shared(output: Output, url: str, size: str, turns: int) -> int:
+    """Time a shared store: blocks go to the servers of URL, and come back.
+
+    URL is what the shared tier takes, for example redis://HOST:PORT/DB. The blocks have keys of
+    their own, and are deleted at the end.
+
+    The exit status is 0 for success, 1 if a block failed or came back wrong, 2 for bad usage, and
+    74 if the store cannot be reached or the output cannot be written.
+    """
+    _refuse_debug_build()
+    block_bytes = parse_bytes(size)
+    if block_bytes > _MOST_BLOCK_BYTES:
+        raise ConfigError(f"size is {size}; it must be at most 64MiB: pass the bytes of a block")
+    with (
+        HostArena(NUM_SLOTS, block_bytes) as arena,
+        RespTier(arena, url, os.urandom(NAMESPACE_BYTES)) as tier,
+    ):
+        rows = measure_tier(tier, turns, has_slots=False)
+    if all(row.num_failed == row.num_blocks * (turns + 1) for row in rows):
+        raise OSError(errno.EIO, "the store has kept no block: check its address and its log")
+    result = _result(rows, turns) | {"block_bytes": block_bytes}
+    output.write(result, lambda: _tier_table(rows))
+    is_right = not any(row.num_failed or row.num_wrong for row in rows)
+    return EXIT_OK if is_right else EXIT_WRONG
+
+
 def _refuse_debug_build() -> None:
     if debug_build:
         raise ConfigError(
@@ -105,7 +142,7 @@ def _refuse_debug_build() -> None:
         )
 
 
-def _result(rows: Sequence[AccountingRow | CopyRow], turns: int) -> dict[str, object]:
+def _result(rows: Sequence[AccountingRow | CopyRow | TierRow], turns: int) -> dict[str, object]:
     return {
         "machine": machine(),
         "python": platform.python_version(),
@@ -144,5 +181,19 @@ def _copy_table(rows: Sequence[CopyRow], device: Device) -> Table:
             f"{row.peak_gb_per_s:.1f}",
             f"{row.gb_per_s / row.peak_gb_per_s:.2f}",
             "right" if row.is_right else "WRONG",
+        )
+    return table
+
+
+def _tier_table(rows: Sequence[TierRow]) -> Table:
+    table = _table("", "median ms", "GB/s", "failed blocks", "wrong blocks")
+    for row in rows:
+        blocks = "1 block" if row.num_blocks == 1 else f"{row.num_blocks} blocks"
+        table.add_row(
+            f"{row.action} {blocks}",
+            f"{row.median_ms:.2f}",
+            f"{row.gb_per_s:.2f}",
+            str(row.num_failed),
+            str(row.num_wrong) if row.action == "get" else "",
         )
     return table
