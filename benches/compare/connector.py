@@ -2,8 +2,8 @@
 
 The bench compares `SimpleCPUOffloadScheduler` with `kvstow.vllm.scheduler.SchedulerHalf`. Neither
 needs an engine. Each has a `KVCacheManager` and is called as vLLM's scheduler calls a connector,
-with the same requests and the same schedule. Both must find, store and load the same blocks in the
-same steps.
+with the same requests and the same schedule. Both must find, store and load the same blocks, and
+load them in the same steps.
 
 - The times include only the calls of the connector: lookup, allocation, the end of scheduling, the
   workers' reports, and the end of a request. The references that each side takes and drops in
@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from kvstow import FullAttention
+from kvstow.vllm.connector import GATHERED_TOKENS
 from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -38,8 +40,8 @@ from .vllm_side import KVCacheManager, KVConnectorOutput, Request, SchedulerOutp
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8_192
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
-NUM_SPARE_BLOCKS = 8
 NUM_REQUESTS = 256
+NUM_GATHERED_STEPS = GATHERED_TOKENS // NUM_REQUESTS
 # The prompt at once, in vLLM's chunks on a large GPU, and in chunks among many other requests.
 CHUNKS_TOKENS = (NUM_TOKENS, 8_192, 512)
 TARGET_RATIO = 10  # the target: at most a tenth of vLLM's time
@@ -74,14 +76,21 @@ class Half(Protocol):
 class Ours:
     """kvstow's half under vLLM's names, as `KVStowConnector` calls it."""
 
-    def __init__(self, manager: KVCacheManager, num_host_blocks: int) -> None:
+    def __init__(self, manager: KVCacheManager, num_host_blocks: int, *, is_tight: bool) -> None:
         # vLLM's half does not limit what its stores hold.
         num_device_blocks = manager.block_pool.num_gpu_blocks
         options = Options(
             num_cpu_blocks=num_host_blocks, max_store_blocks_in_flight=num_device_blocks
         )
         model = Model(num_device_blocks, GROUPS, ((),), BLOCK_SIZE)
-        self.half = SchedulerHalf(HostTier(model, options, world_size=1, horizon_blocks=0))
+        tier = HostTier(
+            model,
+            options,
+            world_size=1,
+            horizon_blocks=0,
+            gathered_tokens=0 if is_tight else GATHERED_TOKENS,
+        )
+        self.half = SchedulerHalf(tier)
         self.half.bind(manager)
         self.half.agree(num_host_blocks)
 
@@ -181,13 +190,22 @@ class Side:
         self.manager.free(request)
 
 
-def sides(num_device_blocks: int, num_host_blocks: int, clock: Clock) -> tuple[Side, Side]:
-    """Return vLLM's side and kvstow's."""
+def sides(
+    num_device_blocks: int, num_host_blocks: int, clock: Clock, *, is_tight: bool
+) -> tuple[Side, Side]:
+    """Return vLLM's side and kvstow's, which gathers no stores if the device is tight."""
     theirs, ours = (vllm_side.manager(num_device_blocks, GROUPS) for _ in range(2))
     offload = vllm_side.offload(theirs, num_host_blocks + 1, GROUPS)  # it has a null block
     return (
         Side("vllm", theirs, offload, clock, their_report, their_copies),
-        Side("kvstow", ours, Ours(ours, num_host_blocks), clock, our_report, our_copies),
+        Side(
+            "kvstow",
+            ours,
+            Ours(ours, num_host_blocks, is_tight=is_tight),
+            clock,
+            our_report,
+            our_copies,
+        ),
     )
 
 
@@ -198,16 +216,19 @@ class Prompts:
     take turns, so that a store evicts as many blocks as it takes.
     """
 
-    def __init__(self, num_turns: int, *, chunk_tokens: int, is_full: bool) -> None:
+    def __init__(
+        self, num_turns: int, *, chunk_tokens: int, is_full: bool, is_tight: bool = False
+    ) -> None:
         self.num_turns = num_turns
         self.chunk_tokens = chunk_tokens
         self.is_full = is_full
+        self.is_tight = is_tight
         self.clock = Clock()
         # One token more than the blocks hold, because vLLM computes the last one.
         self.requests = [
             vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE) for at in range(2)
         ]
-        self.sides = sides(NUM_BLOCKS + NUM_SPARE_BLOCKS + 1, NUM_BLOCKS, self.clock)
+        self.sides = sides(2 * NUM_BLOCKS, NUM_BLOCKS, self.clock, is_tight=is_tight)
         self.totals: dict[str, list[float]] = {}
 
     def run(self) -> list[Row]:
@@ -221,12 +242,13 @@ class Prompts:
         num_chunks = NUM_TOKENS // self.chunk_tokens
         chunks = "one chunk" if num_chunks == 1 else f"{num_chunks} chunks"
         host = ", evicting as many" if self.is_full else ""
+        host += ", tight device" if self.is_tight else ""
         return [
             self._row(
                 f"a prompt of {NUM_BLOCKS:,} blocks in {chunks}{host}",
                 "store",
                 "load",
-                target=num_chunks == 1,  # in chunks, the cost per step adds up
+                target=not self.is_tight,
             ),
             self._row("  missed, computed, stored, finished", "store", target=False),
             self._row("  found, loaded, finished", "load", target=False),
@@ -241,9 +263,10 @@ class Prompts:
 
         vllm, kvstow = self.sides
         take_turns(turn, functools.partial(prompt, vllm), functools.partial(prompt, kvstow))
-        for at, steps in enumerate(zip(did["vllm"], did["kvstow"], strict=True)):
-            for what, theirs, ours in zip(("stored", "loaded"), *steps, strict=True):
-                require_same(f"blocks {what} in step {at}", theirs, ours)
+        for at, (theirs, ours) in enumerate(zip(did["vllm"], did["kvstow"], strict=True)):
+            require_same(f"blocks loaded in step {at}", theirs[1], ours[1])
+        stored = [[block for step in did[side] for block in step[0]] for side in ("vllm", "kvstow")]
+        require_same("blocks stored", *stored)
         for what, samples in self.clock.samples.items():
             self.totals.setdefault(what, []).append(sum(samples))
         self.clock.samples.clear()
@@ -302,18 +325,20 @@ class Decode:
     a sixteenth of the requests fills a block in each step.
     """
 
-    def __init__(self, num_turns: int, *, together: bool) -> None:
-        self.num_steps = num_turns * BLOCK_SIZE
+    def __init__(self, num_turns: int, *, together: bool, is_tight: bool = False) -> None:
+        self.num_steps = num_turns * (BLOCK_SIZE if together else NUM_GATHERED_STEPS)
         self.together = together
+        self.is_tight = is_tight
         self.clock = Clock()
         lengths = [512 if together else 512 + at for at in range(NUM_REQUESTS)]
         num_tokens = sum(lengths) + NUM_REQUESTS * (self.num_steps + 2 * BLOCK_SIZE)
         num_blocks = num_tokens // BLOCK_SIZE + NUM_REQUESTS
-        self.sides = sides(num_blocks, num_blocks, self.clock)
+        self.sides = sides(2 * num_blocks, num_blocks, self.clock, is_tight=is_tight)
         self.requests = [
             vllm_side.request(f"request-{at}", length, BLOCK_SIZE)
             for at, length in enumerate(lengths)
         ]
+        self.stored: dict[str, list[int]] = {side.name: [] for side in self.sides}
 
     def run(self) -> list[Row]:
         for side in self.sides:
@@ -328,10 +353,16 @@ class Decode:
         for step in range(self.num_steps):
             self._step(step)
         gc.unfreeze()
+        rows = self._rows()
+        self._require_same()
+        return rows
+
+    def _rows(self) -> list[Row]:
         if self.together:
             return [self._row(f"a step of {NUM_REQUESTS} requests, none of which fills a block")]
         num_full = NUM_REQUESTS // BLOCK_SIZE
-        return [self._row(f"a step in which {num_full} of {NUM_REQUESTS} fill a block")]
+        device = ", tight device" if self.is_tight else ""
+        return [self._row(f"a step in which {num_full} of {NUM_REQUESTS} fill a block{device}")]
 
     def _step(self, step: int, *, is_first: bool = False) -> None:
         order = self.sides if step % 2 else self.sides[::-1]
@@ -342,12 +373,21 @@ class Decode:
             output = vllm_side.step(new=given) if is_first else vllm_side.step(running=given)
             if is_first:
                 output.num_scheduled_tokens = {r.request_id: r.num_tokens for r in self.requests}
+                output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
             begun[side.name] = side.begin(side.name, output)
         for request in self.requests:
             request.num_computed_tokens += request.num_tokens if is_first else 1
             request.append_output_token_ids(request.num_tokens)
-        copied = {side.name: side.end(side.name, begun[side.name]) for side in order}
-        require_same(f"blocks stored in step {step}", copied["vllm"][0], copied["kvstow"][0])
+        for side in order:
+            self.stored[side.name] += side.end(side.name, begun[side.name])[0]
+
+    def _require_same(self) -> None:
+        """Compare what both sides have stored, once kvstow has stored what it gathered."""
+        for side in self.sides:
+            if isinstance(side.half, Ours):
+                side.half.half.stores.store_gathered()
+        self._step(0)
+        require_same("blocks stored", *map(sorted, self.stored.values()))
 
     def _allocate(self, side: Side, request: Request, is_first: bool) -> Any:
         if is_first:
@@ -356,15 +396,18 @@ class Decode:
 
     def _row(self, work: str) -> Row:
         vllm, kvstow = (self._per_step(side.name) for side in self.sides)
-        return Row(work, vllm, kvstow, target_ratio=TARGET_RATIO if self.together else None)
+        return Row(work, vllm, kvstow, target_ratio=None if self.is_tight else TARGET_RATIO)
 
     def _per_step(self, name: str) -> list[float]:
-        """Return the times of the steps in which neither side stores, or of all steps."""
+        """Return the times of the steps in which neither side stores, or means of all steps."""
         samples = self.clock.samples[name]
         steps = [begin + end for begin, end in zip(samples[::2], samples[1::2], strict=True)]
         if self.together:
             return [each for at, each in enumerate(steps) if 0 < at % BLOCK_SIZE < BLOCK_SIZE - 1]
-        return steps
+        return [
+            statistics.fmean(steps[at : at + NUM_GATHERED_STEPS])
+            for at in range(0, len(steps), NUM_GATHERED_STEPS)
+        ]
 
 
 if __name__ == "__main__":
@@ -376,7 +419,9 @@ if __name__ == "__main__":
                 for chunk_tokens in CHUNKS_TOKENS
                 for is_full in (False, True)
             ),
+            functools.partial(Prompts, chunk_tokens=512, is_full=False, is_tight=True),
             functools.partial(Decode, together=True),
             functools.partial(Decode, together=False),
+            functools.partial(Decode, together=False, is_tight=True),
         ],
     )

@@ -91,6 +91,10 @@ class Step:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] = field(default_factory=set)
 
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
 
 class Scheduler:
     """The calls of vLLM's scheduler, over its real `KVCacheManager`."""
@@ -103,6 +107,7 @@ class Scheduler:
         retention: int | None = 0,
         draft_groups: Sequence[int] | None = None,
         num_modules: int = 1,
+        gathered_tokens: int = 0,
         **options: Any,
     ) -> None:
         """With `num_host_blocks` None the test reports the ranks' capacities.
@@ -133,6 +138,7 @@ class Scheduler:
         )
         self.half = SchedulerHalf(tier)
         self.half.bind(self.manager)
+        tier.gathered_tokens = gathered_tokens
         if num_host_blocks is not None:
             self.half.agree(num_host_blocks)
         self.jobs = StepJobs()

@@ -152,6 +152,7 @@ class KVConnectorOutput:
 class SchedulerOutput:
     num_scheduled_tokens: ...
     preempted_req_ids: ...
+    total_num_scheduled_tokens: ...
 """,
     "vllm.v1.request": """
 class RequestStatus:
@@ -450,6 +451,12 @@ ORDERS = [
         "Scheduler._update_from_kv_xfer_finished",
         ("connector.update_connector_output", "kv_connector_output.finished_recving"),
         "the scheduler half adds the requests whose loads have landed",
+    ),
+    (
+        _SCHEDULER,
+        "Scheduler.schedule",
+        ("connector.has_pending_block_frees", "_preempt_request"),
+        "kvstow plans the stores that it has gathered before vLLM preempts a request",
     ),
     (
         _SCHEDULER,

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm." + __name__)
 
+# As many as vLLM computes in a step or two on a large GPU: a store costs little per block then.
+GATHERED_TOKENS = 16_384
+
 
 class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps prefixes in host memory when the device runs out of room.
@@ -129,6 +132,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             options,
             world_size=parallel.world_size,
             horizon_blocks=_horizon_blocks(model, vllm_config),
+            gathered_tokens=GATHERED_TOKENS,
             events=self._host_events is not None or self._event_file is not None,
         )
         self._scheduler = SchedulerHalf(

@@ -154,6 +154,11 @@ class Model:
         ]
 
     @cached_property
+    def is_full_attention(self) -> bool:
+        """Whether a hit needs every block of the prefix in each group."""
+        return not any(self.is_window)
+
+    @cached_property
     def is_window(self) -> list[bool]:
         """Per group, whether a hit needs less than every block of the prefix."""
         return [not isinstance(group, FullAttention) for group in self.groups]

@@ -18,14 +18,26 @@
 Each step makes some blocks of a running request full:
 
 ```
-  build       the step is scheduled    `filling` holds these blocks: the request is due
+  build       the step is scheduled    the request is due, and `filling` holds those of windows
   processed   their KV is computed     the tier knows them (`num_reported`): it is not due
 ```
 
-A step looks only at the requests that it may make due: those that it schedules more than one token
-of, those that it is the first step of, and those that are due once they have computed one token in
-each step since the last look (`Requests.look_after`). If vLLM computed more tokens than it
-scheduled, blocks would be stored late, and still under their own keys.
+`Requests.look` finds the due requests. It looks only at those that steps may have made due: those
+that had more than one token in a step, those that a step was the first of, and those that are due
+once they have computed one token in each step since the last look (`look_after`). If vLLM computed
+more tokens than it scheduled, blocks would be stored late, and still under their own keys.
+
+**Gathering.** A full-attention table keeps its blocks until the request is over or preempted. So
+the stores of several steps are planned together (`Requests.can_wait`), and nothing is lost:
+`Stores.store_gathered` plans them before vLLM preempts (`has_pending_block_frees` comes right
+before each preemption), rests or runs short of blocks, and `Steps.finished` before it frees the
+blocks. A window drops blocks, and a state is overwritten, so such models are stored in each step.
+How a late look could store a wrong block, and what prevents it:
+
+- It counts tokens that are not computed: it reads `num_computed_tokens` less those of steps under
+  way, as an early look does, and stores only where vLLM's block has the hash of these tokens.
+- The request has lost its blocks since, and a load fills new ones: a request that starts over is
+  looked at only after a step has scheduled it (`fresh`).
 
 A request that is not tracked any more may still have jobs in flight. They go on without it.
 """
@@ -35,15 +47,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler, SlidingWindow
 from kvstow.vllm.hints import HintReader
 from kvstow.vllm.model import Model
-from kvstow.vllm.tier import HostTier
+from kvstow.vllm.tier import HostTier, Tables
 
 
 @dataclass(slots=True)
@@ -68,8 +82,11 @@ class TrackedRequest:
         max_load_tokens: the most tokens to load.
         was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
         next_look: the number of the step that looks at it next, if no other does so before.
-        filling: per group, the blocks that the steps under way make full. They are recorded when
-            vLLM allocates them, because a window drops blocks as soon as it has moved past them.
+        scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and
+            without tokens that are still to be sampled. Valid as `num_submitted_tokens` says.
+        filling: per group of windows or states, the blocks that the steps under way make full. They
+            are recorded when vLLM allocates them, because a window drops blocks as soon as it has
+            moved past them. A full-attention table keeps its blocks until the request is over.
         filling_from: per group, the index of the first of them in the table.
     """
 
@@ -91,6 +108,7 @@ class TrackedRequest:
     is_stale: bool = False
     was_offered_idle: bool = False
     next_look: int = 0
+    scheduled_tokens: int = 0
     filling: list[list[KVCacheBlock]] = field(default_factory=list)
     filling_from: list[int] = field(default_factory=list)
 
@@ -120,20 +138,20 @@ class TrackedRequest:
             self.last_hash = new[-1]
         return new
 
-    def filled(self, g: int, num_full: int) -> list[KVCacheBlock]:
+    def filled(self, g: int, num_full: int, tables: Tables) -> list[KVCacheBlock]:
         """Return those of the first `num_full` blocks of a group that the tier does not know."""
-        reported, first = self.num_reported[g], self.filling_from[g]
-        blocks = self.filling[g]
-        if reported == first and len(blocks) <= num_full - reported:
-            return blocks
-        return blocks[reported - first : num_full - first]
+        reported = self.num_reported[g]
+        if not self.model.is_window[g]:
+            return tables[g].get(self.request.request_id, [])[reported:num_full]
+        first = self.filling_from[g]
+        return self.filling[g][reported - first : num_full - first]
 
     def num_wanted(self, g: int) -> int:
         """Return how many of a group's next blocks are to be stored."""
         num_wanted = self.max_stored_tokens // self.model.groups[g].block_size
         return max(0, num_wanted - self.num_reported[g])
 
-    def num_cached_tokens(self) -> int:
+    def num_cached_tokens(self, tables: Tables) -> int:
         """Return how many computed tokens lie in blocks that have the hashes of these tokens.
 
         Tokens of steps under way do not count. In a full-attention table the last block with its
@@ -148,10 +166,10 @@ class TrackedRequest:
         for g, block_size, num_hashes, suffix in model.full_groups:
             if num_computed < self.due_tokens:
                 break
-            blocks = self.filled(g, num_computed // block_size)
-            end = self.num_reported[g] + len(blocks)
-            for block in reversed(blocks):
-                if block.block_hash == hashes[end * num_hashes - 1] + suffix:
+            table, reported = tables[g].get(request.request_id, ()), self.num_reported[g]
+            end = min(num_computed // block_size, len(table))
+            while end > reported:
+                if table[end - 1].block_hash == hashes[end * num_hashes - 1] + suffix:
                     break
                 end -= 1
             if num_computed >= (end + 1) * block_size:
@@ -195,6 +213,8 @@ class Requests:
         fresh: the ids of those admitted that no step has scheduled since. If a step says that vLLM
             has preempted one, it means an earlier preemption.
         num_steps: steps built.
+        num_gathered: tokens of the steps since the last look.
+        has_room: whether vLLM was far from preempting when the last step was built.
         hints: reads what each request asks for.
     """
 
@@ -204,7 +224,13 @@ class Requests:
     due: dict[str, TrackedRequest] = field(default_factory=dict)
     fresh: dict[str, None] = field(default_factory=dict)
     num_steps: int = 0
+    num_gathered: int = 0
+    has_room: bool = False
+    # The ids of requests that had more than one token in a step, or their first, since the last
+    # look; and by step, those that come due then.
+    _scheduled: dict[str, None] = field(default_factory=dict)
     _looks: dict[int, list[str]] = field(default_factory=dict)
+    _num_looked: int = 0
     hints: HintReader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,9 +252,13 @@ class Requests:
             self.tier.offload.restart(request_id)
             tracked.num_hashes, tracked.last_hash = before.num_hashes, before.last_hash
         self.tracked[request_id] = tracked
+        self._drop(request_id)
+        return tracked
+
+    def _drop(self, request_id: str) -> None:
         self.due.pop(request_id, None)
         self.fresh.pop(request_id, None)
-        return tracked
+        self._scheduled.pop(request_id, None)
 
     def _waiting(self, request: Request) -> TrackedRequest:
         model = self.tier.model
@@ -255,29 +285,62 @@ class Requests:
     def forget(self, request_id: str) -> None:
         """End the tracking of a request, in the tier too."""
         del self.tracked[request_id]
-        self.due.pop(request_id, None)
-        self.fresh.pop(request_id, None)
+        self._drop(request_id)
         if self.tier.offload is not None:
             self.tier.offload.finish(request_id)
 
-    def capture(self, num_scheduled: Mapping[str, int]) -> None:
-        """Record the blocks that a step makes full; it schedules these tokens of each request."""
-        self.num_steps = step = self.num_steps + 1
-        looked_at = [*self.due, *self.fresh]
-        for request_id in self._looks.pop(step, ()):
+    @property
+    def can_wait(self) -> bool:
+        """Whether the stores of a step can wait for those of the next ones."""
+        return self.has_room and self.tier.gathered_tokens > 0
+
+    def scheduled(self, scheduled: SchedulerOutput) -> None:
+        """Record what a step schedules, and the blocks of windows that it makes full."""
+        num_scheduled = scheduled.num_scheduled_tokens
+        self.num_steps += 1
+        if scheduled.total_num_scheduled_tokens != len(num_scheduled):
+            for request_id, num_tokens in num_scheduled.items():
+                if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
+                    self._scheduled[request_id] = None
+                    request = tracked.request
+                    num_scheduled_tokens = request.num_computed_tokens + num_tokens
+                    tracked.scheduled_tokens = min(num_scheduled_tokens, request.num_tokens)
+        for request_id in [name for name in self.fresh if name in num_scheduled]:
+            tracked = self.tracked[request_id]
+            tracked.num_given_tokens = tracked.request.num_computed_tokens
+            self._scheduled[request_id] = None
+            del self.fresh[request_id]
+        if self.tier.model.is_full_attention:
+            self.num_gathered += scheduled.total_num_scheduled_tokens
+            self.has_room = self.tier.has_room()
+            if self.has_room:
+                return
+        self.look(num_scheduled)
+
+    def num_submitted_tokens(self, request_id: str, tracked: TrackedRequest) -> int:
+        """Return the tokens that earlier steps write, beyond those in reported blocks; 0: none."""
+        is_known = request_id in self.due or request_id in self._scheduled
+        return tracked.scheduled_tokens if is_known else 0
+
+    def look(self, num_scheduled: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Find the requests that have become due since the last look.
+
+        Args:
+            num_scheduled: tokens of the step that is being built, which vLLM has not counted yet.
+        """
+        names = [*self.due, *self._scheduled]
+        self._scheduled.clear()
+        for step in range(self._num_looked + 1, self.num_steps + 1):
+            names += self._looks.pop(step, ())
+        self._num_looked, self.num_gathered = self.num_steps, 0
+        for request_id in names:
             tracked = self.tracked.get(request_id)
-            if tracked is not None and tracked.next_look == step:
-                if request_id in num_scheduled:
-                    looked_at.append(request_id)
-                else:
-                    self.look_after(1, request_id, tracked)
-        if sum(num_scheduled.values()) != len(num_scheduled):
-            looked_at += [name for name, num_tokens in num_scheduled.items() if num_tokens != 1]
-        for request_id in looked_at:
-            num_tokens = num_scheduled.get(request_id)
-            tracked = self.tracked.get(request_id)
-            if num_tokens is not None and tracked is not None:
-                self._look(request_id, tracked, num_tokens)
+            if tracked is None:
+                continue
+            if request_id in num_scheduled or tracked.model.is_full_attention:
+                self.look_at(request_id, tracked, num_scheduled.get(request_id, 0))
+            elif tracked.next_look == self.num_steps:
+                self.look_after(1, request_id, tracked)
 
     def look_after(self, num_steps: int, request_id: str, tracked: TrackedRequest) -> None:
         """Look at a request again after this many steps; in the next one if that is 0 or less."""
@@ -286,13 +349,10 @@ class Requests:
             tracked.next_look = step
             self._looks.setdefault(step, []).append(request_id)
 
-    def _look(self, request_id: str, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Record the blocks of a request that are full once a step has computed `num_tokens`."""
+    def look_at(self, request_id: str, tracked: TrackedRequest, num_tokens: int = 0) -> None:
+        """Let a request be due if blocks of it are full once a step has computed `num_tokens`."""
         request = tracked.request
-        if request_id in self.fresh:
-            del self.fresh[request_id]
-            tracked.num_given_tokens = request.num_computed_tokens
-        if tracked.is_stale or not tracked.is_admitted:
+        if tracked.is_stale or not tracked.is_admitted or request_id in self.fresh:
             return
         num_computed = request.num_computed_tokens + num_tokens
         if num_computed >= tracked.due_tokens:
@@ -301,11 +361,18 @@ class Requests:
         if num_computed < tracked.due_tokens:
             self.look_after(tracked.due_tokens - num_computed, request_id, tracked)
             return
-        reported = tracked.filling_from = tracked.num_reported.copy()
-        tracked.filling = [
-            tables[request_id][start : num_computed // group.block_size]
-            for tables, start, group in zip(
-                self.tier.tables, reported, tracked.model.groups, strict=True
-            )
-        ]
         self.due[request_id] = tracked
+        tracked.scheduled_tokens = num_computed
+        if not tracked.model.is_full_attention:
+            self._record_windows(request_id, tracked)
+
+    def _record_windows(self, request_id: str, tracked: TrackedRequest) -> None:
+        reported = tracked.filling_from = tracked.num_reported.copy()
+        model = tracked.model
+        groups = zip(model.is_window, self.tier.tables, reported, model.groups, strict=True)
+        tracked.filling = [
+            tables[request_id][start : tracked.scheduled_tokens // group.block_size]
+            if is_window
+            else []
+            for is_window, tables, start, group in groups
+        ]

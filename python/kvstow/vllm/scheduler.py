@@ -8,6 +8,7 @@ schedule()             lookup ............ get_num_new_matched_tokens      loads
                        end of the step ... build_connector_meta            steps: hands out jobs
 update_from_output()   finished .......... request_finished_all_groups     steps: last stores
                        workers' reports .. update_connector_output         steps: ends jobs, stores
+no room for a request  may it preempt? ... has_pending_block_frees         stores: gathered ones
 nothing left to run    may it rest? ...... has_pending_push_work           sleep
 reset of the caches    ................... reset_cache                     sleep
 
@@ -103,11 +104,12 @@ class SchedulerHalf:
         parts = tier, self.requests, self.transfers
         stores = Stores(*parts, host_events)
         self.loads = Loads(*parts)
+        self.stores = stores
         self.steps = Steps(*parts, stores)
         self.sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))
         self.bind = tier.bind
         self.agree = tier.agree
-        self.holds_freed_blocks = self.transfers.holds_freed_blocks
+        self.holds_freed_blocks = self._guard(self._holds_freed_blocks)
         self.lookup = self._guard(self._lookup)
         self.allocated = self._guard(self.loads.allocated)
         self.build = self._guard(self.steps.build)
@@ -134,6 +136,14 @@ class SchedulerHalf:
         """Look up a prefix as `Loads.lookup` does, in a tier of the present weights."""
         self.sleep.compare_weights()
         return self.loads.lookup(request, num_local_tokens)
+
+    def _holds_freed_blocks(self) -> bool:
+        """Return what `Transfers.holds_freed_blocks` does. vLLM preempts a request if it is not so.
+
+        So first store what that request has computed: vLLM may give its blocks away at once.
+        """
+        self.stores.store_gathered()
+        return self.transfers.holds_freed_blocks()
 
     def _guard(self, call: Callable[_Args, _Answer]) -> Callable[_Args, _Answer]:
         """Return `call`, which turns the tier off if it raises, and then runs again without a tier.

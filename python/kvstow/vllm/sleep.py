@@ -84,6 +84,7 @@ class Sleep:
         """
         if self.tier.offload is None and not self.tier.is_off:
             return not self.tier.is_awaited()  # an empty step brings the ranks' capacities
+        self.stores.store_gathered()
         tracked = list(self.requests.tracked.values())
         may_go = all([self._settle(each) for each in tracked])
         return may_go and not self.transfers.is_work_left

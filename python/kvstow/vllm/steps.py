@@ -34,7 +34,10 @@ class Steps:
             if request_id not in self.requests.fresh:
                 self.evict_unwritten(request_id, tracked)
                 self.requests.start_over(request_id)
-        self.requests.capture(scheduled.num_scheduled_tokens)
+        had_room = self.requests.has_room
+        self.requests.scheduled(scheduled)
+        if had_room and not self.requests.has_room:
+            self.stores.store_gathered()
         self.transfers.expire()
         return self.transfers.take_jobs()
 
@@ -46,12 +49,10 @@ class Steps:
         written, and the tier would store it.
         """
         request, model, pool = tracked.request, tracked.model, self.tier.pool
-        is_due = request_id in self.requests.due
+        num_submitted = self.requests.num_submitted_tokens(request_id, tracked)
         for g, group in enumerate(model.groups):
             # Blocks that earlier steps fill are written, because those steps were submitted.
-            first = tracked.num_reported[g]
-            if is_due:
-                first = tracked.filling_from[g] + len(tracked.filling[g])
+            first = max(tracked.num_reported[g], num_submitted // group.block_size)
             for index in range(first, request.num_tokens // group.block_size):
                 block_hash, has_key = model.block_hash(request, index, g), False
                 # Other blocks may have the same key, and vLLM does not say which one it granted.
@@ -85,14 +86,17 @@ class Steps:
                 self.requests.tracked[request_id].is_load_reported = True
         if offload is None:
             return
-        if self.requests.due:
-            self.stores.store_due(list(self.requests.due))
+        self.stores.store_step()
         self.stores.store_evictable()
 
     def finished(self, request: Request) -> None:
         """Store what is due of a request that is over, while its blocks are still its own."""
         request_id = request.request_id
+        tracked = self.requests.tracked.get(request_id)
+        if tracked is None:
+            return
+        if tracked.model.is_full_attention:
+            self.requests.look_at(request_id, tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
-        if request_id in self.requests.tracked:
-            self.requests.forget(request_id)
+        self.requests.forget(request_id)

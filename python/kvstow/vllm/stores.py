@@ -1,11 +1,12 @@
 """Which blocks the scheduler half stores, and when.
 
-Eager, a step's full blocks are stored right after the step was processed: their KV is written, and
-no other request has taken the blocks that fell out of a window. Lazy, the tier only learns then
-that they are computed. They are stored when they come near the head of vLLM's free queue
-(`LazyQueue`). States do not wait for that, because vLLM frees one while its request runs, and may
-overwrite it in the same step. A state that was not stored then, because of `num_storable`, a full
-host or a failed copy, waits for the queue.
+Eager, a step's full blocks are stored once the step was processed: their KV is written. In a model
+with windows or states that is right after the step, before another request takes the blocks that
+fell out of a window. Else the stores of several steps are gathered (`requests`). Lazy, the tier
+only learns then that they are computed. They are stored when they come near the head of vLLM's
+free queue (`LazyQueue`). States do not wait for that, because vLLM frees one while its request
+runs, and may overwrite it in the same step. A state that was not stored then, because of
+`num_storable`, a full host or a failed copy, waits for the queue.
 
 Why a stored state is the state of its key: vLLM gives a hash to each state that it keeps, and does
 not write to a block that has one. `Steps.build` records the blocks of the table. When the step was
@@ -21,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -29,6 +31,9 @@ from kvstow.vllm.events import HostEvents
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
+
+# The most requests that one step stores of those that can wait, so that no step takes much longer.
+MAX_REQUESTS = 32
 
 
 @dataclass
@@ -39,6 +44,24 @@ class Stores:
     requests: Requests
     transfers: Transfers
     host_events: HostEvents | None
+
+    def store_gathered(self) -> None:
+        """Store all that steps have made due, because vLLM may take its blocks."""
+        if self.requests.num_gathered:
+            self.requests.look()
+        if self.requests.due:
+            self.store_due(list(self.requests.due))
+
+    def store_step(self) -> None:
+        """Store what steps have made due, now that one was processed; some of it may wait."""
+        requests = self.requests
+        if not requests.can_wait:
+            self.store_gathered()
+            return
+        if requests.num_gathered >= self.tier.gathered_tokens:
+            requests.look()
+        if requests.due:
+            self.store_due(list(islice(requests.due, MAX_REQUESTS)))
 
     def store_due(self, request_ids: Iterable[str]) -> None:
         """Report to the tier what these due requests have computed; eager, that plans stores."""
@@ -52,18 +75,18 @@ class Stores:
         blocks: list[KVCacheBlock] = []
         states: list[KVCacheBlock] = []
         offsets = [0]
-        due, model = self.requests.due, self.tier.model
+        due, model, tables = self.requests.due, self.tier.model, self.tier.tables
         for request_id in request_ids:
             tracked = due[request_id]
             if tracked.is_stale:
                 del due[request_id]
                 continue
-            num_computed = tracked.num_cached_tokens()
+            num_computed = tracked.num_cached_tokens(tables)
             if num_computed < tracked.due_tokens:
                 continue  # its step is under way, or vLLM rejected its drafts
             hashes.append(tracked.new_hashes(offload, num_computed))
             for g, group in enumerate(model.groups):
-                wanted = filled = tracked.filled(g, num_computed // group.block_size)
+                wanted = filled = tracked.filled(g, num_computed // group.block_size, tables)
                 if tracked.max_stored_tokens != sys.maxsize:
                     wanted = filled[: tracked.num_wanted(g)]
                 own = self._report_blocks(tracked, g, wanted)

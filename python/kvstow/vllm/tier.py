@@ -44,6 +44,9 @@ class HostTier:
         options: the user's options.
         world_size: workers that report each job and their capacity.
         horizon_blocks: in lazy mode, how many free blocks are stored ahead of their eviction.
+        gathered_tokens: of a full-attention model, the stores of a step wait for those of the next
+            steps until the steps have had this many tokens, or blocks of an eighth of what stores
+            may hold. 0: they never wait.
         events: whether to keep block and transfer events.
         clock: seconds, monotonic.
         offload: None until every rank has reported its capacity, and once the tier is off.
@@ -59,6 +62,7 @@ class HostTier:
     options: Options
     world_size: int
     horizon_blocks: int
+    gathered_tokens: int = 0
     events: bool = False
     clock: Callable[[], float] = time.monotonic
     offload: OffloadScheduler | None = None
@@ -67,6 +71,7 @@ class HostTier:
     manager: KVCacheManager = field(init=False)
     tables: Tables = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
+    _min_free_blocks: int = 0
     _capacities: dict[int, int] = field(default_factory=dict)
     _wait_until: float | None = None
     _has_warned: bool = False
@@ -78,6 +83,11 @@ class HostTier:
         self.tables = [group.req_to_blocks for group in managers]
         drops = [group.use_eagle for group in managers]
         self.model = self.model.dropping_last_blocks(drops)
+        self._min_free_blocks = self.model.num_blocks // 8
+        # What waits must not be more than stores may hold, because requests end and do not wait.
+        blocks_per_token = sum(1 / group.block_size for group in self.model.groups)
+        most_tokens = int(self.max_stored_blocks / blocks_per_token) // 8
+        self.gathered_tokens = min(self.gathered_tokens, most_tokens)
         is_lazy = self.options.lazy_offload
         self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks) if is_lazy else None
 
@@ -85,6 +95,11 @@ class HostTier:
     def pool(self) -> BlockPool:
         """vLLM's pool of device blocks."""
         return self.manager.block_pool
+
+    def has_room(self) -> bool:
+        """Whether so many device blocks are free that vLLM is far from preempting a request."""
+        num_free: int = self.pool.free_block_queue.num_free_blocks
+        return num_free >= self._min_free_blocks
 
     @property
     def is_off(self) -> bool:
