@@ -42,6 +42,10 @@ def test_step_that_does_not_end_fails_and_later_steps_run(tmp_path: Path) -> Non
     assert (tmp_path / "late.log").read_text() == "done\n"
 
 
+def test_status_is_not_0_if_no_step_could_run(tmp_path: Path) -> None:
+    assert check.run_all({"none": None}, tmp_path) == check.NO_GPU
+
+
 def test_results_of_earlier_steps_are_there_while_a_later_one_runs(tmp_path: Path) -> None:
     look = f"import json; print(list(json.load(open({str(tmp_path / 'check.json')!r}))))"
     assert check.run_all({"one": step("pass"), "two": step(look)}, tmp_path) == 0
