@@ -11,9 +11,12 @@ from tests.transfer.cuda.fake_cupy import FakeCupy
 
 from kvstow.transfer import BlockLayout, CudaEvent, CudaLink, CudaMover, HostArena, Region
 from kvstow.transfer.cuda import runtime as runtime_module
+from kvstow.transfer.cuda.interface import Pack
+from kvstow.transfer.cuda.kernels import MAX_BLOCKS
 
 FRAGMENT_BYTES, NUM_LAYERS = 1024, 4
 BLOCKS_PER_PLACE = 64
+LANES = 32
 # Of one block, and of 512 blocks in 8 places: what a trial of this design reached.
 MOST_CALLS = {1: 18, 512: 67}
 
@@ -68,7 +71,14 @@ class CountingCupy(FakeCupy):
 
     def RawModule(self, *, code: str, options: tuple[str, ...]) -> SimpleNamespace:
         def get_function(_: str) -> SimpleNamespace:
-            def launch(grid: object, block: object, arguments: object, *_: object) -> None:
+            def launch(
+                grid: tuple[int], block: tuple[int], pack: Pack, shared: int, stream: object
+            ) -> None:
+                assert grid[0] > 0
+                assert block[0] % LANES == 0, "the kernels need whole warps"
+                assert shared == 0
+                assert stream is not None
+                assert 0 < pack.num_blocks <= MAX_BLOCKS
                 self.counts["launchKernel"] += 1
 
             return SimpleNamespace(compile=lambda: None, num_regs=40, kernel=launch)

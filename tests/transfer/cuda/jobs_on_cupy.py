@@ -1,0 +1,65 @@
+"""A program that moves blocks through the real cupy, and prints the calls of CUDA of each job.
+
+It runs on the simulated CUDA (see `simulation.library.run`). It ends with an error if bytes are
+wrong, and prints each access to memory that nothing orders.
+"""
+
+import json
+import sys
+
+import numpy as np
+import numpy.typing as npt
+from tests.transfer.cuda.simulation import library
+
+from kvstow.transfer import READY, BlockLayout, CudaEvent, CudaLink, CudaMover, Region, pinned_arena
+from kvstow.transfer.cuda.runtime import cuda_runtime, import_cupy
+
+NUM_BLOCKS, NUM_LAYERS, FRAGMENT_BYTES = 1100, 4, 1024
+BLOCKS_PER_PLACE = 64
+
+
+def main() -> int:
+    """Store and load jobs of 1 and of 512 blocks; print a line of JSON for each."""
+    runtime, cupy = cuda_runtime(0), import_cupy()
+    cupy.cuda.runtime.setDevice(0)  # an engine's thread has a context
+    rng = np.random.default_rng(0)
+    content = rng.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, FRAGMENT_BYTES), dtype=np.uint8)
+    layers = [runtime.allocate(FRAGMENT_BYTES * NUM_BLOCKS) for _ in range(NUM_LAYERS)]
+    for address, layer in zip(layers, content, strict=True):
+        runtime.upload(address, layer.tobytes())
+    regions = tuple(Region(address, FRAGMENT_BYTES, FRAGMENT_BYTES) for address in layers)
+    layout = BlockLayout(NUM_BLOCKS, regions, device=0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def expected(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        return content[:, ids].transpose(1, 0, 2).reshape(len(ids), -1)
+
+    for verify in (False, True):
+        with pinned_arena(NUM_BLOCKS, layout.slot_bytes, runtime) as arena:
+            link = CudaLink(runtime, staging_bytes=BLOCKS_PER_PLACE * arena.slot_stride_bytes)
+            with CudaMover(layout, arena, link=link, path="packed", verify=verify) as mover:
+                for num in (1, 512, 512, 1):
+                    ids, slots = rng.permutation(num) + 1, np.arange(num)
+                    library.calls()
+                    stored = mover.store(ids, slots, after=CudaEvent.record(stream))
+                    calls = {"store": library.calls()}
+                    stored.wait(60)
+                    np.testing.assert_array_equal(arena.slots[:num], expected(ids))
+                    library.calls()
+                    loaded = mover.load(slots, ids[::-1], after=CudaEvent.record(stream))
+                    calls["load"] = library.calls()
+                    loaded.wait(60)
+                    content[:, ids[::-1]] = content[:, ids]
+                    print(json.dumps({"num": num, "verify": verify, "calls": calls}))
+                first = mover.store(np.arange(1, 301), np.arange(300), after=READY)
+                second = mover.store(np.arange(400, 500), np.arange(50, 150), after=READY)
+                for ticket in (first, second):
+                    ticket.wait(60)
+                np.testing.assert_array_equal(arena.slots[50:150], expected(np.arange(400, 500)))
+    for violation in library.violations():
+        print(violation, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
