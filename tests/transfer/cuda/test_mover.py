@@ -30,6 +30,7 @@ from kvstow.transfer import (
 )
 from kvstow.transfer.cuda import pinning as pinning_module
 from kvstow.transfer.cuda.interface import Kernel, Pack
+from kvstow.transfer.cuda.kernels import MAX_BLOCKS
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
 
@@ -157,6 +158,40 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
         copies.clear()
         setup.land(setup.mover.store([1, 2, 3], [3, 4, 7], after=setup.after()))
     assert copies == [[1], [1, 1]]
+
+
+def test_launch_carries_no_more_ids_than_it_can() -> None:
+    runtime = SimulatedGpu(in_order)
+    memory = np.arange(1200 * 16, dtype=np.uint32).astype(np.uint8).reshape(1200, 16)
+    launched: list[int] = []
+    launch = runtime.launch
+
+    def spy(kernel: Kernel, pack: Pack, stream: FakeStream) -> None:
+        launched.append(pack.num_blocks)
+        launch(kernel, pack, stream)
+
+    runtime.launch = spy  # type: ignore[method-assign]
+    # A place holds 2560 of these small blocks.
+    link = CudaLink(runtime, staging_bytes=40_960)
+    with (
+        HostArena(1100, 16) as arena,
+        CudaMover(on_device([memory]), arena, link=link, path="packed") as mover,
+    ):
+        ids = np.arange(1100, 0, -1)
+        mover.store(ids, np.arange(1100), after=READY)
+        runtime.run_all()
+        assert np.array_equal(arena.slots[:, :16], memory[ids])
+    first = MAX_BLOCKS // 8
+    assert launched == [first, MAX_BLOCKS, 1100 - first - MAX_BLOCKS]
+
+
+def test_launch_has_no_more_turns_than_the_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.transfer.cuda.mover.MAX_TURNS", 3)
+    with bench() as setup:
+        launched = gathers_of(setup)
+        # A block has two chunks, so three turns are one block.
+        setup.land(setup.mover.store([1, 2, 3], range(3), after=setup.after()))
+        assert launched == [1, 1, 1]
 
 
 # -- pace ------------------------------------------------------------------------------------------
