@@ -38,6 +38,7 @@ __all__ = [
     "StateError",
     "StateSpace",
     "StepAllocation",
+    "TierJob",
     "TransferCompleted",
     "TransferError",
     "TransferInitiated",
@@ -266,7 +267,7 @@ class BlockStored:
         """The index of the group."""
     @property
     def medium(self) -> str:
-        """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
+        """vLLM's name of the memory: "GPU" (device), "CPU" (host) or "STORAGE" (disk)."""
 
 @final
 class BlockRemoved:
@@ -280,7 +281,7 @@ class BlockRemoved:
         """The index of the group."""
     @property
     def medium(self) -> str:
-        """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
+        """vLLM's name of the memory: "GPU" (device), "CPU" (host) or "STORAGE" (disk)."""
 
 @final
 class AllBlocksCleared:
@@ -288,7 +289,7 @@ class AllBlocksCleared:
 
     @property
     def medium(self) -> str:
-        """vLLM's name of the memory: "GPU" (device) or "CPU" (host)."""
+        """vLLM's name of the memory: "GPU" (device), "CPU" (host) or "STORAGE" (disk)."""
 
 @final
 class FullAttention:
@@ -812,6 +813,36 @@ class Job:
     def __len__(self) -> int: ...
 
 @final
+class TierJob:
+    """One demote or promote in flight: `host_slots[i]` and `disk_slots[i]` are the ends of a copy.
+
+    The other columns say what each block is. Report the job to `OffloadScheduler.complete`.
+    """
+
+    @property
+    def job_id(self) -> int:
+        """Id of the job, of the same sequence as those of stores and loads."""
+    @property
+    def direction(self) -> Literal["demote", "promote"]:
+        """The direction: "demote" copies to the disk, "promote" copies to the host."""
+    @property
+    def host_slots(self) -> _Ids:
+        """Slots of the host, whole: slot i holds the places from `i * blocks_per_slot`."""
+    @property
+    def disk_slots(self) -> _Ids:
+        """Slots of the disk, counted from 0."""
+    @property
+    def hashes(self) -> list[bytes]:
+        """The hash of each block."""
+    @property
+    def groups(self) -> _Ids:
+        """The group of each block."""
+    @property
+    def parents(self) -> list[bytes | None]:
+        """The hash before each block; None at a prompt's start, and in groups that skip blocks."""
+    def __len__(self) -> int: ...
+
+@final
 class JobEnd:
     """How a job ended."""
 
@@ -840,22 +871,25 @@ class TransferInitiated:
     def job_id(self) -> int:
         """Id of the job."""
     @property
-    def direction(self) -> Literal["store", "load"]:
-        """The direction: "store" copies to the host, "load" copies to the device."""
+    def direction(self) -> Literal["store", "load", "demote", "promote"]:
+        """The direction: "store" or "load", or "demote" or "promote" for the disk tier."""
     @property
     def num_blocks(self) -> int:
-        """Number of device blocks."""
+        """Number of device blocks; of slots for a demote or a promote."""
 
 @final
 class CacheStoreCommitted:
-    """Lookups can find the blocks of a store."""
+    """Lookups can find the blocks of a store, a demote or a promote."""
 
     @property
     def job_id(self) -> int:
         """Id of the job."""
     @property
     def num_blocks(self) -> int:
-        """Number of device blocks. Fewer than planned if some were dropped meanwhile."""
+        """Number of device blocks; of slots for a demote or a promote.
+
+        Fewer than planned if some were dropped meanwhile.
+        """
 
 @final
 class TransferCompleted:
@@ -865,15 +899,15 @@ class TransferCompleted:
     def job_id(self) -> int:
         """Id of the job."""
     @property
-    def direction(self) -> Literal["store", "load"]:
-        """The direction: "store" copies to the host, "load" copies to the device."""
+    def direction(self) -> Literal["store", "load", "demote", "promote"]:
+        """The direction: "store" or "load", or "demote" or "promote" for the disk tier."""
     @property
     def ok(self) -> bool:
         """Whether the copies count, as in `JobEnd.ok`."""
 
 @final
 class OffloadScheduler:
-    """Accounting of the host tier: the blocks it holds, what to store and load, and the jobs.
+    """Accounting of the host tier, and of a disk tier below it: blocks, what to copy, jobs.
 
     The scheduler names device blocks and never owns them. A slot holds one block of one group.
 
@@ -897,6 +931,14 @@ class OffloadScheduler:
         store_threshold: a block is stored once this many requests have computed, hit or loaded it
             and every block before it: 1 to 255. The counts take 32 bytes per slot, at least 512
             KiB, and a count is lost when many other blocks were seen since.
+        num_disk_blocks: slots of the disk tier, as large as the host's. 0 for no disk tier. It is
+            off until `set_disk` opens it.
+        disk_policy: which disk slots are evicted first.
+        disk_admit: "all" demotes every block that a store publishes. "returned" demotes blocks that
+            were hit, or that are stored again after an eviction, and the blocks before them.
+        max_disk_blocks_in_flight: the most slots that demotes copy at a time, and the most that
+            promotes copy. Late jobs count until they end.
+        min_promote_tokens: `lookup` waits for the disk only if the disk adds this many tokens.
 
     Raises:
         ConfigError: a value outside its range, or the machine lacks the memory for the accounting.
@@ -914,13 +956,18 @@ class OffloadScheduler:
         num_device_blocks: int | None = None,
         events: bool = False,
         store_threshold: int = 1,
+        num_disk_blocks: int = 0,
+        disk_policy: Literal["lru", "hit-density"] = "lru",
+        disk_admit: Literal["all", "returned"] = "all",
+        max_disk_blocks_in_flight: int = 64,
+        min_promote_tokens: int = 0,
     ) -> OffloadScheduler: ...
     @property
     def num_host_blocks(self) -> int:
         """Number of slots."""
     @property
     def num_resident(self) -> int:
-        """Number of slots that `lookup` can find."""
+        """Number of host slots that `lookup` can find."""
     def add(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Add a request with the hashes of its blocks known so far."""
     def extend(self, request_id: str, hashes: Sequence[bytes]) -> None:
@@ -950,7 +997,9 @@ class OffloadScheduler:
         scheduler would store a block that was never computed. In eager mode this does nothing.
         The targets of `load` need no call.
         """
-    def lookup(self, request_id: str, num_local_tokens: int, max_tokens: int) -> int | None:
+    def lookup(
+        self, request_id: str, num_local_tokens: int, max_tokens: int, *, promote: bool = True
+    ) -> int | None:
         """Return the number of tokens after the local hit that the host can serve, and pin them.
 
         The slots stay pinned until `load`, `release`, `finish`, `reset` or the next `lookup` of
@@ -960,15 +1009,99 @@ class OffloadScheduler:
             request_id: the request.
             num_local_tokens: tokens of the local hit.
             max_tokens: upper bound for the whole request, the local hit included.
+            promote: whether to wait for blocks that only the disk tier has. Pass False once the
+                request has waited long enough: it goes on with what the host has.
 
         Returns:
-            The number of tokens. None means pending: another request is loading some of the blocks,
-            and they are a local hit once that job has ended. Then nothing is pinned, so ask again
-            later.
+            The number of tokens. None means pending. Either another request is loading some of the
+            blocks, and they are a local hit once that job has ended. Or the disk tier has blocks
+            that the host lacks: call `promote`, and ask again after its job has ended. A request
+            has blocks promoted once, until `finish` or `restart`. Nothing is pinned while a request
+            waits.
 
         Raises:
             ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
                 in common.
+        """
+    def demote(
+        self, *, max_blocks: int | None = None, deadline: float | None = None
+    ) -> TierJob | None:
+        """Plan the demote of the blocks that have been due longest.
+
+        Copy each host slot to its disk slot. The job pins the host slots. It reserves the disk
+        slots, whose blocks `lookup` finds once all ranks have reported the job. Evicts disk slots
+        for room. A block that the host has lost since, or that the disk has, is left out.
+
+        Args:
+            max_blocks: the most slots that the job may have; None for no limit besides
+                `max_disk_blocks_in_flight`.
+            deadline: when `expire` fails the job, on the caller's clock.
+
+        Returns:
+            The job, or None if no block is due, if as many are in flight as may be, and unless the
+            disk is "on".
+        """
+    def promote(
+        self, *, max_blocks: int | None = None, deadline: float | None = None
+    ) -> TierJob | None:
+        """Plan the promote of blocks for which lookups wait, longest waiting request first.
+
+        Copy each disk slot to its host slot. The job pins the disk slots. It reserves the host
+        slots, whose blocks `lookup` finds once all ranks have reported the job. Evicts host slots
+        for room. A block is promoted once for all requests that need it. A block that failed leaves
+        the disk tier.
+
+        Args:
+            max_blocks: the most slots that the job may have; None for no limit besides
+                `max_disk_blocks_in_flight`. A request that needs more is served in parts.
+            deadline: when `expire` fails the job, on the caller's clock.
+
+        Returns:
+            The job, or None if no lookup waits, if as many are in flight as may be, and if the disk
+            is "off".
+        """
+    def set_disk(self, mode: Literal["on", "read_only", "off"]) -> None:
+        """Open or close the disk tier.
+
+        The disk is off at first, and after each `reset`. Open it once every rank has made the reset
+        durable. Jobs in flight continue, and the index stays.
+
+        Args:
+            mode: "on"; "read_only" demotes nothing; "off" promotes nothing either, and `lookup`
+                sees the host only.
+
+        Raises:
+            StateError: the scheduler has no disk tier.
+        """
+    @property
+    def disk_mode(self) -> Literal["on", "read_only", "off"] | None:
+        """What the disk tier does: "on", "read_only" or "off"; None without a disk tier."""
+    @property
+    def num_disk_blocks(self) -> int:
+        """Number of slots of the disk tier; 0 without one."""
+    def adopt_disk(
+        self,
+        slots: _Ints,
+        hashes: Sequence[bytes],
+        groups: _Ints,
+        parents: Sequence[bytes | None] | None = None,
+    ) -> int:
+        """Add blocks that the disk holds already, and return how many were added.
+
+        Call it in as many parts as you like, the least recent blocks first. It leaves out records
+        whose slot is in use, or whose key the disk has. A parent may come after its child.
+
+        Args:
+            slots: the disk slots, counted from 0.
+            hashes: the hash of each block.
+            groups: the group of each block.
+            parents: the hash before each block, or None; None for no parents at all. Groups that
+                skip blocks have no parents.
+
+        Raises:
+            StateError: the scheduler has no disk tier.
+            ConfigError: a slot outside the disk, an unknown group, a parent in a group that skips
+                blocks, hashes of another width, or lists of different lengths.
         """
     def full_attention_hit(self, request_id: str) -> int:
         """Return the tokens of the prefix whose full-attention blocks the last `lookup` found.
@@ -1112,7 +1245,9 @@ class OffloadScheduler:
 
         Args:
             job_id: the job.
-            ok: one bool for the whole job, or one per block in the job's order. A failed load drops
+            ok: one bool for the whole job, or one per block in the job's order, of a demote or a
+                promote one per slot. Of these two, each block counts that no rank reports as False,
+                and a block whose promote failed leaves the disk tier. A failed load drops
                 the slot of each block that is False. No lookup finds a dropped slot, and it is
                 empty when its last pin ends. Its children stay, and the next store of the block
                 brings it back. False for a whole load drops no slot, because a timeout or a device
@@ -1149,16 +1284,17 @@ class OffloadScheduler:
         `store_threshold` still counts the request once.
         """
     def reset(self) -> None:
-        """Empty the tier at any moment, and release what lookups hold.
+        """Empty the tiers at any moment, and release what lookups hold.
 
-        Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
+        Jobs in flight still end: stores, demotes and promotes without effect, loads with
+        `JobEnd.ok` False. A disk tier is "off" until `set_disk` opens it.
         """
     def snapshot(self) -> bytes:
         """Return the scheduler as bytes for `restore`, with a version and a checksum.
 
-        The bytes hold the tier, its eviction order, what its policy learned, the requests, the
-        sleep image and the counters. They hold no jobs, as if all had failed, and no pins of
-        lookups.
+        The bytes hold the host tier, its eviction order, what its policy learned, the requests, the
+        sleep image and the counters. They hold no jobs, as if all had failed, no pins of lookups,
+        and nothing of the disk tier.
         """
     def restore(self, snapshot: bytes) -> None:
         """Fill this new scheduler from a snapshot.
@@ -1209,7 +1345,8 @@ class OffloadScheduler:
             evicted_blocks: slots that were evicted for room.
             failed_stores, failed_loads, late_jobs: jobs.
             damaged_blocks: blocks that were dropped because a load found them damaged.
-            pending_lookups: lookups deferred because another request is loading the same blocks.
+            pending_lookups: lookups deferred because another request is loading the same blocks, or
+                because they wait for the disk tier.
             query_tokens: tokens, in whole blocks, that lookups asked for. Of each request, only the
                 last lookup before it was loaded or computed counts.
             hit_tokens: tokens that loads accepted.
@@ -1220,6 +1357,25 @@ class OffloadScheduler:
             quarantined_jobs, quarantined_blocks: late jobs, and the device blocks that they pin.
             capacity_tokens: prompt tokens that fit if every group keeps all of its blocks.
         """
+    def disk_stats(self) -> dict[str, int]:
+        """Return counters of the disk tier, and gauges; all 0 without a disk tier.
+
+        Counters, in slots:
+            demoted_blocks, promoted_blocks: copied.
+            failed_demotes, failed_promotes: their copy failed or was late.
+            disk_dropped: no room on the disk for a demote, or on the host for a promote.
+            disk_damaged_blocks: dropped from the disk because their promote failed or was late.
+            disk_evicted_blocks: evicted from the disk for room.
+
+        Counter, in tokens:
+            disk_hit_tokens: of loads, what the host lacked when the request began to wait.
+
+        Gauges, in slots:
+            disk_resident_blocks: on the disk.
+            demoting_blocks, promoting_blocks: in jobs, late ones included.
+        """
+    def take_disk_events(self) -> list[_Event]:
+        """Return the disk tier's events since the last call; none without `events=True`."""
     def take_events(self) -> list[_Event]:
         """Return the events since the last call, oldest first. Empty without `events=True`."""
     def take_transfer_events(self) -> list[_TransferEvent]:

@@ -25,7 +25,7 @@ fn shown(class: &str, num_blocks: usize, group: u16, medium: &str) -> String {
 pub(crate) struct BlockStored {
     stored: event::BlockStored,
     width: HashWidth,
-    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
+    /// vLLM's name of the memory: "GPU" (device), "CPU" (host) or "STORAGE" (disk).
     #[pyo3(get)]
     medium: &'static str,
 }
@@ -83,7 +83,7 @@ pub(crate) struct BlockRemoved {
     /// The index of the group.
     #[pyo3(get)]
     group: u16,
-    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
+    /// vLLM's name of the memory: "GPU" (device), "CPU" (host) or "STORAGE" (disk).
     #[pyo3(get)]
     medium: &'static str,
 }
@@ -104,7 +104,7 @@ impl BlockRemoved {
 /// A pool dropped all its keys at once.
 #[pyclass(module = "kvstow", frozen)]
 pub(crate) struct AllBlocksCleared {
-    /// vLLM's name of the memory: "GPU" (device) or "CPU" (host).
+    /// vLLM's name of the memory: "GPU" (device), "CPU" (host) or "STORAGE" (disk).
     #[pyo3(get)]
     medium: &'static str,
 }

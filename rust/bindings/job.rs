@@ -1,9 +1,11 @@
 //! Jobs of a scheduler, and what happens to them.
 
 use kvstow_core::ids::{BlockId, JobId};
+use kvstow_core::key::HashWidth;
 use kvstow_core::offload::{self, Direction, TransferEvent};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
 
 use crate::convert::{offsets_to_array, to_array};
 
@@ -33,6 +35,42 @@ impl Job {
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("Job(job_id={}, {} blocks)", self.job_id, self.__len__(py)?))
+    }
+}
+
+/// One demote or promote in flight: `host_slots[i]` and `disk_slots[i]` are the ends of a copy.
+///
+/// The other columns say what each block is. Report the job to `OffloadScheduler.complete`.
+#[pyclass(module = "kvstow", frozen, get_all)]
+pub(crate) struct TierJob {
+    /// Id of the job, of the same sequence as those of stores and loads.
+    job_id: u64,
+    /// The direction: "demote" copies to the disk, "promote" copies to the host.
+    direction: &'static str,
+    /// Slots of the host, whole: slot i holds the places from `i * blocks_per_slot`.
+    host_slots: Py<PyArray1<i32>>,
+    /// Slots of the disk, counted from 0.
+    disk_slots: Py<PyArray1<i32>>,
+    /// The hash of each block.
+    hashes: Py<PyList>,
+    /// The group of each block.
+    groups: Py<PyArray1<i32>>,
+    /// The hash before each block; None at a prompt's start, and in groups that skip blocks.
+    parents: Py<PyList>,
+}
+
+#[pymethods]
+impl TierJob {
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.host_slots.bind(py).as_any().len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let Self { job_id, direction, .. } = self;
+        Ok(format!(
+            "TierJob(job_id={job_id}, direction={direction:?}, {} blocks)",
+            self.__len__(py)?
+        ))
     }
 }
 
@@ -71,9 +109,9 @@ impl JobEnd {
 pub(crate) struct TransferInitiated {
     /// Id of the job.
     job_id: u64,
-    /// The direction: "store" copies to the host, "load" copies to the device.
+    /// The direction: "store" or "load", or "demote" or "promote" for the disk tier.
     direction: &'static str,
-    /// Number of device blocks.
+    /// Number of device blocks; of slots for a demote or a promote.
     num_blocks: usize,
 }
 
@@ -87,13 +125,15 @@ impl TransferInitiated {
     }
 }
 
-/// Lookups can find the blocks of a store.
+/// Lookups can find the blocks of a store, a demote or a promote.
 #[pyclass(module = "kvstow", frozen, get_all, eq)]
 #[derive(PartialEq)]
 pub(crate) struct CacheStoreCommitted {
     /// Id of the job.
     job_id: u64,
-    /// Number of device blocks. Fewer than planned if some were dropped meanwhile.
+    /// Number of device blocks; of slots for a demote or a promote.
+    ///
+    /// Fewer than planned if some were dropped meanwhile.
     num_blocks: usize,
 }
 
@@ -110,7 +150,7 @@ impl CacheStoreCommitted {
 pub(crate) struct TransferCompleted {
     /// Id of the job.
     job_id: u64,
-    /// The direction: "store" copies to the host, "load" copies to the device.
+    /// The direction: "store" or "load", or "demote" or "promote" for the disk tier.
     direction: &'static str,
     /// Whether the copies count, as in `JobEnd.ok`.
     ok: bool,
@@ -124,11 +164,17 @@ impl TransferCompleted {
     }
 }
 
-pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<PyAny>> {
-    let name = |direction| match direction {
+/// The name of a direction.
+fn name(direction: Direction) -> &'static str {
+    match direction {
         Direction::Store => "store",
         Direction::Load => "load",
-    };
+        Direction::Demote => "demote",
+        Direction::Promote => "promote",
+    }
+}
+
+pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<PyAny>> {
     Ok(match event {
         TransferEvent::Initiated { job_id: JobId(job_id), direction, num_blocks } => {
             let direction = name(direction);
@@ -153,6 +199,33 @@ pub(crate) fn to_job(py: Python<'_>, job: offload::Job) -> Job {
         host_slots: host_slots.into_pyarray(py).unbind(),
         offsets: offsets_to_array(py, job.offsets).unbind(),
     }
+}
+
+pub(crate) fn to_tier_job(
+    py: Python<'_>,
+    job: offload::TierJob,
+    width: HashWidth,
+) -> PyResult<TierJob> {
+    let offload::TierJob { job_id, direction, host_slots, disk_slots, keys, parents } = job;
+    // Slots are below 2^31: a tier has no more.
+    let array = |slots: Vec<u32>| -> Py<PyArray1<i32>> {
+        slots.into_iter().map(u32::cast_signed).collect::<Vec<i32>>().into_pyarray(py).unbind()
+    };
+    let hashes = keys.iter().map(|key| PyBytes::new(py, width.digest(&key.hash)));
+    let parents = parents.iter().map(|parent| {
+        let parent = parent.as_ref()?;
+        Some(PyBytes::new(py, width.digest(parent)))
+    });
+    let groups: Vec<i32> = keys.iter().map(|key| key.group.0.into()).collect();
+    Ok(TierJob {
+        job_id: job_id.0,
+        direction: name(direction),
+        host_slots: array(host_slots),
+        disk_slots: array(disk_slots),
+        hashes: PyList::new(py, hashes)?.unbind(),
+        groups: groups.into_pyarray(py).unbind(),
+        parents: PyList::new(py, parents)?.unbind(),
+    })
 }
 
 pub(crate) fn to_end(end: offload::JobEnd) -> JobEnd {

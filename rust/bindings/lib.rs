@@ -66,7 +66,9 @@ mod _core {
     #[pymodule_export]
     use super::hashes::Hashes;
     #[pymodule_export]
-    use super::job::{CacheStoreCommitted, Job, JobEnd, TransferCompleted, TransferInitiated};
+    use super::job::{
+        CacheStoreCommitted, Job, JobEnd, TierJob, TransferCompleted, TransferInitiated,
+    };
     #[pymodule_export]
     use super::ledger::{BlockLedger, PrefixHit, StepAllocation};
     #[pymodule_export]

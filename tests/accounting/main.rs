@@ -5,6 +5,7 @@
 
 mod computed;
 mod curve;
+mod disk;
 mod groups;
 mod ledger;
 mod ledger_model;

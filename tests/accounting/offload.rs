@@ -22,7 +22,8 @@ use proptest::prelude::*;
 
 use super::{hashes, ids, num_cases, raw};
 
-use ops::{NUM_CHAINS, Op, Options, Rest, chain, models, op, options};
+pub(crate) use ops::chain;
+use ops::{NUM_CHAINS, Op, Options, Rest, models, op, options};
 use world::{BLOCK_SIZE, World};
 
 proptest! {

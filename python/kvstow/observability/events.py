@@ -11,10 +11,11 @@ the file. The other fields are the attributes of the event:
     CacheStoreCommitted  job_id, num_blocks
     TransferCompleted    job_id, direction, ok
 
-`medium` is "GPU" (the device) or "CPU" (the host). `direction` is "store" or "load". Hashes and
-other bytes are hexadecimal. An unknown value is null. Each TransferInitiated has one
-TransferCompleted with its `job_id`. A store whose blocks lookup can find has one
-CacheStoreCommitted before that.
+`medium` is "GPU" (the device), "CPU" (the host) or "STORAGE" (the disk). `direction` is "store" or
+"load", or "demote" or "promote" for the disk tier, whose blocks are slots. Hashes and other bytes
+are hexadecimal. An unknown value is null. Each TransferInitiated has one TransferCompleted with its
+`job_id`. A job whose blocks lookup can find has one CacheStoreCommitted before that, unless it is a
+load.
 """
 
 import errno

@@ -1,12 +1,13 @@
-//! `OffloadScheduler`: one class, whose docstrings are most of this file. `values` converts what
-//! only this class takes and returns.
+//! `OffloadScheduler`: one class, whose docstrings are most of this file. `values` and `disk` convert
+//! what only this class takes and returns.
 //!
 //! May import: convert, error, event, group, job, ledger, lock, pool.
 
+mod disk;
 mod values;
 
 use kvstow_core::key::BlockKey;
-use kvstow_core::offload::{self, OffloadConfig, Progress};
+use kvstow_core::offload::{self, DiskMode, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -17,14 +18,15 @@ use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
 use crate::group::groups;
 use crate::hashes::hashes;
-use crate::job::{Job, JobEnd, event_to_py, to_end, to_job};
+use crate::job::{Job, JobEnd, TierJob, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
 use crate::lock::{Mutex, detached, lock};
 use crate::pool::SharedPool;
 
-use values::{AnyPool, Outcome, check_time, new_hashes, parts, stats_dict};
+use disk::Way;
+use values::{AnyPool, Outcome, check_time, disk_stats_dict, new_hashes, parts, stats_dict};
 
-/// Accounting of the host tier: the blocks it holds, what to store and load, and the jobs.
+/// Accounting of the host tier, and of a disk tier below it: blocks, what to copy, jobs.
 ///
 /// The scheduler names device blocks and never owns them. A slot holds one block of one group.
 ///
@@ -48,6 +50,14 @@ use values::{AnyPool, Outcome, check_time, new_hashes, parts, stats_dict};
 ///     store_threshold: a block is stored once this many requests have computed, hit or loaded it
 ///         and every block before it: 1 to 255. The counts take 32 bytes per slot, at least 512
 ///         KiB, and a count is lost when many other blocks were seen since.
+///     num_disk_blocks: slots of the disk tier, as large as the host's. 0 for no disk tier. It is
+///         off until `set_disk` opens it.
+///     disk_policy: which disk slots are evicted first.
+///     disk_admit: "all" demotes every block that a store publishes. "returned" demotes blocks that
+///         were hit, or that are stored again after an eviction, and the blocks before them.
+///     max_disk_blocks_in_flight: the most slots that demotes copy at a time, and the most that
+///         promotes copy. Late jobs count until they end.
+///     min_promote_tokens: `lookup` waits for the disk only if the disk adds this many tokens.
 ///
 /// Raises:
 ///     ConfigError: a value outside its range, or the machine lacks the memory for the accounting.
@@ -63,10 +73,14 @@ impl OffloadScheduler {
             num_host_blocks, groups, *, mode = Name("eager".to_owned()),
             policy = Name("lru".to_owned()), blocks_per_slot = Count(1), world_size = Count(1),
             num_device_blocks = None, events = false, store_threshold = Count(1),
+            num_disk_blocks = Count(0), disk_policy = Name("lru".to_owned()),
+            disk_admit = Name("all".to_owned()), max_disk_blocks_in_flight = Count(64),
+            min_promote_tokens = Count(0),
         ),
         text_signature = "(num_host_blocks, groups, *, mode='eager', policy='lru', \
             blocks_per_slot=1, world_size=1, num_device_blocks=None, events=False, \
-            store_threshold=1)"
+            store_threshold=1, num_disk_blocks=0, disk_policy='lru', disk_admit='all', \
+            max_disk_blocks_in_flight=64, min_promote_tokens=0)"
     )]
     fn new(
         num_host_blocks: Count,
@@ -78,7 +92,19 @@ impl OffloadScheduler {
         num_device_blocks: Option<Count>,
         events: bool,
         store_threshold: Count,
+        num_disk_blocks: Count,
+        disk_policy: Name,
+        disk_admit: Name,
+        max_disk_blocks_in_flight: Count,
+        min_promote_tokens: Count,
     ) -> PyResult<Self> {
+        let disk = disk::config(
+            num_disk_blocks.0,
+            disk_policy.0.parse().map_err(to_py)?,
+            &disk_admit.0,
+            max_disk_blocks_in_flight.0,
+            min_promote_tokens.0,
+        )?;
         let config = OffloadConfig {
             mode: values::mode(&mode.0)?,
             policy: policy.0.parse().map_err(to_py)?,
@@ -87,6 +113,7 @@ impl OffloadScheduler {
             num_device_blocks: num_device_blocks.map_or(MAX_BLOCKS, |count| count.0),
             events,
             store_threshold: values::threshold(store_threshold.0)?,
+            disk,
             ..OffloadConfig::new(num_host_blocks.0, self::groups(&groups)?)
         };
         Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
@@ -94,9 +121,9 @@ impl OffloadScheduler {
 
     /// Return the scheduler as bytes for `restore`, with a version and a checksum.
     ///
-    /// The bytes hold the tier, its eviction order, what its policy learned, the requests, the
-    /// sleep image and the counters. They hold no jobs, as if all had failed, and no pins of
-    /// lookups.
+    /// The bytes hold the host tier, its eviction order, what its policy learned, the requests, the
+    /// sleep image and the counters. They hold no jobs, as if all had failed, no pins of lookups,
+    /// and nothing of the disk tier.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let snapshot = detached(py, &self.0, |scheduler| scheduler.snapshot()).map_err(to_py)?;
         Ok(PyBytes::new(py, &snapshot))
@@ -166,7 +193,7 @@ impl OffloadScheduler {
         lock(&self.0).num_host_blocks()
     }
 
-    /// Number of slots that `lookup` can find.
+    /// Number of host slots that `lookup` can find.
     #[getter]
     fn num_resident(&self) -> usize {
         lock(&self.0).num_resident()
@@ -225,22 +252,139 @@ impl OffloadScheduler {
     ///     request_id: the request.
     ///     num_local_tokens: tokens of the local hit.
     ///     max_tokens: upper bound for the whole request, the local hit included.
+    ///     promote: whether to wait for blocks that only the disk tier has. Pass False once the
+    ///         request has waited long enough: it goes on with what the host has.
     ///
     /// Returns:
-    ///     The number of tokens. None means pending: another request is loading some of the blocks,
-    ///     and they are a local hit once that job has ended. Then nothing is pinned, so ask again
-    ///     later.
+    ///     The number of tokens. None means pending. Either another request is loading some of the
+    ///     blocks, and they are a local hit once that job has ended. Or the disk tier has blocks
+    ///     that the host lacks: call `promote`, and ask again after its job has ended. A request
+    ///     has blocks promoted once, until `finish` or `restart`. Nothing is pinned while a request
+    ///     waits.
     ///
     /// Raises:
     ///     ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
     ///         in common.
+    #[pyo3(signature = (request_id, num_local_tokens, max_tokens, *, promote = true))]
     fn lookup(
         &self,
         request_id: RequestId,
         num_local_tokens: Count,
         max_tokens: Count,
+        promote: bool,
     ) -> PyResult<Option<usize>> {
-        lock(&self.0).lookup(&request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
+        let mut scheduler = lock(&self.0);
+        let (num_local_tokens, max_tokens) = (num_local_tokens.0, max_tokens.0);
+        let num_tokens = if promote {
+            scheduler.lookup_below(&request_id, num_local_tokens, max_tokens)
+        } else {
+            scheduler.lookup(&request_id, num_local_tokens, max_tokens)
+        };
+        num_tokens.map_err(to_py)
+    }
+
+    /// Plan the demote of the blocks that have been due longest.
+    ///
+    /// Copy each host slot to its disk slot. The job pins the host slots. It reserves the disk
+    /// slots, whose blocks `lookup` finds once all ranks have reported the job. Evicts disk slots
+    /// for room. A block that the host has lost since, or that the disk has, is left out.
+    ///
+    /// Args:
+    ///     max_blocks: the most slots that the job may have; None for no limit besides
+    ///         `max_disk_blocks_in_flight`.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
+    ///
+    /// Returns:
+    ///     The job, or None if no block is due, if as many are in flight as may be, and unless the
+    ///     disk is "on".
+    #[pyo3(signature = (*, max_blocks = None, deadline = None))]
+    fn demote(
+        &self,
+        py: Python<'_>,
+        max_blocks: Option<Count>,
+        deadline: Option<f64>,
+    ) -> PyResult<Option<TierJob>> {
+        disk::plan(py, &self.0, Way::Demote, max_blocks, deadline)
+    }
+
+    /// Plan the promote of blocks for which lookups wait, longest waiting request first.
+    ///
+    /// Copy each disk slot to its host slot. The job pins the disk slots. It reserves the host
+    /// slots, whose blocks `lookup` finds once all ranks have reported the job. Evicts host slots
+    /// for room. A block is promoted once for all requests that need it. A block that failed leaves
+    /// the disk tier.
+    ///
+    /// Args:
+    ///     max_blocks: the most slots that the job may have; None for no limit besides
+    ///         `max_disk_blocks_in_flight`. A request that needs more is served in parts.
+    ///     deadline: when `expire` fails the job, on the caller's clock.
+    ///
+    /// Returns:
+    ///     The job, or None if no lookup waits, if as many are in flight as may be, and if the disk
+    ///     is "off".
+    #[pyo3(signature = (*, max_blocks = None, deadline = None))]
+    fn promote(
+        &self,
+        py: Python<'_>,
+        max_blocks: Option<Count>,
+        deadline: Option<f64>,
+    ) -> PyResult<Option<TierJob>> {
+        disk::plan(py, &self.0, Way::Promote, max_blocks, deadline)
+    }
+
+    /// Open or close the disk tier.
+    ///
+    /// The disk is off at first, and after each `reset`. Open it once every rank has made the reset
+    /// durable. Jobs in flight continue, and the index stays.
+    ///
+    /// Args:
+    ///     mode: "on"; "read_only" demotes nothing; "off" promotes nothing either, and `lookup`
+    ///         sees the host only.
+    ///
+    /// Raises:
+    ///     StateError: the scheduler has no disk tier.
+    fn set_disk(&self, mode: Name) -> PyResult<()> {
+        let mode = mode.0.parse().map_err(to_py)?;
+        lock(&self.0).set_disk(mode).map_err(to_py)
+    }
+
+    /// What the disk tier does: "on", "read_only" or "off"; None without a disk tier.
+    #[getter]
+    fn disk_mode(&self) -> Option<&'static str> {
+        lock(&self.0).disk_mode().map(DiskMode::name)
+    }
+
+    /// Number of slots of the disk tier; 0 without one.
+    #[getter]
+    fn num_disk_blocks(&self) -> usize {
+        lock(&self.0).num_disk_blocks()
+    }
+
+    /// Add blocks that the disk holds already, and return how many were added.
+    ///
+    /// Call it in as many parts as you like, the least recent blocks first. It leaves out records
+    /// whose slot is in use, or whose key the disk has. A parent may come after its child.
+    ///
+    /// Args:
+    ///     slots: the disk slots, counted from 0.
+    ///     hashes: the hash of each block.
+    ///     groups: the group of each block.
+    ///     parents: the hash before each block, or None; None for no parents at all. Groups that
+    ///         skip blocks have no parents.
+    ///
+    /// Raises:
+    ///     StateError: the scheduler has no disk tier.
+    ///     ConfigError: a slot outside the disk, an unknown group, a parent in a group that skips
+    ///         blocks, hashes of another width, or lists of different lengths.
+    #[pyo3(signature = (slots, hashes, groups, parents = None))]
+    fn adopt_disk(
+        &self,
+        slots: &Bound<'_, PyAny>,
+        hashes: &Bound<'_, PyAny>,
+        groups: &Bound<'_, PyAny>,
+        parents: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        disk::adopt(&self.0, slots, hashes, groups, parents)
     }
 
     /// Return the tokens of the prefix whose full-attention blocks the last `lookup` found.
@@ -477,7 +621,9 @@ impl OffloadScheduler {
     ///
     /// Args:
     ///     job_id: the job.
-    ///     ok: one bool for the whole job, or one per block in the job's order. A failed load drops
+    ///     ok: one bool for the whole job, or one per block in the job's order, of a demote or a
+    ///         promote one per slot. Of these two, each block counts that no rank reports as False,
+    ///         and a block whose promote failed leaves the disk tier. A failed load drops
     ///         the slot of each block that is False. No lookup finds a dropped slot, and it is
     ///         empty when its last pin ends. Its children stay, and the next store of the block
     ///         brings it back. False for a whole load drops no slot, because a timeout or a device
@@ -540,9 +686,10 @@ impl OffloadScheduler {
         lock(&self.0).restart(&request_id).map_err(to_py)
     }
 
-    /// Empty the tier at any moment, and release what lookups hold.
+    /// Empty the tiers at any moment, and release what lookups hold.
     ///
-    /// Jobs in flight still end: stores without effect, loads with `JobEnd.ok` False.
+    /// Jobs in flight still end: stores, demotes and promotes without effect, loads with
+    /// `JobEnd.ok` False. A disk tier is "off" until `set_disk` opens it.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, offload::OffloadScheduler::reset).map_err(to_py)
     }
@@ -557,7 +704,8 @@ impl OffloadScheduler {
     ///     evicted_blocks: slots that were evicted for room.
     ///     failed_stores, failed_loads, late_jobs: jobs.
     ///     damaged_blocks: blocks that were dropped because a load found them damaged.
-    ///     pending_lookups: lookups deferred because another request is loading the same blocks.
+    ///     pending_lookups: lookups deferred because another request is loading the same blocks, or
+    ///         because they wait for the disk tier.
     ///     query_tokens: tokens, in whole blocks, that lookups asked for. Of each request, only the
     ///         last lookup before it was loaded or computed counts.
     ///     hit_tokens: tokens that loads accepted.
@@ -569,6 +717,34 @@ impl OffloadScheduler {
     ///     capacity_tokens: prompt tokens that fit if every group keeps all of its blocks.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats_dict(py, lock(&self.0).stats())
+    }
+
+    /// Return counters of the disk tier, and gauges; all 0 without a disk tier.
+    ///
+    /// Counters, in slots:
+    ///     demoted_blocks, promoted_blocks: copied.
+    ///     failed_demotes, failed_promotes: their copy failed or was late.
+    ///     disk_dropped: no room on the disk for a demote, or on the host for a promote.
+    ///     disk_damaged_blocks: dropped from the disk because their promote failed or was late.
+    ///     disk_evicted_blocks: evicted from the disk for room.
+    ///
+    /// Counter, in tokens:
+    ///     disk_hit_tokens: of loads, what the host lacked when the request began to wait.
+    ///
+    /// Gauges, in slots:
+    ///     disk_resident_blocks: on the disk.
+    ///     demoting_blocks, promoting_blocks: in jobs, late ones included.
+    fn disk_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        disk_stats_dict(py, lock(&self.0).disk_stats())
+    }
+
+    /// Return the disk tier's events since the last call; none without `events=True`.
+    fn take_disk_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let (events, width) = {
+            let mut scheduler = lock(&self.0);
+            (scheduler.take_disk_events(), scheduler.hash_width())
+        };
+        events_to_py(py, events, "STORAGE", width)
     }
 
     /// Return the events since the last call, oldest first. Empty without `events=True`.

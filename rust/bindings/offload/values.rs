@@ -2,7 +2,7 @@
 
 use kvstow_core::ids::BlockId;
 use kvstow_core::key::Hashes;
-use kvstow_core::offload::{self, Mode, OffloadStats};
+use kvstow_core::offload::{self, DiskStats, Mode, OffloadStats};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
@@ -97,12 +97,24 @@ pub(super) fn new_hashes(
 /// Statistics by name.
 pub(super) fn stats_dict(py: Python<'_>, stats: OffloadStats) -> PyResult<Bound<'_, PyDict>> {
     static NAMES: PyOnceLock<Vec<Py<PyString>>> = PyOnceLock::new();
-    let to_names = || stats.entries().map(|(name, _)| PyString::intern(py, name).unbind());
-    let names = NAMES.get_or_init(py, || to_names().collect());
+    dict(py, &NAMES, stats.entries())
+}
+
+/// Statistics of the disk tier by name.
+pub(super) fn disk_stats_dict(py: Python<'_>, stats: DiskStats) -> PyResult<Bound<'_, PyDict>> {
+    static NAMES: PyOnceLock<Vec<Py<PyString>>> = PyOnceLock::new();
+    dict(py, &NAMES, stats.entries())
+}
+
+/// Values by name, with the names of the first call.
+fn dict<'py>(
+    py: Python<'py>,
+    names: &PyOnceLock<Vec<Py<PyString>>>,
+    entries: impl Iterator<Item = (&'static str, usize)> + Clone,
+) -> PyResult<Bound<'py, PyDict>> {
+    let intern = |(name, _)| PyString::intern(py, name).unbind();
+    let names = names.get_or_init(py, || entries.clone().map(intern).collect());
     let dict = PyDict::new(py);
-    names
-        .iter()
-        .zip(stats.entries())
-        .try_for_each(|(name, (_, value))| dict.set_item(name, value))?;
+    names.iter().zip(entries).try_for_each(|(name, (_, value))| dict.set_item(name, value))?;
     Ok(dict)
 }

@@ -7,6 +7,7 @@ use crate::group::{Attention, Group};
 use crate::pool::MAX_BLOCKS;
 
 use super::EvictionPolicy;
+use super::disk::DiskConfig;
 
 /// The most device blocks that a slot holds.
 pub const MAX_BLOCKS_PER_SLOT: usize = 1 << 10;
@@ -57,6 +58,9 @@ pub struct OffloadConfig {
     /// A block is stored once this many requests have seen it and every block before it.
     #[cbor(skip)]
     pub store_threshold: u8,
+    /// The disk tier below the host. None for no such tier. A snapshot does not hold it.
+    #[cbor(skip)]
+    pub disk: Option<DiskConfig>,
 }
 
 impl OffloadConfig {
@@ -72,6 +76,7 @@ impl OffloadConfig {
             num_device_blocks: MAX_BLOCKS,
             events: false,
             store_threshold: 1,
+            disk: None,
         }
     }
 

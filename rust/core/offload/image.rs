@@ -46,10 +46,11 @@ impl OffloadScheduler {
     /// [`Error::NoRoomForImage`] if the tier cannot hold them all; [`Error::State`] while jobs
     /// are in flight or an image is held; [`Error::Config`] for a ledger of other groups.
     pub fn hold_image(&mut self, ledger: &BlockLedger) -> Result<Job> {
-        if self.image.is_some() || !self.jobs.is_empty() {
+        let has_tier_jobs = self.disk.as_ref().is_some_and(|disk| disk.has_jobs());
+        if self.image.is_some() || !self.jobs.is_empty() || has_tier_jobs {
             return Err(Error::State(format!(
                 "a sleep image is held already, or {} jobs are in flight: wake first, or end them",
-                self.jobs.len()
+                self.stats().jobs_in_flight + self.stats().quarantined_jobs
             )));
         }
         if ledger.model().groups() != self.model.groups() {

@@ -160,14 +160,7 @@ impl InFlight {
     /// The slots of the blocks that an outcome reports as damaged.
     fn damaged(&self, job_id: JobId, outcome: &Outcome, per_slot: usize) -> Result<Vec<BlockId>> {
         let Outcome::Blocks(are_ok) = outcome else { return Ok(Vec::new()) };
-        if are_ok.len() != self.block_ids.len() {
-            return Err(Error::Config(format!(
-                "{} outcomes for the {} blocks of job {}: give one per block, in the job's order",
-                are_ok.len(),
-                self.block_ids.len(),
-                job_id.0
-            )));
-        }
+        check_num_outcomes(job_id, are_ok.len(), self.block_ids.len())?;
         let Kind::Load { host_slots } = &self.kind else { return Ok(Vec::new()) };
         let damaged = host_slots.iter().zip(are_ok).filter(|&(_, is_ok)| !is_ok);
         Ok(damaged.map(|(&place, _)| slot_at(place, per_slot)).collect())
@@ -180,6 +173,25 @@ impl InFlight {
             Kind::Store { .. } => 0,
         }
     }
+}
+
+/// Refuses another number of outcomes than the job has blocks.
+pub(super) fn check_num_outcomes(job_id: JobId, given: usize, num_blocks: usize) -> Result<()> {
+    if given == num_blocks {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{given} outcomes for the {num_blocks} blocks of job {}: give one per block, in the job's \
+         order",
+        job_id.0
+    )))
+}
+
+pub(super) fn reported_twice(job_id: JobId, rank: usize) -> Error {
+    Error::State(format!(
+        "rank {rank} has reported job {} already: each rank reports once",
+        job_id.0
+    ))
 }
 
 /// The place `at` of a slot on the host. The inverse of [`slot_at`].
@@ -195,6 +207,11 @@ pub(super) fn slot_at(place: u32, per_slot: usize) -> BlockId {
 }
 
 impl OffloadScheduler {
+    pub(super) fn next_job_id(&mut self) -> JobId {
+        self.num_jobs += 1;
+        JobId(self.num_jobs)
+    }
+
     /// Begins a job, which gets its id.
     pub(super) fn begin(
         &mut self,
@@ -203,8 +220,7 @@ impl OffloadScheduler {
         kind: Kind,
         deadline: Option<f64>,
     ) -> Job {
-        self.num_jobs += 1;
-        let job_id = JobId(self.num_jobs);
+        let job_id = self.next_job_id();
         job.job_id = job_id;
         let (direction, num_blocks) = (kind.direction(), job.block_ids.len());
         self.report(TransferEvent::Initiated { job_id, direction, num_blocks });
@@ -251,14 +267,14 @@ impl OffloadScheduler {
             )));
         }
         let Some(job) = self.jobs.get_mut(&job_id) else {
+            if let Some(completed) = self.complete_tier(job_id, rank, &outcome) {
+                return completed;
+            }
             let is_ignored = (1..=self.num_ended_jobs).contains(&job_id.0);
             return if is_ignored { Ok(None) } else { Err(Error::UnknownJob { job_id }) };
         };
         if job.reported[rank] {
-            return Err(Error::State(format!(
-                "rank {rank} has reported job {} already: each rank reports once",
-                job_id.0
-            )));
+            return Err(reported_twice(job_id, rank));
         }
         let damaged = job.damaged(job_id, &outcome, self.config.blocks_per_slot)?;
         job.reported[rank] = true;
@@ -276,6 +292,9 @@ impl OffloadScheduler {
             return Ok(());
         }
         let dropped = self.host.drop_damaged(slots)?;
+        if let Some(disk) = &mut self.disk {
+            disk.fail_sources(slots);
+        }
         if let Some(image) = &mut self.image {
             image.is_damaged |= dropped.iter().any(|slot| image.shared.contains(slot));
         }
@@ -304,6 +323,10 @@ impl OffloadScheduler {
                 Kind::Store { .. } => self.host.fence(&job.slots)?,
             }
         }
+        if self.disk.is_some() {
+            late.append(&mut self.expire_tier(now)?);
+            late.sort_unstable();
+        }
         self.counters.late_jobs += late.len();
         Ok(late)
     }
@@ -317,7 +340,10 @@ impl OffloadScheduler {
         self.num_ended_jobs = self.num_jobs;
         let jobs = std::mem::take(&mut self.jobs);
         let end = |(job_id, job)| self.end(job_id, InFlight { has_failed: true, ..job });
-        jobs.into_iter().map(end).collect()
+        let mut ends = jobs.into_iter().map(end).collect::<Result<Vec<_>>>()?;
+        ends.append(&mut self.end_all_tier()?);
+        ends.sort_unstable_by_key(|end| end.job_id);
+        Ok(ends)
     }
 
     fn end(&mut self, job_id: JobId, job: InFlight) -> Result<JobEnd> {
@@ -347,6 +373,9 @@ impl OffloadScheduler {
                     for &tail in &ranks.tails {
                         self.host.make_chain_recent(tail, usize::MAX);
                     }
+                }
+                if self.disk.is_some() {
+                    self.after_store(&job.slots, &ranks.tails);
                 }
             }
             Kind::Store { .. } => {

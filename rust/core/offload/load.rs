@@ -13,7 +13,8 @@ use super::{Job, OffloadScheduler};
 
 impl OffloadScheduler {
     /// Returns the number of tokens after the local hit that the host can serve, up to `max_tokens`
-    /// of the whole request. The slots stay pinned until [`load`](Self::load),
+    /// of the whole request. Does not look at the disk tier, and stops to wait for it. The slots stay
+    /// pinned until [`load`](Self::load),
     /// [`release`](Self::release), [`finish`](Self::finish) or the next lookup of this request.
     ///
     /// None means pending: another request is loading some of the blocks, and they are a local hit
@@ -29,6 +30,9 @@ impl OffloadScheduler {
         max_tokens: usize,
     ) -> Result<Option<usize>> {
         self.check_multiple("local", num_local_tokens)?;
+        if self.disk.is_some() {
+            self.stop_wanting(request_id)?;
+        }
         let request = self.requests.get_mut(request_id)?;
         self.host.unpin(&std::mem::take(&mut request.held).slots)?;
         let Hit { num_tokens: end, num_full_tokens, blocks } =
@@ -101,11 +105,20 @@ impl OffloadScheduler {
         }
         self.counters.query_tokens += std::mem::take(&mut request.num_queried);
         self.counters.hit_tokens += num_tokens;
+        if let Some(waiting) = &mut request.waiting {
+            let num_tokens = waiting.take_hit(held.num_local_tokens, end);
+            if let Some(disk) = &mut self.disk {
+                disk.counters.disk_hit_tokens += num_tokens;
+            }
+        }
         request.num_hit_tokens = 0;
         if !request.is_low_priority {
             let hashes = std::mem::take(&mut request.hashes);
             self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
             self.requests.get_mut(request_id)?.hashes = hashes;
+        }
+        if self.disk.is_some() {
+            self.after_hit(&slots);
         }
         let kind = Kind::Load { host_slots: copies.host_slots.clone() };
         Ok(self.begin(copies, slots, kind, deadline))
@@ -197,7 +210,7 @@ impl OffloadScheduler {
         self.host.unpin(&std::mem::take(&mut request.held).slots)
     }
 
-    fn check_multiple(&self, what: &str, num_tokens: usize) -> Result<()> {
+    pub(super) fn check_multiple(&self, what: &str, num_tokens: usize) -> Result<()> {
         let block_size = self.model.hit_block_size();
         if !num_tokens.is_multiple_of(block_size) {
             return Err(Error::Config(format!(

@@ -1,12 +1,14 @@
-//! The host tier and the jobs that fill and read it.
+//! The host tier, the disk tier below it, and the jobs that fill and read them.
 //!
 //! The scheduler names device blocks and never owns them. A [`Job`] says which device blocks to pin
 //! while it is in flight, and [`OffloadScheduler::complete`] which ones to unpin. `tier` owns the
 //! slots; `request`, `store`, `step`, `lazy`, `load` and `job` are the life of a request's blocks.
+//! `disk` owns the disk tier and its jobs.
 //!
 //! May import: error, event, group, ids, key, ledger, pool, requests.
 
 mod config;
+mod disk;
 mod image;
 mod job;
 mod lazy;
@@ -22,6 +24,7 @@ mod tier;
 mod transfer_event;
 
 pub use config::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE, Mode, OffloadConfig};
+pub use disk::{Admit, DiskConfig, DiskMode, DiskStats, TierJob};
 pub use job::{Job, JobEnd, Outcome};
 pub(crate) use record::SchedulerRecord;
 pub use stats::OffloadStats;
@@ -38,6 +41,7 @@ use crate::ids::JobId;
 use crate::key::HashWidth;
 use crate::requests::Requests;
 
+use disk::Disk;
 use image::Image;
 use job::InFlight;
 use lazy::ComputedBlocks;
@@ -74,6 +78,7 @@ pub struct OffloadScheduler {
     transfers: Option<Vec<TransferEvent>>,
     /// None if every block is stored the first time that it is seen.
     sightings: Option<Sightings>,
+    disk: Option<Box<Disk>>,
 }
 
 impl OffloadScheduler {
@@ -87,10 +92,15 @@ impl OffloadScheduler {
         let OffloadConfig { num_host_blocks, blocks_per_slot, policy, events, .. } = config;
         let threshold = config.store_threshold;
         let model = Model::new(config.groups.clone())?;
+        let mut host = Tier::new(num_host_blocks, policy, events)?;
+        let disk = config.disk.map(|disk| Disk::new(disk, num_host_blocks, events)).transpose()?;
+        if config.disk.is_some_and(|disk| disk.admit == Admit::Returned) {
+            host.evicted = Some(Vec::new());
+        }
         Ok(Self {
             slot_model: model.in_tier(blocks_per_slot)?,
             model,
-            host: Tier::new(num_host_blocks, policy, events)?,
+            host,
             config,
             requests: Requests::default(),
             jobs: BTreeMap::new(),
@@ -101,6 +111,7 @@ impl OffloadScheduler {
             image: None,
             transfers: events.then(Vec::new),
             sightings: Sightings::new(num_host_blocks, threshold)?,
+            disk: disk.map(Box::new),
         })
     }
 
@@ -130,10 +141,12 @@ impl OffloadScheduler {
             && self.requests.len() == 0
             && self.image.is_none()
             && self.host.num_referenced() == 0
+            && self.disk.as_ref().is_none_or(|disk| disk.is_new())
     }
 
-    /// Empties the tier at any moment, and releases what lookups hold. Jobs in flight still end:
-    /// stores without effect, loads as failed.
+    /// Empties the tiers at any moment, and releases what lookups hold. Jobs in flight still end:
+    /// stores, demotes and promotes without effect, loads as failed. A disk tier is off until
+    /// [`set_disk`](Self::set_disk) opens it.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -150,6 +163,7 @@ impl OffloadScheduler {
         for job in self.jobs.values_mut() {
             job.is_fenced = true;
         }
+        self.reset_disk()?;
         self.host.reset()
     }
 
@@ -175,15 +189,17 @@ impl OffloadScheduler {
     /// [`Error::Broken`] names the first that does not hold.
     pub fn check(&self) -> Result<()> {
         self.host.check()?;
+        self.check_disk()?;
         let broken = |what: String| Err(Error::Broken(format!("offload: {what}")));
         let num_held: usize = self.requests.values().map(|request| request.held.slots.len()).sum();
         let num_loading: usize = self.jobs.values().map(InFlight::num_loading).sum();
         let image = self.image.as_ref();
         let num_shared = image.map_or(0, |image| image.shared.len());
-        if self.host.num_pins() != num_held + num_loading + num_shared {
+        let (num_demoting, num_promoting) = self.num_host_slots_of_tier_jobs();
+        if self.host.num_pins() != num_held + num_loading + num_shared + num_demoting {
             return broken(format!(
-                "{} pins for {num_held} slots held, {num_loading} being loaded and {num_shared} of \
-                 a sleep image",
+                "{} pins for {num_held} slots held, {num_loading} being loaded, {num_shared} of a \
+                 sleep image and {num_demoting} being demoted",
                 self.host.num_pins()
             ));
         }
@@ -191,10 +207,11 @@ impl OffloadScheduler {
         let num_slots: usize = self.jobs.values().map(|job| job.slots.len()).sum();
         let num_storing = num_slots - num_loading;
         let num_own = image.map_or(0, |image| image.own.len());
-        if self.host.num_referenced() != self.host.num_resident() + num_storing + num_own {
+        let num_filled = num_storing + num_promoting;
+        if self.host.num_referenced() != self.host.num_resident() + num_filled + num_own {
             return broken(format!(
-                "{} slots in use, {} resident, {num_storing} of stores and {num_own} of a sleep \
-                 image",
+                "{} slots in use, {} resident, {num_filled} of stores and promotes and {num_own} \
+                 of a sleep image",
                 self.host.num_referenced(),
                 self.host.num_resident()
             ));

@@ -3,8 +3,8 @@
 //! ```text
 //!   kept      the tier: keys, chains, eviction order, what its policy learned; requests and
 //!             how far they are stored; the sleep image; counters
-//!   not kept  jobs (as if they had failed), what lookups hold, and the device's blocks, so the
-//!             caller reports whole tables again
+//!   not kept  jobs (as if they had failed), what lookups hold, the disk tier, and the device's
+//!             blocks, so the caller reports whole tables again
 //! ```
 
 use std::borrow::Cow;
@@ -60,7 +60,7 @@ impl OffloadScheduler {
     /// What a snapshot keeps.
     pub(crate) fn to_record(&self) -> Result<SchedulerRecord> {
         let mut quiet = Cow::Borrowed(self);
-        if !self.jobs.is_empty() {
+        if !self.jobs.is_empty() || self.disk.as_ref().is_some_and(|disk| disk.has_jobs()) {
             quiet.to_mut().end_all()?;
         }
         if self.image.as_ref().is_some_and(|image| image.is_damaged) {

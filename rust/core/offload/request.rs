@@ -7,6 +7,7 @@ use crate::group::Attention;
 use crate::ids::BlockId;
 use crate::key::{Hashes, SharedHashes};
 
+use super::disk::Waiting;
 use super::{Mode, OffloadScheduler};
 
 /// The state of a live request.
@@ -40,6 +41,8 @@ pub(super) struct RequestState {
     pub(super) is_low_priority: bool,
     /// The tier's losses when `tables` was last compared with it.
     pub(super) num_losses: u64,
+    /// What it waits for from the disk tier.
+    pub(super) waiting: Option<Box<Waiting>>,
 }
 
 impl RequestState {
@@ -166,6 +169,7 @@ impl OffloadScheduler {
             return Ok(());
         }
         self.host.unpin(&std::mem::take(&mut request.held).slots)?;
+        request.waiting = None;
         request.hashes = request.hashes[..num_hashes].to_vec().into();
         let num_tokens = num_hashes * self.model.hash_block_size();
         request.num_queried = request.num_queried.min(num_tokens);

@@ -45,9 +45,16 @@ impl Sightings {
         Ok(Some(Self { sets: vec![[0; WAYS]; num_counts.div_ceil(WAYS)], threshold }))
     }
 
+    /// A table that tells whether a block was seen at all.
+    pub(super) fn of_any(num_blocks: usize) -> Result<Self> {
+        let num_counts = num_blocks.max(MIN_COUNTS);
+        check_memory(num_counts, size_of::<u64>())?;
+        Ok(Self { sets: vec![[0; WAYS]; num_counts.div_ceil(WAYS)], threshold: 1 })
+    }
+
     /// Counts that a request sees a block, unless it has seen it before. Returns whether enough
     /// requests have seen it.
-    fn see(&mut self, hash: &BlockHash, is_first: bool) -> bool {
+    pub(super) fn see(&mut self, hash: &BlockHash, is_first: bool) -> bool {
         let fingerprint = xxh3_64(hash);
         let num_sets = self.sets.len() as u64;
         let at = usize::try_from(((fingerprint & 0xffff_ffff) * num_sets) >> 32).unwrap_or(0);

@@ -16,7 +16,7 @@ macro_rules! stats {
 
         impl OffloadStats {
             /// Each name with its value.
-            pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
+            pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> + Clone + use<> {
                 [$((stringify!($name), self.$name)),+].into_iter()
             }
         }
@@ -46,7 +46,7 @@ stats! {
     /// Gauge: slots that lookup can find.
     #[cbor(skip)]
     resident_blocks,
-    /// Gauge: slots that stores fill.
+    /// Gauge: slots that stores and promotes fill.
     #[cbor(skip)]
     storing_blocks,
     /// Gauge: jobs in flight, jobs in quarantine excluded.
@@ -67,7 +67,8 @@ stats! {
     /// Jobs that missed their deadline.
     #[n(5)]
     late_jobs,
-    /// Lookups deferred because another request is loading the same blocks.
+    /// Lookups deferred because another request is loading the same blocks, or because the disk tier
+    /// brings them.
     #[n(6)]
     pending_lookups,
     /// Tokens, in whole blocks, that lookups asked for. Of each request, only its last lookup
@@ -99,12 +100,14 @@ impl OffloadScheduler {
     /// Counters since construction, and gauges.
     pub fn stats(&self) -> OffloadStats {
         let late = || self.jobs.values().filter(|job| job.is_late);
+        let (num_tier_jobs, num_late_tier_jobs) = self.num_tier_jobs();
+        let num_late = late().count() + num_late_tier_jobs;
         OffloadStats {
             evicted_blocks: self.host.num_evicted,
             resident_blocks: self.host.num_resident(),
             storing_blocks: self.host.slots.num_filling,
-            jobs_in_flight: self.jobs.len() - late().count(),
-            quarantined_jobs: late().count(),
+            jobs_in_flight: self.jobs.len() + num_tier_jobs - num_late,
+            quarantined_jobs: num_late,
             quarantined_blocks: late().map(|job| job.block_ids.len()).sum(),
             capacity_tokens: self.slot_model.capacity_tokens(self.host.slots.len()),
             ..self.counters

@@ -11,6 +11,10 @@ pub enum Direction {
     Store,
     /// From the host to the device.
     Load,
+    /// From the host to the disk.
+    Demote,
+    /// From the disk to the host.
+    Promote,
 }
 
 /// One event of a job.
@@ -22,14 +26,14 @@ pub enum TransferEvent {
         job_id: JobId,
         /// Which way the job copies.
         direction: Direction,
-        /// Number of device blocks.
+        /// Number of device blocks; of slots for a demote or a promote.
         num_blocks: usize,
     },
-    /// Lookups can find the blocks of a store.
+    /// Lookups can find the blocks of a store, a demote or a promote.
     Committed {
         /// The job.
         job_id: JobId,
-        /// Number of device blocks. Fewer than planned if some were dropped meanwhile.
+        /// Number of device blocks; of slots for a demote or a promote. Fewer than planned if some were dropped meanwhile.
         num_blocks: usize,
     },
     /// The job has ended.

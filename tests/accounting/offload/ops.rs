@@ -79,7 +79,7 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
 }
 
 /// Chains branch: 0 and 1 share two blocks, 2 shares one with them, 3 none.
-pub(super) fn chain(chain: usize, len: usize) -> Vec<u16> {
+pub(crate) fn chain(chain: usize, len: usize) -> Vec<u16> {
     let shared = [2, 2, 1, 0][chain];
     let name = |at: usize| if at < shared { 1 + at } else { 100 * (chain + 1) + at };
     (0..len).map(|at| u16::try_from(name(at)).unwrap()).collect()

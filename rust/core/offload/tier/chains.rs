@@ -133,6 +133,11 @@ impl Chains {
         is_new
     }
 
+    /// The key that a root awaits.
+    pub(super) fn awaited_by(&self, root: BlockId) -> Option<BlockKey> {
+        self.awaited.get(&root).copied()
+    }
+
     /// Removes a slot from its chain. Returns its parent.
     #[inline]
     pub(super) fn leave(&mut self, slot: BlockId) -> BlockId {

@@ -68,6 +68,8 @@ pub(super) struct Tier {
     /// whose store has failed. When it changes, requests compare what they have stored with the
     /// tier again, and loads compare what their lookup has found.
     pub(super) num_losses: u64,
+    /// The keys that were evicted for room since the caller took them. None if nobody takes them.
+    pub(super) evicted: Option<Vec<BlockKey>>,
 }
 
 /// Lookup finds resident slots.
@@ -100,11 +102,28 @@ impl Tier {
             policy: policy.build(policy_size),
             num_evicted: 0,
             num_losses: 0,
+            evicted: None,
         })
     }
 
     pub(super) fn num_resident(&self) -> usize {
         with_policy!(&self.policy, policy => policy.len())
+    }
+
+    /// Whether a slot holds a block that can be loaded.
+    pub(super) fn is_resident(&self, slot: BlockId) -> bool {
+        self.policy.contains(slot)
+    }
+
+    /// The slot above `slot`; null above a root.
+    pub(super) fn parent(&self, slot: BlockId) -> BlockId {
+        self.chains.parent(slot)
+    }
+
+    /// The hash of the block before a slot's, in the tier or awaited.
+    pub(super) fn parent_hash(&self, slot: BlockId) -> Option<BlockHash> {
+        let parent = self.slots.key(self.chains.parent(slot));
+        parent.or_else(|| self.chains.awaited_by(slot)).map(|key| key.hash)
     }
 
     /// The slot that holds a block and can be loaded from.
@@ -289,6 +308,23 @@ impl Tier {
         let is_filling = |slot: &BlockId| self.slots.is_filling(*slot);
         let lost: Vec<BlockId> = slots.iter().copied().filter(is_filling).collect();
         if lost.is_empty() { Ok(()) } else { self.drop_below(&lost) }
+    }
+
+    /// Drops the keys of those of `slots` that a job fills, because their content did not come. They
+    /// stay in use. Their children await them.
+    pub(super) fn discard(&mut self, slots: &[BlockId]) {
+        for &slot in slots {
+            let Some(key) = self.slots.key(slot).filter(|_| self.slots.is_filling(slot)) else {
+                continue;
+            };
+            let root = self.chains.root(slot);
+            with_policy!(&mut self.policy, policy => policy.split(root));
+            self.chains.abandon(slot, key);
+            let parent = self.forget(slot);
+            self.slots.withdraw(&[slot]);
+            self.retry(&[parent]);
+            self.num_losses += 1;
+        }
     }
 
     /// Makes slots the most recent ones, the last most of all. Each comes with whether it is a hit.

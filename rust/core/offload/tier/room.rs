@@ -82,6 +82,9 @@ impl Tier {
         // Empty slots are reserved in the order in which they became empty: ascending order makes
         // long runs.
         victims.sort_unstable();
+        if let Some(evicted) = &mut self.evicted {
+            evicted.extend(victims.iter().filter_map(|&slot| self.slots.key(slot)));
+        }
         self.slots.pool.evict(&victims)?;
         self.slots.pool.release(victims.iter().copied());
         self.num_evicted += victims.len();

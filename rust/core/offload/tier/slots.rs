@@ -113,6 +113,15 @@ impl Slots {
         Ok(slots)
     }
 
+    /// Takes this slot if it is empty and unpinned. Returns whether it was.
+    pub(in crate::offload) fn take_at(&mut self, slot: BlockId) -> Result<bool> {
+        let is_free = !self.is_referenced(slot) && self.pool.num_pins(slot) == 0;
+        if is_free {
+            self.pool.touch(&[slot])?;
+        }
+        Ok(is_free)
+    }
+
     /// Gives slots without a key one each, withheld from lookups and events. Returns false and
     /// changes nothing unless every key is new.
     pub(super) fn withhold(
