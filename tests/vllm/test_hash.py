@@ -144,14 +144,17 @@ ids_at_bounds = sorted({bound + by for bound in bounds_of_forms for by in (-1, 0
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("block_size", [1, 3, 8, 15, 16, 20, 32, 64])
 def test_ids_of_every_length_hash_as_in_vllm(algorithm: Algorithm, block_size: int) -> None:
-    """One id at a time, because large ids take another path together with their neighbours."""
+    """Each id stands alone and beside a large one, which changes how its neighbours are written."""
     others = [7, 30, 200, 60_000, 130_000]
     blocks = [[one] * block_size for one in ids_at_bounds]
     for place in range(block_size):
         for one in (23, 24, 31, 32, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
             block = [others[at % len(others)] for at in range(block_size)]
             block[place] = one
-            blocks.append(block)
+            blocks.append(block.copy())
+            block[place - 1] = 2**40
+            block[place] = one
+            blocks.append(block.copy())
     tokens = [one for block in blocks for one in block]
     with vllm_seeded(algorithm, "1") as function:
         expected = vllm_hashes(function, tokens, block_size, None, [None] * len(blocks))
