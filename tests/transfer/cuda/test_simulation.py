@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.transfer.cuda.simulation import library
+
+PROGRAM = "tests.transfer.cuda.simulation.program"
+# Without the project's configuration, as in `tests.gpu.check`.
+PYTEST = [
+    *("-m", "pytest", "-c", "/dev/null", "--rootdir", str(library.ROOT)),
+    *("--confcutdir", "tests/gpu", "--import-mode=importlib", "-p", "no:cacheprovider"),
+    *("-p", "tests.transfer.cuda.simulation.plugin", "-W", "default", "-q", "-ra"),
+]
+# The kernel is slower on a CPU than any copy, so the measured speeds are not those of a GPU.
+NEEDS_A_GPU = "test_measured_speeds_are_plausible"
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +27,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("simulation")
 
 
+def expect_success(ended: subprocess.CompletedProcess[str], seed: int) -> None:
+    assert ended.returncode == 0, f"seed {seed}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_round_trip(folder: Path, seed: int) -> None:
-    ended = library.run(["-m", "tests.gpu.small_round_trip"], folder, seed=seed)
-    assert ended.returncode == 0, f"seed {seed}:\n{ended.stderr}"
+    ended = library.run(["-m", PROGRAM, "tests.gpu.small_round_trip"], folder, seed=seed)
+    expect_success(ended, seed)
     assert "equal" in ended.stdout
     assert ended.stderr == ""
+
+
+def test_tests_that_need_a_gpu_pass(folder: Path) -> None:
+    ended = library.run([*PYTEST, "tests/gpu", "-k", f"not {NEEDS_A_GPU}"], folder)
+    expect_success(ended, 0)
+    assert "skipped" not in ended.stdout
+    assert int(re.findall(r"(\d+) passed", ended.stdout)[0]) > 100
+
+
+def test_every_left_out_wait_and_wrong_argument_is_reported(folder: Path) -> None:
+    command = ["-m", PROGRAM, "tests.transfer.cuda.simulation.mutations"]
+    # This seed makes a slow device. On a fast one the host sees that events are reached, and then
+    # many orders need no wait.
+    ended = library.run(command, folder, seed=0)
+    expect_success(ended, 0)
+    assert "MISSED" not in ended.stdout
+
+
+def test_replay_verifies_every_loaded_block(folder: Path) -> None:
+    command = ["-m", PROGRAM, "tests.transfer.cuda.simulation.replay"]
+    ended = library.run(command, folder, seed=2)
+    expect_success(ended, 2)
+    assert "0 corrupt, device 0 untouched" in ended.stdout
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_devices_in_one_process(folder: Path, seed: int) -> None:
+    command = ["-m", PROGRAM, "tests.transfer.cuda.simulation.two_devices"]
+    expect_success(library.run(command, folder, seed=seed), seed)

@@ -3,8 +3,7 @@
 // The driver's functions replace libcuda.so.1. The runtime's functions replace those that cupy's
 // binary contains. Types are those of CUDA's ABI: statuses are int, handles and streams addresses.
 
-#include <sys/mman.h>
-
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -168,6 +167,24 @@ bool touch(Address address, std::uint64_t num_bytes, bool is_write) {
     return true;
 }
 
+// Returns the ranges in their order, of which neighbours are one.
+std::vector<Range> joined(std::vector<Range> ranges) {
+    std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& two) {
+        return std::pair(one.is_write, one.begin) < std::pair(two.is_write, two.begin);
+    });
+    std::vector<Range> result;
+    for (const Range& range : ranges) {
+        bool is_next = !result.empty() && result.back().is_write == range.is_write &&
+                       range.begin <= result.back().end;
+        if (is_next) {
+            result.back().end = std::max(result.back().end, range.end);
+        } else {
+            result.push_back(range);
+        }
+    }
+    return result;
+}
+
 Run launching(const BoundKernel& kernel, unsigned num_ctas, unsigned num_threads, int device) {
     return [=](std::vector<Range>& touched) {
         std::lock_guard one_at_a_time(kernel_mutex);
@@ -181,6 +198,7 @@ Run launching(const BoundKernel& kernel, unsigned num_ctas, unsigned num_threads
                 if (range.end) touched.push_back(range);
             }
         }
+        touched = joined(std::move(touched));
     };
 }
 
@@ -544,6 +562,16 @@ CUDA void simulation_capture(void* stream, int is_capturing) {
 CUDA void simulation_replay(void* captured_on, void* stream) {
     Call call("simulation_replay");
     call.all.replay(call.stream(captured_on), call.stream(stream));
+}
+
+// Does what only a restart of the process would do: ends the loss of the devices, and forgets the
+// work that is queued and the memory that is pinned.
+CUDA void simulation_repair() {
+    Call call("simulation_repair", false);
+    call.all.drain(call.lock);  // while lost, so that nothing of it runs
+    std::erase_if(call.all.allocated, [](const auto& entry) { return entry.second.device < 0; });
+    call.all.accesses = {};
+    call.all.lost = last_error = SUCCESS;
 }
 
 CUDA int simulation_has_context(int device) { return devices().has_context.at(device); }

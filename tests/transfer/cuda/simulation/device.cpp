@@ -118,7 +118,11 @@ bool Devices::step(Lock& lock) {
                 violations.push_back(next.work->name + " on stream " +
                                      std::to_string(next.work->stream) + ": nothing orders it and " +
                                      other->name + " on stream " + std::to_string(other->stream));
-                std::fprintf(stderr, "simulated GPU: %s\n", violations.back().c_str());
+                constexpr int max_printed = 20;
+                static int num_printed = 0;
+                if (num_printed++ < max_printed) {
+                    std::fprintf(stderr, "simulated GPU: %s\n", violations.back().c_str());
+                }
                 break;
             }
         }

@@ -81,7 +81,7 @@ def run(
     *,
     seed: int = 0,
     kernels: Path = KERNELS,
-    timeout_s: float = 300,
+    timeout_s: float = 900,
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python with the simulated GPU."""
     return subprocess.run(
