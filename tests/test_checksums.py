@@ -1,4 +1,4 @@
-"""`row_checksums` against `zlib.crc32`."""
+"""`row_checksums` against `zlib.crc32`, and `row_digests` against the library xxhash."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 
-from kvstow._core import ConfigError, row_checksums
+from kvstow._core import ConfigError, row_checksums, row_digests
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -23,6 +24,14 @@ def test_checksums_equal_those_of_zlib(row_bytes: int) -> None:
     found = row_checksums(rows, range(5))
     assert found.dtype == np.uint32
     assert found.tolist() == [zlib.crc32(row.tobytes()) for row in rows]
+
+
+@pytest.mark.parametrize("row_bytes", [0, 1, 16, 17, 128, 129, 240, 241, 1024, 4096, 100_003])
+def test_digests_equal_those_of_xxhash(row_bytes: int) -> None:
+    rows = random_rows(5, row_bytes)
+    found = row_digests(rows, [4, 0, 2])
+    assert found.dtype == np.uint64
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(rows[at].tobytes()) for at in (4, 0, 2)]
 
 
 def test_rows_larger_than_a_batch_are_read_whole() -> None:

@@ -90,9 +90,12 @@ def test_version_is_that_of_the_distribution() -> None:
 
 
 def test_core_names_are_public() -> None:
-    assert set(_core.__all__) - {"BlockCopier", "debug_build", "row_checksums"} <= set(
-        kvstow.__all__
-    )
+    assert set(_core.__all__) - {
+        "BlockCopier",
+        "debug_build",
+        "row_checksums",
+        "row_digests",
+    } <= set(kvstow.__all__)
     assert all(hasattr(kvstow, name) for name in kvstow.__all__)
 
 

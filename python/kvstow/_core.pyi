@@ -48,6 +48,7 @@ __all__ = [
     "debug_build",
     "hash_tokens",
     "row_checksums",
+    "row_digests",
     "salted_ids",
 ]
 
@@ -172,6 +173,20 @@ class Hashes(Sequence[bytes]):
 
 def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint32]:
     """Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
+
+    The work runs without the interpreter lock.
+
+    Args:
+        rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
+        row_ids: the rows to read, in any order.
+
+    Raises:
+        ConfigError: an array of another shape or dtype, rows that are not contiguous, or a row id
+            outside the array.
+    """
+
+def row_digests(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint64]:
+    """Return the XXH3 of each of these rows, in 64 bits and with seed 0.
 
     The work runs without the interpreter lock.
 

@@ -1,7 +1,11 @@
-//! CRC-32 of rows of host memory, without the interpreter lock.
+//! Checksums of rows of host memory, without the interpreter lock.
+//!
+//! CRC-32 is what other tools compute, too. XXH3 is several times as fast, and reads memory as fast
+//! as it comes. So files that a user inspects have the first, and tiers have the second.
 
-use numpy::{IntoPyArray, PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::{Element, IntoPyArray, PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::convert::counts;
 use crate::error::ConfigError;
@@ -25,6 +29,33 @@ pub(crate) fn row_checksums<'py>(
     rows: &Bound<'py, PyAny>,
     row_ids: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    of_rows(rows, row_ids, crc32fast::hash)
+}
+
+/// Return the XXH3 of each of these rows, in 64 bits and with seed 0.
+///
+/// The work runs without the interpreter lock.
+///
+/// Args:
+///     rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
+///     row_ids: the rows to read, in any order.
+///
+/// Raises:
+///     ConfigError: an array of another shape or dtype, rows that are not contiguous, or a row id
+///         outside the array.
+#[pyfunction]
+pub(crate) fn row_digests<'py>(
+    rows: &Bound<'py, PyAny>,
+    row_ids: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    of_rows(rows, row_ids, xxh3_64)
+}
+
+fn of_rows<'py, T: Element + Send>(
+    rows: &Bound<'py, PyAny>,
+    row_ids: &Bound<'py, PyAny>,
+    sum: impl Fn(&[u8]) -> T + Sync,
+) -> PyResult<Bound<'py, PyArray1<T>>> {
     let py = rows.py();
     let row_ids = counts(row_ids)?;
     let Ok(rows) = rows.extract::<PyReadonlyArray2<'py, u8>>() else {
@@ -43,9 +74,8 @@ pub(crate) fn row_checksums<'py>(
     let rows = rows.as_array();
     let mut checksums = Vec::with_capacity(row_ids.len());
     for batch in row_ids.chunks((BYTES_PER_BATCH / row_bytes.max(1)).max(1)) {
-        let found: Option<Vec<u32>> = py.detach(|| {
-            batch.iter().map(|&id| Some(crc32fast::hash(rows.row(id).to_slice()?))).collect()
-        });
+        let found: Option<Vec<T>> =
+            py.detach(|| batch.iter().map(|&id| Some(sum(rows.row(id).to_slice()?))).collect());
         let Some(found) = found else {
             return Err(ConfigError::new_err(
                 "the bytes of a row are not contiguous: pass a copy of the array".to_owned(),

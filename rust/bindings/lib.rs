@@ -47,7 +47,7 @@ mod _core {
     }
 
     #[pymodule_export]
-    use super::checksum::row_checksums;
+    use super::checksum::{row_checksums, row_digests};
     #[pymodule_export]
     use super::copy::BlockCopier;
     #[pymodule_export]

@@ -46,13 +46,14 @@ class MemoryTier(Tier):
         columns = zip(blocks.slots, blocks.hashes, blocks.groups, host_slots, strict=True)
         for slot, digest, group, host in columns:
             self._held[int(slot)] = digest, int(group), self._rows[host].tobytes()
-        num = len(blocks)
+        ticket.end(np.ones(len(blocks), np.bool_))
+        num, old = int(ticket.ok.sum()), self._stats
         self._stats = replace(
-            self._stats,
-            put_blocks=self._stats.put_blocks + num,
-            put_bytes=self._stats.put_bytes + num * self.slot_bytes,
+            old,
+            put_blocks=old.put_blocks + num,
+            put_bytes=old.put_bytes + num * self.slot_bytes,
+            failed_puts=old.failed_puts + len(blocks) - num,
         )
-        ticket.end(np.ones(num, np.bool_))
         return ticket
 
     def _get(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
@@ -65,15 +66,15 @@ class MemoryTier(Tier):
             if found is not None and found[:2] == (digest, int(group)):
                 self._rows[host] = np.frombuffer(found[2], np.uint8)
                 ok[at] = True
-        num, num_failed = int(ok.sum()), int((~ok).sum())
-        self._stats = replace(
-            self._stats,
-            got_blocks=self._stats.got_blocks + num,
-            got_bytes=self._stats.got_bytes + num * self.slot_bytes,
-            failed_gets=self._stats.failed_gets + num_failed,
-            mismatched_blocks=self._stats.mismatched_blocks + num_failed,
-        )
         ticket.end(ok)
+        num, old = int(ticket.ok.sum()), self._stats
+        self._stats = replace(
+            old,
+            got_blocks=old.got_blocks + num,
+            got_bytes=old.got_bytes + num * self.slot_bytes,
+            failed_gets=old.failed_gets + len(blocks) - num,
+            mismatched_blocks=old.mismatched_blocks + int((~ok).sum()),
+        )
         return ticket
 
     def _delete(self, blocks: Checked) -> TierTicket:

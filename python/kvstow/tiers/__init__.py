@@ -3,10 +3,24 @@
 `tier` has the interface that all tiers share. A tier moves whole slots between the host arena and
 its own medium, and proves what it returns. The accounting lies elsewhere, in the Rust core.
 
-May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.transfer.
+May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.sizes, kvstow.transfer.
 """
 
+from kvstow.tiers.frame import Fingerprint
+from kvstow.tiers.slot_file import SlotFile, SlotTier
+from kvstow.tiers.slot_index import SlotFileMismatch, SlotRecords
 from kvstow.tiers.ticket import TierTicket
 from kvstow.tiers.tier import SharedTier, Tier, TierBlocks, TierStats
 
-__all__ = ["SharedTier", "Tier", "TierBlocks", "TierStats", "TierTicket"]
+__all__ = [
+    "Fingerprint",
+    "SharedTier",
+    "SlotFile",
+    "SlotFileMismatch",
+    "SlotRecords",
+    "SlotTier",
+    "Tier",
+    "TierBlocks",
+    "TierStats",
+    "TierTicket",
+]

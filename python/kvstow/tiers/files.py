@@ -1,0 +1,96 @@
+"""The file calls of a slot file, in one object, so that a test can wrap them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+# The stub of os.preadv does not know that arrays are buffers.
+Buffers: TypeAlias = list[npt.NDArray[np.uint8]]
+
+
+class Files:
+    """The system's own file calls. Each raises `OSError`, as the system does."""
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file; return its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, file: int) -> None:
+        """Close a descriptor."""
+        os.close(file)
+
+    def lock(self, file: int) -> None:
+        """Lock a file for this process, or raise `BlockingIOError` at once."""
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def set_direct(self, file: int, is_direct: bool) -> None:
+        """Let reads and writes of a descriptor bypass the page cache, or not."""
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        flags = flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+
+    def read(self, file: int, buffers: Buffers, offset: int) -> int:
+        """Read into buffers; return the number of bytes."""
+        return os.preadv(file, buffers, offset)  # type: ignore[arg-type]
+
+    def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        """Write buffers; return the number of bytes."""
+        return os.pwritev(file, buffers, offset)  # type: ignore[arg-type]
+
+    def sync(self, file: int) -> None:
+        """Make everything written to a file survive a loss of power."""
+        os.fsync(file)
+
+    def allocate(self, file: int, num_bytes: int) -> None:
+        """Reserve the space of a file's first `num_bytes`, and grow the file to them."""
+        os.posix_fallocate(file, 0, num_bytes)
+
+    def truncate(self, file: int, num_bytes: int) -> None:
+        """Cut a file, or grow it without space."""
+        os.ftruncate(file, num_bytes)
+
+    def stat(self, path: str) -> os.stat_result | None:
+        """Return what the system knows of a name, itself if it is a link; None if there is none."""
+        try:
+            return os.lstat(path)
+        except FileNotFoundError:
+            return None
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def space(self, folder: str) -> tuple[int, int]:
+        """Return the bytes of the file system, and those that are free."""
+        found = os.statvfs(folder)
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+    def file_system(self, folder: str) -> str:
+        """Return the type of the file system that holds a folder, for example "ext4".
+
+        Empty if the system does not say.
+        """
+        try:
+            with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as lines:
+                mounts = [line.split(" ")[1:3] for line in lines]
+        except (OSError, ValueError):
+            return ""
+        parts = os.path.realpath(folder).split("/")
+        best, found = 0, ""
+        for escaped, kind in mounts:
+            mount = escaped.encode("utf-8", "surrogateescape").decode("unicode_escape")
+            point = mount.rstrip("/").split("/")
+            # A later mount hides an earlier one at the same place.
+            if parts[: len(point)] == point and len(point) >= best:
+                best, found = len(point), kind
+        return found
+
+    def now(self) -> float:
+        """Return the time of deadlines, in seconds."""
+        return time.monotonic()

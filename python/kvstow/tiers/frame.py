@@ -1,0 +1,190 @@
+"""The frame of a block in a tier: whose KV it is, which block, and what its bytes must be.
+
+```
+0    schema, bytes of the hash, bytes of the parent, group
+8    length of the data, slot
+16   generation, sequence
+32   XXH3 of the data
+40   digest of the fingerprint
+56   hash, then parent, each padded with zeros to 32 bytes
+120  XXH3 of all before
+```
+
+Numbers are little endian. A frame that is not exactly what the reader expects is a miss. How a
+wrong block could pass, and what prevents it:
+
+- Another block's valid frame and data: the frame has the key and the slot.
+- Another model, rank, layout or weights: the fingerprint. Weights that changed in place: the
+  generation, which a reset draws anew.
+- An old frame over new data, new over old, or data torn by a loss of power: the XXH3 of the data.
+- A torn or damaged frame: its own XXH3. Zeros are no frame, because their XXH3 is not zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError, row_digests
+from kvstow.tiers.tier import MAX_HASH_BYTES, Checked
+
+SCHEMA: Final = 1
+FINGERPRINT_BYTES: Final = 16
+FRAME: Final = np.dtype(
+    [
+        ("schema", "<u2"),
+        ("hash_bytes", "u1"),
+        ("parent_bytes", "u1"),
+        ("group", "<u4"),
+        ("length", "<u4"),
+        ("slot", "<u4"),
+        ("generation", "<u8"),
+        ("sequence", "<u8"),
+        ("checksum", "<u8"),
+        ("fingerprint", f"V{FINGERPRINT_BYTES}"),
+        ("hash", f"V{MAX_HASH_BYTES}"),
+        ("parent", f"V{MAX_HASH_BYTES}"),
+        ("digest", "<u8"),
+    ]
+)
+FRAME_BYTES: Final = FRAME.itemsize
+MAX_LENGTH: Final = 2**32 - 1
+MAX_FINGERPRINT_TEXT_BYTES: Final = 3072
+
+# One record per block. numpy has no type for the columns of a structured array.
+Frames: TypeAlias = npt.NDArray[Any]
+Sums: TypeAlias = npt.NDArray[np.uint64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Whatever shapes the bytes of a block: equal fingerprints mean interchangeable KV.
+
+    Name the model, the version of its weights, dtype, layout, block size, groups, rank and world
+    size, and how hashes are made. The names and values are kept as text, so that a mismatch can be
+    explained.
+
+    Attributes:
+        fields: the names and their values.
+    """
+
+    fields: Mapping[str, str | int]
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if the fields do not fit in the header of a file."""
+        if len(self.text.encode()) > MAX_FINGERPRINT_TEXT_BYTES:
+            raise ConfigError(
+                f"the fingerprint has {len(self.text.encode())} bytes of text, at most "
+                f"{MAX_FINGERPRINT_TEXT_BYTES} are allowed; pass a digest of what is long"
+            )
+
+    @property
+    def text(self) -> str:
+        """The fields as JSON, in one fixed order."""
+        return json.dumps(dict(self.fields), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def digest(self) -> bytes:
+        """The first 16 bytes of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).digest()[:FINGERPRINT_BYTES]
+
+    def difference(self, other: Mapping[str, object]) -> str:
+        """Return which fields differ from those of another, for a message."""
+        names = sorted({*self.fields, *other})
+        return ", ".join(
+            f"{name} {other.get(name)!r} is not {self.fields.get(name)!r}"
+            for name in names
+            if other.get(name) != self.fields.get(name)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all frames of a tier have in common.
+
+    Attributes:
+        fingerprint: digest of the fingerprint.
+        generation: random number that a reset draws anew.
+        length: bytes of a block.
+    """
+
+    fingerprint: bytes
+    generation: int
+    length: int
+
+
+def expected_frames(blocks: Checked, context: Context) -> Frames:
+    """Return the frames that these blocks should have, without checksums and digests.
+
+    Args:
+        blocks: the blocks of a job.
+        context: what all frames have in common.
+    """
+    frames = np.zeros(len(blocks), FRAME)
+    frames["schema"] = SCHEMA
+    frames["hash_bytes"] = blocks.width
+    frames["group"] = blocks.groups
+    frames["length"] = context.length
+    frames["slot"] = 0 if blocks.slots is None else blocks.slots
+    frames["generation"] = context.generation
+    frames["sequence"] = blocks.sequence
+    frames["fingerprint"] = np.void(context.fingerprint)
+    frames["hash"] = _padded(blocks.hashes, blocks.width)
+    if blocks.parents is not None:
+        parents = blocks.parents
+        frames["parent_bytes"] = [0 if parent is None else blocks.width for parent in parents]
+        frames["parent"] = _padded([parent or b"" for parent in parents], blocks.width)
+    return frames
+
+
+def seal(frames: Frames, checksums: Sums) -> None:
+    """Write the checksums of the data into frames, and then the digest of each."""
+    frames["checksum"] = checksums
+    frames["digest"] = _digests(frames)
+
+
+def are_sound(frames: Frames) -> Bools:
+    """Return which frames have this schema and are undamaged."""
+    sound: Bools = (frames["schema"] == SCHEMA) & (frames["digest"] == _digests(frames))
+    return sound
+
+
+def are_of(frames: Frames, context: Context) -> Bools:
+    """Return which frames have this fingerprint, generation and length."""
+    of: Bools = frames["generation"] == context.generation
+    of &= frames["length"] == context.length
+    words = frames.view("<u8").reshape(len(frames), FRAME_BYTES // 8)
+    at = FRAME.fields["fingerprint"][1] // 8  # type: ignore[index]
+    for word, expected in enumerate(np.frombuffer(context.fingerprint, "<u8")):
+        of &= words[:, at + word] == expected
+    return of
+
+
+def match(frames: Frames, expected: Frames) -> Bools:
+    """Return which frames are of the expected block, whatever their sequence, parent and data."""
+    fits: Bools = np.ones(len(frames), np.bool_)
+    names = ("schema", "hash_bytes", "group", "length", "slot", "generation", "fingerprint", "hash")
+    for name in names:
+        fits &= frames[name] == expected[name]
+    return fits
+
+
+def _digests(frames: Frames) -> Sums:
+    rows = frames.view(np.uint8).reshape(len(frames), FRAME_BYTES)
+    return row_digests(rows[:, : FRAME_BYTES - 8], np.arange(len(frames)))
+
+
+def _padded(digests: Sequence[bytes], width: int) -> npt.NDArray[np.void]:
+    """Return the digests, each padded with zeros, as one array."""
+    if width == MAX_HASH_BYTES and all(digests):
+        joined = b"".join(digests)
+    else:
+        joined = b"".join(digest.ljust(MAX_HASH_BYTES, b"\0") for digest in digests)
+    return np.frombuffer(joined, f"V{MAX_HASH_BYTES}")

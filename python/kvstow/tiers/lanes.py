@@ -1,0 +1,220 @@
+"""Threads that make file calls, of which some may never return.
+
+A call to a dead disk cannot be cancelled. So its thread is abandoned, and another takes its place:
+
+```
+lane:  idle --- work begins ---> busy --- the call returns ----------------> idle
+                                  |
+                                  +-- busy for too long --> abandoned; its bytes are quarantined
+                                      ... the call returns at last --> the thread ends
+```
+
+Each replacement costs a thread. So with too many bytes in quarantine the lanes go off: no work
+begins any more, and all that waits fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from kvstow._core import StateError, TransferError
+from kvstow.transfer.ticket import HostTicket, TransferTimeout
+
+# How often the threads are looked at, in parts of the time after which a call counts as stuck.
+_LOOKS = 4
+
+
+class Work(Protocol):
+    """One piece of work, which ends itself: `run` and `fail` raise nothing."""
+
+    num_bytes: int
+
+    def run(self) -> None:
+        """Carry it out."""
+
+    def fail(self, error: TransferError) -> None:
+        """End it without carrying it out."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    work: Work | None = None
+    since_s: float = 0.0
+    is_abandoned: bool = False
+    end: HostTicket = field(default_factory=HostTicket)
+
+
+class Lanes:
+    """A few threads that carry out work in the order of its submission.
+
+    Attributes:
+        in_flight_bytes: bytes of the work that is under way.
+        quarantined_bytes: of these, bytes of calls that have not returned for too long.
+        error: why the lanes are off; None while they are not.
+    """
+
+    def __init__(
+        self,
+        num_lanes: int,
+        *,
+        stuck_after_s: float,
+        max_quarantined_bytes: int,
+        now: Callable[[], float],
+    ) -> None:
+        """Start the threads.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
+        self.in_flight_bytes = self.quarantined_bytes = 0
+        self.error: TransferError | None = None
+        self._stuck_after_s = stuck_after_s
+        self._max_quarantined_bytes = max_quarantined_bytes
+        self._now = now
+        # Both are written in C, so no interrupt divides what they do.
+        self._lock = threading.RLock()
+        self._queue: SimpleQueue[deque[Work] | None] = SimpleQueue()
+        self._stop_watch: SimpleQueue[None] = SimpleQueue()
+        self._is_stopping = False
+        self._lanes: list[_Lane] = []
+        try:
+            for _ in range(num_lanes):
+                self._add()
+            threading.Thread(target=self._watch, name="kvstow-tier-watch", daemon=True).start()
+        except RuntimeError as error:
+            self.stop()
+            raise StateError(
+                f"the system does not start a thread of the tier ({error}); raise the limit of "
+                "threads (ulimit -u, pids.max of the container)"
+            ) from error
+
+    def submit(self, pieces: deque[Work]) -> None:
+        """Queue the pieces of a job, all or, after an interrupt, perhaps none.
+
+        Jobs take turns, so that a long one holds up no other. The caller may still take pieces from
+        the end. If the lanes are off, all fail at once.
+        """
+        self._queue.put(pieces)
+        if self.error is not None:
+            self._fail_waiting()
+
+    def stop(self) -> None:
+        """Let each thread end after all queued work. Does not wait."""
+        self._is_stopping = True
+        self._queue.put(None)  # wakes a thread
+
+    def join(self) -> bool:
+        """Wait until each thread has ended or is abandoned; return whether all have ended."""
+        while True:
+            with self._lock:
+                left = [it for it in self._lanes if not it.is_abandoned and not it.end.poll()]
+            if not left:
+                break
+            try:
+                left[0].end.wait(self._stuck_after_s / _LOOKS)
+            except TransferTimeout:
+                continue
+        self._stop_watch.put(None)
+        return all(lane.end.poll() for lane in self._lanes)
+
+    def look_after(self) -> None:
+        """Abandon threads whose call has not returned for too long, and replace them."""
+        now_s = self._now()
+        with self._lock:
+            for lane in list(self._lanes):
+                is_stuck = lane.work is not None and now_s - lane.since_s > self._stuck_after_s
+                if lane.work is None or not is_stuck or lane.is_abandoned:
+                    continue
+                lane.is_abandoned = True
+                self.quarantined_bytes += lane.work.num_bytes
+                if self.quarantined_bytes > self._max_quarantined_bytes:
+                    self._go_off(
+                        f"{self.quarantined_bytes} bytes are in calls that have not returned for "
+                        f"{self._stuck_after_s} s, more than {self._max_quarantined_bytes}"
+                    )
+                    continue
+                try:
+                    self._add()
+                except RuntimeError as error:
+                    self._go_off(f"a call does not return, and no more threads start ({error})")
+        if self.error is not None:
+            self._fail_waiting()
+
+    def close_in_child(self) -> None:
+        """Forget the threads in a forked child, which has none of them."""
+        self._lock = threading.RLock()
+        self._queue, self._stop_watch = SimpleQueue(), SimpleQueue()
+        self._lanes = []
+
+    def _go_off(self, why: str) -> None:
+        self.error = self.error or TransferError(
+            f"the tier is off because {why}; check the disk, and open the tier again"
+        )
+
+    def _fail_waiting(self) -> None:
+        assert self.error is not None, "only lanes that are off fail what waits"
+        with suppress(Empty):
+            while True:
+                pieces = self._queue.get_nowait()
+                while pieces:
+                    with suppress(IndexError):
+                        pieces.popleft().fail(self.error)
+        if self._is_stopping:
+            self._queue.put(None)  # in place of one that was taken here
+
+    def _add(self) -> None:
+        lane = _Lane()
+        threading.Thread(target=self._run, args=(lane,), name="kvstow-tier", daemon=True).start()
+        self._lanes.append(lane)
+
+    def _next(self) -> Work | None:
+        """Wait for a piece of work; None to stop, when no work is left."""
+        while True:
+            try:
+                pieces = self._queue.get_nowait()
+            except Empty:
+                if self._is_stopping:
+                    self._queue.put(None)  # wakes the next thread
+                    return None
+                pieces = self._queue.get()
+            if pieces is None:
+                continue
+            with suppress(IndexError):
+                work = pieces.popleft()
+                if pieces:
+                    self._queue.put(pieces)
+                return work
+
+    def _run(self, lane: _Lane) -> None:
+        while (work := self._next()) is not None:
+            with self._lock:
+                lane.work, lane.since_s = work, self._now()
+                self.in_flight_bytes += work.num_bytes
+            if self.error is None:
+                work.run()
+            else:
+                work.fail(self.error)
+            with self._lock:
+                lane.work = None
+                self.in_flight_bytes -= work.num_bytes
+                if lane.is_abandoned:
+                    self.quarantined_bytes -= work.num_bytes
+                    self._lanes.remove(lane)
+                    break
+            del work  # its arrays can be large
+        lane.end.end(None)
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._stop_watch.get(timeout=self._stuck_after_s / _LOOKS)
+            except Empty:
+                self.look_after()
+            else:
+                return

@@ -1,0 +1,347 @@
+"""Opening of a slot file: what is refused, what is kept, and what is emptied.
+
+```
+no file                         create both, all or nothing
+both, header and sizes fit      warm: keep what the frames prove; grow or shrink to max_bytes
+both, but a reset drew          empty: its blocks may be of weights that are gone
+  the generation
+both, but another fingerprint,  refuse, or with on_mismatch="reset" empty
+  slot size or version, or a
+  damaged header
+anything that kvstow did not    refuse
+  make
+```
+
+To empty a file, a new generation is drawn and synced. The first bytes that reach the disk are the
+header's, so a file that was not made whole is known as one of kvstow's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from kvstow._core import ConfigError, StateError
+from kvstow.tiers.files import Files
+from kvstow.tiers.frame import FRAME, FRAME_BYTES, Context, Fingerprint, Frames
+from kvstow.tiers.slot_index import (
+    HEADER_BYTES,
+    Header,
+    SlotFileMismatch,
+    is_slot_file,
+    new_generation,
+    read_frames,
+    read_header,
+    write_header,
+)
+
+INDEX_SUFFIX: Final = ".index"
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "afs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
+}
+_PROBE_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """An open slot file.
+
+    Attributes:
+        path: the data file.
+        data: its descriptor.
+        index: descriptor of the index file, which holds the lock.
+        header: the header as it is on the disk.
+        context: what all new frames have in common.
+        frames: the frames of all slots, zeros where a slot holds nothing.
+        not_direct: why reads and writes go through the page cache; None if they do not.
+        num_dropped: frames that were not kept because they were damaged or foreign.
+    """
+
+    path: str
+    data: int
+    index: int
+    header: Header
+    context: Context
+    frames: Frames
+    not_direct: str | None
+    num_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a tier expects of its file.
+
+    Attributes:
+        path: the data file.
+        max_bytes: bytes of both files together, at most.
+        slot_bytes: bytes of a slot.
+        fingerprint: whose KV it holds.
+        may_reset: whether to empty a file that does not fit.
+    """
+
+    path: str
+    max_bytes: int
+    slot_bytes: int
+    fingerprint: Fingerprint
+    may_reset: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that fit."""
+        return (self.max_bytes - HEADER_BYTES) // (self.slot_bytes + FRAME_BYTES)
+
+    def new_header(self) -> Header:
+        """Return the header of an empty file."""
+        fields = self.fingerprint.fields
+        return Header(self.slot_bytes, self.num_slots, new_generation(), False, fields)
+
+
+def index_bytes(num_slots: int) -> int:
+    """Return the bytes of an index file."""
+    return HEADER_BYTES + num_slots * FRAME_BYTES
+
+
+def open_slot_file(files: Files, wanted: Wanted) -> Opened:
+    """Open or create a slot file.
+
+    Raises:
+        ConfigError: the place is unsuitable, too small, or holds something else.
+        SlotFileMismatch: it holds blocks of something else, and `may_reset` is False.
+        StateError: another process, or another tier of this one, has it open.
+    """
+    try:
+        _check_place(files, wanted)
+        with contextlib.ExitStack() as undo:
+            opened = _Opening(files, wanted, undo).run()
+            undo.pop_all()
+        return opened
+    except OSError as error:
+        raise explained(wanted.path, error) from error
+
+
+def explained(path: str, error: OSError) -> ConfigError:
+    """Return the error of a file call that failed while a slot file was opened."""
+    fixes = {
+        errno.EACCES: "give this process the right to read and write there, or pass another path",
+        errno.EPERM: "give this process the right to read and write there, or pass another path",
+        errno.EROFS: "mount the file system for writing, or pass another path",
+        errno.ENOSPC: "free some space, or lower max_bytes",
+        errno.EDQUOT: "raise the quota, or lower max_bytes",
+        errno.EFBIG: "lower max_bytes to what the file system and ulimit -f allow",
+        errno.ELOOP: "pass the path that the link names",
+        errno.ENOENT: "create the folder, or pass another path",
+        errno.ENOTDIR: "pass a path in a folder",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    }
+    fix = fixes.get(error.errno or 0, "check the disk, or pass another path")
+    return ConfigError(f"the slot file {path} cannot be opened ({error.strerror or error}); {fix}")
+
+
+def _check_place(files: Files, wanted: Wanted) -> None:
+    """Refuse a place that holds something else, or cannot hold a slot file."""
+    path = wanted.path
+    least = HEADER_BYTES + wanted.slot_bytes + FRAME_BYTES
+    if wanted.max_bytes < least:
+        raise ConfigError(
+            f"max_bytes is {wanted.max_bytes}, but the header and one slot of {wanted.slot_bytes} "
+            f"bytes take {least}; raise it"
+        )
+    for name in (path, path + INDEX_SUFFIX):
+        found = files.stat(name)
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            kinds = {
+                stat.S_IFLNK: "a symbolic link",
+                stat.S_IFDIR: "a folder",
+                stat.S_IFBLK: "a device",
+                stat.S_IFCHR: "a device",
+            }
+            kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a socket")
+            raise ConfigError(
+                f"{name} is {kind}, but a slot file must be a regular file; pass the path of one, "
+                "or of none yet"
+            )
+    folder = os.path.dirname(path) or "."
+    if files.stat(folder) is None:
+        raise ConfigError(f"the folder {folder} does not exist; create it, or pass another path")
+    kind = files.file_system(folder)
+    if kind in _IN_MEMORY:
+        raise ConfigError(
+            f"{folder} is on {kind}, which is memory and not a disk; pass a path on a disk, or "
+            "give the host tier that memory"
+        )
+    if kind in _NETWORK:
+        raise ConfigError(
+            f"{folder} is on {kind}, where a lock or a call may hang; pass a path on a local disk"
+        )
+    total, _ = files.space(folder)
+    if wanted.max_bytes > total:
+        raise ConfigError(
+            f"max_bytes is {wanted.max_bytes}, but the file system of {folder} has {total} bytes; "
+            "lower it"
+        )
+
+
+class _Opening:
+    """One opening, which undoes what it did if it fails."""
+
+    def __init__(self, files: Files, wanted: Wanted, undo: contextlib.ExitStack) -> None:
+        self._files = files
+        self._wanted = wanted
+        self._undo = undo
+        self._index_path = wanted.path + INDEX_SUFFIX
+
+    def run(self) -> Opened:
+        """Open both files, and make them what is wanted."""
+        files, wanted = self._files, self._wanted
+        had_data = files.stat(wanted.path) is not None
+        had_index = files.stat(self._index_path) is not None
+        if had_data and not had_index:
+            raise self._foreign(f"{self._index_path} does not exist")
+        index = self._open(self._index_path, is_new=not had_index)
+        try:
+            files.lock(index)
+        except BlockingIOError as error:
+            raise StateError(
+                f"{wanted.path} is in use, here or in another process; stop the other one, or give "
+                "each process and each rank a path of its own"
+            ) from error
+        found = self._found(index, has_data=had_data)
+        self._check_space()
+        empty = wanted.new_header()
+        if found is None:
+            # From here on the data file is known as kvstow's, even if this process is killed.
+            write_header(files, index, replace(empty, num_slots=0))
+        elif found.num_slots > wanted.num_slots:
+            write_header(files, index, replace(found, num_slots=wanted.num_slots))
+        data = self._open(wanted.path, is_new=not had_data)
+        data_bytes = self._resize(data, wanted.path, wanted.num_slots * wanted.slot_bytes)
+        self._resize(index, self._index_path, index_bytes(wanted.num_slots))
+        header = replace(found or empty, num_slots=wanted.num_slots)
+        if header != found:
+            write_header(files, index, header)
+        if not had_data:
+            self._sync_folder()
+        context = Context(wanted.fingerprint.digest, header.generation, header.slot_bytes)
+        frames, num_dropped = np.zeros(header.num_slots, FRAME), 0
+        if found is not None:
+            num_data_slots = data_bytes // header.slot_bytes  # fewer if the data was cut off
+            frames, num_dropped = read_frames(
+                files, index, header.num_slots, num_data_slots, context
+            )
+        not_direct = self._make_direct(data)
+        return Opened(wanted.path, data, index, header, context, frames, not_direct, num_dropped)
+
+    def _found(self, index: int, *, has_data: bool) -> Header | None:
+        """Return the header of a file that is warm, or None for one that is to be emptied."""
+        page = np.zeros(HEADER_BYTES, np.uint8)
+        self._files.read(index, [page], 0)
+        if not page.any() and not has_data:
+            return None
+        if not is_slot_file(page):
+            raise self._foreign(f"{self._index_path} does not begin as an index does")
+        try:
+            header = read_header(self._index_path, page)
+            self._check_fit(header)
+        except SlotFileMismatch:
+            if self._wanted.may_reset:
+                return None
+            raise
+        return None if header.num_slots == 0 or header.is_renewed or not has_data else header
+
+    def _check_fit(self, header: Header) -> None:
+        wanted = self._wanted
+        fix = "pass another path, or on_mismatch='reset' to empty it"
+        if header.fingerprint != dict(wanted.fingerprint.fields):
+            difference = wanted.fingerprint.difference(header.fingerprint)
+            raise SlotFileMismatch(
+                f"{wanted.path} holds blocks of something else ({difference}); {fix}"
+            )
+        if header.slot_bytes != wanted.slot_bytes:
+            raise SlotFileMismatch(
+                f"{wanted.path} has slots of {header.slot_bytes} bytes, not {wanted.slot_bytes}; "
+                f"{fix}"
+            )
+
+    def _foreign(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self._wanted.path} is not a slot file of kvstow ({why}); pass another path, or "
+            "remove the file yourself"
+        )
+
+    def _check_space(self) -> None:
+        """Refuse what cannot fit, before anything grows."""
+        wanted = self._wanted
+        folder = os.path.dirname(wanted.path) or "."
+        _, free = self._files.space(folder)
+        need = wanted.num_slots * wanted.slot_bytes + index_bytes(wanted.num_slots)
+        for name in (wanted.path, self._index_path):
+            found = self._files.stat(name)
+            need -= 0 if found is None else found.st_blocks * 512
+        if need > free:
+            raise ConfigError(
+                f"max_bytes is {wanted.max_bytes}, which takes {need} more bytes, but the file "
+                f"system of {folder} has {free} free; lower it, or free some space"
+            )
+
+    def _open(self, path: str, *, is_new: bool) -> int:
+        file = self._files.open(path, _FLAGS | (os.O_CREAT | os.O_EXCL if is_new else 0))
+        # In reverse order, so a new file is removed before its lock is released.
+        self._on_failure(self._files.close, file)
+        if is_new:
+            self._on_failure(self._files.remove, path)
+        return file
+
+    def _resize(self, file: int, path: str, new_bytes: int) -> int:
+        """Give a file its size, with the space reserved, and return the old size."""
+        found = self._files.stat(path)
+        old_bytes = 0 if found is None else found.st_size
+        if old_bytes > new_bytes:
+            self._files.truncate(file, new_bytes)
+        elif old_bytes < new_bytes:
+            self._on_failure(self._files.truncate, file, old_bytes)
+        self._files.allocate(file, new_bytes)
+        return old_bytes
+
+    def _make_direct(self, data: int) -> str | None:
+        """Bypass the page cache, or return why that does not work."""
+        page = np.frombuffer(mmap.mmap(-1, _PROBE_BYTES), np.uint8)
+        try:
+            self._files.set_direct(data, True)
+            self._files.read(data, [page], 0)
+        except OSError as error:
+            self._files.set_direct(data, False)
+            return f"the file system refuses direct I/O ({error.strerror or error})"
+        return None
+
+    def _sync_folder(self) -> None:
+        """Make the names of new files survive a loss of power."""
+        folder = self._files.open(os.path.dirname(self._wanted.path) or ".", os.O_RDONLY)
+        try:
+            self._files.sync(folder)
+        finally:
+            self._files.close(folder)
+
+    def _on_failure(self, call: Callable[..., object], *arguments: object) -> None:
+        def undo() -> None:
+            with contextlib.suppress(OSError):
+                call(*arguments)
+
+        self._undo.callback(undo)

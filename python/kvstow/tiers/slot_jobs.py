@@ -1,0 +1,80 @@
+"""The jobs of a slot file, and which slots they have in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import TransferError
+from kvstow.tiers.frame import Bools, Context, Frames
+from kvstow.tiers.ticket import TierTicket
+from kvstow.transfer.mover import Index
+
+Kind: TypeAlias = Literal["put", "get", "delete", "renew"]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Blocks to write, read or drop.
+
+    Attributes:
+        kind: what to do.
+        frames: shape [n], the frames that the blocks have or should have.
+        slots: shape [n], their slots.
+        host: shape [n], their host slots; none for other kinds than put and get.
+        context: the generation in which the job began.
+        ticket: reports the end.
+        at: positions of the blocks that may be carried out, in the order of their slots.
+        ok: shape [n], what the ticket will report.
+        num_left: pieces that have not ended.
+        num_mismatched: blocks that a get found to be something else.
+        error: why blocks failed together.
+    """
+
+    kind: Kind
+    frames: Frames
+    slots: Index
+    host: Index
+    context: Context
+    ticket: TierTicket
+    at: Index = field(default_factory=lambda: np.empty(0, np.int64))
+    ok: Bools = field(init=False)
+    num_left: int = 0
+    num_mismatched: int = 0
+    error: TransferError | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with no block done."""
+        self.ok = np.zeros(len(self.slots), np.bool_)
+
+
+class Marks:
+    """Which places are in use: each by one writer, or by any number of readers."""
+
+    def __init__(self, num_places: int) -> None:
+        """Begin with none in use."""
+        self._uses: npt.NDArray[np.int16] = np.zeros(num_places, np.int16)  # -1: a writer
+
+    def are_free(self, places: Index, *, to_write: bool) -> Bools:
+        """Return which of these places another user may take."""
+        uses = self._uses[places]
+        return uses == 0 if to_write else uses >= 0
+
+    def take(self, places: Index, *, to_write: bool) -> None:
+        """Take free places, each named once."""
+        self._uses[places] += -1 if to_write else 1
+
+    def release(self, places: Index, *, to_write: bool) -> None:
+        """Give places back."""
+        self._uses[places] -= -1 if to_write else 1
+
+    def clear(self) -> None:
+        """Give all places back."""
+        self._uses.fill(0)
+
+    def any_in_use(self) -> bool:
+        """Return whether any place is in use."""
+        return bool(self._uses.any())

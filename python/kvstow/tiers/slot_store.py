@@ -1,0 +1,400 @@
+"""The open slot file: its frames in memory, the jobs under way, and the file calls of each.
+
+```
+put    host slot --> XXH3 into a new frame --> data, in runs --> frame into the index --> True
+get    frame in memory is of this block? --> data, in runs --> XXH3 is the frame's? --> True
+```
+
+How a wrong block could be served, and what prevents it:
+
+- A slot that is being overwritten: its frame is dropped before the first byte is written. A job for
+  a slot, or a host slot, that another job has in use fails for that block.
+- A call that returns after its job was given up: its slot and its host slot stay in use.
+- A job of an earlier generation: its frames do not match, and what it read does not count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import StateError, TransferError, row_digests
+from kvstow.tiers.files import Files
+from kvstow.tiers.frame import (
+    FRAME,
+    Bools,
+    Context,
+    Frames,
+    expected_frames,
+    match,
+    seal,
+)
+from kvstow.tiers.lanes import Lanes, Work
+from kvstow.tiers.opening import Opened
+from kvstow.tiers.slot_calls import SlotCalls
+from kvstow.tiers.slot_index import new_generation
+from kvstow.tiers.slot_jobs import Job, Kind, Marks
+from kvstow.tiers.ticket import TierTicket
+from kvstow.tiers.tier import Checked, Mode, TierStats
+from kvstow.transfer.fork import FORKED, FORKED_TRANSFER, close_in_children
+from kvstow.transfer.mover import Index
+
+# A piece of a job, which one thread carries out. Larger calls are no faster.
+_PIECE_BYTES = 4 << 20
+# After this many calls in a row that cannot read, the disk is given up.
+_MAX_READ_ERRORS = 8
+
+Rows = npt.NDArray[np.uint8]
+
+
+class SlotStore:
+    """Carries out jobs on an open slot file. Its methods block for no file call, except `close`.
+
+    Attributes:
+        header: the header as the file has it, or gets it now.
+        context: what all new frames have in common.
+        frames: the frames of all slots, zeros where a slot holds nothing.
+        has_begun: whether there was a job yet.
+    """
+
+    def __init__(  # noqa: PLR0913 - the file, its host side, and its bounds
+        self,
+        files: Files,
+        opened: Opened,
+        rows: Rows,
+        *,
+        num_threads: int,
+        max_in_flight_bytes: int,
+        max_quarantined_bytes: int,
+        stuck_after_s: float,
+    ) -> None:
+        """Start the threads.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
+        self.header = opened.header
+        self.context = opened.context
+        self.frames: Final = opened.frames
+        self._now = files.now
+        self._calls = SlotCalls(files, opened.data, opened.index, rows, opened.header.slot_bytes)
+        self._rows = rows
+        slot_bytes = opened.header.slot_bytes
+        num_threads = max(1, min(num_threads, max_in_flight_bytes // slot_bytes))
+        self._per_piece = max(
+            1, min(_PIECE_BYTES, max_in_flight_bytes // num_threads) // slot_bytes
+        )
+        self._lock = threading.RLock()
+        self._header_lock = threading.Lock()
+        self._slots_in_use = Marks(opened.header.num_slots)
+        self._host_in_use = Marks(len(rows))
+        self._jobs: set[Job] = set()
+        self._stats = TierStats()
+        self._num_read_errors = 0
+        self._read_only: TransferError | None = None
+        self._off: TransferError | None = None
+        self._is_closed = self._is_forked = False
+        self.has_begun = False
+        self._lanes = Lanes(
+            num_threads,
+            stuck_after_s=stuck_after_s,
+            max_quarantined_bytes=max_quarantined_bytes,
+            now=files.now,
+        )
+        close_in_children(self)
+
+    @property
+    def mode(self) -> Mode:
+        """What the store still does."""
+        if self._off is not None or self._lanes.error is not None:
+            return "off"
+        return "on" if self._read_only is None else "read_only"
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the store is not on; None while it is."""
+        return self._off or self._lanes.error or self._read_only
+
+    @property
+    def stats(self) -> TierStats:
+        """What the store has done, and what it does now."""
+        lanes = self._lanes
+        return replace(
+            self._stats,
+            in_flight_bytes=lanes.in_flight_bytes,
+            quarantined_bytes=lanes.quarantined_bytes,
+        )
+
+    def check_open(self) -> None:
+        """Raise `StateError` after `close`, and in a forked child."""
+        if self._is_forked:
+            raise StateError(f"this slot file {FORKED}; open one here")
+        if self._is_closed:
+            raise StateError("this slot file is closed; open it again")
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def submit(
+        self, kind: Kind, blocks: Checked, host: Index, deadline: float | None
+    ) -> TierTicket:
+        """Begin a job, except for blocks whose slot or host slot another job has in use."""
+        ticket = TierTicket(len(blocks), deadline, clock=self._now)
+        self.has_begun = True
+        assert blocks.slots is not None, "a slot file has slots"
+        context = self.context
+        job = Job(kind, expected_frames(blocks, context), blocks.slots, host, context, ticket)
+        refused = self.error if kind == "put" or self.mode == "off" else None
+        if refused is not None or not len(blocks):
+            self._end(job, refused)
+            return ticket
+        with self._lock:
+            free = self._slots_in_use.are_free(job.slots, to_write=kind != "get")
+            if kind != "delete":
+                free &= self._host_in_use.are_free(host, to_write=kind == "get")
+            at = np.flatnonzero(free)
+            job.at = at[np.argsort(job.slots[at], kind="stable")]
+            self._begin(job)
+        return ticket
+
+    def renew(self, fingerprint: bytes | None, header_fields: dict[str, str | int]) -> TierTicket:
+        """Draw a new generation, and begin to make it durable."""
+        ticket = TierTicket(1, clock=self._now)
+        self.has_begun = True
+        generation = new_generation()
+        with self._lock:
+            self.header = replace(
+                self.header,
+                generation=generation,
+                is_renewed=fingerprint is None,
+                fingerprint=header_fields,
+            )
+            self.context = Context(
+                fingerprint or self.context.fingerprint, generation, self.context.length
+            )
+            none = np.empty(0, np.int64)
+            one = np.zeros(1, np.int64)
+            job = Job("renew", np.zeros(1, FRAME), one, none, self.context, ticket, at=one)
+            if self.mode == "off":
+                self._end(job, self.error)
+            else:
+                self._begin(job)
+        return ticket
+
+    def _begin(self, job: Job) -> None:
+        """Take what a job needs, and queue its pieces. The caller holds the lock."""
+        pieces: deque[Work] = deque(
+            _Piece(self, job, job.at[begin : begin + self._per_piece])
+            for begin in range(0, len(job.at), self._per_piece)
+        )
+        job.num_left = len(pieces)
+        if not pieces:
+            self._end(job, None)
+            return
+        try:
+            self._jobs.add(job)
+            self._mark(job, Marks.take)
+            self._lanes.submit(pieces)
+        except BaseException:  # an interrupt, at any line: take back what no thread has begun
+            with suppress(IndexError):
+                while True:
+                    pieces.pop()
+                    job.num_left -= 1
+            if not job.num_left:
+                self._jobs.discard(job)
+                self._mark_again()
+            raise
+
+    def _mark_again(self) -> None:
+        """Find out anew what the jobs have in use."""
+        self._slots_in_use.clear()
+        self._host_in_use.clear()
+        for job in self._jobs:
+            self._mark(job, Marks.take)
+
+    def _mark(self, job: Job, change: Callable[..., None]) -> None:
+        if job.kind == "renew":
+            return
+        change(self._slots_in_use, job.slots[job.at], to_write=job.kind != "get")
+        if job.kind != "delete":
+            change(self._host_in_use, job.host[job.at], to_write=job.kind == "get")
+
+    def end_piece(self, job: Job, error: TransferError | None) -> None:
+        """Report the end of a piece, and with the last one that of the job."""
+        with self._lock:
+            job.error = job.error or error
+            job.num_left -= 1
+            if job.num_left or job not in self._jobs:
+                return
+            self._jobs.discard(job)
+            self._mark(job, Marks.release)
+        self._end(job, job.error)
+
+    def _end(self, job: Job, error: TransferError | None) -> None:
+        if job.kind in {"put", "get"} and job.context is not self.context:
+            job.ok[:] = False  # a reset came between
+        job.ticket.end(job.ok, error)
+        num_ok = 0 if job.ticket.is_late else int(job.ok.sum())
+        num_bytes, num_failed = num_ok * self.header.slot_bytes, len(job.ok) - num_ok
+        with self._lock:
+            old = self._stats
+            if job.kind == "put":
+                self._stats = replace(
+                    old,
+                    put_blocks=old.put_blocks + num_ok,
+                    put_bytes=old.put_bytes + num_bytes,
+                    failed_puts=old.failed_puts + num_failed,
+                )
+            elif job.kind == "get":
+                self._stats = replace(
+                    old,
+                    got_blocks=old.got_blocks + num_ok,
+                    got_bytes=old.got_bytes + num_bytes,
+                    failed_gets=old.failed_gets + num_failed,
+                    mismatched_blocks=old.mismatched_blocks + job.num_mismatched,
+                )
+
+    # -- on the threads --------------------------------------------------------------------------
+
+    def carry_out(self, job: Job, at: Index) -> None:
+        """Do one piece of a job; raise `OSError` if a call fails."""
+        if job.kind == "renew":
+            with self._header_lock:
+                self._calls.write_header(self.header)
+            job.ok[:] = True
+        elif job.kind == "delete":
+            self._drop(job, at)
+        elif job.ticket.poll():
+            return  # too late already
+        elif job.kind == "put":
+            self._write(job, at)
+        else:
+            self._read(job, at)
+
+    def fail(self, job: Job, error: OSError) -> TransferError:
+        """Lower the mode after a failed call, and return why."""
+        what = {"put": "write", "get": "read", "delete": "write", "renew": "write"}[job.kind]
+        failed = TransferError(f"the slot file cannot {what} ({error.strerror or error})")
+        failed.__cause__ = error
+        if job.kind == "renew":
+            self._off = self._off or TransferError(
+                f"the tier is off because its new generation cannot be written ({error}); check "
+                "the disk, and open the tier again"
+            )
+        elif what == "write":
+            self._read_only = self._read_only or TransferError(
+                f"the tier only reads because a write failed ({error}); check the disk, and open "
+                "the tier again"
+            )
+        return failed
+
+    def _write(self, job: Job, at: Index) -> None:
+        slots, host, frames = job.slots[at], job.host[at], job.frames[at]
+        seal(frames, row_digests(self._rows, host))
+        self.frames[slots] = np.zeros(1, FRAME)
+        self._calls.write_data(slots, host)
+        self._calls.write_frames(slots, frames)
+        self.frames[slots] = frames
+        job.ok[at] = True
+
+    def _drop(self, job: Job, at: Index) -> None:
+        slots = job.slots[at]
+        slots = slots[match(self.frames[slots], job.frames[at])]
+        self.frames[slots] = np.zeros(1, FRAME)
+        self._calls.write_frames(slots, np.zeros(len(slots), FRAME))
+        job.ok[at] = True
+
+    def _read(self, job: Job, at: Index) -> None:
+        found = self.frames[job.slots[at]]
+        fits = self._fit(found, job.frames[at])
+        job.num_mismatched += len(at) - int(fits.sum())
+        at, found = at[fits], found[fits]
+        if not len(at):
+            return
+        arrived, error = self._calls.read_data(
+            job.slots[at], job.host[at], report=self._count_read, may_go_on=self._is_on
+        )
+        at, found = at[arrived], found[arrived]
+        proven = self._are_proven(job.host[at], found)
+        job.ok[at[proven]] = True
+        damaged = at[~proven]
+        job.num_mismatched += len(damaged)
+        self.frames[job.slots[damaged]] = np.zeros(1, FRAME)
+        if error is not None:
+            raise error
+
+    @staticmethod
+    def _fit(found: Frames, expected: Frames) -> Bools:
+        """Return which slots hold the block that the caller asks for."""
+        return match(found, expected)
+
+    def _are_proven(self, host: Index, frames: Frames) -> Bools:
+        """Return which host slots hold the bytes that were written."""
+        proven: Bools = row_digests(self._rows, host) == frames["checksum"]
+        return proven
+
+    def _is_on(self) -> bool:
+        return self.mode != "off"
+
+    def _count_read(self, error: OSError | None) -> None:
+        """Count how many calls in a row cannot read."""
+        self._num_read_errors = 0 if error is None else self._num_read_errors + 1
+        if self._num_read_errors >= _MAX_READ_ERRORS:
+            self._off = self._off or TransferError(
+                f"the tier is off because {_MAX_READ_ERRORS} reads in a row failed ({error}); "
+                "check the disk, and open the tier again"
+            )
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Carry out every job, and stop."""
+        if self._is_forked:
+            return
+        self._is_closed = True
+        self._lanes.stop()
+        if not self._lanes.join():
+            # A call still uses the files. Another file could get their numbers, so they stay open,
+            # and with them the lock.
+            return
+        self._calls.close()
+
+    def close_in_child(self) -> None:
+        """Close the files in a forked child, and fail every job."""
+        self._is_forked = True
+        self._lock = threading.RLock()
+        self._lanes.close_in_child()
+        self._calls.close()  # the lock stays with the parent
+        for job in self._jobs:
+            if not job.ticket.has_ended:
+                job.ticket.end(None, TransferError(FORKED_TRANSFER))
+
+
+class _Piece:
+    """Part of a job, for one thread."""
+
+    def __init__(self, store: SlotStore, job: Job, at: Index) -> None:
+        self._store, self._job, self._at = store, job, at
+        self.num_bytes = len(at) * store.header.slot_bytes if len(job.host) else 0
+
+    def run(self) -> None:
+        """Carry it out. Whatever it raises ends the piece, not the thread."""
+        error = None
+        try:
+            self._store.carry_out(self._job, self._at)
+        except OSError as failed:
+            error = self._store.fail(self._job, failed)
+        except BaseException as failed:
+            error = TransferError(f"the job failed ({failed!r}); this is an error in kvstow")
+            error.__cause__ = failed
+        self._store.end_piece(self._job, error)
+
+    def fail(self, error: TransferError) -> None:
+        """End it without carrying it out."""
+        self._store.end_piece(self._job, error)

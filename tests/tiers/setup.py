@@ -1,0 +1,120 @@
+"""What the tests of tiers share: an arena, blocks with known bytes, and the tiers under test."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from tests.tiers.memory import MemoryTier
+
+from kvstow.tiers import (
+    Fingerprint,
+    SlotFile,
+    SlotTier,
+    Tier,
+    TierBlocks,
+    TierStats,
+    TierTicket,
+)
+from kvstow.tiers.files import Files
+from kvstow.transfer import HostArena
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Key: TypeAlias = tuple[bytes, int]
+
+LONG_S: Final = 20.0
+NUM_SLOTS: Final = 32
+SLOT_BYTES: Final = 4096
+MODEL: Final = Fingerprint({"model": "a", "rank": 0, "world_size": 1})
+
+
+class Here(Files):
+    """The system's file calls, without its waits for the disk, and on any file system."""
+
+    def sync(self, file: int) -> None:
+        """Assume that the power stays on."""
+
+    def file_system(self, folder: str) -> str:
+        return "ext4"
+
+
+def key_of(number: int, group: int = 0) -> Key:
+    return hashlib.sha256(number.to_bytes(4, "little")).digest(), group
+
+
+def bytes_of(key: Key, epoch: int = 0, num_bytes: int = SLOT_BYTES) -> Bytes:
+    """Return the bytes of a block under the weights of an epoch."""
+    seed = int.from_bytes(key[0][:8], "little") + 1000 * key[1] + epoch
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+
+
+def blocks_of(keys: Sequence[Key], slots: Sequence[int], sequence: int = 1) -> TierBlocks:
+    parents = [None, *(digest for digest, _ in keys[:-1])]
+    groups = np.array([group for _, group in keys], np.uint32)
+    digests = [digest for digest, _ in keys]
+    return TierBlocks(digests, groups, parents[: len(keys)], np.array(slots, np.int64), sequence)
+
+
+def new_arena(num_slots: int = 2 * NUM_SLOTS, slots_per_run: int = 1) -> HostArena:
+    return HostArena(num_slots, SLOT_BYTES // slots_per_run, slots_per_run=slots_per_run)
+
+
+def slot_file(path: Path, **options: object) -> SlotFile:
+    defaults: dict[str, object] = {"max_bytes": SlotFile.bytes_for(NUM_SLOTS, SLOT_BYTES)}
+    return SlotFile(path / "slots", **(defaults | options))  # type: ignore[arg-type]
+
+
+def open_file(
+    path: Path,
+    arena: HostArena,
+    *,
+    model: Fingerprint = MODEL,
+    files: Files | None = None,
+    **options: object,
+) -> SlotTier:
+    return slot_file(path, **options).open(arena, model, files=files or Here())
+
+
+Open: TypeAlias = Callable[[Path, HostArena], Tier]
+KINDS: Final[dict[str, Open]] = {
+    "memory": lambda _, arena: MemoryTier(arena, NUM_SLOTS),
+    "slot_file": open_file,
+}
+
+
+def stats_after(tier: Tier, *tickets: TierTicket) -> TierStats:
+    """Return what the tier counted once these jobs have ended, late ones too."""
+    end_s = time.monotonic() + LONG_S
+    while not all(ticket.has_ended for ticket in tickets) or tier.stats().in_flight_bytes:
+        assert time.monotonic() < end_s, "a job does not end"
+        time.sleep(0.001)
+    return tier.stats()
+
+
+def put(tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0) -> list[bool]:
+    """Write blocks from host slots 0 and up, and return the answer."""
+    rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+    for at, key in enumerate(keys):
+        rows[at] = bytes_of(key, epoch, tier.slot_bytes)
+    ticket = tier.put(blocks_of(keys, slots), range(len(keys)))
+    ticket.wait(LONG_S)
+    return [bool(one) for one in ticket.ok]
+
+
+def get(tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0) -> list[bool]:
+    """Read blocks into the last host slots, compare their bytes, and return the answer."""
+    rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+    host = range(tier.num_host_slots - len(keys), tier.num_host_slots)
+    rows[host.start :] = 0
+    ticket = tier.get(blocks_of(keys, slots), host)
+    ticket.wait(LONG_S)
+    ok = [bool(one) for one in ticket.ok]
+    for is_ok, key, row in zip(ok, keys, rows[host.start :], strict=True):
+        if is_ok:
+            np.testing.assert_array_equal(row, bytes_of(key, epoch, tier.slot_bytes))
+    return ok

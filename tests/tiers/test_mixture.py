@@ -1,0 +1,80 @@
+"""Random mixtures of jobs, faults and damage: a tier may lose blocks, and never returns wrong ones.
+
+`KVSTOW_TIER_SEEDS` sets the number of seeds, and `KVSTOW_TIER_SEED` the first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.mixture import Mixture
+
+from kvstow.tiers import frame, slot_index, slot_store
+from kvstow.tiers.slot_store import SlotStore
+
+NUM_SEEDS = int(os.environ.get("KVSTOW_TIER_SEEDS", "200"))
+FIRST = int(os.environ.get("KVSTOW_TIER_SEED", "0"))
+NUM_STEPS = 30
+# A fault of which too few are injected proves nothing.
+EXPECTED_FAULTS = {
+    "fail", "full", "flip", "other block", "lose", "tear", "elsewhere", "short", "slow", "hang",
+    "flip data", "flip index", "flip header", "cut data", "cut index", "move", "crash", "clock",
+}  # fmt: skip
+
+
+def test_no_seed_returns_a_wrong_block(tmp_path: Path) -> None:
+    faults: Counter[str] = Counter()
+    num_right = 0
+    for seed in range(FIRST, FIRST + NUM_SEEDS):
+        print("seed", seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        outcome = Mixture(seed, folder).run(NUM_STEPS)
+        assert outcome.num_wrong == 0, f"seed {seed}: {outcome.num_wrong} wrong blocks"
+        num_right += outcome.num_right
+        faults.update(outcome.faults)
+        for file in folder.iterdir():
+            file.unlink()
+    print("right blocks", num_right, "faults", dict(faults))
+    assert num_right > 5 * NUM_SEEDS
+    assert NUM_SEEDS < 100 or faults.keys() >= EXPECTED_FAULTS
+
+
+def num_wrong(folder: Path) -> int:
+    """Return how many wrong blocks the first seeds return."""
+    total = 0
+    for seed in range(40):
+        (folder / str(seed)).mkdir()
+        total += Mixture(seed, folder / str(seed)).run(NUM_STEPS).num_wrong
+    return total
+
+
+def test_without_checksums_damage_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotStore, "_are_proven", lambda _, host, __: np.ones(len(host), np.bool_))
+    assert num_wrong(tmp_path) > 0
+
+
+def test_without_keys_other_blocks_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used(found: frame.Frames, _: frame.Frames) -> frame.Bools:
+        is_used: frame.Bools = found["schema"] != 0
+        return is_used
+
+    monkeypatch.setattr(SlotStore, "_fit", staticmethod(used))
+    assert num_wrong(tmp_path) > 0
+
+
+def test_without_generations_old_weights_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_store, "new_generation", lambda: 7)
+    monkeypatch.setattr(slot_index, "new_generation", lambda: 7)
+    monkeypatch.setattr("kvstow.tiers.opening.new_generation", lambda: 7)
+    assert num_wrong(tmp_path) > 0

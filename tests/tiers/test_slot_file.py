@@ -1,0 +1,463 @@
+"""Opening of a slot file: what it keeps, what it refuses, and what it does to the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.forks import in_child
+from tests.tiers.setup import (
+    LONG_S,
+    MODEL,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    Here,
+    blocks_of,
+    get,
+    key_of,
+    new_arena,
+    open_file,
+    put,
+)
+
+from kvstow import ConfigError, StateError
+from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch
+from kvstow.tiers.files import Files
+from kvstow.transfer import HostArena
+
+KEYS = [key_of(number) for number in range(NUM_SLOTS)]
+OTHER = Fingerprint({"model": "b", "rank": 0, "world_size": 1})
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with new_arena() as opened:
+        yield opened
+
+
+def on_disk(path: Path) -> dict[str, bytes]:
+    return {it.name: it.read_bytes() for it in path.iterdir()}
+
+
+def fill(path: Path, arena: HostArena) -> None:
+    with open_file(path, arena) as tier:
+        assert all(put(tier, KEYS, range(NUM_SLOTS)))
+
+
+# -- warm ----------------------------------------------------------------------------------------
+
+
+def test_reopened_file_is_warm(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        assert len(tier.records()) == 0
+        for sequence, at in ((3, 0), (1, 2), (2, 1)):
+            tier.put(blocks_of([KEYS[at]], [at], sequence), [at]).wait(LONG_S)
+        assert all(put(tier, KEYS[5:8], [5, 6, 7]))
+    with open_file(tmp_path, arena) as tier:
+        records = tier.records()
+        hashes, parents = records.keys(0, len(records))
+        assert records.sequences.tolist() == [1, 1, 1, 1, 2, 3]
+        assert records.slots.tolist() == [2, 5, 6, 7, 1, 0], "oldest first"
+        assert hashes == [KEYS[at][0] for at in (2, 5, 6, 7, 1, 0)]
+        assert parents == [None, None, KEYS[5][0], KEYS[6][0], None, None]
+        assert records.groups.tolist() == [0] * 6
+        assert all(get(tier, KEYS[5:8], [5, 6, 7]))
+        with pytest.raises(StateError, match=r"call records\(\) before"):
+            tier.records()
+
+
+def test_deleted_block_stays_deleted_after_a_restart(tmp_path: Path, arena: HostArena) -> None:
+    fill(tmp_path, arena)
+    with open_file(tmp_path, arena) as tier:
+        tier.delete(blocks_of(KEYS[:3], range(3))).wait(LONG_S)
+    with open_file(tmp_path, arena) as tier:
+        assert tier.records().slots.tolist() == list(range(3, NUM_SLOTS))
+
+
+def test_short_hashes_come_back_as_they_were(tmp_path: Path, arena: HostArena) -> None:
+    keys = [(b"\0ab\0", 1), (b"\0ac\0", 1)]
+    with open_file(tmp_path, arena) as tier:
+        assert all(put(tier, keys, [4, 5]))
+    with open_file(tmp_path, arena) as tier:
+        assert tier.records().keys(0, 2) == ([b"\0ab\0", b"\0ac\0"], [None, b"\0ab\0"])
+        assert all(get(tier, keys, [4, 5]))
+
+
+@pytest.mark.parametrize("num_slots", [NUM_SLOTS // 2, 2 * NUM_SLOTS])
+def test_another_size_keeps_what_fits(tmp_path: Path, arena: HostArena, num_slots: int) -> None:
+    fill(tmp_path, arena)
+    num_bytes = SlotFile.bytes_for(num_slots, SLOT_BYTES)
+    kept = min(num_slots, NUM_SLOTS)
+    for _ in range(2):
+        with open_file(tmp_path, arena, max_bytes=num_bytes) as tier:
+            assert tier.num_slots == num_slots
+            assert tier.records().slots.tolist() == list(range(kept))
+            assert all(get(tier, KEYS[:kept], range(kept)))
+            assert sum(it.stat().st_size for it in tmp_path.iterdir()) == num_bytes
+            used = sum(it.stat().st_blocks * 512 for it in tmp_path.iterdir())
+            assert used >= num_bytes, "the space is reserved"
+
+
+def test_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
+    for extra in (0, 1, SLOT_BYTES + 127, SLOT_BYTES + 128):
+        max_bytes = SlotFile.bytes_for(1, SLOT_BYTES) + extra
+        with open_file(tmp_path, arena, max_bytes=max_bytes) as tier:
+            assert tier.num_slots == 1 + extra // (SLOT_BYTES + 128)
+            assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= max_bytes
+
+
+def test_data_that_was_cut_off_loses_only_its_slots(tmp_path: Path, arena: HostArena) -> None:
+    fill(tmp_path, arena)
+    os.truncate(tmp_path / "slots", 10 * SLOT_BYTES + 7)
+    with open_file(tmp_path, arena) as tier:
+        assert tier.records().slots.tolist() == list(range(10))
+        assert tier.num_dropped_records == NUM_SLOTS - 10
+        assert all(get(tier, KEYS[:10], range(10)))
+        assert all(put(tier, KEYS[10:], range(10, NUM_SLOTS)))
+
+
+def test_index_that_was_cut_off_loses_only_its_slots(tmp_path: Path, arena: HostArena) -> None:
+    fill(tmp_path, arena)
+    os.truncate(tmp_path / "slots.index", 4096 + 10 * 128 + 64)
+    with open_file(tmp_path, arena) as tier:
+        assert tier.records().slots.tolist() == list(range(10))
+        assert all(get(tier, KEYS[:10], range(10)))
+
+
+def test_removed_data_file_leaves_an_empty_tier(tmp_path: Path, arena: HostArena) -> None:
+    fill(tmp_path, arena)
+    (tmp_path / "slots").unlink()
+    with open_file(tmp_path, arena) as tier:
+        assert len(tier.records()) == 0
+        assert not any(get(tier, KEYS, range(NUM_SLOTS)))
+
+
+# -- generations ---------------------------------------------------------------------------------
+
+
+def test_renewed_tier_serves_no_earlier_block(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        assert all(put(tier, KEYS[:4], range(4)))
+        renewed = tier.renew()
+        renewed.wait(LONG_S)
+        assert renewed.ok.tolist() == [True]
+        assert not any(get(tier, KEYS[:4], range(4)))
+        assert all(put(tier, KEYS[:4], range(4), epoch=1))
+        assert all(get(tier, KEYS[:4], range(4), epoch=1))
+
+
+def test_generation_that_a_reset_drew_is_never_warm(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        assert all(put(tier, KEYS[:4], range(4)))
+        tier.renew().wait(LONG_S)
+        assert all(put(tier, KEYS[4:8], range(4, 8), epoch=1))
+    with open_file(tmp_path, arena) as tier:
+        assert len(tier.records()) == 0
+        assert not any(get(tier, KEYS[:8], range(8)))
+        assert all(put(tier, KEYS[:2], range(2)))
+    with open_file(tmp_path, arena) as tier:
+        assert len(tier.records()) == 2, "the generation of an opening is warm again"
+
+
+def test_renewal_with_a_fingerprint_is_warm_under_it(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        assert all(put(tier, KEYS[:4], range(4)))
+        tier.renew(OTHER).wait(LONG_S)
+        assert all(put(tier, KEYS[4:6], [4, 5], epoch=1))
+    with pytest.raises(SlotFileMismatch):
+        open_file(tmp_path, arena)
+    with open_file(tmp_path, arena, model=OTHER) as tier:
+        assert tier.records().slots.tolist() == [4, 5]
+        assert all(get(tier, KEYS[4:6], [4, 5], epoch=1))
+
+
+class FailingSync(Here):
+    fails = False
+
+    def sync(self, file: int) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+def test_renewal_that_cannot_be_synced_turns_the_tier_off(tmp_path: Path, arena: HostArena) -> None:
+    files = FailingSync()
+    with open_file(tmp_path, arena, files=files) as tier:
+        assert all(put(tier, KEYS[:4], range(4)))
+        files.fails = True
+        renewed = tier.renew()
+        renewed.wait(LONG_S)
+        assert renewed.ok.tolist() == [False]
+        assert "cannot write" in str(renewed.error)
+        assert tier.mode == "off"
+        assert "new generation cannot be written" in str(tier.error)
+        assert not any(get(tier, KEYS[:4], range(4)))
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+def test_file_of_another_fingerprint_is_refused_or_emptied(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    fill(tmp_path, arena)
+    before = on_disk(tmp_path)
+    with pytest.raises(SlotFileMismatch, match=r"model 'a' is not 'b'\); pass another path"):
+        open_file(tmp_path, arena, model=OTHER)
+    assert on_disk(tmp_path) == before
+    with open_file(tmp_path, arena, model=OTHER, on_mismatch="reset") as tier:
+        assert len(tier.records()) == 0
+        assert not any(get(tier, KEYS, range(NUM_SLOTS)))
+    with pytest.raises(SlotFileMismatch):
+        open_file(tmp_path, arena)
+
+
+def test_file_of_another_slot_size_is_refused_or_emptied(tmp_path: Path, arena: HostArena) -> None:
+    fill(tmp_path, arena)
+    before = on_disk(tmp_path)
+    with HostArena(8, 2 * SLOT_BYTES) as wide:
+        with pytest.raises(SlotFileMismatch, match="slots of 4096 bytes, not 8192"):
+            open_file(tmp_path, wide)
+        assert on_disk(tmp_path) == before
+        with open_file(tmp_path, wide, on_mismatch="reset") as tier:
+            assert len(tier.records()) == 0
+            assert all(put(tier, KEYS[:4], range(4)))
+            assert all(get(tier, KEYS[:4], range(4)))
+        size = sum(it.stat().st_size for it in tmp_path.iterdir())
+        assert size <= SlotFile.bytes_for(NUM_SLOTS, SLOT_BYTES)
+
+
+@pytest.mark.parametrize("at", [8, 12, 16, 100, 2000, 4090])
+def test_damaged_header_is_refused_or_emptied(tmp_path: Path, arena: HostArena, at: int) -> None:
+    fill(tmp_path, arena)
+    index = tmp_path / "slots.index"
+    data = bytearray(index.read_bytes())
+    data[at] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(SlotFileMismatch, match="does not have its checksum"):
+        open_file(tmp_path, arena)
+    with open_file(tmp_path, arena, on_mismatch="reset") as tier:
+        assert len(tier.records()) == 0
+        assert not any(get(tier, KEYS, range(NUM_SLOTS)))
+
+
+@pytest.mark.parametrize("name", ["slots", "slots.index"])
+def test_file_of_the_user_is_never_touched(tmp_path: Path, arena: HostArena, name: str) -> None:
+    (tmp_path / name).write_bytes(b"my thesis")
+    for on_mismatch in ("refuse", "reset"):
+        with pytest.raises(ConfigError, match="not a slot file of kvstow"):
+            open_file(tmp_path, arena, on_mismatch=on_mismatch)
+    assert on_disk(tmp_path) == {name: b"my thesis"}
+
+
+def test_open_file_is_refused_to_others(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        with pytest.raises(StateError, match="in use, here or in another process"):
+            open_file(tmp_path, arena)
+
+        def check() -> None:
+            with new_arena() as own, pytest.raises(StateError, match="in use"):
+                open_file(tmp_path, own)
+
+        in_child(check)
+        assert all(put(tier, KEYS[:2], [0, 1]))
+    open_file(tmp_path, arena).close()
+
+
+def link(path: Path) -> None:
+    (path / "real").touch()
+    (path / "slots").symlink_to(path / "real")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path / "slots")
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path / "slots"))
+
+
+PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "symbolic link": (link, "is a symbolic link"),
+    "folder": (lambda path: (path / "slots").mkdir(), "is a folder"),
+    "folder as index": (lambda path: (path / "slots.index").mkdir(), "is a folder"),
+    "pipe": (pipe, "is a pipe or a socket"),
+    "socket": (unix_socket, "is a pipe or a socket"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_unsuitable_place_is_refused(tmp_path: Path, arena: HostArena, name: str) -> None:
+    prepare, message = PLACES[name]
+    prepare(tmp_path)
+    before = sorted(it.name for it in tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=message):
+        open_file(tmp_path, arena)
+    assert sorted(it.name for it in tmp_path.iterdir()) == before
+
+
+def test_device_and_missing_folder_are_refused(tmp_path: Path, arena: HostArena) -> None:
+    size = SlotFile.bytes_for(1, SLOT_BYTES)
+    with pytest.raises(ConfigError, match="/dev/null is a device"):
+        SlotFile("/dev/null", size).open(arena, MODEL, files=Here())
+    with pytest.raises(ConfigError, match="does not exist; create it"):
+        SlotFile(tmp_path / "no" / "slots", size).open(arena, MODEL, files=Here())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("tmpfs", "is on tmpfs, which is memory"), ("nfs4", "is on nfs4, where a lock")],
+)
+def test_unsuitable_file_system_is_refused(
+    tmp_path: Path, arena: HostArena, kind: str, message: str
+) -> None:
+    class Elsewhere(Here):
+        def file_system(self, folder: str) -> str:
+            return kind
+
+    with pytest.raises(ConfigError, match=message):
+        open_file(tmp_path, arena, files=Elsewhere())
+    assert on_disk(tmp_path) == {}
+
+
+def test_the_system_names_its_file_systems() -> None:
+    assert Files().file_system("/proc/self") in {"proc", ""}
+    assert Files().file_system("/dev") != "proc"
+
+
+ERRORS = {
+    errno.EACCES: "give this process the right",
+    errno.EROFS: "mount the file system for writing",
+    errno.ENOSPC: "free some space, or lower max_bytes",
+    errno.EDQUOT: "raise the quota",
+    errno.EIO: "check the disk",
+}
+
+
+@pytest.mark.parametrize("call", ["open", "allocate", "write", "read", "sync"])
+@pytest.mark.parametrize("number", ERRORS)
+def test_call_that_fails_at_the_opening_leaves_nothing_behind(
+    tmp_path: Path, arena: HostArena, call: str, number: int
+) -> None:
+    class Failing(Here):
+        def __getattribute__(self, name: str) -> Any:
+            if name == call:
+
+                def fail(*_: object) -> None:
+                    raise OSError(number, os.strerror(number))
+
+                return fail
+            return super().__getattribute__(name)
+
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match=ERRORS[number]):
+        open_file(tmp_path, arena, files=Failing())
+    assert on_disk(tmp_path) == {}
+    assert os.listdir("/proc/self/fd") == descriptors
+    open_file(tmp_path, arena).close()
+
+
+def test_growth_that_fails_keeps_the_old_file(tmp_path: Path, arena: HostArena) -> None:
+    class Full(Here):
+        def allocate(self, file: int, num_bytes: int) -> None:
+            os.ftruncate(file, num_bytes)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    fill(tmp_path, arena)
+    before = on_disk(tmp_path)
+    larger = SlotFile.bytes_for(2 * NUM_SLOTS, SLOT_BYTES)
+    with pytest.raises(ConfigError, match="free some space"):
+        open_file(tmp_path, arena, files=Full(), max_bytes=larger)
+    assert on_disk(tmp_path) == before
+
+
+def test_sizes_that_cannot_fit_are_refused(tmp_path: Path, arena: HostArena) -> None:
+    class Small(Here):
+        def space(self, folder: str) -> tuple[int, int]:
+            return 1 << 20, 1 << 10
+
+    for files, max_bytes, message in (
+        (Here(), SlotFile.bytes_for(1, SLOT_BYTES) - 1, "the header and one slot of 4096 bytes"),
+        (Here(), "9000000TB", "more than 2147483647; lower it"),
+        (Small(), 2 << 20, "has 1048576 bytes; lower it"),
+        (Small(), 1 << 19, "1024 free; lower it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_file(tmp_path, arena, files=files, max_bytes=max_bytes)
+    assert on_disk(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_bytes": "much"}, "max_bytes is 'much'"),
+        ({"max_bytes": 0}, "max_bytes is 0"),
+        ({"on_mismatch": "ask"}, "on_mismatch is 'ask'"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"stuck_after_s": 0}, "stuck_after_s is 0"),
+        ({"stuck_after_s": float("nan")}, "stuck_after_s is nan"),
+        ({"max_in_flight_bytes": 4095}, "max_in_flight_bytes is 4095"),
+    ],
+)
+def test_bad_option_is_a_config_error(
+    tmp_path: Path, arena: HostArena, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_file(tmp_path, arena, **options)
+    assert on_disk(tmp_path) == {}
+
+
+def test_fingerprint_longer_than_the_header_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pass a digest of what is long"):
+        Fingerprint({"model": "x" * 4000})
+
+
+# -- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_is_refused_and_does_not_keep_the_lock(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    tier = open_file(tmp_path, arena)
+    assert all(put(tier, KEYS[:2], [0, 1]))
+
+    def check() -> None:
+        with pytest.raises(StateError, match="forked"):
+            tier.put(blocks_of(KEYS[:1], [0]), [0])
+        tier.close()
+
+    in_child(check)
+    is_up, up = os.pipe()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.write(up, b"1")
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        os.read(is_up, 1)
+        tier.close()
+        with open_file(tmp_path, arena) as again:
+            assert all(get(again, KEYS[:2], [0, 1]))
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+        for end in (reading, is_up, up):
+            os.close(end)
+
+
+def test_host_memory_of_other_slots_is_not_touched(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        assert all(put(tier, KEYS[:3], [4, 9, 10]))
+        arena.slots[:] = 170
+        tier.get(blocks_of(KEYS[:3], [4, 9, 10]), [50, 20, 21]).wait(LONG_S)
+        rest = np.delete(np.arange(arena.num_slots), [20, 21, 50])
+        assert (arena.slots[rest] == 170).all()
