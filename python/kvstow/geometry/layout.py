@@ -162,6 +162,39 @@ def lay_out(
     )
 
 
+def lay_out_evenly(token_bytes: int, block_tokens: int, *, num_ranks: int = 1) -> Geometry:
+    """Return the layout of a model with full attention only, of which only its bytes are known.
+
+    Args:
+        token_bytes: bytes of KV per token, on all ranks together.
+        block_tokens: tokens per block.
+        num_ranks: ranks of tensor parallelism, which share the bytes evenly.
+
+    Raises:
+        ConfigError: no bytes, or bytes that the ranks cannot share.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"tensor-parallel-size is {num_ranks}; it must be at least 1")
+    if token_bytes < 1 or token_bytes % num_ranks:
+        raise ConfigError(
+            f"bytes-per-token is {token_bytes}; it must be a multiple of the {num_ranks} ranks and "
+            "at least 1: pass the bytes on all ranks together"
+        )
+    own = token_bytes // num_ranks
+    group = KvGroup(FullAttention(block_tokens), 1, block_tokens * own)
+    ranks = "" if num_ranks == 1 else f", {own:,} on each of {num_ranks} ranks"
+    return Geometry(
+        "a model with full attention",
+        AUTO,
+        (group,),
+        block_tokens,
+        num_ranks,
+        1,
+        own,
+        (f"{token_bytes:,} bytes per token{ranks}, as given",),
+    )
+
+
 def _dtype(model: ModelConfig, given: str) -> tuple[str, int]:
     """Return the dtype of the KV cache, and the bytes of a value."""
     name = given

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -12,9 +13,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvstow._core import ConfigError
 from kvstow.engine import Policy
-from kvstow.geometry import PRESETS, find_model, lay_out
-from kvstow.geometry.layout import AUTO, DTYPE_BYTES
+from kvstow.geometry import PRESETS, Geometry, find_model, lay_out
+from kvstow.geometry.layout import AUTO, DTYPE_BYTES, lay_out_evenly
 from kvstow.output import Output, with_output, written_file
 from kvstow.plan.curves import NUM_SIMULATED
 from kvstow.plan.page import plan_page
@@ -36,9 +38,13 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 @click.command()
 @click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
-    "--model",
-    required=True,
-    help=f"Path of a Hugging Face config.json, or one of {', '.join(PRESETS)}.",
+    "--model", help=f"Path of a Hugging Face config.json, or one of {', '.join(PRESETS)}."
+)
+@click.option(
+    "--bytes-per-token",
+    type=int,
+    metavar="N",
+    help="Instead of --model: bytes of KV per token on all GPUs, with full attention only.",
 )
 @click.option(
     "--dtype",
@@ -68,9 +74,19 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 @click.option(
     "--policy",
     type=click.Choice(get_args(Policy)),
-    default="lru",
+    multiple=True,
+    default=("lru",),
     show_default=True,
-    help="Which block the host tier evicts first. hit-density is simulated for each size.",
+    help="Which block the host tier evicts first. hit-density is simulated for each size. Give it "
+    "several times for more of --capacity; the first is that of the tiers.",
+)
+@click.option(
+    "--capacity",
+    type=int,
+    multiple=True,
+    metavar="BLOCKS",
+    help="Size at which --json gives the hits of one cache, for each policy. Give it several "
+    "times. [default: some sizes]",
 )
 @click.option(
     "--mode",
@@ -109,14 +125,16 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     output: Output,
     traces: tuple[Path, ...],
-    model: str,
+    model: str | None,
+    bytes_per_token: int | None,
     dtype: str,
     num_ranks: int,
     device_gib: tuple[float, ...],
     device_blocks: tuple[int, ...],
     host_gib: tuple[float, ...],
     disk_gib: tuple[float, ...],
-    policy: Policy,
+    policy: tuple[Policy, ...],
+    capacity: tuple[int, ...],
     mode: Mode,
     prefill_tokens_per_s: float,
     block_size: int | None,
@@ -138,10 +156,18 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
     options = PlanOptions(
-        device_gib, host_gib, disk_gib, policy, mode, prefill_tokens_per_s, device_blocks
+        device_gib,
+        host_gib,
+        disk_gib,
+        policy[0],
+        mode,
+        prefill_tokens_per_s,
+        device_blocks,
+        policy,
+        capacity,
     )
-    shape = find_model(model)
-    lay_out(shape, block_size or 1, dtype=dtype, num_ranks=num_ranks)  # refuses bad options
+    layout = _layout(model, bytes_per_token, dtype, num_ranks)
+    layout(block_size or 1)  # refuses bad options
     if not traces:
         refuse_ignored_input("plan for")
     with written_file(html) as write_html, written_file(csv_file) as write_csv:
@@ -154,7 +180,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         )
         if not traces:
             trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
-        geometry = lay_out(shape, trace.block_size, dtype=dtype, num_ranks=num_ranks)
+        geometry = layout(trace.block_size)
         workload = build_workload(trace, geometry.block_tokens)
         with _progress() as tick:
             made = build_plan(geometry, workload, options, tick)
@@ -162,6 +188,24 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         write_csv(lambda: plan_csv(made))
         output.write(plan_json(made, trace), lambda: plan_text(made, trace))
     return 0
+
+
+def _layout(
+    model: str | None, bytes_per_token: int | None, dtype: str, num_ranks: int
+) -> Callable[[int], Geometry]:
+    """Return what lays the model out in blocks of a number of tokens."""
+    if (model is None) == (bytes_per_token is None):
+        raise ConfigError(
+            "a plan needs the bytes of a token: pass --model or --bytes-per-token, and not both"
+        )
+    if model is not None:
+        return partial(lay_out, find_model(model), dtype=dtype, num_ranks=num_ranks)
+    if dtype != AUTO:
+        raise ConfigError(
+            f"dtype is {dtype}, but --bytes-per-token names the bytes already: leave --dtype out"
+        )
+    assert bytes_per_token is not None, "one of the two is given"
+    return partial(lay_out_evenly, bytes_per_token, num_ranks=num_ranks)
 
 
 @contextmanager

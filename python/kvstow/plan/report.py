@@ -62,6 +62,9 @@ def plan_json(plan: Plan, trace: PlanTrace) -> dict[str, object]:
     return {
         "traces": list(trace.names),
         "requests": len(workload.prompts),
+        "blocks": workload.num_blocks,
+        "unique_blocks": workload.num_unique,
+        "infinite_hit_blocks": workload.num_blocks - workload.num_unique,
         "prompt_tokens": workload.num_prompt_tokens,
         "hours": workload.hours,
         "model": {
@@ -86,6 +89,17 @@ def plan_json(plan: Plan, trace: PlanTrace) -> dict[str, object]:
         "mode": plan.options.mode,
         "prefill_tokens_per_s": plan.options.prefill_tokens_per_s,
         "knee_method": KNEE_METHOD,
+        "curve": [
+            {
+                "policy": point.policy,
+                "capacity_blocks": point.num_blocks,
+                "gib": plan.gib(point.num_blocks),
+                "hit_blocks": point.num_hits,
+                "hit_ratio": point.num_hits / workload.num_blocks,
+                "bound_hit_blocks": point.bound,
+            }
+            for point in plan.points
+        ],
         "curves": [_curve_json(plan, choice) for choice in plan.choices],
         "sizes": [row_figures(plan, row) for row in plan.rows],
         "recommendations": [

@@ -27,6 +27,7 @@ from kvstow._core import ConfigError
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
 from kvstow.plan.curves import Curves, exact_curves, simulated_curves
+from kvstow.plan.points import Point, checked_capacities, curve_points
 from kvstow.plan.simulate import Mode, Served, Server
 from kvstow.plan.workload import Workload
 
@@ -52,6 +53,9 @@ class PlanOptions:
         policy: of the host tier.
         mode: when the host tier stores.
         prefill_tokens_per_s: prompt tokens that the server computes in a second.
+        policies: of the points; the first is `policy`.
+        capacities: of the points, in blocks; empty for some. With several groups there are no
+            points without capacities.
     """
 
     device_gib: tuple[float, ...] = ()
@@ -61,8 +65,11 @@ class PlanOptions:
     mode: Mode = "eager"
     prefill_tokens_per_s: float = 10_000.0
     device_blocks: tuple[int, ...] = ()
+    policies: tuple[Policy, ...] = ("lru",)
+    capacities: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        checked_capacities(self.capacities)
         if not 0 < self.prefill_tokens_per_s < math.inf:
             raise ConfigError(
                 f"prefill-tokens-per-s is {self.prefill_tokens_per_s:g}; it must be above 0 and "
@@ -142,6 +149,7 @@ class Plan:
     options: PlanOptions
     rows: tuple[Tiers, ...]
     choices: tuple[Choice, ...]
+    points: tuple[Point, ...]
 
     def gib(self, num_slots: float) -> float:
         """Return the size of this many slots of the host tier."""
@@ -186,7 +194,10 @@ def build_plan(
         ]
         rows += own
         choices.append(_choose(counter, num_device, own))
-    return Plan(geometry, workload, options, tuple(rows), tuple(choices))
+    points: list[Point] = []
+    if options.capacities or geometry.is_one_full_group:
+        points = curve_points(geometry, workload, options.policies, options.capacities, tick)
+    return Plan(geometry, workload, options, tuple(rows), tuple(choices), tuple(points))
 
 
 def _choose(counter: _Counter, num_device: int, rows: Sequence[Tiers]) -> Choice:

@@ -67,6 +67,18 @@ class Workload:
         return self.num_blocks + sum(self.num_generated)
 
     @cached_property
+    def prompts_alone(self) -> Workload:
+        """The full blocks of the prompts, each looked up whole, without outputs."""
+        tokens = [len(prompt) * self.block_tokens + 1 for prompt in self.prompts]
+        none = [0] * len(self.prompts)
+        return Workload(self.block_tokens, self.prompts, none, tokens, tokens, self.hours)
+
+    @cached_property
+    def num_unique(self) -> int:
+        """Different full blocks of all prompts."""
+        return len(np.unique(self.prompt_keys[0]))
+
+    @cached_property
     def prompt_keys(self) -> tuple[npt.NDArray[np.uint64], list[int]]:
         """The keys of all prompts, and where each begins, as `HitCurve.add_all` takes them."""
         return _flat(self.prompts)
