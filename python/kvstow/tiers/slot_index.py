@@ -40,7 +40,7 @@ _FRAMES_PER_PIECE = 4096
 class SlotFileMismatch(ConfigError):
     """A slot file is not what this tier expects: another fingerprint, other sizes, or damage.
 
-    `on_mismatch="reset"`, or `kvstow tier reset PATH`, empties it.
+    `on_mismatch="reset"` empties it.
     """
 
 
@@ -96,7 +96,7 @@ def read_header(path: str, page: npt.NDArray[np.uint8]) -> Header:
     Raises:
         SlotFileMismatch: it is damaged, or of a version that this kvstow does not read.
     """
-    fix = "open it with on_mismatch='reset', or run: kvstow tier reset"
+    fix = "open it with on_mismatch='reset', which empties it"
     _, version, length = _PREFIX.unpack_from(page.tobytes())
     stored = _DIGEST.unpack(page[-_DIGEST.size :].tobytes())[0]
     if len(page) != HEADER_BYTES or _digest(page) != stored:

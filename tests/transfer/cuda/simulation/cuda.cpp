@@ -396,7 +396,7 @@ CUDA int cudaStreamCreateWithPriority(void** stream, unsigned, int) {
 
 CUDA int cudaStreamDestroy(void* given) {
     Call call("cudaStreamDestroy", false);
-    // Its work still runs, so it stays. CUDA refuses later calls with it, and so do we.
+    // Its work still runs, so it stays.
     return call.stream(given) ? SUCCESS : failed(INVALID_HANDLE);
 }
 
