@@ -17,6 +17,7 @@ from kvstow.bench import accounting, copy
 from kvstow.bench.accounting import KvstowSide, measure_accounting
 from kvstow.bench.tier import JOBS, NUM_SLOTS, measure_tier
 from kvstow.tiers import TierTicket
+from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.tier import Checked
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Direction
@@ -151,6 +152,39 @@ def test_what_a_tier_loses_or_damages_counts(
     assert [row.num_wrong for row in gets] == ([0, 0] if damage == "lost" else [3, 3])
 
 
+def test_disk_is_measured_and_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "disk", str(tmp_path), "--size", "8KiB", "--turns", "2"]
+    assert cli.main([*command, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [(row["action"], row["num_blocks"]) for row in made["rows"]] == [
+        (action, number) for number in JOBS for action in ("put", "get")
+    ]
+    assert all(row["num_failed"] == row["num_wrong"] == 0 for row in made["rows"])
+    assert made["block_bytes"] == 8192
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(command) == 0
+    assert ("no direct I/O" in capsys.readouterr().out) == (made["not_direct"] is not None)
+
+
+def test_a_disk_that_damages_blocks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Files.write
+
+    def lose_blocks(files: Files, file: int, buffers: Buffers, offset: int) -> int:
+        num_bytes = sum(len(buffer) for buffer in buffers)
+        return num_bytes if num_bytes >= 8192 else write(files, file, buffers, offset)
+
+    monkeypatch.setattr(Files, "write", lose_blocks)
+    command = ["bench", "disk", str(tmp_path), "--size", "8KiB", "--turns", "1"]
+    assert cli.main([*command, "--json"]) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert [row["num_failed"] for row in made["rows"]] == [0, 2, 0, 64]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shared_store_is_measured_and_left_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,12 +204,14 @@ def test_shared_store_is_measured_and_left_as_it_was(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["disk", "/tmp"], "No such command 'disk'"),
         (["copy", "--size", "10"], "size is 10; it must be at least 1MiB"),
         (["copy", "--size", "many"], "size is 'many'"),
         (["copy", "--turns", "0"], "--turns"),
+        (["disk", "missing"], "missing"),
+        (["disk", ".", "--size", "1GiB"], "size is 1GiB; it must be 1 byte to 64MiB"),
         (["shared", "http://host"], "redis://"),
-        (["shared", "redis://host", "--size", "1GiB"], "size is 1GiB; it must be at most 64MiB"),
+        (["shared", "mooncake://host/path"], "mooncake://HOST:PORT"),
+        (["shared", "redis://host", "--size", "1GiB"], "size is 1GiB; it must be 1 byte to 64MiB"),
         (["accounting", "--blocks", "0"], "--blocks"),
     ],
 )

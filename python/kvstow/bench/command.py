@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Final
 
 import click
@@ -17,9 +18,11 @@ from kvstow._core import ConfigError, __version__, debug_build
 from kvstow.bench.accounting import AccountingRow, Maker, measure_accounting
 from kvstow.bench.clock import machine
 from kvstow.bench.copy import CopyRow, Device, has_gpu, measure_copies
-from kvstow.bench.tier import NUM_SLOTS, TierRow, measure_tier
+from kvstow.bench.tier import JOBS, NUM_SLOTS, TierRow, measure_tier
 from kvstow.output import Output, with_output
 from kvstow.sizes import parse_bytes
+from kvstow.tiers import Fingerprint, SlotFile
+from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
 
@@ -104,6 +107,41 @@ def copy(output: Output, device: str, size: str, turns: int) -> int:
 
 
 @bench.command()
+@click.argument("folder", metavar="PATH", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--size", default="1MiB", show_default=True, help="Bytes of a block.")
+@_turns
+@with_output
+def disk(output: Output, folder: Path, size: str, turns: int) -> int:
+    """Time a slot file: blocks go to a file in the folder PATH, and come back.
+
+    The command makes the file, of 32 blocks, and removes it at the end. It says if the file system
+    takes no direct I/O. The speeds are then those of memory.
+
+    The exit status is 0 for success, 1 if a block failed or came back wrong, 2 for bad usage or a
+    folder that cannot hold a slot file, and 74 if the output cannot be written.
+    """
+    _refuse_debug_build()
+    block_bytes = _block_bytes(size)
+    name = f"kvstow-bench-{os.urandom(4).hex()}"
+    num_slots = JOBS[-1]
+    try:
+        with HostArena(NUM_SLOTS, block_bytes) as arena:
+            max_bytes = SlotFile.bytes_for(num_slots, arena.slot_stride_bytes)
+            file = SlotFile(folder / name, max_bytes)
+            with file.open(arena, Fingerprint({"bench": name})) as tier:
+                not_direct = tier.not_direct
+                rows = measure_tier(tier, turns, has_slots=True)
+    finally:
+        for suffix in ("", ".index"):
+            (folder / (name + suffix)).unlink(missing_ok=True)
+    result = _result(rows, turns) | {"block_bytes": block_bytes, "not_direct": not_direct}
+    note = "" if not_direct is None else f"no direct I/O: {not_direct}"
+    output.write(result, lambda: _tier_table(rows, note))
+    is_right = not any(row.num_failed or row.num_wrong for row in rows)
+    return EXIT_OK if is_right else EXIT_WRONG
+
+
+@bench.command()
 @click.argument("url")
 @click.option("--size", default="1MiB", show_default=True, help="Bytes of a block.")
 @_turns
@@ -111,19 +149,18 @@ def copy(output: Output, device: str, size: str, turns: int) -> int:
 def shared(output: Output, url: str, size: str, turns: int) -> int:
     """Time a shared store: blocks go to the servers of URL, and come back.
 
-    URL is what the shared tier takes, for example redis://HOST:PORT/DB. The blocks have keys of
-    their own, and are deleted at the end.
+    URL is what the shared tier takes, for example redis://HOST:PORT/DB or mooncake://HOST:PORT. The
+    blocks have keys of their own, and are deleted at the end.
 
     The exit status is 0 for success, 1 if a block failed or came back wrong, 2 for bad usage, and
     74 if the store cannot be reached or the output cannot be written.
     """
     _refuse_debug_build()
-    block_bytes = parse_bytes(size)
-    if block_bytes > _MOST_BLOCK_BYTES:
-        raise ConfigError(f"size is {size}; it must be at most 64MiB: pass the bytes of a block")
+    block_bytes = _block_bytes(size)
+    made = MooncakeTier if url.startswith("mooncake:") else RespTier
     with (
         HostArena(NUM_SLOTS, block_bytes) as arena,
-        RespTier(arena, url, os.urandom(NAMESPACE_BYTES)) as tier,
+        made(arena, url, os.urandom(NAMESPACE_BYTES)) as tier,
     ):
         rows = measure_tier(tier, turns, has_slots=False)
     if all(row.num_failed == row.num_blocks * (turns + 1) for row in rows):
@@ -132,6 +169,14 @@ def shared(output: Output, url: str, size: str, turns: int) -> int:
     output.write(result, lambda: _tier_table(rows))
     is_right = not any(row.num_failed or row.num_wrong for row in rows)
     return EXIT_OK if is_right else EXIT_WRONG
+
+
+def _block_bytes(size: str) -> int:
+    """Return the bytes of a block, or refuse a block that is too large."""
+    num_bytes = parse_bytes(size)
+    if not 1 <= num_bytes <= _MOST_BLOCK_BYTES:
+        raise ConfigError(f"size is {size}; it must be 1 byte to 64MiB: pass the bytes of a block")
+    return num_bytes
 
 
 def _refuse_debug_build() -> None:
@@ -185,8 +230,9 @@ def _copy_table(rows: Sequence[CopyRow], device: Device) -> Table:
     return table
 
 
-def _tier_table(rows: Sequence[TierRow]) -> Table:
+def _tier_table(rows: Sequence[TierRow], note: str = "") -> Table:
     table = _table("", "median ms", "GB/s", "failed blocks", "wrong blocks")
+    table.caption, table.caption_justify = note or None, "left"
     for row in rows:
         blocks = "1 block" if row.num_blocks == 1 else f"{row.num_blocks} blocks"
         table.add_row(
