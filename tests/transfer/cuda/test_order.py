@@ -308,7 +308,7 @@ def waits(path: Path, scenario: Scenario) -> list[tuple[int, int]]:
         for pair in waits(path, scenario)
         if scenario is round_trips or 0 not in pair
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_without_any_one_wait_some_order_corrupts(
     path: Path, scenario: Scenario, dropped: tuple[int, int]
