@@ -73,23 +73,24 @@ class Output(Closing):
 
 
 @contextmanager
-def written_file(name: str | None) -> Iterator[Callable[[Callable[[], str]], None]]:
+def written_file(name: str | None) -> Iterator[Callable[[Callable[[], str | bytes]], None]]:
     """Open a file before the work, so that the command fails at once if it cannot.
 
-    Yields a function that writes the text that its argument returns. Without a name it does
-    nothing.
+    Yields a function that writes the text or the bytes that its argument returns. Without a name it
+    does nothing.
 
     Raises:
         OSError: the file cannot be opened or written.
     """
     if name is None:
-        yield lambda _text: None
+        yield lambda _content: None
         return
-    with open(name, "w", encoding="utf-8") as file:
+    with open(name, "wb") as file:
 
-        def write(text: Callable[[], str]) -> None:
+        def write(content: Callable[[], str | bytes]) -> None:
+            made = content()
             try:
-                file.write(text())
+                file.write(made if isinstance(made, bytes) else made.encode())
                 file.flush()
             except OSError as error:
                 error.filename = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from kvstow import cli
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.report import Chart, Series, Table, Text, html_page
+from kvstow.report.picture import draw_png
 
 SMALL = [str(BUNDLED_TRACE), "--limit", "200", "--model", "llama-3.1-8b"]
 
@@ -55,6 +57,37 @@ def test_json_and_csv_have_the_same_sizes(
         ]
     assert rows == made["sizes"]
     assert made["recommendations"][0]["host_gib"] in {row["host_gib"] for row in rows}
+
+
+def test_png_has_a_chart_for_each_device(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    for devices in (["24"], ["24", "48"]):
+        options = [option for gib in devices for option in ("--device-gib", gib)]
+        assert plan(*options, "--png", str(path)) == 0
+        picture = path.read_bytes()
+        assert picture.startswith(b"\x89PNG\r\n")
+        assert int.from_bytes(picture[16:20], "big") == 1200
+        assert int.from_bytes(picture[20:24], "big") == 675 * len(devices)
+
+
+def test_png_without_matplotlib_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    path = tmp_path / "plan.png"
+    assert plan("--png", str(path)) == 2
+    assert "pip install 'kvstow[plot]'" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_png_shows_what_the_charts_have() -> None:
+    def chart(*hits: float) -> Chart:
+        series = [Series("hits", [0, 1, 2], hits)]
+        return Chart("", "", series, "gib", "percent", "x", "y", [(1.0, "knee")])
+
+    picture = draw_png([chart(0, 0.5, 1)])
+    assert picture == draw_png([chart(0, 0.5, 1)])
+    assert picture != draw_png([chart(0, 0.6, 1)])
 
 
 def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

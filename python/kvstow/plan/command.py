@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from kvstow.geometry import PRESETS, Geometry, find_model, lay_out
 from kvstow.geometry.layout import AUTO, DTYPE_BYTES, lay_out_evenly
 from kvstow.output import Output, with_output, written_file
 from kvstow.plan.curves import NUM_SIMULATED
-from kvstow.plan.page import plan_page
+from kvstow.plan.page import hits_charts, plan_page
 from kvstow.plan.report import plan_csv, plan_json, plan_text
 from kvstow.plan.simulate import Mode
 from kvstow.plan.tiers import PlanOptions, build_plan
@@ -27,6 +28,7 @@ from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.command import refuse_ignored_input
+from kvstow.report.picture import draw_png
 
 
 def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -120,6 +122,9 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 )
 @click.option("--limit", type=int, metavar="N", help="Read only the first N requests of a file.")
 @click.option("--html", metavar="FILE", help="Write a page with interactive charts to FILE.")
+@click.option(
+    "--png", metavar="FILE", help="Draw the hits into FILE. Needs matplotlib (kvstow[plot])."
+)
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the table of sizes to FILE.")
 @with_output
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
@@ -142,6 +147,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     separate_files: bool,
     limit: int | None,
     html: str | None,
+    png: str | None,
     csv_file: str | None,
 ) -> int:
     """Find the size of host memory that is worth it for a request trace.
@@ -168,9 +174,18 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     layout = _layout(model, bytes_per_token, dtype, num_ranks)
     layout(block_size or 1)  # refuses bad options
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--png needs matplotlib, which is not installed: run pip install 'kvstow[plot]', or "
+            "save a picture from the page of --html"
+        )
     if not traces:
         refuse_ignored_input("plan for")
-    with written_file(html) as write_html, written_file(csv_file) as write_csv:
+    with (
+        written_file(html) as write_html,
+        written_file(png) as write_png,
+        written_file(csv_file) as write_csv,
+    ):
         trace = read_traces(
             traces or [BUNDLED_TRACE],
             chain=chain,
@@ -185,6 +200,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         with _progress() as tick:
             made = build_plan(geometry, workload, options, tick)
         write_html(lambda: plan_page(made, trace))
+        write_png(lambda: draw_png(hits_charts(made)))
         write_csv(lambda: plan_csv(made))
         output.write(plan_json(made, trace), lambda: plan_text(made, trace))
     return 0

@@ -29,11 +29,15 @@ def plan_page(plan: Plan, trace: PlanTrace) -> str:
     return html_page("kvstow plan", lines[0], _parts(plan, lines[1:]))
 
 
+def hits_charts(plan: Plan) -> list[Chart]:
+    """Return the chart of the hits for each device."""
+    return [_hits_chart(plan, choice) for choice in plan.choices]
+
+
 def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
     for choice in plan.choices:
         yield Text("", [sentence(plan, choice)], flag(choice) or "", strong=True)
-    for choice in plan.choices:
-        yield _hits_chart(plan, choice)
+    yield from hits_charts(plan)
     head, cells = sizes_cells(plan)
     chosen = [at for at, row in enumerate(plan.rows) for one in plan.choices if row is one.tiers]
     names = [name.replace("\n", " ") for name in head]
