@@ -6,6 +6,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -88,9 +89,9 @@ def map_on_threads(
                 break
             for _ in to_start:
                 threading.Thread(target=run, name=name, daemon=True).start()
-            work.wakes.get(timeout=_LOOK_S)
-        except Empty:
-            pass
+            # Not an `except` beside the one below: an interrupt in it would not be caught there.
+            with suppress(Empty):
+                work.wakes.get(timeout=_LOOK_S)
         except BaseException as error:
             work.fail(error)
     if work.error is not None:

@@ -21,7 +21,7 @@ from tests.replay.scenario import (
 from tests.replay.test_any_trace import LateMover
 from tests.replay.test_failing_copies import fail
 
-from kvstow import ConfigError
+from kvstow import BlockLedger, ConfigError, Job
 from kvstow.engine import Transfer
 from kvstow.replay import ReplayEngine, ReplayState
 from kvstow.replay.batch import Request
@@ -139,19 +139,15 @@ class _Spy:
     def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)
 
-    def store(
-        self,
-        names: list[str],
-        computed: Slots,
-        block_ids: Slots,
-        offsets: Slots,
-        *,
-        deadline: float | None,
-    ) -> object:
+    def store_step(
+        self, ledger: BlockLedger, names: list[str], computed: list[int], *, deadline: float | None
+    ) -> Job | None:
         held = np.concatenate([table for name in names for table in self._kv.tables(name)])
-        assert np.isin(block_ids, held).all(), "reported a block that the request no longer holds"
-        self.num_null += int(np.count_nonzero(block_ids == 0))
-        return self._scheduler.store(names, computed, block_ids, offsets, deadline=deadline)
+        self.num_null += int(np.count_nonzero(held == 0))
+        job = self._scheduler.store_step(ledger, names, computed, deadline=deadline)
+        if job is not None:
+            assert np.isin(job.block_ids, held).all(), "stores a block that no table holds"
+        return job
 
 
 def test_a_store_reports_no_block_that_has_left_its_window() -> None:

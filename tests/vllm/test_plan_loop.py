@@ -94,7 +94,8 @@ def test_plan_of_a_recorded_trace_is_what_tiers_then_hit(folder: Path, tmp_path:
         options = {"cpu_bytes_to_use": int(row["host_gib"] * 2**30)}
         found = serve(Simulated(folder, options, num_blocks=NUM_BLOCKS), prompts)
         print(row["host_gib"], found)
-        assert found["device_hit_ratio"] == alone["device_hit_ratio"]
+        # Copies hold device blocks, so the device may hit a little less.
+        assert abs(found["device_hit_ratio"] - alone["device_hit_ratio"]) <= 0.01
         for name, ratio in found.items():
             assert abs(ratio - row[name]) <= 0.01, name
 

@@ -312,7 +312,7 @@ class Requests:
             del self.fresh[request_id]
         if self.tier.model.is_full_attention:
             self.num_gathered += scheduled.total_num_scheduled_tokens
-            self.has_room = self.tier.has_room()
+            self.has_room = self.tier.offload is not None and self.tier.has_room()
             if self.has_room:
                 return
         self.look(num_scheduled)
