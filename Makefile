@@ -42,7 +42,7 @@ run: $(VENV)/.run ## replay a real request trace, and verify every loaded block 
 
 test: lint ## run everything that CI runs: lint, cargo test, pytest (which also builds the site)
 	cargo test
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/pytest -n $(WORKERS)
 
 test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES=FOLDER
 	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \

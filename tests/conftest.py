@@ -1,4 +1,4 @@
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -8,14 +8,10 @@ from hypothesis import settings
 settings.register_profile("kvstow", deadline=None, print_blob=True)
 settings.load_profile("kvstow")
 
-_VLLM = Path(__file__).parent / "vllm"
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    # Imported here, because some environments run tests without pytest-xdist.
+    from tests.workers import ByFileOfEngines  # noqa: PLC0415
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep each file of engines on one worker, because its tests share an engine.
-
-    All other tests may run on any worker.
-    """
-    for item in items:
-        if item.path.is_relative_to(_VLLM):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    return ByFileOfEngines(config, log)
