@@ -96,12 +96,14 @@ def stats_after(tier: Tier, *tickets: TierTicket) -> TierStats:
     return tier.stats()
 
 
-def put(tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0) -> list[bool]:
+def put(
+    tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0, sequence: int = 1
+) -> list[bool]:
     """Write blocks from host slots 0 and up, and return the answer."""
     rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
     for at, key in enumerate(keys):
         rows[at] = bytes_of(key, epoch, tier.slot_bytes)
-    ticket = tier.put(blocks_of(keys, slots), range(len(keys)))
+    ticket = tier.put(blocks_of(keys, slots, sequence), range(len(keys)))
     ticket.wait(LONG_S)
     return [bool(one) for one in ticket.ok]
 

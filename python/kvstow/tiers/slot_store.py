@@ -209,6 +209,7 @@ class SlotStore:
             if not job.num_left:
                 self._jobs.discard(job)
                 self._mark_again()
+                job.ticket.end()
             raise
 
     def _mark_again(self) -> None:

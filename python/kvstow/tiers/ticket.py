@@ -13,8 +13,10 @@ submitted ---- poll() is False ----+-- the job ends in time ----> ok: one bool p
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +26,26 @@ from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.ticket import HostTicket, TransferTimeout, checked_timeout_s, late
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+class _Watched(threading.local):
+    tickets: list[TierTicket] | None = None
+
+
+_watched = _Watched()
+
+
+@contextmanager
+def tickets_made(tickets: list[TierTicket]) -> Iterator[None]:
+    """Append to `tickets` each ticket that this thread makes.
+
+    So a caller knows the ticket of a call that raises, for example by Ctrl-C.
+    """
+    _watched.tickets = tickets
+    try:
+        yield
+    finally:
+        _watched.tickets = None
 
 
 class TierTicket:
@@ -54,6 +76,8 @@ class TierTicket:
         self._error: TransferError | None = None
         # Never taken back, so that an answer does not change after it was read.
         self._is_late = False
+        if _watched.tickets is not None:
+            _watched.tickets.append(self)
 
     def poll(self) -> bool:
         """Return whether there is an answer. Never blocks, never raises."""
@@ -107,6 +131,15 @@ class TierTicket:
                 self._moment.wait(None if math.isinf(left_s) else left_s)
             except TransferTimeout:
                 continue
+
+    def wait_until_ended(self, timeout_s: float | None = None) -> None:
+        """Block until the job `has_ended`, late or not, for at most `timeout_s` seconds.
+
+        Raises:
+            TransferTimeout: it has not ended in time.
+            ConfigError: the timeout is not a number.
+        """
+        self._moment.wait(timeout_s)
 
     def end(self, ok: Bools | None = None, error: TransferError | None = None) -> None:
         """Report the end, once. The tier calls it when it touches the host slots no more.

@@ -1,0 +1,130 @@
+"""The runner of tier jobs reports each job once, after the tier let go of its host slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.memory import MemoryTier
+from tests.tiers.setup import (
+    LONG_S,
+    NUM_SLOTS,
+    Here,
+    blocks_of,
+    bytes_of,
+    key_of,
+    new_arena,
+    open_file,
+)
+
+from kvstow.tiers import TierTicket
+from kvstow.tiers.files import Buffers
+from kvstow.tiers.runner import TierRunner
+from kvstow.tiers.tier import Checked
+from kvstow.transfer import HostArena
+from kvstow.transfer.mover import Index
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with new_arena() as made:
+        yield made
+
+
+class Held(Here):
+    """Reads wait until `gate` opens, and the clock can jump."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.shift_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.shift_s
+
+    def read(self, file: int, buffers: Buffers, offset: int) -> int:
+        assert self.gate.wait(LONG_S)
+        return super().read(file, buffers, offset)
+
+
+class Interrupted(MemoryTier):
+    """A tier whose next put is interrupted, before or after it has begun."""
+
+    interrupt: str = ""
+    open_ticket: TierTicket | None = None
+
+    def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
+        if self.interrupt == "before":
+            raise KeyboardInterrupt
+        if self.interrupt == "after":
+            self.open_ticket = TierTicket(len(blocks), deadline)
+            raise KeyboardInterrupt
+        return super()._put(blocks, host_slots, deadline)
+
+
+def fill(arena: HostArena, num_blocks: int) -> None:
+    for at in range(num_blocks):
+        arena.slots[at] = bytes_of(key_of(at))
+
+
+def test_blocks_come_back_in_the_slots_of_the_job(tmp_path: Path, arena: HostArena) -> None:
+    keys = [key_of(at) for at in range(3)]
+    fill(arena, 3)
+    with TierRunner(open_file(tmp_path, arena)) as runner:
+        runner.begin("demote", 7, blocks_of(keys, [4, 5, 9]), [0, 1, 2])
+        assert runner.running == (7,)
+        assert runner.wait(LONG_S)
+        assert runner.poll() == [(7, [True] * 3)]
+        assert runner.running == ()
+        assert runner.poll() == []
+        runner.begin("promote", 8, blocks_of(keys, [4, 5, 9]), [30, 31, 32])
+        assert runner.wait(LONG_S)
+        assert runner.poll() == [(8, [True] * 3)]
+        for at, key in enumerate(keys):
+            np.testing.assert_array_equal(arena.slots[30 + at], bytes_of(key))
+
+
+def test_job_that_the_tier_refuses_has_failed(arena: HostArena) -> None:
+    runner = TierRunner(MemoryTier(arena, NUM_SLOTS))
+    runner.begin("demote", 1, blocks_of([key_of(0)], [NUM_SLOTS]), [0])
+    runner.close()
+    runner.begin("promote", 2, blocks_of([key_of(0)], [0]), [0])
+    assert runner.poll() == [(1, [False]), (2, [False])]
+
+
+def test_late_job_is_reported_only_when_it_has_ended(tmp_path: Path, arena: HostArena) -> None:
+    files = Held()
+    files.gate.set()
+    with TierRunner(open_file(tmp_path, arena, files=files)) as runner:
+        blocks = blocks_of([key_of(0)], [0])
+        runner.begin("demote", 1, blocks, [0])
+        assert runner.wait(LONG_S)
+        files.gate.clear()
+        runner.begin("promote", 2, blocks, [1], deadline=files.now() + 60.0)
+        assert not runner.wait(0.0)
+        assert (runner.late, runner.running) == ((), (1, 2))
+        files.shift_s += 61.0
+        assert runner.poll() == [(1, [True])]
+        assert runner.late == runner.running == (2,)
+        files.gate.set()
+        assert runner.wait(LONG_S)
+        assert runner.poll() == [(2, [False])]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupted_job_fails_once_its_ticket_has_ended(arena: HostArena, when: str) -> None:
+    tier = Interrupted(arena, NUM_SLOTS)
+    tier.interrupt = when
+    runner = TierRunner(tier)
+    with pytest.raises(KeyboardInterrupt):
+        runner.begin("demote", 3, blocks_of([key_of(0), key_of(1)], [0, 1]), [0, 1])
+    assert runner.running == (3,)
+    if tier.open_ticket is not None:
+        assert runner.poll() == []
+        tier.open_ticket.end(np.ones(2, np.bool_))
+    assert runner.poll() == [(3, [False, False])]
+    tier.interrupt = ""
+    runner.begin("demote", 4, blocks_of([key_of(0)], [0]), [0])
+    assert runner.poll() == [(4, [True])]
