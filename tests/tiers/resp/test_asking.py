@@ -1,0 +1,101 @@
+"""`Asker` on a real server: another namespace, a server that stops, and one that is not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.tiers.resp.server import Server, free_port
+
+from kvstow.tiers import TierBlocks
+from kvstow.tiers.asking import Asker, Key, TierStore
+from kvstow.tiers.resp import RespTier
+from kvstow.transfer import HostArena
+
+LONG_S = 20.0
+OWN, OTHER = bytes(range(16)), bytes(range(1, 17))
+KEYS: list[Key] = [(b"%032d" % (number // 2), number % 2) for number in range(20)]
+
+
+@contextmanager
+def opened(
+    url: str,
+    namespace: bytes = OWN,
+    *,
+    wait_s: float = LONG_S,
+    call_s: float = LONG_S,
+    keep_s: float = 0.001,
+) -> Iterator[Asker]:
+    """Yield an asker with a tier of its own, as the scheduler process has one."""
+    with HostArena(1, 4096) as arena:
+
+        def connect() -> TierStore:
+            return TierStore(RespTier(arena, url, namespace, timeout_s=1.0))
+
+        with Asker(connect, wait_s=wait_s, call_s=call_s, keep_s=keep_s) as asker:
+            yield asker
+
+
+def put(url: str, keys: list[Key], namespace: bytes = OWN) -> None:
+    blocks = TierBlocks([digest for digest, _ in keys], [group for _, group in keys])
+    with HostArena(len(keys), 4096) as arena, RespTier(arena, url, namespace) as tier:
+        ticket = tier.put(blocks, range(len(keys)))
+        ticket.wait(LONG_S)
+        assert ticket.ok.all()
+
+
+def answer(asker: Asker, keys: list[Key]) -> list[bool]:
+    question, until_s = asker.ask(keys), time.monotonic() + LONG_S
+    while not question.poll():
+        assert time.monotonic() < until_s, "no answer"
+        time.sleep(0.001)
+    return question.found
+
+
+def test_only_the_own_namespace_is_found(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        put(server.url, KEYS[:9])
+        put(server.url, KEYS[5:], OTHER)
+        with opened(server.url) as asker:
+            assert answer(asker, KEYS) == [True] * 9 + [False] * 11
+        with opened(server.url, OTHER) as asker:
+            assert answer(asker, KEYS) == [False] * 5 + [True] * 15
+
+
+def test_a_stopped_server_costs_the_deadline_and_then_nothing(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        put(server.url, KEYS)
+        with opened(server.url, wait_s=0.05, call_s=0.2) as asker:
+            while not all(answer(asker, KEYS)):
+                time.sleep(0.01)
+            server.pause()
+            time.sleep(0.01)  # what is cached is older then
+            until_s = time.monotonic() + LONG_S
+            while not asker.breaker.is_open:
+                assert time.monotonic() < until_s, "the breaker does not open"
+                assert answer(asker, KEYS) == [False] * len(KEYS)
+            assert asker.ask(KEYS).poll(), "nobody waits any more"
+            server.resume()
+            while not all(answer(asker, KEYS)):
+                assert time.monotonic() < until_s, "it does not recover"
+                time.sleep(0.05)
+
+
+def test_a_server_that_comes_later_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    with opened(f"redis://127.0.0.1:{port}") as asker:
+        for _ in range(6):
+            assert answer(asker, KEYS) == [False] * len(KEYS)
+            time.sleep(0.01)  # what is cached is older then
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        with Server(tmp_path, port=port) as server:
+            put(server.url, KEYS)
+            until_s = time.monotonic() + LONG_S
+            while not all(answer(asker, KEYS)):
+                assert time.monotonic() < until_s, "it does not recover"
+                time.sleep(0.05)
