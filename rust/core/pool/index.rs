@@ -10,6 +10,9 @@
 //!                   ^---------------------------------------+
 //! ```
 //!
+//! A block that holds its key alone needs no circle. It points to a block of the same publication,
+//! so a lookup of a long prefix follows pointers and seldom reads the table.
+//!
 //! In a large pool each of these reads misses the caches. So every loop over blocks prefetches what
 //! a later turn reads: the entry of a key, then the line of the block that the entry names.
 
@@ -33,7 +36,9 @@ const NUM_HASH_WORDS: usize = MAX_HASH_BYTES / size_of::<u32>();
 /// The [`tag_of`] the key's group; 0 for a block without a key.
 const TAG: usize = 8;
 const FINGERPRINT: usize = 9;
-/// Neighbours in the circle of blocks with the same key, in order of publication.
+/// Neighbours in the circle of blocks with the same key, in order of publication. A block that is
+/// alone has itself in `NEWER`, and in `OLDER` the block that got its key [`AHEAD`] places later, or
+/// any other: a lookup compares what it finds there.
 const OLDER: usize = 10;
 const NEWER: usize = 11;
 
@@ -46,13 +51,10 @@ pub(super) struct Index {
     pub(super) num_cached: usize,
 }
 
-/// Keys of a prefix that are probed before the next attempt to follow neighbours: few while
-/// neighbours are found, twice as many after each failure.
+/// Keys of a prefix that are probed before the next attempt to follow pointers: few while pointers
+/// lead on, twice as many after each failure.
 const MIN_BATCH: usize = 16;
 const MAX_BATCH: usize = 512;
-
-/// How many neighbours ahead their lines are prefetched: their order is known, and most are cheap.
-const FOLLOWED_AHEAD: u32 = 64;
 
 /// Fingerprints that a loop keeps from the prefetch of an entry until it has used the entry.
 const NUM_KEPT: usize = (2 * AHEAD + 1).next_power_of_two();
@@ -172,8 +174,8 @@ impl Index {
         true
     }
 
-    /// Extends `found` without a lookup as long as the next block lies where the last two point:
-    /// neighbours in a prefix were often allocated side by side. Returns the hashes left.
+    /// Extends `found` without a lookup as long as the next block is where the block [`AHEAD`] places
+    /// before it points. Returns the hashes left.
     #[inline(never)] // or its loop would share the registers of `prefix`, and spill
     fn follow<'a>(
         &self,
@@ -181,19 +183,24 @@ impl Index {
         tag: u32,
         found: &mut Vec<BlockId>,
     ) -> &'a [BlockHash] {
-        let [.., before, last] = found.as_slice() else { return hashes };
-        let (last, step) = (last.0, last.0.wrapping_sub(before.0));
-        let ids = (1..).map(|n: u32| BlockId(last.wrapping_add(step.wrapping_mul(n))));
-        let is_next = |&(hash, id): &(&BlockHash, BlockId)| {
-            let far = step.wrapping_mul(FOLLOWED_AHEAD).wrapping_add(id.0);
-            self.prefetch(BlockId(far));
-            self.lines.get(id.index()).is_some_and(|line| {
-                line[OLDER] == id.0 && line[NEWER] == id.0 && holds(line, hash, tag)
-            })
-        };
-        let num_found = hashes.iter().zip(ids.clone()).take_while(is_next).count();
-        found.extend(ids.take(num_found));
-        &hashes[num_found..]
+        let Some(first) = found.len().checked_sub(AHEAD) else { return hashes };
+        // A ring: each block replaces the one that pointed to it.
+        let mut next: [BlockId; AHEAD] =
+            std::array::from_fn(|at| BlockId(self.lines[found[first + at].index()][OLDER]));
+        for &id in &next {
+            self.prefetch(id);
+        }
+        for (at, hash) in hashes.iter().enumerate() {
+            let next = &mut next[at % AHEAD];
+            let line = &self.lines[next.index()];
+            if line[NEWER] != next.0 || !holds(line, hash, tag) {
+                return &hashes[at..];
+            }
+            found.push(*next);
+            *next = BlockId(line[OLDER]);
+            self.prefetch(*next);
+        }
+        &[]
     }
 
     /// Gives each block the key of its place in `hashes`. Skips null blocks and blocks that hold
@@ -223,7 +230,9 @@ impl Index {
                 let (id, hash) = (ids[at], &hashes[at]);
                 let line = &self.lines[id.index()];
                 if line[TAG] == 0 && !id.is_null() {
-                    on_insert(at, self.insert(id, fingerprints[at % NUM_KEPT], hash, tag));
+                    let later = ids.get(at + AHEAD).copied().unwrap_or_default();
+                    let fingerprint = fingerprints[at % NUM_KEPT];
+                    on_insert(at, self.insert(id, fingerprint, hash, tag, later));
                 } else if !id.is_null() && !holds(line, hash, tag) {
                     return Err(at);
                 }
@@ -286,16 +295,24 @@ impl Index {
         self.table.get(fingerprint, |id| holds(&self.lines[id.index()], hash, tag))
     }
 
-    /// Gives `id`, which must hold no key, this one. Returns whether no other block held it.
+    /// Gives `id`, which must hold no key, this one. Lets it point to `later` if no other block
+    /// holds the key. Returns whether none does.
     #[expect(clippy::inline_always, reason = "the caller's loop is the only one")]
     #[inline(always)]
-    fn insert(&mut self, id: BlockId, fingerprint: u32, hash: &BlockHash, tag: u32) -> bool {
+    fn insert(
+        &mut self,
+        id: BlockId,
+        fingerprint: u32,
+        hash: &BlockHash,
+        tag: u32,
+        later: BlockId,
+    ) -> bool {
         let lines = &mut self.lines;
         let has_key = |id: BlockId| holds(&lines[id.index()], hash, tag);
         let oldest = self.table.insert(fingerprint, id, has_key);
-        let (mut older, mut newer) = (id.0, id.0);
+        let (mut older, mut newer) = (later.0, id.0);
         if let Some(oldest) = oldest {
-            (older, newer) = (lines[oldest.index()][OLDER], oldest.0);
+            (older, newer) = (newest(lines, oldest), oldest.0);
             lines[older as usize][NEWER] = id.0;
             lines[oldest.index()][OLDER] = id.0;
         }
@@ -353,8 +370,9 @@ impl Index {
             loop {
                 let newer = BlockId(self.lines[id.index()][NEWER]);
                 let line = &self.lines[newer.index()];
+                let is_alone = newer == id;
                 if !holds(line, &key.hash, tag)
-                    || line[OLDER] != id.0
+                    || (line[OLDER] != id.0 && !is_alone)
                     || line[FINGERPRINT] != fingerprint
                 {
                     return broken(format!(
@@ -386,6 +404,13 @@ impl Index {
 fn words(hash: &BlockHash) -> [u32; NUM_HASH_WORDS] {
     let (bytes, _) = hash.as_chunks();
     std::array::from_fn(|at| u32::from_ne_bytes(bytes[at]))
+}
+
+/// The newest holder of the key that `oldest` holds.
+#[inline]
+fn newest(lines: &[Line], oldest: BlockId) -> u32 {
+    let line = &lines[oldest.index()];
+    if line[NEWER] == oldest.0 { oldest.0 } else { line[OLDER] }
 }
 
 /// Whether a line has exactly this key.
