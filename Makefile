@@ -32,7 +32,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak test-copy stress lint docs bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak fuzz test-copy stress lint docs bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,12 @@ soak: ## test the core with new random operations for SECONDS=600
 	@$(need_cargo)
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
+
+fuzz: $(VENV)/.test ## feed new inputs to every parser, SECONDS=600 for each
+	@$(need_cargo)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+	end=$$(($$(date +%s) + $(SECONDS))); \
+	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=20000 cargo test --quiet --test accounting forged || exit 1; done
 
 test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri (rustup +nightly component add miri)
 	@$(need_cargo)

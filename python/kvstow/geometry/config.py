@@ -21,6 +21,7 @@ from kvstow._core import ConfigError
 
 Kind = Literal["full", "window", "chunk", "state"]
 _MAX = 2**31 - 1
+_MAX_LAYERS = 10_000
 
 # The names of `layer_types`, and what a layer of that name keeps; None keeps nothing.
 _KINDS: Final[Mapping[str, Kind | None]] = {
@@ -178,7 +179,13 @@ class _Fields:
     def _head_size(self) -> int:
         if self._fields.get("head_dim") is not None:
             return self._count("head_dim")
-        return self._count("hidden_size") // self._count("num_attention_heads")
+        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
+        if hidden < heads:
+            raise ConfigError(
+                f"{self._name}: hidden_size is {hidden}; it must be at least the {heads} "
+                "attention heads: add 'head_dim' if the heads have another size"
+            )
+        return hidden // heads
 
     def _latent_values(self) -> int:
         if self._fields.get("kv_lora_rank") is None:
@@ -189,6 +196,11 @@ class _Fields:
 
     def _layers(self) -> tuple[Kind, ...]:
         num_layers = self._count("num_hidden_layers")
+        if num_layers > _MAX_LAYERS:
+            raise ConfigError(
+                f"{self._name}: num_hidden_layers is {num_layers}; it must be at most "
+                f"{_MAX_LAYERS}: pass a model's config.json"
+            )
         names = self._layer_names(num_layers)
         if len(names) != num_layers:
             raise ConfigError(

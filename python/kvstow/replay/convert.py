@@ -139,14 +139,14 @@ class VllmLogReader(TokenReader):
                     line,
                     {
                         "timestamp": (moment - begin).total_seconds() * 1000,
-                        "prompt_token_ids": json.loads(found["tokens"]),
+                        "prompt_token_ids": self._listed(found["tokens"], line),
                     },
                 )
             elif (found := _RECEIVED.match(text)) and found["id"] in rows:
                 if name := _LORA_NAME.search(found["lora"]):
                     rows[found["id"]][1]["salt"] = name[1]
             elif found := _RESPONSE.match(text):
-                num_tokens = len(json.loads(found["tokens"]))
+                num_tokens = len(self._listed(found["tokens"], line))
                 outputs[found["id"]] = outputs.get(found["id"], 0) + num_tokens
         if not rows:
             self._fail(
@@ -156,6 +156,13 @@ class VllmLogReader(TokenReader):
             )
         for request_id, (line, row) in rows.items():
             yield line, row | {"output_length": outputs.get(request_id, self._output_tokens)}
+
+    def _listed(self, text: str, line: int) -> list[int]:
+        try:
+            listed: list[int] = json.loads(text)
+        except ValueError as error:
+            self._fail(line, f"a list of token ids is damaged ({error}); copy the log again")
+        return listed
 
     def _moment(self, text: str, latest: datetime | None, line: int) -> datetime:
         """Return the time of a line in a made-up leap year; January follows December."""

@@ -61,5 +61,7 @@ class Namespace:
 
     def checksum(self, header: bytes, group: int, digest: bytes, num_bytes: int) -> int | None:
         """Return the CRC-32 that a header names; None unless it is the header of this block."""
+        if len(header) != HEADER_BYTES:
+            return None
         checksum: int = _SUM.unpack_from(header, _FIELDS.size - _SUM.size)[0]
         return checksum if header == self.header(group, digest, num_bytes, checksum) else None

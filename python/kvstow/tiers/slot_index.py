@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME, FRAME_BYTES, Bools, Context, Frames, are_of, are_sound
+from kvstow.tiers.tier import MAX_HASH_BYTES
 
 VERSION: Final = 1
 HEADER_BYTES: Final = 4096
@@ -108,14 +109,21 @@ def read_header(path: str, page: npt.NDArray[np.uint8]) -> Header:
     try:
         fields = json.loads(page[_PREFIX.size : _PREFIX.size + length].tobytes())
         return Header(
-            operator.index(fields["slot_bytes"]),
-            operator.index(fields["num_slots"]),
-            operator.index(fields["generation"]),
+            _checked(fields, "slot_bytes", 1),
+            _checked(fields, "num_slots", 0),
+            _checked(fields, "generation", 0),
             bool(fields["is_renewed"]),
-            dict(fields["fingerprint"]),
+            dict(fields["fingerprint"].items()),
         )
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise SlotFileMismatch(f"the header of {path} makes no sense ({error!r}); {fix}") from error
+
+
+def _checked(fields: Mapping[str, int], name: str, at_least: int) -> int:
+    value = operator.index(fields[name])
+    if not at_least <= value < 1 << 64:
+        raise ValueError(f"{name} is {value}")
+    return value
 
 
 def write_header(files: Files, index: int, header: Header) -> None:
@@ -157,6 +165,8 @@ def read_frames(
         if used.any():
             warm = are_sound(part) & are_of(part, context)
             warm &= part["slot"] == np.arange(begin, begin + len(part), dtype=np.uint32)
+            warm &= (part["hash_bytes"] > 0) & (part["hash_bytes"] <= MAX_HASH_BYTES)
+            warm &= (part["parent_bytes"] == 0) | (part["parent_bytes"] == part["hash_bytes"])
             warm[max(0, num_data_slots - begin) :] = False
             dropped = np.flatnonzero(used & ~warm)
             part[dropped] = np.zeros(1, FRAME)

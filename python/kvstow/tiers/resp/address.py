@@ -20,6 +20,7 @@ PASSWORD_VARIABLE: Final = "KVSTOW_SHARED_PASSWORD"
 USERNAME_VARIABLE: Final = "KVSTOW_SHARED_USERNAME"
 _PORTS: Final = {"servers": 6379, "cluster": 6379, "sentinel": 26379}
 _MAX_PORT: Final = 65535
+_MAX_DATABASE_DIGITS: Final = 9
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -175,6 +176,11 @@ def _path(url: SplitResult, kind: Kind) -> tuple[str, int]:
     if kind == "cluster" or not path.isdecimal():
         fix = "leave it out" if kind == "cluster" else "it must be a number"
         raise ConfigError(f"the URL of {url.hostname} names database {path!r}: {fix}")
+    if len(path) > _MAX_DATABASE_DIGITS:
+        raise ConfigError(
+            f"the URL of {url.hostname} names a database of {len(path)} digits: it must be at "
+            f"most {_MAX_DATABASE_DIGITS} digits long"
+        )
     return "", int(path)
 
 

@@ -20,9 +20,12 @@ Buffer: TypeAlias = bytes | memoryview
 
 _AHEAD_BYTES: Final = 64 << 10
 _MAX_LINE_BYTES: Final = 4 << 10
+_MAX_SIZE_DIGITS: Final = 19
 # Linux takes 1,024 parts in one call.
 _MAX_PARTS: Final = 1024
 _MIN_TIMEOUT_S: Final = 1e-3
+# The system refuses a wait of centuries.
+_MAX_TIMEOUT_S: Final = 86400.0
 
 
 class WireError(Exception):
@@ -157,7 +160,7 @@ class Wire:
         left_s = self._until_s - self._clock()
         if left_s <= 0:
             raise WireError("the server did not answer in time")
-        self._socket.settimeout(max(left_s, _MIN_TIMEOUT_S))
+        self._socket.settimeout(min(max(left_s, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S))
 
     # -- answers -------------------------------------------------------------------------------
 
@@ -175,10 +178,11 @@ class Wire:
         line = self.line()
         if line[:1] == b"-":
             return Refusal(line[1:])
-        if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
+        if line == b"$-1":
+            return None
+        if line[:1] != b"$" or not line[1:].isdigit() or len(line) > _MAX_SIZE_DIGITS:
             raise WireError(f"expected a value, got {line[:40]!r}")
-        size = int(line[1:])
-        return None if size < 0 else size
+        return int(line[1:])
 
     def end_bulk(self) -> None:
         """Read what follows a value."""
