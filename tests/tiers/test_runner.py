@@ -77,8 +77,8 @@ def test_blocks_come_back_in_the_slots_of_the_job(tmp_path: Path, arena: HostAre
         assert runner.running == (7,)
         assert runner.wait(LONG_S)
         assert runner.poll() == [(7, [True] * 3)]
-        assert runner.running == ()
-        assert runner.poll() == []
+        assert not runner.running
+        assert not runner.poll()
         runner.begin("promote", 8, blocks_of(keys, [4, 5, 9]), [30, 31, 32])
         assert runner.wait(LONG_S)
         assert runner.poll() == [(8, [True] * 3)]

@@ -27,6 +27,7 @@ from kvstow.tiers.frame import MAX_LENGTH, Fingerprint
 from kvstow.tiers.opening import Opened, Wanted, index_bytes, open_slot_file
 from kvstow.tiers.slot_index import SlotRecords, records_of
 from kvstow.tiers.slot_store import SlotStore
+from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import TierTicket
 from kvstow.tiers.tier import Checked, Mode, Tier, TierStats
 from kvstow.transfer import HostArena
@@ -146,6 +147,7 @@ class SlotTier(Tier):
                 files,
                 opened,
                 self._rows,
+                ArenaSums(arena),
                 num_threads=config.num_threads,
                 max_in_flight_bytes=in_flight,
                 max_quarantined_bytes=parse_bytes(config.max_quarantined_bytes),

@@ -2,6 +2,7 @@
 
 ```
 put    host slot --> XXH3 into a new frame --> data, in runs --> frame into the index --> True
+                 +-> differs from the checksum of its store --> False
 get    frame in memory is of this block? --> data, in runs --> XXH3 is the frame's? --> True
 ```
 
@@ -41,6 +42,7 @@ from kvstow.tiers.opening import Opened
 from kvstow.tiers.slot_calls import SlotCalls
 from kvstow.tiers.slot_index import new_generation
 from kvstow.tiers.slot_jobs import Job, Kind, Marks
+from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import TierTicket
 from kvstow.tiers.tier import Checked, Mode, TierStats
 from kvstow.transfer.fork import FORKED, FORKED_TRANSFER, close_in_children
@@ -69,6 +71,7 @@ class SlotStore:
         files: Files,
         opened: Opened,
         rows: Rows,
+        sums: ArenaSums,
         *,
         num_threads: int,
         max_in_flight_bytes: int,
@@ -85,7 +88,7 @@ class SlotStore:
         self.frames: Final = opened.frames
         self._now = files.now
         self._calls = SlotCalls(files, opened.data, opened.index, rows, opened.header.slot_bytes)
-        self._rows = rows
+        self._rows, self._sums = rows, sums
         slot_bytes = opened.header.slot_bytes
         num_threads = max(1, min(num_threads, max_in_flight_bytes // slot_bytes))
         self._per_piece = max(
@@ -296,8 +299,11 @@ class SlotStore:
         return failed
 
     def _write(self, job: Job, at: Index) -> None:
+        digests = row_digests(self._rows, job.host[at])
+        sound = self._sums.are_sound(job.host[at])  # after the digests, see `sums`
+        at, digests = at[sound], digests[sound]
         slots, host, frames = job.slots[at], job.host[at], job.frames[at]
-        seal(frames, row_digests(self._rows, host))
+        seal(frames, digests)
         self.frames[slots] = np.zeros(1, FRAME)
         self._calls.write_data(slots, host)
         self._calls.write_frames(slots, frames)
@@ -323,6 +329,7 @@ class SlotStore:
         )
         at, found = at[arrived], found[arrived]
         proven = self._are_proven(job.host[at], found)
+        self._sums.record(job.host[at[proven]])
         job.ok[at[proven]] = True
         damaged = at[~proven]
         job.num_mismatched += len(damaged)

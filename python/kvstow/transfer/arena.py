@@ -60,6 +60,7 @@ class HostArena(Closing):
     Attributes:
         unproven: shape [num_slots], True for a slot that a file filled and that was not compared
             with its checksum yet. None if no file filled the arena.
+        keeps_checksums: whether a mover compares what it loads with `checksums`.
     """
 
     def __init__(  # noqa: PLR0913 - sizes, and where the memory comes from
@@ -117,6 +118,7 @@ class HostArena(Closing):
             )
         self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
         self.unproven: npt.NDArray[np.bool_] | None = None
+        self.keeps_checksums = False
         self._checksums: npt.NDArray[np.int64] | None = None
         self._device_sums: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._is_forked = False

@@ -57,6 +57,7 @@ class VerifiedMover(_WrappingMover):
         """
         super().__init__(mover)
         self._checksums = mover.arena.checksums
+        mover.arena.keeps_checksums = True
         self._stores = HostQueue("kvstow-checksum", mover.arena.num_slots)
         self._loads = HostQueue("kvstow-verify", mover.layout.num_blocks)
         self._start(self._stores, self._loads)
