@@ -103,6 +103,25 @@ def get(
     return ok, refusal, len(wrong)
 
 
+def memory_policy(wire: Wire) -> tuple[str, int]:
+    """Return what the server does when it is full, and its bytes, 0 for no bound.
+
+    An empty policy means that the server does not say.
+    """
+    wire.send([command(b"INFO", b"memory")])
+    size = wire.bulk_size()
+    if isinstance(size, Refusal) or size is None:
+        return "", 0
+    text = bytearray(size)
+    wire.into(memoryview(text))
+    wire.end_bulk()
+    lines = (line.partition(b":") for line in bytes(text).split(b"\r\n"))
+    fields = {name: value for name, _, value in lines}
+    num_bytes = fields.get(b"maxmemory", b"")
+    policy = fields.get(b"maxmemory_policy", b"").decode("ascii", "replace")
+    return (policy, int(num_bytes)) if num_bytes.isdigit() else ("", 0)
+
+
 def contains(wire: Wire, part: Part) -> tuple[Bools, Refusal | None]:
     """Return which blocks the server has."""
     wire.send([b"".join(command(b"EXISTS", key) for key in part.keys)])

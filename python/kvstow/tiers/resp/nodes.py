@@ -145,7 +145,12 @@ class Nodes:
         with self._lock:
             if self._master is None:
                 asked = [(node.host, node.port) for node in self.address.nodes]
-                options = {name: self._options[name] for name in _SENTINEL_OPTIONS}
+                options = {
+                    name: value
+                    for name, value in self._options.items()
+                    if name in _SENTINEL_OPTIONS or name.startswith("ssl_")
+                }
+                options |= {"ssl": True} if self.address.is_encrypted else {}
                 sentinel = self._redis.Sentinel(asked, sentinel_kwargs=options)
                 self._master = Node(*sentinel.discover_master(self.address.service))
             return self._master

@@ -29,8 +29,9 @@ from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.commands import Part, Rows, contains, delete, get, put
+from kvstow.tiers.resp.commands import Part, Rows, contains, delete, get, memory_policy, put
 from kvstow.tiers.resp.nodes import Nodes
+from kvstow.tiers.resp.reasons import reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
 from kvstow.transfer import HostArena
 
@@ -98,6 +99,7 @@ class RespTier(QueuedTier):
         )
         self._breakers: dict[Node | None, Breaker] = {}
         self._breakers_lock = threading.Lock()
+        self._seen: set[Node] = set()
         self.start()
 
     @property
@@ -109,6 +111,13 @@ class RespTier(QueuedTier):
         """Return the breaker of a server. None stands for the question which server has a key."""
         with self._breakers_lock:
             return self._breakers.setdefault(node, Breaker())
+
+    def is_new(self, node: Node) -> bool:
+        """Return whether this is the first question about a server."""
+        with self._breakers_lock:
+            is_new = node not in self._seen
+            self._seen.add(node)
+        return is_new
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop."""
@@ -164,6 +173,8 @@ class _Connections:
         wire.limit(min(job.until_s, time.monotonic() + tier.timeout_s))
         num_wrong = 0
         try:
+            if job.operation == "put" and tier.is_new(node):
+                _warn_of_policy(node, *memory_policy(wire))
             if job.operation == "put":
                 ok, refusal = put(wire, part, tier.rows, tier.namespace, tier.set_options)
             elif job.operation == "get":
@@ -198,14 +209,13 @@ class _Connections:
                 self._tier.nodes.forget()
             elif refusal.code not in _FULL:
                 _failed(breaker, name, refusal)
-            raise TransferError(f"{name} refused: {refusal}") from refusal
+            raise TransferError(f"{name} refused: {reason(refusal)}") from refusal
         except self._failures as error:
             self._tier.nodes.forget()
             # An answer that had hardly any time says nothing of the server.
-            if isinstance(error, WireError) and job.until_s - begin_s < _FAIR_S:
-                raise TransferError(f"{name}: {error}") from error
-            _failed(breaker, name, error)
-            raise TransferError(f"{name}: {error}") from error
+            if not isinstance(error, WireError) or job.until_s - begin_s >= _FAIR_S:
+                _failed(breaker, name, error)
+            raise TransferError(f"{name}: {reason(error)}") from error
         if breaker.succeeded():
             logger.warning("kvstow: the shared tier at %s answers again", name)
         return result
@@ -217,5 +227,21 @@ def _failed(breaker: Breaker, name: object, error: Exception) -> None:
             "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a "
             "time, and its blocks are recomputed",
             name,
-            error,
+            reason(error),
+        )
+
+
+def _warn_of_policy(node: Node, policy: str, max_bytes: int) -> None:
+    """Warn of a server that does not make room for new blocks, or that has no bound."""
+    if policy == "noeviction" and max_bytes:
+        logger.warning(
+            "kvstow: the server at %s has maxmemory-policy noeviction: once it is full, it refuses "
+            "new blocks. Set maxmemory-policy allkeys-lru",
+            node,
+        )
+    elif policy and not max_bytes:
+        logger.warning(
+            "kvstow: the server at %s has maxmemory 0, so it grows until the machine has no memory "
+            "left. Set maxmemory, and maxmemory-policy allkeys-lru",
+            node,
         )

@@ -1,0 +1,198 @@
+"""`RespTier` with TLS, passwords, access lists and Sentinel: what works, and what messages say."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.resp.server import Server, binary, free_port
+from tests.tiers.resp.tls import Authority, TlsServer
+
+from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers.resp import Credentials, RespTier, Security
+from kvstow.transfer import HostArena
+
+NUM_SLOTS, SLOT_BYTES = 40, 9000
+NAMESPACE = bytes(range(16))
+LONG_S = 20.0
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena:
+        shape = (NUM_SLOTS, SLOT_BYTES)
+        arena.slots[:] = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        yield arena
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+def blocks(num: int = 20) -> TierBlocks:
+    return TierBlocks([b"%032d" % number for number in range(num)], [0] * num)
+
+
+def ended(ticket: TierTicket) -> TierTicket:
+    ticket.wait(LONG_S)
+    return ticket
+
+
+def round_trip(tier: RespTier) -> None:
+    """Put blocks, and read them back into other slots."""
+    ticket = ended(tier.put(blocks(), range(20)))
+    assert ticket.ok.all(), ticket.error
+    ticket = ended(tier.get(blocks(), range(20, 40)))
+    assert ticket.ok.all(), ticket.error
+    assert (tier.arena.slots[20:] == tier.arena.slots[:20]).all()
+    assert ended(tier.contains(blocks())).ok.all()
+
+
+def test_blocks_come_back_through_tls(
+    tmp_path: Path, arena: HostArena, authority: Authority
+) -> None:
+    with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue("127.0.0.1")) as server:
+        url, security = f"rediss://127.0.0.1:{server.port}", Security(ca_file=authority.ca_file)
+        with RespTier(arena, url, NAMESPACE, security=security) as tier:
+            round_trip(tier)
+
+
+@pytest.mark.parametrize(
+    ("host", "has_ca", "message"),
+    [
+        ("127.0.0.1", False, "its certificate does not verify (unable to get local issuer"),
+        ("other.example", True, "its certificate does not verify (IP address mismatch"),
+    ],
+)
+def test_a_certificate_that_does_not_verify_is_refused(
+    tmp_path: Path, arena: HostArena, authority: Authority, host: str, has_ca: bool, message: str
+) -> None:
+    with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue(host)) as server:
+        security = Security(ca_file=authority.ca_file if has_ca else None)
+        url = f"rediss://127.0.0.1:{server.port}"
+        with RespTier(arena, url, NAMESPACE, security=security) as tier:
+            ticket = ended(tier.put(blocks(), range(20)))
+            assert not ticket.ok.any()
+            assert f"127.0.0.1:{server.port}: {message}" in str(ticket.error)
+            assert "name the file of the authority that signed it" in str(ticket.error)
+        assert plain.command("DBSIZE") == b":0\r\n"
+
+
+def test_an_access_list_of_four_commands_is_enough(
+    tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(
+        "user default off\n"
+        "user kvstow on >open-sesame ~kvstow:* +get +set +exists +del\n"
+        "user reader on >open-sesame ~kvstow:* +get +exists\n"
+    )
+    with Server(tmp_path, "--aclfile", str(users)) as server:
+        right = Credentials("kvstow", "open-sesame")
+        with RespTier(arena, server.url, NAMESPACE, credentials=right) as tier:
+            round_trip(tier)
+            assert ended(tier.delete(blocks())).ok.all()
+        assert not caplog.records
+        for credentials, message in (
+            (Credentials("reader", "open-sesame"), "refused: the access list refused a command: a"),
+            (Credentials("kvstow", "closed-sesame"), "the server refused the login: set KVSTOW_SH"),
+            (Credentials("nobody", "open-sesame"), "the server refused the login: set KVSTOW_SH"),
+            (Credentials(), "the server asks for a password: set KVSTOW_SHARED_USERNAME and KVST"),
+        ):
+            with RespTier(arena, server.url, NAMESPACE, credentials=credentials) as tier:
+                for _ in range(4):
+                    ticket = ended(tier.put(blocks(), range(20)))
+                    assert not ticket.ok.any()
+                    if "left alone" not in str(ticket.error):
+                        assert message in str(ticket.error)
+                assert "sesame" not in caplog.text
+        assert len(caplog.records) == 4, "one warning for each tier"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--maxmemory", "50mb", "--maxmemory-policy", "noeviction"), "policy noeviction: once it"),
+        ((), "maxmemory 0, so it grows"),
+        (("--maxmemory", "50mb"), ""),
+    ],
+)
+def test_a_server_without_a_memory_policy_is_warned_of_once(
+    tmp_path: Path,
+    arena: HostArena,
+    caplog: pytest.LogCaptureFixture,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with Server(tmp_path, *options) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+        for _ in range(3):
+            round_trip(tier)
+    assert len(caplog.records) == bool(message)
+    assert message in caplog.text
+
+
+def test_a_server_that_comes_after_the_start_is_used(
+    tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    with RespTier(arena, f"redis://127.0.0.1:{port}", NAMESPACE) as tier:
+        for _ in range(6):
+            assert not ended(tier.put(blocks(), range(20))).ok.any()
+        assert len(caplog.records) == 1
+        assert f"the shared tier at 127.0.0.1:{port} fails" in caplog.text
+        with Server(tmp_path, "--maxmemory", "50mb", port=port):
+            until_s = time.monotonic() + LONG_S
+            while not ended(tier.put(blocks(), range(20))).ok.all():
+                assert time.monotonic() < until_s, "it is not tried again"
+                time.sleep(0.05)
+            round_trip(tier)
+        assert "answers again" in caplog.text
+
+
+@contextlib.contextmanager
+def sentinel(folder: Path, master: Server) -> Iterator[int]:
+    """Run a Sentinel that watches a server, and yield its port."""
+    port, config = free_port(), folder / "sentinel.conf"
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
+        f"sentinel monitor kv 127.0.0.1 {master.port} 1\n"
+        "sentinel down-after-milliseconds kv 300\nsentinel failover-timeout kv 2000\n"
+    )
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([binary(), str(config), "--sentinel"], stdout=quiet, stderr=quiet)
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: HostArena) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    with Server(folders[0]) as first:
+        replica = ("--replicaof", "127.0.0.1", str(first.port))
+        with Server(folders[1], *replica) as second, sentinel(tmp_path, first) as port:
+            url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + 3 * LONG_S
+            with RespTier(arena, url, NAMESPACE, timeout_s=2.0) as tier:
+                while not ended(tier.put(blocks(), range(20))).ok.all():
+                    assert time.monotonic() < until_s, "Sentinel does not answer"
+                    time.sleep(0.05)
+                while second.command("DBSIZE") != b":20\r\n":
+                    assert time.monotonic() < until_s, "the replica does not follow"
+                    time.sleep(0.05)
+                first.kill()
+                while not ended(tier.put(blocks(), range(20))).ok.all():
+                    assert time.monotonic() < until_s, "the failover is not noticed"
+                    time.sleep(0.1)
+                round_trip(tier)
+                assert second.command("ROLE").startswith(b"*3\r\n$6\r\nmaster")
