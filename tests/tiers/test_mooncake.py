@@ -19,6 +19,7 @@ from kvstow import ConfigError
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.shared_keys import delete_blocks
 from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 40, 5000
@@ -228,3 +229,16 @@ def test_a_wrong_url_is_refused(arena: HostArena, url: str, message: str) -> Non
     with pytest.raises(ConfigError, match=message) as refused:
         MooncakeTier(arena, url, NAMESPACE)
     assert "sesame" not in str(refused.value)
+
+
+def test_only_the_blocks_of_one_model_are_deleted(master: Master, arena: HostArena) -> None:
+    other = bytes(range(1, 17))
+    with (
+        MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier,
+        MooncakeTier(arena, master.url, other, segment_bytes=64 << 20) as stranger,
+    ):
+        for one in (tier, stranger):
+            assert answer(one.put(blocks(301, 302), [0, 1])) == [True, True]
+        assert delete_blocks(master.url, Namespace(NAMESPACE)) >= 2
+        assert answer(tier.contains(blocks(301, 302))) == [False, False]
+        assert answer(stranger.contains(blocks(301, 302))) == [True, True]

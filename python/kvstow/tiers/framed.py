@@ -19,6 +19,7 @@ from kvstow._core import ConfigError
 
 SCHEMA: Final = b"kvstow\x00\x01"
 NAMESPACE_BYTES: Final = 16
+KEY_PREFIX: Final = b"kvstow:"
 _FIELDS: Final = struct.Struct("<8s16sIB32sQI")
 _SUM: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _FIELDS.size + _SUM.size
@@ -47,7 +48,7 @@ class Namespace:
     @property
     def prefix(self) -> bytes:
         """What the store's keys begin with."""
-        return b"kvstow:" + self.digest.hex().encode() + b":"
+        return KEY_PREFIX + self.digest.hex().encode() + b":"
 
     def key(self, group: int, digest: bytes) -> bytes:
         """Return the store's key of a block."""

@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -254,6 +255,23 @@ def _store_class() -> Any:
             "install the system's libibverbs1, libnuma1 and libcurl4"
         ) from error
     return MooncakeDistributedStore
+
+
+@contextmanager
+def connect(url: str, host: str = "127.0.0.1", protocol: str = "tcp") -> Iterator[Any]:
+    """Yield a store that has no memory of its own, and close it.
+
+    Raises:
+        ConfigError: `url` names no master, or Mooncake is not installed.
+        TransferError: the master does not answer.
+    """
+    address, store = _parse(url), _store_class()()
+    if code := store.setup(host, "P2PHANDSHAKE", 0, _LOCAL_BUFFER_BYTES, protocol, "", address):
+        raise TransferError(f"Mooncake at {address} cannot be reached ({code})")
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def _parse(url: str) -> str:

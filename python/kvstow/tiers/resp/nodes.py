@@ -119,6 +119,14 @@ class Nodes:
             made = kind(host=node.host, port=node.port, **options)
         return Wire(made)
 
+    def client(self, node: Node) -> Any:
+        """Return a client of redis-py, for calls that may be slow."""
+        options = dict(self._options, db=self.address.database)
+        if node.path:
+            return self._redis.Redis(unix_socket_path=node.path, **options)
+        ssl = self.address.is_encrypted
+        return self._redis.Redis(host=node.host, port=node.port, ssl=ssl, **options)
+
     def all(self) -> list[Node]:
         """Return every server that has keys.
 

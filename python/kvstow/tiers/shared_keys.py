@@ -1,0 +1,124 @@
+"""The keys of a shared store, seen from outside: which models have blocks there, and their removal.
+
+A server of a model that is removed meanwhile goes on, and puts its blocks again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from kvstow._core import ConfigError, TransferError
+from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES, Namespace
+from kvstow.tiers.mooncake import connect
+from kvstow.tiers.resp.address import Address, Credentials, Security
+from kvstow.tiers.resp.nodes import Nodes
+from kvstow.tiers.resp.reasons import reason
+
+_BATCH: Final = 1000
+_DIGITS: Final = 2 * NAMESPACE_BYTES
+
+
+def namespace_of(fingerprint: str) -> Namespace:
+    """Return the namespace that the digits of a fingerprint name.
+
+    Raises:
+        ConfigError: they are no fingerprint.
+    """
+    if not re.fullmatch(rf"[0-9a-f]{{{_DIGITS}}}", fingerprint):
+        raise ConfigError(
+            f"fingerprint is {fingerprint!r}, expected {_DIGITS} hexadecimal digits: take those "
+            "that the server logs when it starts"
+        )
+    return Namespace(bytes.fromhex(fingerprint))
+
+
+def count_blocks(
+    url: str, *, credentials: Credentials | None = None, security: Security | None = None
+) -> dict[str, int]:
+    """Return how many blocks each fingerprint has on RESP servers.
+
+    It reads every key, so it takes long on a large store.
+
+    Raises:
+        ConfigError: `url` names no RESP server, because Mooncake does not list its keys.
+        TransferError: a server does not answer.
+    """
+    found: Counter[str] = Counter()
+    with _clients(url, credentials, security) as clients:
+        for client in clients:
+            for key in client.scan_iter(match=KEY_PREFIX + b"*", count=_BATCH):
+                found[key[len(KEY_PREFIX) :][:_DIGITS].decode("ascii", "replace")] += 1
+    return dict(found)
+
+
+def delete_blocks(
+    url: str,
+    namespace: Namespace,
+    *,
+    credentials: Credentials | None = None,
+    security: Security | None = None,
+    deleted: Callable[[int], object] = lambda _: None,
+) -> int:
+    """Delete all blocks of one model from a store, and return how many there were.
+
+    Args:
+        url: the store.
+        namespace: that of the model.
+        credentials: how to log in to RESP servers; None for those of the environment.
+        security: how TLS proves both sides.
+        deleted: called with the number so far.
+
+    Raises:
+        ConfigError: `url` names no store.
+        TransferError: the store does not answer, or refuses.
+    """
+    if url.startswith("mooncake://"):
+        with connect(url) as store:
+            num = int(store.remove_by_regex(f"^{namespace.prefix.decode()}", True))
+        if num < 0:
+            raise TransferError(f"Mooncake refused to delete blocks ({num})")
+        return num
+    num = 0
+    with _clients(url, credentials, security) as clients:
+        for client in clients:
+            batch: list[bytes] = []
+            for key in client.scan_iter(match=namespace.prefix + b"*", count=_BATCH):
+                batch.append(key)
+                if len(batch) == _BATCH:
+                    num += _delete(client, batch)
+                    deleted(num)
+                    batch.clear()
+            num += _delete(client, batch)
+            deleted(num)
+    return num
+
+
+def _delete(client: Any, keys: list[bytes]) -> int:
+    """Delete keys one by one, because a cluster refuses several that have different slots."""
+    with client.pipeline(transaction=False) as pipeline:
+        for key in keys:
+            pipeline.unlink(key)
+        return sum(pipeline.execute())
+
+
+@contextmanager
+def _clients(
+    url: str, credentials: Credentials | None, security: Security | None
+) -> Iterator[list[Any]]:
+    """Yield a redis-py client for each server that has keys."""
+    address = Address.parse(url)
+    nodes = Nodes(address, credentials or Credentials.find(), security or Security(), 30.0)
+    clients: list[Any] = []
+    try:
+        clients += [nodes.client(node) for node in nodes.all()]
+        yield clients
+    except nodes.errors as error:
+        raise TransferError(f"{address}: {reason(error)}") from error
+    finally:
+        for client in clients:
+            client.close()
+        nodes.forget()

@@ -1,0 +1,73 @@
+"""Counting and deleting the blocks of a model, on servers and clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.tiers.resp.server import Server
+
+from kvstow import ConfigError, TransferError
+from kvstow.tiers import TierBlocks
+from kvstow.tiers.framed import Namespace
+from kvstow.tiers.resp import Credentials, RespTier
+from kvstow.tiers.shared_keys import count_blocks, delete_blocks, namespace_of
+from kvstow.transfer import HostArena
+
+OWN, OTHER = Namespace(bytes(range(16))), Namespace(bytes(range(1, 17)))
+
+
+def put(url: str, namespace: Namespace, num: int) -> None:
+    blocks = TierBlocks([b"%032d" % at for at in range(num)], [at % 3 for at in range(num)])
+    with HostArena(num, 64) as arena, RespTier(arena, url, namespace.digest) as tier:
+        ticket = tier.put(blocks, range(num))
+        ticket.wait(20)
+        assert ticket.ok.all()
+
+
+def test_only_the_blocks_of_one_model_are_deleted(tmp_path: Path) -> None:
+    with Server(tmp_path) as a, Server(tmp_path) as b:
+        url = f"{a.url},127.0.0.1:{b.port}"
+        put(url, OWN, 2500)
+        put(url, OTHER, 40)
+        a.command("SET", "of another program", "value")
+        assert count_blocks(url) == {OWN.digest.hex(): 2500, OTHER.digest.hex(): 40}
+        reported: list[int] = []
+        assert delete_blocks(url, OWN, deleted=reported.append) == 2500
+        assert reported == sorted(reported)
+        assert reported[-1] == 2500
+        assert count_blocks(url) == {OTHER.digest.hex(): 40}
+        assert a.command("GET", "of another program") == b"$5\r\nvalue\r\n"
+        assert delete_blocks(url, OWN) == 0
+
+
+def test_a_cluster_is_emptied_node_by_node(tmp_path: Path) -> None:
+    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
+    with Server(tmp_path, *options) as server:
+        server.command("CLUSTER", "ADDSLOTS", *map(str, range(16384)))
+        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
+            pass
+        url = f"redis+cluster://127.0.0.1:{server.port}"
+        put(url, OWN, 300)
+        assert delete_blocks(url, OWN) == 300
+        assert server.command("DBSIZE") == b":0\r\n"
+
+
+def test_what_cannot_be_deleted_names_the_reason(tmp_path: Path) -> None:
+    with Server(tmp_path, "--requirepass", "open-sesame") as server:
+        wrong = Credentials(password="closed-sesame")
+        with pytest.raises(TransferError, match="the server refused the login: set KV") as refused:
+            delete_blocks(server.url, OWN, credentials=wrong)
+        assert "sesame" not in str(refused.value)
+        server.kill()
+        with pytest.raises(TransferError, match=f"127.0.0.1:{server.port}: "):
+            delete_blocks(server.url, OWN)
+    with pytest.raises(ConfigError, match="http://host is no shared tier"):
+        delete_blocks("http://host", OWN)
+
+
+@pytest.mark.parametrize("given", ["", "00", "g" * 32, "A" * 32, "0" * 33])
+def test_what_is_no_fingerprint_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"fingerprint is '{given}', expected 32 hexadecimal"):
+        namespace_of(given)
+    assert namespace_of(OWN.digest.hex()) == OWN
