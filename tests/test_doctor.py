@@ -1,19 +1,16 @@
+"""The checks of `kvstow doctor` that need no GPU. tests/transfer/cuda/simulated has the others."""
+
 import importlib
 import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from tests.transfer.cuda.fake_cupy import FakeCupy, remove_cupy
-from tests.transfer.cuda.simulated_gpu import SimulatedGpu
 
 from kvstow import cli
-from kvstow.doctor import Finding, checks, diagnose, gpu
+from kvstow.doctor import Finding, checks, diagnose
 from kvstow.doctor.findings import run_check
-from kvstow.transfer import CudaError
-from kvstow.transfer.cuda.runtime import CudaRuntime
 
 NO_DRIVER, ONE_GPU = checks.Driver(None), checks.Driver(13000, num_devices=1)
 
@@ -27,17 +24,9 @@ def found(**options: bool) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(**options)}
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimulatedGpu:
-    """A machine with a simulated GPU."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine(monkeypatch, ONE_GPU)
-    FakeCupy().install(monkeypatch)
-    simulated = SimulatedGpu(lambda able: able[0])
-    monkeypatch.setattr(gpu, "cuda_runtime", lambda _: simulated)
-    # torch does not see the simulated GPU, which would be another finding.
-    monkeypatch.setitem(sys.modules, "torch", None)
-    return simulated
+def remove_cupy(patch: pytest.MonkeyPatch) -> None:
+    """Make `import cupy` fail."""
+    patch.setitem(sys.modules, "cupy", None)
 
 
 def test_machine_without_a_gpu_is_ok(
@@ -88,67 +77,6 @@ def test_driver_without_a_gpu_is_missing_and_with_an_error_broken(
     (finding,) = driver.findings()
     assert finding.status == status
     assert says in finding.says
-
-
-def test_cupy_for_a_newer_cuda_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, checks.Driver(12080, num_devices=1))
-    FakeCupy(driver=12080, built_for=13020).install(monkeypatch)
-    cupy = found()["cupy"]
-    assert cupy.status == "broken"
-    assert "pip install 'kvstow[cuda12]'" in cupy.says
-    assert cupy.figures["cuda"] == 13020
-
-
-def test_cupy_without_a_gpu_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, NO_DRIVER)
-    FakeCupy(driver=0).install(monkeypatch)
-    assert found()["cupy"].status == "ok"
-
-
-def test_gpu_without_a_compiler_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, ONE_GPU)
-    FakeCupy(compile_error=RuntimeError("no libnvrtc.so")).install(monkeypatch)
-    monkeypatch.setattr(gpu, "cuda_runtime", CudaRuntime)  # not the cached runtime
-    device = found()["GPU 0"]
-    assert device.status == "broken"
-    assert "cupy-cuda13x[ctk]" in device.says
-    assert device.figures["total_bytes"] == 4 << 30
-
-
-def test_gpu_findings_hold_its_memory_link_and_paths(runtime: SimulatedGpu) -> None:
-    findings = found()
-    assert "Fake H1 with 4.0 GiB, of which 3.0 GiB are free" in findings["GPU 0"].says
-    assert findings["GPU 0 memory node"].figures["node"] is None
-    assert findings["GPU 0 pinning"].figures == {"is_pinned": True}
-    link = findings["GPU 0 link"].figures
-    names = ("copy_seconds", "submit_seconds", "store_bytes_per_s", "load_bytes_per_s")
-    copy_s, submit_s, store, load = (float(str(link[name])) for name in names)
-    for direction, speed in (("store", store), ("load", load)):
-        figures = findings[f"GPU 0 link, {direction}s"].figures
-        bound = int(max(copy_s, 4 * submit_s) * speed)
-        assert figures["direct_from_bytes"] == bound
-        assert figures["path"] == {
-            str(kib << 10): "direct" if kib << 10 >= bound else "packed"
-            for kib in (4, 8, 16, 32, 64, 128, 256)
-        }
-    assert not runtime.allocated, "memory was not freed"
-
-
-def test_link_is_measured_again_only_with_anew(runtime: SimulatedGpu) -> None:
-    def link(**options: bool) -> object:
-        return found(**options)["GPU 0 link"].figures
-
-    first = link()
-    assert link() == first
-    assert link(anew=True) != first
-
-
-def test_failed_pinning_is_broken(runtime: SimulatedGpu) -> None:
-    runtime.fail["register"] = CudaError("out of memory", is_fatal=False)
-    findings = found()
-    assert findings["GPU 0 pinning"].status == "broken"
-    assert "memlock" in findings["GPU 0 pinning"].advice
-    assert findings["GPU 0 link"].status == "ok"
 
 
 @pytest.mark.parametrize("error", [OSError("libcudart.so is gone"), SystemExit(3)])

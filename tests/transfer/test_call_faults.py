@@ -13,17 +13,13 @@ import gc
 import mmap
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.transfer.cuda.simulated_gpu import SimulatedGpu
-from tests.transfer.cuda.test_mover import in_order, on_device
 
 from kvstow import BlockPool, ConfigError, KvstowError, SnapshotError, StateError, TransferError
 from kvstow.engine.snapshot_file import Image, Model, SnapshotFile, write_snapshot
@@ -31,9 +27,6 @@ from kvstow.observability.events import EventFile
 from kvstow.transfer import (
     READY,
     BlockLayout,
-    CudaError,
-    CudaLink,
-    CudaMover,
     HostArena,
     HostEvent,
     HostMover,
@@ -42,7 +35,6 @@ from kvstow.transfer import (
     Ticket,
     VerifiedMover,
 )
-from kvstow.transfer.cuda import pinning
 from kvstow.transfer.host import mover as host_mover
 from kvstow.transfer.mover import Event
 
@@ -197,31 +189,6 @@ def test_arena_is_built_whole_or_not_at_all() -> None:
     assert {"mmap", "madvise", "thread", "on_close", "sched_setaffinity"} <= failed
 
 
-def test_pinned_memory_is_unpinned_unless_unpinning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "MAX_CHUNK_BYTES", 1 << 20)
-    errors: list[BaseException] = [
-        CudaError("refused", is_fatal=False),
-        CudaError("lost", is_fatal=True),
-        Interrupted(),
-    ]
-
-    def scenario(faults: Faults) -> None:
-        runtime = FaultyDevice(faults)
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                arena = pinning.pinned_arena(1237, 8192, runtime)
-        except (CudaError, Interrupted):
-            assert faults.failed == "register"
-        else:
-            assert not arena.closed
-            with contextlib.suppress(CudaError, Interrupted):
-                arena.close()
-            assert arena.closed
-        assert len(runtime.allocated) == (faults.failed == "unregister")
-
-    assert each_fault(scenario, errors) == {"register", "unregister"}
-
-
 # -- movers of the host --------------------------------------------------------------------------
 
 
@@ -335,131 +302,6 @@ def test_interrupted_close_can_be_called_again() -> None:
                 mover.close()
                 assert all(ticket.poll() for ticket in tickets)
             assert resources() == before
-
-
-# -- the CUDA mover ------------------------------------------------------------------------------
-
-
-class FaultyDevice(SimulatedGpu):
-    """The simulated GPU, each of whose calls may fail before it does anything."""
-
-    def __init__(self, faults: Faults) -> None:
-        super().__init__(in_order)
-        self._faults = faults
-
-    def _call(self, name: str) -> None:
-        try:
-            self._faults.call(name)
-        except CudaError as error:
-            if error.is_fatal:
-                self.lost = error
-            raise
-
-    def _enter(self, call: str) -> None:
-        if self.lost is not None:
-            raise self.lost
-        self._call(call)
-        super()._enter(call)
-
-    def stream(self) -> Any:
-        self._call("stream")
-        return super().stream()
-
-    def event(self) -> Any:
-        self._call("event")
-        return super().event()
-
-    def free(self, address: int) -> None:
-        if self.lost is None:
-            self._call("free")
-            super().free(address)
-
-    def unregister(self, address: int) -> None:
-        if self.lost is None:
-            self._call("unregister")
-            super().unregister(address)
-        else:
-            self.allocated.pop(address)
-
-
-def cuda_scenario(content: Bytes, faults: Faults) -> None:  # noqa: PLR0915 - one scenario
-    """Store and load through a CUDA mover, and compare the bytes of each job that went well."""
-    device = content.copy()
-    runtime = FaultyDevice(faults)
-    with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
-        arena.slots[:] = content[:NUM_SLOTS]
-        try:
-            link = CudaLink(runtime, staging_bytes=4096, num_places=2)
-        except (CudaError, MemoryError, Interrupted):
-            assert not runtime.allocated or runtime.lost
-            return
-        try:
-            mover = CudaMover(on_device([device]), arena, link=link, verify=True)
-        except (CudaError, MemoryError, Interrupted):
-            assert link.closed
-            assert not runtime.allocated or runtime.lost or faults.failed == "free"
-            return
-        jobs: list[tuple[str, int, int, Ticket]] = []
-
-        def submit(direction: str, block: int, slot: int, after: Event) -> None:
-            with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                if direction == "store":
-                    ticket = mover.store([block], [slot], after=after)
-                else:
-                    ticket = mover.load([slot], [block], after=after)
-                jobs.append((direction, block, slot, ticket))
-
-        def land(ticket: Ticket) -> None:
-            for _ in range(1000):
-                with contextlib.suppress(MemoryError, Interrupted):
-                    if ticket.poll():
-                        return
-                    runtime.step()
-            raise AssertionError("the ticket never ends")
-
-        late = FaultyEvent(faults, is_set=False)
-        submit("store", 1, 7, FaultyEvent(faults, is_set=True))
-        submit("store", 2, 6, late)
-        with contextlib.suppress(MemoryError, Interrupted, CudaError):
-            late.set()
-        for job in jobs:
-            land(job[-1])
-        submit("load", 5, 7, READY)
-        submit("load", 6, 6, READY)
-        submit("store", 3, 0, READY)
-        land(jobs[-1][-1])
-        submit("load", 8, 0, READY)
-        land(jobs[-1][-1])
-        if not faults.failed:
-            assert np.array_equal(device[8], device[3])
-        for direction, block, slot, ticket in jobs:
-            land(ticket)
-            if ticket.error is None:
-                want = content[block] if direction == "store" else arena.slots[slot]
-                got = arena.slots[slot] if direction == "store" else device[block]
-                assert np.array_equal(got, want), f"{direction} lies, {faults.failed}"
-        for _ in range(2):
-            with contextlib.suppress(MemoryError, Interrupted, CudaError):
-                mover.close()
-        with pytest.raises((StateError, CudaError)):
-            mover.store([1], [0], after=READY)
-        if runtime.lost is None:
-            assert len(runtime.allocated) == (faults.failed == "free"), faults.failed
-
-
-def test_cuda_mover_works_or_refuses_after_any_failed_call() -> None:
-    errors: list[BaseException] = [
-        CudaError("refused", is_fatal=False),
-        CudaError("lost", is_fatal=True),
-        MemoryError(),
-        Interrupted(),
-    ]
-    rng = np.random.default_rng(5)
-    content = rng.integers(1, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-
-    failed = each_fault(partial(cuda_scenario, content), errors)
-    expected = {"stream", "event", "allocate", "upload", "wait", "record", "copy", "gather"}
-    assert expected | {"scatter", "zero", "is_done", "free"} <= failed
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -14,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.forks import LONG_S, in_child
-from tests.transfer.cuda.test_mover import bench
 
 from kvstow import StateError, TransferError
 from kvstow.transfer import (
     READY,
     BlockLayout,
-    CudaError,
     HostArena,
     HostEvent,
     HostMover,
@@ -162,27 +160,6 @@ def test_child_works_after_a_fork_while_threads_hold_locks(made: Made) -> None:
     for ticket in tickets:
         ticket.wait(LONG_S)
     assert (made.arena.slots[3] == 4).all()
-
-
-def test_child_of_a_cuda_mover_makes_no_call_to_the_device() -> None:
-    with bench(verify=True) as setup:
-        flying = setup.mover.store([1], [0], after=setup.after())
-        waiting = setup.mover.load([0], [2], after=HostEvent())
-
-        def check() -> None:
-            setup.runtime._enter = None  # type: ignore[assignment, method-assign]
-            for ticket in (flying, waiting):
-                assert ticket.poll()
-                with pytest.raises(TransferError, match="this one was forked from"):
-                    ticket.wait(LONG_S)
-            with pytest.raises(CudaError, match="this one was forked from"):
-                setup.mover.store([1], [0], after=READY)
-            setup.mover.close()
-            setup.arena.close()
-
-        in_child(check)
-        setup.land(flying)
-        assert np.array_equal(setup.arena.slots[0], setup.block(1))
 
 
 def test_child_does_not_unpin_the_parents_memory() -> None:

@@ -55,19 +55,22 @@ def cupy_findings(driver_cuda: int | None, num_devices: int, *, anew: bool) -> I
 
 
 def _gpu(cupy: Any, device: int, *, anew: bool) -> Iterator[Finding]:
-    name = bytes(cupy.cuda.runtime.getDeviceProperties(device)["name"]).decode()
-    with cupy.cuda.Device(device):
-        free, total = cupy.cuda.runtime.memGetInfo()
-    says = f"{name} with {total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free"
-    figures = {"name": name, "total_bytes": int(total), "free_bytes": int(free)}
+    # This call makes no context. `cupy.cuda.Device` makes two: the device's, and device 0's.
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    name, total = bytes(properties["name"]).decode(), int(properties["totalGlobalMem"])
+    says = f"{name} with {total / 2**30:.1f} GiB"
+    figures: dict[str, object] = {"name": name, "total_bytes": total}
     try:
         runtime = cuda_runtime(device)
+        with runtime.current():
+            free, _ = cupy.cuda.runtime.memGetInfo()
     except (ConfigError, CudaError) as error:
         yield Finding(
             f"GPU {device}", "broken", f"{says}. It does not work: {error}.", figures=figures
         )
         return
-    says += f", at PCI address {runtime.pci_bus_id}."
+    figures["free_bytes"] = int(free)
+    says += f", of which {free / 2**30:.1f} GiB are free, at PCI address {runtime.pci_bus_id}."
     yield Finding(f"GPU {device}", "ok", says, figures=figures)
     yield from link_findings(runtime, anew=anew)
 

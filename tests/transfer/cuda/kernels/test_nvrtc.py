@@ -16,9 +16,9 @@ MAX_REGISTERS = 48
 ELF_MACHINE_CUDA = 190
 
 
-def compiled(architecture: str) -> tuple[str, bytes]:
+def compiled(architecture: str, source: str = SOURCE) -> tuple[str, bytes]:
     """Return the log, and the cubin for sm_NN or the PTX for compute_NN."""
-    status, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"pack.cu", 0, [], [])
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"pack.cu", 0, [], [])
     assert status.value == 0, status
     options = [f"--gpu-architecture={architecture}".encode(), b"--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)

@@ -36,6 +36,12 @@ class Call {
     explicit Call(const char* name, bool needs_context = true)
         : all(devices()), lock(all.mutex) {
         ++all.calls[name];
+        if (auto found = all.failing.find(name); found != all.failing.end()) {
+            status = found->second;
+            all.failing.erase(found);
+            if (status == ILLEGAL_ADDRESS) all.lost = status;
+            return;
+        }
         if (!needs_context) return;
         if (!context) context = 1;
         all.has_context[device_now()] = true;
@@ -213,9 +219,12 @@ CUDA const char* cudaGetErrorName(int status) {
 }
 CUDA const char* cudaGetErrorString(int) { return "of a simulated GPU"; }
 CUDA int cudaGetLastError() { return std::exchange(last_error, SUCCESS); }
-CUDA int cudaDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
-CUDA int cudaRuntimeGetVersion(int* version) { return *version = 13020, SUCCESS; }
-CUDA int cudaGetDeviceCount(int* count) { return *count = NUM_DEVICES, SUCCESS; }
+CUDA int cudaDriverGetVersion(int* version) { return *version = devices().machine.driver, SUCCESS; }
+CUDA int cudaRuntimeGetVersion(int* version) { return *version = devices().machine.runtime, SUCCESS; }
+CUDA int cudaGetDeviceCount(int* count) {
+    *count = devices().machine.num_devices;
+    return *count ? SUCCESS : failed(NO_DEVICE);
+}
 
 CUDA int cudaGetDevice(int* device) {
     Call call("cudaGetDevice", false);
@@ -243,6 +252,8 @@ CUDA int cudaGetDeviceProperties(void* properties, int device) {
     std::snprintf(name, 256, "Simulated GPU");
     std::memset(uuid, 7, 16);
     uuid[1] = static_cast<unsigned char>(device);  // cupy ends the UUID at a zero byte
+    constexpr Size total_memory = 288;
+    std::memcpy(name + total_memory, &MEMORY_BYTES, sizeof MEMORY_BYTES);
     return SUCCESS;
 }
 
@@ -396,8 +407,11 @@ CUDA int cudaStreamCreateWithPriority(void** stream, unsigned, int) {
 
 CUDA int cudaStreamDestroy(void* given) {
     Call call("cudaStreamDestroy", false);
-    // Its work still runs, so it stays.
-    return call.stream(given) ? SUCCESS : failed(INVALID_HANDLE);
+    Stream* stream = call.stream(given);
+    if (!stream) return failed(INVALID_HANDLE);
+    // Its queued work still runs. It is never deleted, so no other stream gets its address.
+    if (stream->queue.empty() && !stream->is_running) call.all.streams.erase(stream);
+    return SUCCESS;
 }
 
 CUDA int cudaStreamSynchronize(void* given) {
@@ -576,6 +590,56 @@ CUDA void simulation_repair() {
 
 CUDA int simulation_has_context(int device) { return devices().has_context.at(device); }
 
+// Forgets the contexts, also that of this thread.
+CUDA void simulation_forget_contexts() {
+    Lock lock(devices().mutex);
+    devices().has_context = {};
+    context = 0;
+}
+
+// Lets the device go on only when a waiting call or `simulation_step` says so.
+CUDA void simulation_by_hand(int by_hand) {
+    Lock lock(devices().mutex);
+    devices().by_hand = by_hand;
+}
+
+// Runs the next work of the first stream that can go on; returns whether there was one.
+CUDA int simulation_step() {
+    Lock lock(devices().mutex);
+    return devices().step(lock);
+}
+
+// Lets the next call of a function fail; with an illegal address the device is lost.
+CUDA void simulation_fail(const char* name, int status) {
+    Lock lock(devices().mutex);
+    devices().failing[name] = status;
+}
+
+CUDA void simulation_machine(int driver, int runtime, int num_devices) {
+    Lock lock(devices().mutex);
+    devices().machine = {driver, runtime, num_devices};
+}
+
+// Leaves out the waits of one stream for another, or none.
+CUDA void simulation_drop(int stream, int awaited) {
+    Lock lock(devices().mutex);
+    devices().dropped.clear();
+    if (stream >= 0) devices().dropped.insert({stream, awaited});
+}
+
+CUDA int simulation_stream(void* given) {
+    Call call("simulation_stream", false);
+    return static_cast<int>(call.stream(given)->id);
+}
+
+// Returns the memory that is allocated or pinned.
+CUDA std::uint64_t simulation_allocated() {
+    Lock lock(devices().mutex);
+    std::uint64_t sum = 0;
+    for (const auto& [begin, found] : devices().allocated) sum += found.end - begin;
+    return sum;
+}
+
 namespace {
 Size written(const std::string& text, char* to, Size size) {
     std::snprintf(to, size, "%s", text.c_str());
@@ -589,6 +653,15 @@ CUDA Size simulation_calls(char* to, Size size) {
     std::string text;
     for (const auto& [name, count] : std::exchange(devices().calls, {})) {
         text += name + " " + std::to_string(count) + "\n";
+    }
+    return written(text, to, size);
+}
+
+CUDA Size simulation_waits(char* to, Size size) {
+    Lock lock(devices().mutex);
+    std::string text;
+    for (const auto& [stream, awaited] : std::exchange(devices().waits, {})) {
+        text += std::to_string(stream) + " " + std::to_string(awaited) + "\n";
     }
     return written(text, to, size);
 }

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
@@ -57,12 +58,15 @@ void Devices::put(Stream* stream, const std::string& name, Run run) {
 
 std::shared_ptr<Mark> Devices::mark(Stream* stream) {
     auto mark = std::make_shared<Mark>();
+    mark->stream = stream->id;
     queue(stream, {nullptr, nullptr, nullptr, mark});
     return mark;
 }
 
 void Devices::wait(Stream* stream, const std::shared_ptr<Mark>& mark) {
-    queue(stream, {nullptr, nullptr, mark});
+    std::pair pair(stream->id, mark->stream);
+    waits.insert(pair);
+    if (!dropped.contains(pair)) queue(stream, {nullptr, nullptr, mark});
 }
 
 void Devices::pause(Stream* stream, std::chrono::steady_clock::duration pause) {
@@ -86,6 +90,10 @@ bool Devices::can_run(Stream* stream) {
 }
 
 Stream* Devices::choose(const std::vector<Stream*>& able) {
+    if (by_hand) {
+        return *std::min_element(able.begin(), able.end(),
+                                 [](Stream* one, Stream* two) { return one->id < two->id; });
+    }
     if (is_even_) return able[random_() % able.size()];
     // Priorities that change now and then starve some streams for long.
     if (static_cast<double>(random_() % 1000) < 1000 * change_chance_) priorities_.clear();
@@ -133,11 +141,13 @@ bool Devices::step(Lock& lock) {
 }
 
 void Devices::go_on(Lock& lock) {
+    if (by_hand) return;
     while (static_cast<double>(random_() % 1000) < 1000 * go_on_chance_ && step(lock)) {
     }
 }
 
 void Devices::go_on(Lock& lock, int num_steps) {
+    if (by_hand) return;
     for (auto left = random_() % static_cast<std::uint64_t>(num_steps); left && step(lock); --left) {
     }
 }

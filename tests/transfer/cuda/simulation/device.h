@@ -22,12 +22,13 @@
 
 constexpr int NUM_DEVICES = 2;
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_PITCH = 12;
-constexpr int INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700;
+constexpr int NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700;
 constexpr int ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, IN_CAPTURE = 900;
 constexpr std::uint64_t MEMORY_BYTES = 8ull << 30;
 
 // The point in a stream for which a recorded event stands.
 struct Mark {
+    std::uint32_t stream = 0;
     bool is_done = false;
     Clock clock;
 };
@@ -61,9 +62,20 @@ struct Allocation {
     int device;  // -1: pinned memory of the host
 };
 
+// What the machine reports of itself; a test may change it.
+struct Machine {
+    int driver = 13000, runtime = 13020, num_devices = NUM_DEVICES;
+};
+
 class Devices {
   public:
     Devices();
+
+    Machine machine;
+    bool by_hand = false;  // only `simulation_step` and waiting calls let the device go on
+    std::map<std::string, int> failing;  // what the next call of a name returns
+    // (waiting stream, stream that it waits for): of all waits, and of those to leave out.
+    std::set<std::pair<std::uint32_t, std::uint32_t>> waits, dropped;
 
     std::mutex mutex;  // of everything below
     std::map<Address, Allocation> allocated;
@@ -72,7 +84,6 @@ class Devices {
     std::array<bool, NUM_DEVICES> has_context{};
     std::map<std::string, std::uint64_t> calls;
     std::vector<std::string> violations;
-    std::set<std::pair<std::uint32_t, std::uint32_t>> waits;
     int lost = 0;
     Accesses accesses;
     Clock host;  // what the host knows to be done
@@ -91,6 +102,7 @@ class Devices {
     void run_until(Lock& lock, const std::function<bool()>& is_over);
     void drain(Lock& lock, Stream* stream);
     void drain(Lock& lock);
+    bool step(Lock& lock);
 
     const Allocation* find(Address address, std::uint64_t num_bytes) const;
     bool overlaps(Address address, std::uint64_t num_bytes) const;
@@ -98,7 +110,6 @@ class Devices {
 
   private:
     void queue(Stream* stream, Queued queued);
-    bool step(Lock& lock);
     bool can_run(Stream* stream);
     Stream* choose(const std::vector<Stream*>& able);
 
@@ -107,7 +118,6 @@ class Devices {
     bool is_even_;
     std::map<Stream*, std::uint64_t> priorities_;
     std::uint32_t num_streams_ = 0;
-    std::vector<std::uint32_t> spare_ids_;
 };
 
 Devices& devices();

@@ -5,7 +5,8 @@ takes its place. The runtime is inside cupy's binary. So `install` overwrites th
 each of its functions with a jump to the function of the same name here. All that cupy does above
 them is unchanged: types, errors, launch arguments, and the compiler of the kernels.
 
-One process must not install it beside a fake cupy. So tests use `run`, which starts a process.
+The simulation stays to the end of a process, and most tests must see the machine as it is. So tests
+use `run`, which starts a process.
 """
 
 from __future__ import annotations
@@ -160,6 +161,55 @@ def violations() -> list[str]:
 def has_context(device: int) -> bool:
     """Return whether this process has initialised a device."""
     return bool(library().simulation_has_context(ctypes.c_int(device)))
+
+
+def waits() -> set[tuple[int, int]]:
+    """Return the waits since the last such question: (waiting stream, stream waited for)."""
+    rows = (line.split() for line in _text("simulation_waits"))
+    return {(int(stream), int(awaited)) for stream, awaited in rows}
+
+
+def drop(pair: tuple[int, int] | None) -> None:
+    """Leave out the waits of one stream for another from now on; None leaves out none."""
+    stream, awaited = (-1, -1) if pair is None else pair
+    library().simulation_drop(ctypes.c_int(stream), ctypes.c_int(awaited))
+
+
+def number_of(stream: int) -> int:
+    """Return the number by which `waits` and `violations` name a stream."""
+    return int(library().simulation_stream(ctypes.c_void_p(stream)))
+
+
+def by_hand(by_hand: bool = True) -> None:
+    """Let the device go on only in `step`, and in calls that wait for it."""
+    library().simulation_by_hand(ctypes.c_int(by_hand))
+
+
+def step() -> bool:
+    """Let the device do its next work; return False if there is none that can go on."""
+    return bool(library().simulation_step())
+
+
+def fail(name: str, status: int) -> None:
+    """Let the next call of a function of CUDA fail. Status 700 loses the device."""
+    library().simulation_fail(name.encode(), ctypes.c_int(status))
+
+
+def machine(*, driver: int = 13000, runtime: int = 13020, num_devices: int = 2) -> None:
+    """Change what the machine reports of itself."""
+    library().simulation_machine(*map(ctypes.c_int, (driver, runtime, num_devices)))
+
+
+def forget_contexts() -> None:
+    """Forget which devices this process has initialised, and the context of this thread."""
+    library().simulation_forget_contexts()
+
+
+def allocated_bytes() -> int:
+    """Return the memory that is allocated on the devices, or pinned."""
+    function = library().simulation_allocated
+    function.restype = ctypes.c_uint64
+    return int(function())
 
 
 def _text(function: str) -> list[str]:

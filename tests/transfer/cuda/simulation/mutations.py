@@ -8,6 +8,7 @@ edits that nothing reports, and then its status is 1.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -257,6 +258,7 @@ def edited(module: ModuleType, text: str, wrong: str) -> Iterator[None]:
     for name, function in functions(vars(module), module):
         before.append((function, function.__code__))
         function.__code__ = dict(functions(scratch, module))[name].__code__
+    assert any(function.__code__ != code for function, code in before), "no function has changed"
     try:
         yield
     finally:
@@ -270,7 +272,7 @@ def functions(names: dict[str, Any], module: ModuleType) -> list[tuple[str, Func
     for value in list(names.values()):
         members = vars(value).values() if isinstance(value, type) else [value]
         for member in members:
-            inner = getattr(member, "__func__", member)
+            inner = inspect.unwrap(getattr(member, "__func__", member))
             if isinstance(inner, FunctionType) and inner.__code__.co_filename == module.__file__:
                 found[inner.__qualname__] = inner
     return list(found.items())

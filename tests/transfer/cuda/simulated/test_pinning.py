@@ -1,20 +1,41 @@
+"""Pinned host memory."""
+
+from __future__ import annotations
+
 import mmap
 from pathlib import Path
 
 import pytest
-from tests.transfer.cuda.simulated_gpu import SimulatedGpu
+from tests.transfer.cuda.simulation import library
 
 from kvstow import ConfigError
 from kvstow.transfer import BlockLayout, CudaError, HostArena, Region, arena_for
 from kvstow.transfer.cuda import pinning
 from kvstow.transfer.cuda.pinning import chunk_slots, nearest_cpus, pin, pinned_arena
+from kvstow.transfer.cuda.runtime import CudaRuntime
 
-REFUSED = CudaError("too much is locked", is_fatal=False)
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
+
+
+class Pinning(CudaRuntime):
+    """Device 0, and the memory that it has pinned: its address and size."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.pinned: dict[int, int] = {}
+
+    def register(self, address: int, num_bytes: int) -> None:
+        super().register(address, num_bytes)
+        self.pinned[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        del self.pinned[address]
 
 
 @pytest.fixture
-def runtime() -> SimulatedGpu:
-    return SimulatedGpu(lambda able: able[0])
+def runtime() -> Pinning:
+    return Pinning()
 
 
 @pytest.fixture
@@ -23,31 +44,30 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_pinned_chunks_end_where_slots_end(runtime: SimulatedGpu) -> None:
+def test_pinned_chunks_end_where_slots_end(runtime: Pinning) -> None:
     reported: list[tuple[int, int]] = []
     arena = pinned_arena(12, 7000, runtime, progress=lambda done, of: reported.append((done, of)))
     assert arena.slot_stride_bytes == 8192
     base = arena.base_address
     assert chunk_slots(8192, 1) == 2
-    assert runtime.allocated == {base + at * 16384: 16384 for at in range(6)}
+    assert runtime.pinned == {base + at * 16384: 16384 for at in range(6)}
     assert reported == [(at * 16384, 6 * 16384) for at in range(1, 7)]
     arena.close()
     arena.close()
-    assert runtime.allocated == {}
+    assert runtime.pinned == {}
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_chunks_hold_whole_runs(runtime: SimulatedGpu) -> None:
+def test_chunks_hold_whole_runs(runtime: Pinning) -> None:
     with HostArena(9, 2000, slots_per_run=3) as arena:
         assert arena.slot_stride_bytes % 2048 == 0
         unpin = pin(arena, runtime)
         run_bytes = 3 * arena.slot_stride_bytes
         per_chunk = 5 * 4096 // run_bytes * run_bytes
-        pinned = [num for num in runtime.allocated.values() if isinstance(num, int)]
-        assert sum(pinned) == arena.num_bytes
-        assert all((at - arena.base_address) % per_chunk == 0 for at in runtime.allocated)
+        assert sum(runtime.pinned.values()) == arena.num_bytes
+        assert all((at - arena.base_address) % per_chunk == 0 for at in runtime.pinned)
         unpin()
-        assert runtime.allocated == {}
+        assert runtime.pinned == {}
 
 
 @pytest.mark.parametrize(
@@ -66,27 +86,27 @@ def test_chunks_hold_whole_pages_of_any_size(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_refused_pinning_warns_and_returns_unpinned_memory(runtime: SimulatedGpu) -> None:
+def test_refused_pinning_warns_and_returns_unpinned_memory(runtime: Pinning) -> None:
     register = runtime.register
     calls: list[int] = []
 
     def refuse_the_third(address: int, num_bytes: int) -> None:
         calls.append(address)
         if len(calls) == 3:
-            raise REFUSED
+            library.fail("cudaHostRegister", OUT_OF_MEMORY)
         register(address, num_bytes)
 
     runtime.register = refuse_the_third  # type: ignore[method-assign]
     with pytest.warns(RuntimeWarning, match="CUDA did not pin.*ulimit -l"):
         arena = pinned_arena(12, 7000, runtime)
-    assert runtime.allocated == {}, "all or none"
+    assert runtime.pinned == {}, "all or none"
     arena.slots[:] = 1
     arena.close()
 
 
-def test_device_lost_while_pinning_raises(runtime: SimulatedGpu) -> None:
-    runtime.fail["register"] = CudaError("an illegal address", is_fatal=True)
-    with pytest.raises(CudaError, match="illegal"):
+def test_device_lost_while_pinning_raises(runtime: Pinning) -> None:
+    library.fail("cudaHostRegister", ILLEGAL_ADDRESS)
+    with pytest.raises(CudaError, match="restart it"):
         pinned_arena(4, 4096, runtime)
 
 

@@ -1,18 +1,24 @@
+"""The measured speed of a link, and its cache."""
+
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.transfer.cuda.simulated_gpu import SimulatedGpu
+from tests.transfer.cuda.simulation import library
 
 from kvstow.transfer.cuda import link_speed as module
-from kvstow.transfer.cuda.link_speed import LinkSpeed, link_speed, measure
+from kvstow.transfer.cuda.link_speed import LinkSpeed, link_speed
+from kvstow.transfer.cuda.runtime import CudaRuntime
 
+measure = module.measure  # before a fixture replaces it
 SPEED = LinkSpeed(50e9, 40e9, 2e-6, 400e9, 5e-7)
 
 
 @pytest.fixture
-def runtime() -> SimulatedGpu:
-    return SimulatedGpu(lambda able: able[0])
+def runtime() -> CudaRuntime:
+    return CudaRuntime(0)
 
 
 @pytest.fixture
@@ -26,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the devices that are measured."""
     calls: list[str] = []
 
-    def measure(runtime: SimulatedGpu) -> LinkSpeed:
+    def measure(runtime: CudaRuntime) -> LinkSpeed:
         calls.append(runtime.identity)
         return SPEED
 
@@ -47,12 +53,12 @@ def test_direct_copies_keep_the_host_busy_for_a_quarter_of_the_transfer() -> Non
 
 
 def test_each_device_and_driver_is_measured_once(
-    runtime: SimulatedGpu, folder: Path, measured: list[str]
+    runtime: CudaRuntime, folder: Path, measured: list[str]
 ) -> None:
     assert link_speed(runtime) == link_speed(runtime) == SPEED
     runtime.identity = "another/driver ü"
     assert link_speed(runtime) == link_speed(runtime) == SPEED
-    assert measured == ["any order", "another/driver ü"]
+    assert measured == [CudaRuntime(0).identity, "another/driver ü"]
     assert len(list(folder.iterdir())) == 2, "and nothing is left over"
     assert link_speed(runtime, anew=True) == SPEED
     assert len(measured) == 3
@@ -62,7 +68,7 @@ def test_each_device_and_driver_is_measured_once(
     "content", ["", "{}", "[]", "3", '{"store_bytes_per_s": 1}', "full of zeros", "negative"]
 )
 def test_unusable_cache_file_is_written_again(
-    runtime: SimulatedGpu, folder: Path, measured: list[str], content: str
+    runtime: CudaRuntime, folder: Path, measured: list[str], content: str
 ) -> None:
     link_speed(runtime)
     [file] = folder.iterdir()
@@ -75,7 +81,7 @@ def test_unusable_cache_file_is_written_again(
 
 
 def test_without_a_cache_folder_each_call_measures(
-    runtime: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
+    runtime: CudaRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -84,12 +90,17 @@ def test_without_a_cache_folder_each_call_measures(
     assert len(measured) == 2
 
 
-def test_measurement_frees_its_memory(runtime: SimulatedGpu) -> None:
-    ticks = iter(range(10**6))
+def test_measurement_frees_its_memory(
+    runtime: CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONG_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "_NUM_SHORT", 100)
+    before, ticks = library.allocated_bytes(), iter(range(10**6))
     speed = measure(runtime, lambda: next(ticks) / 1000)
     # On this clock each turn takes two milliseconds, of which the host takes one.
-    assert speed.store_bytes_per_s == pytest.approx(64 * 2**20 * 500)
-    assert speed.load_bytes_per_s == pytest.approx(64 * 2**20 * 500)
-    assert speed.copy_seconds == pytest.approx(2e-6)
-    assert speed.submit_seconds == pytest.approx(1e-6)
-    assert runtime.allocated == {}
+    assert speed.store_bytes_per_s == pytest.approx(2**20 * 500)
+    assert speed.load_bytes_per_s == pytest.approx(2**20 * 500)
+    assert speed.gather_bytes_per_s == pytest.approx(2**20 * 500)
+    assert speed.copy_seconds == pytest.approx(2e-5)
+    assert speed.submit_seconds == pytest.approx(1e-5)
+    assert library.allocated_bytes() == before

@@ -1,6 +1,9 @@
-"""The CUDA mover on a simulated GPU: bytes, tickets, errors, and freed memory."""
+"""The CUDA mover: bytes, tickets, errors, and freed memory."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -8,8 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.transfer.cuda.simulated_gpu import FakeStream, SimulatedGpu
-from tests.transfer.cuda.test_order import RandomOrder
+from tests.transfer.cuda.simulation import library
 
 from kvstow import ChecksumMismatch, ConfigError, StateError, TransferError
 from kvstow.transfer import (
@@ -29,18 +31,21 @@ from kvstow.transfer import (
     outcome,
 )
 from kvstow.transfer.cuda import pinning as pinning_module
-from kvstow.transfer.cuda.interface import Kernel, Pack
+from kvstow.transfer.cuda.interface import Copies, Kernel, Pack, Stream
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
+from kvstow.transfer.cuda.pinning import pinned_arena
+from kvstow.transfer.cuda.runtime import CudaRuntime, cuda_runtime
 
-LOST = CudaError("an illegal address; restart the process", is_fatal=True)
-REFUSED = CudaError("invalid value", is_fatal=False)
+INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
+REFUSED, LOST = "cudaError 1:", "cudaError 700:"
 
 
-def in_order(able: list[int | None]) -> int | None:
-    """Let the host go on first, as with a very slow device: work runs only when a test steps it."""
-    return None if None in able else able[0]
+def device_memory(runtime: CudaRuntime, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of the simulated GPU, which is memory of this process."""
+    memory = (ctypes.c_uint8 * num_bytes).from_address(runtime.allocate(num_bytes))
+    return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
 
 def on_device(arrays: list[npt.NDArray[np.uint8]], device: int = 0) -> BlockLayout:
@@ -49,16 +54,18 @@ def on_device(arrays: list[npt.NDArray[np.uint8]], device: int = 0) -> BlockLayo
 
 
 class Bench:
-    """A mover for blocks of two fragments, on an idle simulated GPU."""
+    """A mover for blocks of two fragments, on a GPU that does only what a test lets it do."""
 
     def __init__(
         self, *, num_blocks: int = 9, num_slots: int = 16, num_places: int = 2, **options: object
     ) -> None:
-        self.runtime = SimulatedGpu(in_order)
-        content = np.arange(2 * num_blocks * 2048, dtype=np.uint32).astype(np.uint8)
-        self.memory = content.reshape(2, num_blocks, 2048)
+        library.by_hand()
+        self.runtime = cuda_runtime(0)
+        self.memory = device_memory(self.runtime, 2 * num_blocks * 2048).reshape(2, -1, 2048)
+        self.memory.flat[:] = np.arange(self.memory.size, dtype=np.uint32).astype(np.uint8)
         layout = on_device(list(self.memory))
-        self.arena = HostArena(num_slots, layout.slot_bytes)
+        self.arena = pinned_arena(num_slots, layout.slot_bytes, self.runtime)
+        self.arena.slots[:] = 0
         self.link = CudaLink(self.runtime, staging_bytes=8192, num_places=num_places)
         self.mover = CudaMover(layout, self.arena, link=self.link, path="packed", **options)  # type: ignore[arg-type]
 
@@ -68,21 +75,32 @@ class Bench:
     def land(self, ticket: Ticket) -> None:
         """Let the device go on until the job has ended, and raise its error."""
         while not ticket.poll():
-            # A poll lets the device go on, so the next one may find the job done.
-            assert self.runtime.step() or ticket.poll(), "the device is idle, the job not done"
+            # A poll may queue more of the job.
+            assert library.step() or ticket.poll() or library.step(), "the device is idle"
         ticket.wait(0)
 
     def after(self) -> CudaEvent:
         return CudaEvent(self.runtime, self.runtime.event())
 
+    def close(self) -> None:
+        self.mover.close()
+        self.arena.close()
+        self.runtime.free(self.memory.ctypes.data)
+
 
 @contextmanager
 def bench(**options: object) -> Iterator[Bench]:
+    before = library.allocated_bytes()
     setup = Bench(**options)  # type: ignore[arg-type]
     yield setup
-    setup.mover.close()
+    setup.close()
     if setup.runtime.lost is None:
-        assert not setup.runtime.allocated, "memory of the device was left behind"
+        assert library.allocated_bytes() == before, "memory of the device was left behind"
+
+
+def run_all() -> None:
+    while library.step():
+        pass
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -101,18 +119,21 @@ def test_cuda_mover_moves_the_bytes_that_the_host_mover_moves(data: st.DataObjec
     ids = draw(st.permutations(range(1, num_blocks)))[:pairs]
     slots = draw(st.permutations(range(num_slots)))[:pairs]
 
+    runtime = cuda_runtime(0)
+
     def memory(fill: int) -> list[npt.NDArray[np.uint8]]:
-        rng = np.random.default_rng(fill)
-        padded = [
-            rng.integers(0, 256, (num_blocks, -(-s // 16) * 16 + 32), np.uint8) for s in sizes
-        ]
-        return [array[:, :size] for array, size in zip(padded, sizes, strict=True)]
+        rng, arrays = np.random.default_rng(fill), []
+        for size in sizes:
+            stride = -(-size // 16) * 16 + 32
+            padded = device_memory(runtime, num_blocks * stride).reshape(num_blocks, stride)
+            padded[:] = rng.integers(0, 256, padded.shape, np.uint8)
+            arrays.append(padded[:, :size])
+        return arrays
 
     results = []
     for kind in ("cuda", "host"):
         blocks, others = memory(1), memory(2)
-        runtime = SimulatedGpu(RandomOrder(pairs))
-        arena = HostArena(num_slots, sum(sizes) + larger, slots_per_run=slots_per_run)
+        arena = pinned_arena(num_slots, sum(sizes) + larger, runtime, slots_per_run=slots_per_run)
         for arrays, is_store in ((blocks, True), (others, False)):
             if kind == "cuda":
                 link = CudaLink(runtime, staging_bytes=40_000, num_places=num_places)
@@ -125,12 +146,12 @@ def test_cuda_mover_moves_the_bytes_that_the_host_mover_moves(data: st.DataObjec
                     if is_store
                     else mover.load(slots, ids, after=READY)
                 )
-                while kind == "cuda" and not ticket.poll():
-                    assert runtime.step() or ticket.poll()
                 ticket.wait(10)
-        bytes_of = [np.ascontiguousarray(array.base) for array in blocks + others]
-        results.append([*bytes_of, arena.slots[:, : sum(sizes)].copy()])
-        assert not runtime.allocated
+        padded = [np.array(array.base) for array in blocks + others]
+        results.append([*padded, arena.slots[slots, : sum(sizes)].copy()])
+        arena.close()
+        for array in blocks + others:
+            runtime.free(array.ctypes.data)
     for ours, theirs in zip(*results, strict=True):
         assert np.array_equal(ours, theirs)
 
@@ -143,30 +164,31 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
         copies: list[list[int]] = []
         copy = setup.runtime.copy
 
-        def spy(made: object, stream: object) -> None:
-            copies.append([num for _, _, num in made.runs])  # type: ignore[attr-defined]
-            copy(made, stream)  # type: ignore[arg-type]
+        def spy(made: Copies, stream: Stream) -> None:
+            copies.append([num for _, _, num in made.runs])
+            copy(made, stream)
 
-        setup.runtime.copy = spy  # type: ignore[method-assign, assignment]
+        vars(setup.runtime)["copy"] = spy
         # A place holds two blocks, and slots 4 and 8 each begin a pinned chunk.
         slots = [9, 2, 3, 8, 4, 5, 1]
         setup.land(setup.mover.store(range(1, 8), slots, after=setup.after()))
     assert copies == [[1], [2], [2], [2]]
     with bench() as setup:
-        setup.runtime.copy = spy  # type: ignore[method-assign, assignment]
-        copy = SimulatedGpu.copy.__get__(setup.runtime)
+        vars(setup.runtime)["copy"] = spy
+        copy = CudaRuntime.copy.__get__(setup.runtime)
         copies.clear()
         setup.land(setup.mover.store([1, 2, 3], [3, 4, 7], after=setup.after()))
     assert copies == [[1], [1, 1]]
 
 
 def test_launch_carries_no_more_ids_than_it_can() -> None:
-    runtime = SimulatedGpu(in_order)
-    memory = np.arange(1200 * 16, dtype=np.uint32).astype(np.uint8).reshape(1200, 16)
+    runtime = cuda_runtime(0)
+    memory = device_memory(runtime, 1200 * 16).reshape(1200, 16)
+    memory.flat[:] = np.arange(memory.size, dtype=np.uint32).astype(np.uint8)
     launched: list[int] = []
     launch = runtime.launch
 
-    def spy(kernel: Kernel, pack: Pack, stream: FakeStream) -> None:
+    def spy(kernel: Kernel, pack: Pack, stream: Stream) -> None:
         launched.append(pack.num_blocks)
         launch(kernel, pack, stream)
 
@@ -174,12 +196,11 @@ def test_launch_carries_no_more_ids_than_it_can() -> None:
     # A place holds 2560 of these small blocks.
     link = CudaLink(runtime, staging_bytes=40_960)
     with (
-        HostArena(1100, 16) as arena,
+        pinned_arena(1100, 16, runtime) as arena,
         CudaMover(on_device([memory]), arena, link=link, path="packed") as mover,
     ):
         ids = np.arange(1100, 0, -1)
-        mover.store(ids, np.arange(1100), after=READY)
-        runtime.run_all()
+        mover.store(ids, np.arange(1100), after=READY).wait(60)
         assert np.array_equal(arena.slots[:, :16], memory[ids])
     first = MAX_BLOCKS // 8
     assert launched == [first, MAX_BLOCKS, 1100 - first - MAX_BLOCKS]
@@ -214,13 +235,11 @@ def paced(setup: Bench, bytes_per_ms: int) -> Clock:
     return clock
 
 
-def busy(setup: Bench) -> tuple[CudaEvent, FakeStream]:
-    """Return an event of compute that still runs, and its stream."""
+def busy(setup: Bench) -> CudaEvent:
+    """Return the event of compute that still runs, because nothing has let the device go on."""
     stream = setup.runtime.stream()
-    setup.runtime.queue(stream, lambda: None)
-    event = setup.runtime.event()
-    setup.runtime.record(event, stream)
-    return CudaEvent(setup.runtime, event), stream
+    setup.runtime.zero(setup.memory.ctypes.data, 16, stream)  # of block 0, which nothing reads
+    return CudaEvent.record(stream)
 
 
 def gathers_of(setup: Bench) -> list[int]:
@@ -228,7 +247,7 @@ def gathers_of(setup: Bench) -> list[int]:
     launched: list[int] = []
     launch = setup.runtime.launch
 
-    def spy(kernel: Kernel, pack: Pack, stream: FakeStream) -> None:
+    def spy(kernel: Kernel, pack: Pack, stream: Stream) -> None:
         launched.append(pack.num_blocks)
         launch(kernel, pack, stream)
 
@@ -239,7 +258,7 @@ def gathers_of(setup: Bench) -> list[int]:
 def test_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
     with bench() as setup:
         clock, launched = paced(setup, bytes_per_ms=4096), gathers_of(setup)
-        after, _ = busy(setup)
+        after = busy(setup)
         ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
         # A place holds two blocks of 4096 bytes, and the first batch is small.
         assert launched == [1]
@@ -254,7 +273,7 @@ def test_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
         clock.now_s += 0.001
         ticket.poll()
         assert launched == [1, 2, 2]
-        setup.runtime.run_all()
+        run_all()
         assert not ticket.poll(), "all that was queued is done, but a block is missing"
         assert not ticket.source_released()
         clock.now_s += 1
@@ -268,10 +287,12 @@ def test_store_without_compute_and_load_are_queued_at_once() -> None:
     with bench() as setup:
         paced(setup, bytes_per_ms=1)
         launched = gathers_of(setup)
-        setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=setup.after())
-        setup.mover.store([1, 2, 3, 4, 5, 6], range(6, 12), after=READY)
+        first = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=setup.after())
+        second = setup.mover.store([1, 2, 3, 4, 5, 6], range(6, 12), after=READY)
         assert launched == [1, 2, 2, 1] * 2
-        after, _ = busy(setup)
+        for ticket in (first, second):
+            setup.land(ticket)
+        after = busy(setup)
         setup.mover.load(range(6), [1, 2, 3, 4, 5, 6], after=after)
         assert launched[8:] == [1, 2, 2, 1]
 
@@ -279,10 +300,10 @@ def test_store_without_compute_and_load_are_queued_at_once() -> None:
 def test_later_store_waits_until_a_paced_one_is_queued() -> None:
     with bench() as setup:
         clock = paced(setup, bytes_per_ms=4096)
-        after, _ = busy(setup)
+        after = busy(setup)
         first = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
         later = setup.mover.store([7], [0], after=setup.after())
-        setup.runtime.run_all()
+        run_all()
         assert not first.poll()
         assert not later.poll()
         clock.now_s += 1
@@ -294,7 +315,7 @@ def test_later_store_waits_until_a_paced_one_is_queued() -> None:
 def test_close_does_not_keep_to_the_pace() -> None:
     with bench() as setup:
         paced(setup, bytes_per_ms=1)
-        after, _ = busy(setup)
+        after = busy(setup)
         ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
         setup.mover.close()
         assert ticket.poll()
@@ -304,21 +325,21 @@ def test_close_does_not_keep_to_the_pace() -> None:
 def test_lost_device_fails_a_store_that_is_queued_in_part() -> None:
     with bench() as setup:
         clock = paced(setup, bytes_per_ms=4096)
-        after, _ = busy(setup)
+        after = busy(setup)
         ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
         clock.now_s += 1
-        setup.runtime.fail["gather"] = LOST
+        library.fail("cuLaunchKernel", ILLEGAL_ADDRESS)
         assert ticket.poll()
-        assert ticket.error is LOST
+        assert LOST in str(ticket.error)
 
 
 def test_refused_call_fails_a_store_that_is_queued_in_part() -> None:
     with bench() as setup:
         clock = paced(setup, bytes_per_ms=4096)
-        after, _ = busy(setup)
+        after = busy(setup)
         ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
         clock.now_s += 1
-        setup.runtime.fail["gather"] = REFUSED
+        library.fail("cuLaunchKernel", INVALID_VALUE)
         assert not ticket.poll(), "what was queued before still runs"
         with pytest.raises(CudaError):
             setup.land(ticket)
@@ -334,7 +355,7 @@ def test_store_releases_its_source_before_it_ends() -> None:
         ticket = setup.mover.store([1], [0], after=setup.after())
         assert not ticket.source_released()
         while not ticket.source_released():
-            assert setup.runtime.step()
+            assert library.step()
         assert not ticket.poll()
         assert not setup.arena.slots.any(), "the batch has not left the staging memory"
         setup.land(ticket)
@@ -347,7 +368,7 @@ def test_job_begins_when_its_host_event_has_happened() -> None:
         filled = HostEvent()
         first = setup.mover.store([1], [0], after=filled)
         second = setup.mover.store([2], [0], after=setup.after())
-        setup.runtime.run_all()
+        run_all()
         assert not first.poll()
         assert not second.poll(), "stores of a slot keep their order"
         assert not setup.arena.slots.any()
@@ -417,33 +438,37 @@ def test_jobs_wait_for_room_for_their_sums_and_keep_their_order() -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["wait", "gather", "record", "copy"])
+@pytest.mark.parametrize(
+    "call", ["cudaStreamWaitEvent", "cuLaunchKernel", "cudaEventRecord", "cudaMemcpyAsync"]
+)
 def test_refused_call_fails_its_job_after_its_queued_work(call: str) -> None:
     with bench() as setup:
         good = setup.mover.store([1], [0], after=setup.after())
-        setup.runtime.fail[call] = REFUSED
+        library.fail(call, INVALID_VALUE)
         bad = setup.mover.store([2, 3, 4], [1, 2, 3], after=setup.after())
         assert not bad.poll()
         next_one = setup.mover.store([5], [4], after=setup.after())
         setup.land(next_one)
         assert bad.poll()
-        assert bad.error is REFUSED
+        assert REFUSED in str(bad.error)
         assert good.error is None
         assert np.array_equal(setup.arena.slots[4], setup.block(5))
 
 
-@pytest.mark.parametrize("call", ["gather", "copy", "record", "is_done"])
+@pytest.mark.parametrize(
+    "call", ["cuLaunchKernel", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery"]
+)
 def test_lost_device_fails_all_jobs_and_accepts_no_more(call: str) -> None:
     with bench() as setup:
         flying = setup.mover.store([1], [0], after=setup.after())
         waiting = setup.mover.load([4], [7], after=HostEvent())
         loading = setup.mover.load([5], [6], after=setup.after())
-        setup.runtime.fail[call] = LOST
+        library.fail(call, ILLEGAL_ADDRESS)
         struck = setup.mover.store([2], [1], after=setup.after())
         for ticket in (flying, struck, waiting, loading):
             assert ticket.poll()
-            assert ticket.error is LOST
-        with pytest.raises(CudaError, match="restart the process"):
+            assert LOST in str(ticket.error)
+        with pytest.raises(CudaError, match="restart it"):
             setup.mover.store([3], [2], after=setup.after())
 
 
@@ -476,14 +501,14 @@ def test_movers_share_a_link_that_the_last_one_closes() -> None:
             CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
 
 
-@pytest.mark.parametrize("call", ["allocate", "upload"])
+@pytest.mark.parametrize("call", ["cudaMalloc", "cudaMemcpy"])
 def test_failed_construction_frees_all_memory(call: str) -> None:
     with bench() as setup:
-        before = dict(setup.runtime.allocated)
-        setup.runtime.fail[call] = REFUSED
+        before = library.allocated_bytes()
+        library.fail(call, INVALID_VALUE)
         with pytest.raises(CudaError):
             CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed", verify=True)
-        assert setup.runtime.allocated.keys() == before.keys()
+        assert library.allocated_bytes() == before
 
 
 # -- checksums -------------------------------------------------------------------------------------
@@ -521,7 +546,7 @@ def test_refused_copy_names_no_damaged_slot() -> None:
     with bench(verify=True) as setup:
         setup.land(setup.mover.store([1], [0], after=setup.after()))
         setup.arena.slots[0, 5] ^= 1
-        setup.runtime.fail["copy"] = REFUSED
+        library.fail("cudaMemcpyAsync", INVALID_VALUE)
         ticket = setup.mover.load([0], [5], after=setup.after())
         with pytest.raises(CudaError):
             setup.land(ticket)
@@ -534,7 +559,7 @@ def test_slot_that_was_never_stored_fails_to_load() -> None:
         with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
             setup.land(setup.mover.load([3], [1], after=setup.after()))
         setup.land(setup.mover.store([1], [3], after=setup.after()))
-        setup.runtime.fail["copy"] = REFUSED
+        library.fail("cudaMemcpyAsync", INVALID_VALUE)
         with pytest.raises(CudaError):
             setup.land(setup.mover.store([1], [3], after=setup.after()))
         with pytest.raises(ChecksumMismatch, match="slot 3 was never stored"):
@@ -590,3 +615,35 @@ def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _, s=speed: s)
             with CudaMover(setup.mover.layout, setup.arena, link=setup.link) as mover:
                 assert mover.paths == {"store": expected, "load": expected}
+
+
+class _Happened:
+    """An event that has happened."""
+
+    def wait(self) -> None:
+        pass
+
+    def add_done_callback(self, callback: Callable[[], None], /) -> None:
+        callback()
+
+
+class _Failing(_Happened):
+    """An event that has happened, and whose `wait` raises an unusual error."""
+
+    def wait(self) -> None:
+        raise ValueError("lost it")
+
+
+def test_any_error_of_an_event_fails_its_job() -> None:
+    with bench() as setup:
+        ticket = setup.mover.store([1], [0], after=_Failing())
+        with pytest.raises(TransferError, match="lost it"):
+            setup.land(ticket)
+
+
+def test_job_without_cuda_events_fails() -> None:
+    with bench() as setup:
+        library.fail("cudaEventCreateWithFlags", ILLEGAL_ADDRESS)
+        ticket = setup.mover.store([1], [0], after=_Happened())
+        assert ticket.poll()
+        assert LOST in str(ticket.error)
