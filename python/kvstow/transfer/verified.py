@@ -14,8 +14,10 @@ A load fails if the checksum differs from the recorded one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstow._core import TransferError
 from kvstow.transfer.arena import HostArena
@@ -150,6 +152,37 @@ def _compare(
     damage = find_damage(slots, found, expected, expected >= 0, expectation, advice)
     if damage is not None:
         raise damage
+
+
+def record_device_sums(arena: HostArena, slots: Index, slot_bytes: Sequence[int]) -> None:
+    """Record the sums of slots that no kernel has stored, so that a verified load finds them.
+
+    Prove the slots first: a load then takes their bytes for right.
+
+    Args:
+        arena: an arena that keeps `device_sums`.
+        slots: shape [n], its slots.
+        slot_bytes: for each slot, the bytes that its layout copies.
+    """
+    sums, is_known = arena.device_sums
+    for slot, num_bytes in zip(slots.tolist(), slot_bytes, strict=True):
+        sums[slot] = checksum(arena.slots[slot : slot + 1, :num_bytes])[0]
+        is_known[slot] = 1
+
+
+def have_device_sums(
+    arena: HostArena, slots: Index, slot_bytes: Sequence[int]
+) -> npt.NDArray[np.bool_]:
+    """Return which slots have the sum that a kernel has recorded for them, if any has.
+
+    Arguments are those of `record_device_sums`.
+    """
+    sums, is_known = arena.device_sums
+    sound: npt.NDArray[np.bool_] = np.ones(len(slots), np.bool_)
+    for at, (slot, num_bytes) in enumerate(zip(slots.tolist(), slot_bytes, strict=True)):
+        if is_known[slot]:
+            sound[at] = checksum(arena.slots[slot : slot + 1, :num_bytes])[0] == sums[slot]
+    return sound
 
 
 class _ProvenTicket(Ticket):

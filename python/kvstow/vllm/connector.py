@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvstow import ConfigError, StateSpace
 from kvstow.observability.events import EventFile
 from kvstow.vllm.events import HostEvents
+from kvstow.vllm.identity import Identity
 from kvstow.vllm.idle import IdleScheduler, IdleWorker
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
@@ -100,6 +101,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 num_local_ranks=parallel.local_world_size
                 * max(parallel.data_parallel_size_local, 1),
                 replicas=Replicas.of(vllm_config, kv_cache_config),
+                identity=Identity.of(vllm_config, options),
             )
             return
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)

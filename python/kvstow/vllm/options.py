@@ -117,6 +117,40 @@ def read_choice(*choices: str) -> _Reader:
     return read
 
 
+_OF_DISK = (
+    "disk_bytes_to_use",
+    "disk_admit",
+    "disk_max_write_bytes_per_s",
+    "min_promote_tokens",
+    "promote_timeout_s",
+    "disk_on_mismatch",
+    "disk_flush_s",
+)
+
+
+def _check_disk(options: Options, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless each option of the disk tier has its partner."""
+    if options.disk_path is None:
+        for name in _OF_DISK:
+            if given.get(name) is not None:
+                raise ConfigError(
+                    f"{WHERE}.{name} is {given[name]!r}, and it has an effect only with disk_path: "
+                    f"add disk_path, or remove {name}"
+                )
+        return
+    if options.disk_bytes_to_use is None:
+        raise ConfigError(
+            f"{WHERE}.disk_path is {options.disk_path!r}, and disk_bytes_to_use is missing: add "
+            'the disk space of the server, for example disk_bytes_to_use: "500GiB"'
+        )
+    if options.preserve_on_sleep and options.weights_version_path is None:
+        raise ConfigError(
+            f"{WHERE} has disk_path and preserve_on_sleep without weights_version_path. vLLM does "
+            "not say whether it resets its caches for other weights, and a disk outlives the "
+            "server: add weights_version_path, or remove one of the two"
+        )
+
+
 def _refused(name: str, value: object, rule: str) -> ConfigError:
     return ConfigError(f"{name} is {short_repr(value)}, and it must be {rule}")
 
@@ -161,6 +195,20 @@ class Options:
             added, and a new one begins. At least 1 MiB.
         accelerate: replace three functions of vLLM with faster ones that have the same results, for
             versions of vLLM that kvstow knows. Off by default.
+        disk_path: a folder on a local disk for what falls off host memory. Each rank keeps one slot
+            file there, which a restarted server finds. Needs `disk_bytes_to_use`.
+        disk_bytes_to_use: disk space of the whole server, divided equally among its ranks. A number
+            of bytes, or a text such as "500GiB". kvstow reserves it at the start.
+        disk_admit: "all" writes every block that is stored. "returned" writes blocks that requests
+            hit, or that are stored again after an eviction, and the blocks before them.
+        disk_max_write_bytes_per_s: the most bytes per second that all ranks together write. Blocks
+            wait for their turn, and are lost if the host evicts them first. Default: no bound.
+        min_promote_tokens: a request waits for the disk only if the disk adds this many tokens.
+        promote_timeout_s: seconds after which a request goes on without what the disk still reads.
+        disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
+            them, and logs what differs. "refuse" ends the start with an error.
+        disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
+            that are due. vLLM rests, sleeps or shuts down after that.
     """
 
     cpu_bytes_to_use: int | None = option(None, read_size)
@@ -182,6 +230,14 @@ class Options:
     record_trace: str | None = option(None, read_text)
     record_trace_bytes: int = option(DEFAULT_TRACE_BYTES, read_trace_bytes)
     accelerate: bool = option(False, read_flag)
+    disk_path: str | None = option(None, read_text)
+    disk_bytes_to_use: int | None = option(None, read_size)
+    disk_admit: Literal["all", "returned"] = option("all", read_choice("all", "returned"))
+    disk_max_write_bytes_per_s: int | None = option(None, read_size)
+    min_promote_tokens: int = option(256, read_count(0))
+    promote_timeout_s: float = option(5.0, read_seconds)
+    disk_on_mismatch: Literal["refuse", "reset"] = option("reset", read_choice("refuse", "reset"))
+    disk_flush_s: float = option(3.0, read_seconds)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
@@ -206,6 +262,7 @@ class Options:
                 "effect only with preserve_on_sleep, because otherwise every reset empties the "
                 "tier: add preserve_on_sleep: true, or remove weights_version_path"
             )
+        _check_disk(options, values)
         return options
 
     def total_bytes(self, slot_stride_bytes: int, world_size: int) -> int:

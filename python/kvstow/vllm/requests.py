@@ -81,6 +81,7 @@ class TrackedRequest:
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
         was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
+        promote_until: when it stops waiting for the disk; None unless it waits, or has waited.
         next_look: the number of the step that looks at it next, if no other does so before.
         scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and
             without tokens that are still to be sampled. Valid as `num_submitted_tokens` says.
@@ -107,6 +108,7 @@ class TrackedRequest:
     is_load_reported: bool = False
     is_stale: bool = False
     was_offered_idle: bool = False
+    promote_until: float | None = None
     next_look: int = 0
     scheduled_tokens: int = 0
     filling: list[list[KVCacheBlock]] = field(default_factory=list)

@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvstow import OffloadScheduler, StateError
 from kvstow.observability.events import BlockEvent, TransferEvent
+from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -55,6 +56,7 @@ class HostTier:
             copies keep vLLM stepping.
         manager: vLLM's accounting, from `bind` on.
         tables: per group, vLLM's block table of each request, from `bind` on.
+        disk: the tier below; None without `disk_path`, and once the tier is off.
         counts: statistics of the connector beside those of `offload`.
     """
 
@@ -68,6 +70,7 @@ class HostTier:
     offload: OffloadScheduler | None = None
     lazy: LazyQueue | None = None
     off_until: float | None = None
+    disk: DiskTier | None = field(init=False)
     manager: KVCacheManager = field(init=False)
     tables: Tables = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
@@ -75,6 +78,10 @@ class HostTier:
     _capacities: dict[int, int] = field(default_factory=dict)
     _wait_until: float | None = None
     _has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        has_disk = self.options.disk_path is not None
+        self.disk = DiskTier(self.options, self.world_size, self.clock) if has_disk else None
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's accounting, whose blocks jobs hold, and how it cuts the hits of drafts."""
@@ -155,6 +162,7 @@ class HostTier:
 
         It numbers its jobs from the start, so no job of an earlier tier may be in flight.
         """
+        disk, num_disk_blocks = self.disk, 0 if self.disk is None else self.disk.num_slots
         self.offload = OffloadScheduler(
             num_host_blocks,
             self.model.groups,
@@ -164,7 +172,13 @@ class HostTier:
             num_device_blocks=self.model.num_blocks,
             events=self.events,
             store_threshold=self.options.store_threshold,
+            num_disk_blocks=num_disk_blocks,
+            disk_admit=self.options.disk_admit,
+            max_disk_blocks_in_flight=1 if disk is None else disk.max_in_flight(num_host_blocks),
+            min_promote_tokens=self.options.min_promote_tokens,
         )
+        if disk is not None:
+            disk.begin(self.offload)
         for request_id in request_ids:
             self.offload.add(request_id, [])
 
@@ -177,7 +191,7 @@ class HostTier:
     def turn_off(self) -> None:
         """Give the tier up for good."""
         self.off_until = self.deadline()
-        self.offload = self.lazy = None
+        self.offload = self.lazy = self.disk = None
 
     def deadline(self) -> float:
         """Return the time by which a job that begins now must have ended."""
@@ -185,11 +199,19 @@ class HostTier:
 
     def stats(self) -> dict[str, int]:
         """Return the tier's counters and gauges; empty unless the tier is on."""
-        return {} if self.offload is None else {**self.counts, **self.offload.stats()}
+        if self.offload is None:
+            return {}
+        of_disk = {} if self.disk is None else self.disk.stats()
+        return {**self.counts, **self.offload.stats(), **of_disk}
 
     def take_events(self) -> Sequence[BlockEvent]:
         """Return the events of the tier's blocks since the last call."""
-        return [] if self.offload is None else self.offload.take_events()
+        if self.offload is None:
+            return []
+        events: list[BlockEvent] = self.offload.take_events()
+        if self.disk is not None:
+            events += self.offload.take_disk_events()
+        return events
 
     def take_transfer_events(self) -> Sequence[TransferEvent]:
         """Return the events of jobs since the last call."""

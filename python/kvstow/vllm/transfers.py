@@ -144,10 +144,15 @@ class Transfers:
 
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
-        offload = self.tier.offload
-        if offload is None or not self.in_flight:
+        offload, disk = self.tier.offload, self.tier.disk
+        if offload is None or not (self.in_flight or disk is not None):
             return
-        for job_id in offload.expire(self.tier.clock()):
+        late = offload.expire(self.tier.clock())
+        if disk is not None:
+            disk.expired(job_id for job_id in late if job_id not in self.in_flight)
+        for job_id in late:
+            if job_id not in self.in_flight:
+                continue
             transfer = self.in_flight[job_id]
             logger.warning(
                 "kvstow: %s job %d has not ended within load_timeout_s (%g s), so it counts as "

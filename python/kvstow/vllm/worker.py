@@ -31,6 +31,8 @@ from kvstow.transfer import (
 )
 from kvstow.transfer.arena import shared_bytes
 from kvstow.transfer.shared import SharedMemory
+from kvstow.vllm.disk_worker import DiskWorker, Place
+from kvstow.vllm.identity import Identity
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
@@ -70,6 +72,7 @@ class WorkerHalf:
             `register` and after `close`.
         movers: one for each group that has layers on this rank. Groups that lie in the same bytes
             share a mover. Empty while vLLM sleeps.
+        disk: this rank's slot file. None without a disk tier, and if another rank has the file.
     """
 
     def __init__(  # noqa: PLR0913 - the rank's place among the others
@@ -81,6 +84,7 @@ class WorkerHalf:
         world_size: int,
         num_local_ranks: int,
         replicas: Replicas | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """Wait for the KV caches (`register`).
 
@@ -91,6 +95,7 @@ class WorkerHalf:
             world_size: workers of the engine.
             num_local_ranks: workers on this machine, those of other engines included.
             replicas: the ranks with which this one may share its part of the host tier.
+            identity: whose KV this rank has; None without a disk tier.
         """
         self._model = model
         self._options = options
@@ -100,6 +105,8 @@ class WorkerHalf:
         # Read now: when this rank registers, others may have pinned their parts already, and these
         # would count twice.
         self._num_local_ranks, self._free_bytes = num_local_ranks, free_memory()
+        self._identity = identity
+        self.disk: DiskWorker | None = None
         self.arena: HostArena | None = None
         self.movers: list[Mover] = []
         self._open: list[Mover] = []
@@ -141,6 +148,8 @@ class WorkerHalf:
         if self.arena is None and layouts:
             # Kept when vLLM registers again, because the scheduler half relies on its content.
             self.arena = self._map(layouts)
+            if self._identity is not None and self._is_writer:
+                self.disk = self._open_disk(self._identity, kv_caches, layouts)
         self._layouts = layouts
         self.restore()
         logger.info(
@@ -152,6 +161,25 @@ class WorkerHalf:
             f", one copy for {self._num_sharing} ranks" if self._num_sharing > 1 else "",
             "stored lazily" if self._options.lazy_offload else "stored eagerly",
         )
+
+    def _open_disk(
+        self,
+        identity: Identity,
+        kv_caches: Mapping[str, torch.Tensor],
+        layouts: tuple[BlockLayout, ...],
+    ) -> DiskWorker:
+        """Open this rank's slot file, which holds the blocks of all ranks that share the arena."""
+        assert self.arena is not None, "a rank with layouts has an arena"
+        own = dict(zip(self._model.local_groups, layouts, strict=True))
+        num_bytes = self._options.disk_bytes_to_use or 0
+        place = Place(
+            identity.path,
+            num_bytes // self._world_size * self._num_sharing,
+            identity.fingerprint(self._model, kv_caches),
+            identity.is_warm,
+        )
+        sizes = [own[g].slot_bytes if g in own else 0 for g in range(len(self._model.groups))]
+        return DiskWorker(place, self._options, self.arena, rank=self._rank, slot_bytes=sizes)
 
     def _map(self, layouts: tuple[BlockLayout, ...]) -> HostArena:
         """Map the host memory, with the ranks that have equal KV if they can share it."""
@@ -203,6 +231,9 @@ class WorkerHalf:
         jobs.failed_request_ids += self._jobs.failed_request_ids
         self._jobs = jobs
         self._before_step = None
+        if self.disk is not None and jobs.disk is not None:
+            self.disk.take(jobs.disk)
+            jobs.disk = None
 
     def _drop_step(self) -> None:
         """Fail the jobs of the last step that an error has kept from beginning."""
@@ -273,9 +304,12 @@ class WorkerHalf:
         """Return how far jobs have come since the last call, and the capacity if it is asked."""
         self._poll()
         reports = self._reports
-        if self._jobs.asks_capacity:
+        is_asked = self._jobs.asks_capacity
+        if self.disk is not None and (news := self.disk.report(is_asked=is_asked)) is not None:
+            reports.disk[self._rank] = news
+        if is_asked:
             reports.capacities[self._rank] = self._num_host_blocks
-        elif not (reports.reports or reports.released):
+        elif not (reports.reports or reports.released or reports.disk):
             return None
         self._reports = StepReports()
         return reports
@@ -313,6 +347,9 @@ class WorkerHalf:
         self._layouts = ()
         try:
             self._stop()
+            if self.disk is not None:
+                self.disk.close()
+                self.disk = None
         finally:
             if self.arena is not None:
                 self.arena.close()

@@ -1,0 +1,280 @@
+"""Whose KV a slot file holds: everything that shapes the bytes of a block, as a fingerprint.
+
+A restarted server reads the blocks of the server before it. Its block hashes cover tokens,
+adapters' names, images and salts, and nothing else. How a block of something else could be served,
+and what prevents it:
+
+- Other weights under the same path or name: the digest of the content of all files of the model.
+- Other weights that are not in these files (a loader that fetches them, or a remote store): the
+  file is never warm, so the server begins with an empty disk (`Identity.is_warm`).
+- Weights that changed in place: a reset, which draws a new generation (`disk`).
+- Another adapter under the same name: requests with adapters take nothing from the disk
+  (`DiskTier.lookup`).
+- Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
+  version of vLLM): the fields below, and the shapes of vLLM's tensors.
+- KV scales that vLLM computes from the first request: never warm.
+- Hashes from a random start: no lookup finds them, so the file is not warm either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from vllm import version as vllm_version
+
+from kvstow import ConfigError
+from kvstow._core import row_digests
+from kvstow.tiers import Fingerprint
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import WHERE, Options
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+_MEMORY: Final = "weights.json"
+_PIECE_BYTES: Final = 64 << 20
+# A file that has just changed may change again without another time.
+_FRESH_S: Final = 2.0
+# The loaders of vLLM that read all weights from the files of the model.
+_FROM_FILES: Final = frozenset(
+    ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "sharded_state")
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of the model when a worker is built; `fingerprint` adds what it allocates.
+
+    Attributes:
+        config: vLLM's configuration.
+        options: the user's options.
+        rank: this worker's number in its engine.
+    """
+
+    config: VllmConfig
+    options: Options
+    rank: int
+
+    @classmethod
+    def of(cls, config: VllmConfig, options: Options) -> Identity | None:
+        """Return the identity of a worker of this configuration; None without a disk tier."""
+        parallel = config.parallel_config
+        # With data parallelism vLLM may number the ranks of all engines.
+        rank = parallel.rank % parallel.world_size
+        return None if options.disk_path is None else cls(config, options, rank)
+
+    @property
+    def path(self) -> str:
+        """The slot file of this rank: one for each rank of each data-parallel engine."""
+        parallel = self.config.parallel_config
+        engine = getattr(parallel, "data_parallel_index", 0)
+        name = f"rank{self.rank}-of-{parallel.world_size}" + (f".engine{engine}" if engine else "")
+        return os.path.join(str(self.options.disk_path), name)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a later server can know that its KV is the same."""
+        cache, load = self.config.cache_config, self.config.load_config
+        has_seed = os.environ.get("PYTHONHASHSEED") is not None
+        return (
+            str(load.load_format) in _FROM_FILES
+            and not load.model_loader_extra_config
+            and not getattr(self.config.model_config, "model_weights", None)
+            and not getattr(cache, "calculate_kv_scales", False)
+            and (has_seed or cache.prefix_caching_hash_algo.startswith("sha256"))
+            and all(folder is not None for folder in self._folders.values())
+        )
+
+    def fingerprint(self, model: Model, kv_caches: Mapping[str, torch.Tensor]) -> Fingerprint:
+        """Return the fingerprint of this rank's blocks. Reads all files of the model.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        config = self.config
+        cache, parallel, load = config.cache_config, config.parallel_config, config.load_config
+        fields: dict[str, str | int] = {
+            "vllm": vllm_version.__version__,
+            "device": _device(kv_caches),
+            "model": _digest(
+                [
+                    (own.compute_hash(), own.hf_config.to_json_string(), own.multimodal_config)
+                    for own in self._models.values()
+                ]
+            ),
+            "loader": _digest([load.load_format, load.model_loader_extra_config]),
+            "dtype": str(config.model_config.dtype),
+            "kv_dtype": str(cache.cache_dtype),
+            "attention": _digest(
+                [
+                    getattr(config, "attention_config", None),
+                    os.environ.get("VLLM_ATTENTION_BACKEND"),
+                    os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+                ]
+            ),
+            "groups": _digest(model.groups),
+            "layout": _digest(_shapes(model, kv_caches)),
+            "rank": self.rank,
+            "world_size": parallel.world_size,
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "pipeline_parallel": parallel.pipeline_parallel_size,
+            "context_parallel": _digest(
+                [
+                    getattr(parallel, "decode_context_parallel_size", 1),
+                    getattr(parallel, "prefill_context_parallel_size", 1),
+                ]
+            ),
+            "hash": cache.prefix_caching_hash_algo,
+            "hash_block": getattr(cache, "hash_block_size", None) or 0,
+            "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        }
+        for name, folder in self._folders.items():
+            fields[name] = "unknown" if folder is None else self._content(folder)
+        version = self.options.weights_version_path
+        if version is not None:
+            fields["weights_version"] = _digest(_read(version))
+        return Fingerprint(fields)
+
+    @property
+    def _models(self) -> dict[str, Any]:
+        """The served model, and the draft model if there is one."""
+        models = {"weights": self.config.model_config}
+        speculative = self.config.speculative_config
+        draft = getattr(speculative, "draft_model_config", None)
+        return models if draft is None else models | {"draft_weights": draft}
+
+    @property
+    def _folders(self) -> dict[str, Path | None]:
+        """The files of each model; None if they are not on this machine."""
+        return {name: _local(model) for name, model in self._models.items()}
+
+    def _content(self, path: Path) -> str:
+        """Return the digest of a model's files, and remember those of files that do not change."""
+        memory = Path(str(self.options.disk_path)) / _MEMORY
+        known: dict[str, list[Any]] = {}
+        with suppress(OSError, ValueError):
+            known = dict(json.loads(memory.read_text()))
+        found: dict[str, list[Any]] = {}
+        lines = []
+        for name, file in _files(path):
+            try:
+                stat = os.stat(file)
+                state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+                kept = known.get(str(file))
+                is_kept = isinstance(kept, list) and kept[:-1] == state
+                digest = str(kept[-1]) if kept is not None and is_kept else _content_digest(file)
+                is_old = time.time() - stat.st_ctime > _FRESH_S
+            except OSError as error:
+                raise ConfigError(
+                    f"{file} cannot be read ({error.strerror}), and {WHERE}.disk_path needs the "
+                    "content of all files of the model: make it readable, or remove disk_path"
+                ) from error
+            if is_old:
+                found[str(file)] = [*state, digest]
+            lines.append((name, stat.st_size, digest))
+        if any(known.get(name) != state for name, state in found.items()):
+            _remember(memory, known | found)
+        return _digest(lines)
+
+
+def _local(model: Any) -> Path | None:
+    """Return the folder or the file of a model on this machine; None if it is not known."""
+    path = Path(model.model)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - vLLM has it
+    except ImportError:
+        return None
+    with suppress(ValueError):  # no name of a repository
+        found = try_to_load_from_cache(str(model.model), "config.json", revision=model.revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _files(path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the path of each file of a model, in one fixed order."""
+    if path.is_file():
+        yield path.name, path
+        return
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        for name in sorted(names):
+            file = Path(folder) / name
+            if not name.startswith(".") and file.is_file():
+                yield str(file.relative_to(path)), file
+
+
+def _content_digest(file: Path) -> str:
+    """Return a digest of a file's content: the SHA-256 of the XXH3 of its pieces."""
+    whole = hashlib.sha256()
+    buffer = bytearray(_PIECE_BYTES)
+    row = np.frombuffer(buffer, np.uint8)[None, :]
+    with open(file, "rb", buffering=0) as source:
+        while num_bytes := source.readinto(buffer):
+            whole.update(row_digests(row[:, :num_bytes], [0]).tobytes())
+    return whole.hexdigest()[:32]
+
+
+def _remember(memory: Path, content: Mapping[str, list[Any]]) -> None:
+    """Write the digests of files for the next start; without them it reads the files again."""
+    new = memory.with_name(f"{memory.name}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(content))
+        os.replace(new, memory)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+
+
+def _device(kv_caches: Mapping[str, torch.Tensor]) -> str:
+    """Return the kind of the device, on which the choice of vLLM's kernels depends."""
+    import torch  # noqa: PLC0415 - vLLM has it
+
+    device = next(iter(kv_caches.values())).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+
+
+def _shapes(model: Model, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Return what lies where in a block: the layers in their order, and their tensors' shapes.
+
+    The number of blocks may differ between two starts. It shapes no block.
+    """
+    shapes = []
+    for layers in model.layers:
+        for layer in layers:
+            tensor = kv_caches[layer.name]
+            strides = [stride * tensor.element_size() for stride in tensor.stride()]
+            inner = [
+                (size, stride)
+                for size, stride in zip(tensor.shape, strides, strict=True)
+                if size != model.num_blocks and stride < layer.block_stride
+            ]
+            shapes.append((layer.name, layer.block_bytes, str(tensor.dtype), inner))
+    return shapes
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{WHERE}.weights_version_path is {path!r}, which cannot be read ({error.strerror}): "
+            "with disk_path, each worker reads it"
+        ) from error
+
+
+def _digest(value: object) -> str:
+    """Return a digest of what a value says of itself."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]
