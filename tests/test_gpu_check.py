@@ -1,12 +1,19 @@
 """`tests.gpu.check` on steps that need no GPU: results, statuses and the time limit."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benches.gpu import sweep
+from benches.gpu.parts import Row
 from tests.gpu import check
 from tests.gpu.replay import what_is_wrong
+
+from kvstow.doctor import Finding
 
 
 def step(code: str) -> list[str]:
@@ -77,3 +84,119 @@ def test_replay_that_shows_nothing_fails(changed: dict[str, int], why: str | Non
     figures = {"corrupt_blocks": 0, "loaded_blocks": 3, "verified_blocks": 3} | changed
     found = what_is_wrong(figures)
     assert found is why if why is None else found is not None and why in found
+
+
+# -- what stands in the way of every step --------------------------------------------------------
+
+
+def gpu(status: str = "ok", name: str = "NVIDIA H100", free_bytes: int = 80 << 30) -> Finding:
+    return Finding("GPU 0", status, "It says.", figures={"name": name, "free_bytes": free_bytes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("findings", "says"),
+    [
+        ([gpu()], None),
+        ([gpu("broken")], "It says."),
+        ([gpu(free_bytes=1 << 30)], "GPU 0 has 1.0 GiB free, and the steps need 3 GiB"),
+        ([], "no GPU 0; check nvidia-smi"),
+    ],
+)
+def test_obstacle_is_named_before_any_step(findings: list[Finding], says: str | None) -> None:
+    found = check.obstacle(findings)
+    assert found is says if says is None else found is not None and says in found
+
+
+def test_notes_name_a_part_of_a_gpu_and_a_torch_without_one() -> None:
+    torch = Finding("torch", "broken", "It is built for CPUs.")
+    part = gpu(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    first, second = check.notes([part, torch])
+    assert "MIG" in first
+    assert "torch does not reach the GPU" in second
+    assert check.notes([gpu()]) == []
+
+
+@pytest.mark.parametrize("package", check.PACKAGES)
+def test_missing_package_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == package else object()
+    )
+    assert check.main([]) == check.NO_GPU
+    assert f"has no {package}: install" in capsys.readouterr().out
+
+
+def test_folder_that_cannot_be_written_is_refused_before_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr("kvstow.transfer.cuda.runtime.import_cupy", lambda: None)
+    monkeypatch.setattr("kvstow.doctor.diagnose", lambda: [gpu()])
+    (tmp_path / "file").write_text("")
+    assert check.main(["--out", str(tmp_path / "file" / "folder"), "tests"]) == check.USAGE
+    assert "pass another --out" in capsys.readouterr().err
+
+
+def test_interrupt_ends_the_step_with_its_children(tmp_path: Path) -> None:
+    sleep = "import time; print('begun', flush=True); time.sleep(600)"
+    program = (
+        "import sys; from pathlib import Path; from tests.gpu import check;"
+        f"check.run([sys.executable, '-c', {sleep!r}], Path({str(tmp_path / 'log')!r}), 600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=check.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(check.ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+        assert process.stdout.read() == ""  # no child holds it open
+
+
+def test_signal_that_ends_a_step_is_named(tmp_path: Path) -> None:
+    crash = step("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert check.run(crash, tmp_path / "log", 60).says.startswith("ended by signal 11")
+
+
+# -- the sweep -----------------------------------------------------------------------------------
+
+
+def row(grid: int, place_mib: int, places: int, *, most: float, worst: float, kib: int = 4) -> Row:
+    """Return a setting that reaches `most` GB/s in all cases but one."""
+    cases = {f"{way} {num}": most for num in sweep.JOBS for way in sweep.WAYS}
+    setting = {"kib": kib, "grid": grid, "place_mib": place_mib, "places": places}
+    return setting | cases | {"load 8": worst}
+
+
+def test_sweep_picks_the_gentlest_of_the_settings_with_a_good_worst_case() -> None:
+    rows = [
+        row(32, 8, 3, most=100, worst=99),  # its worst case is the best one
+        row(16, 16, 2, most=98, worst=98),  # within 3 percent, with fewer thread blocks
+        row(16, 8, 3, most=98, worst=98),  # and with less staging memory
+        row(4, 8, 3, most=120, worst=50),  # fast, but not in every case
+    ]
+    best = {16: 98 / 120, 32: 100 / 120, 4: 50 / 99}
+    table = sweep.table(rows)
+    for found in table:
+        assert found["worst_share"] == pytest.approx(best[found["grid"]])
+    pick = sweep.picked(table)
+    assert (pick["grid"], pick["place_mib"], pick["places"]) == (16, 8, 3)
+    assert pick["is_default"] == (sweep.PRESENT == (16, 8, 3))
+
+
+def test_worst_case_is_over_all_sizes_of_fragments() -> None:
+    rows = [
+        row(8, 8, 3, most=100, worst=100),
+        row(16, 8, 3, most=90, worst=90),
+        row(8, 8, 3, most=10, worst=10, kib=64),
+        row(16, 8, 3, most=20, worst=20, kib=64),
+    ]
+    shares = {found["grid"]: found["worst_share"] for found in sweep.table(rows)}
+    assert shares == {8: 0.5, 16: 0.9}
+    assert sweep.picked(sweep.table(rows))["grid"] == 16

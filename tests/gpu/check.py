@@ -2,17 +2,20 @@
 
     python3 -m tests.gpu.check [--out FOLDER] [STEP ...]
 
-The steps run under this Python, which has numpy, torch, cupy and pytest. They need no network. Name
-steps to run only those. Each step has eight minutes. FOLDER (by default gpu-check-results) gets
-what each step prints and measures as it goes, and check.json after each step.
+The steps run under this Python, which has numpy, torch, cupy and pytest. They need no network. The
+program first looks for what would make every step fail, and says what helps. Name steps to run only
+those. Each step has eight minutes. FOLDER (by default gpu-check-results) gets what each step prints
+and measures as it goes, and check.json after each step.
 
 The status is 0 if every step passed, and the output names the steps that could not run. It is 1 if
 a step FAILED: wrong bytes, a crash, or no end. It is 4 if steps only MISSED a target. It is 2 for
-an unknown step, and 3 if nothing was checked, because there is no GPU or no step could run.
+an unknown step, and for a folder that it cannot write to. It is 3 if nothing was checked: there is
+no GPU, a package is missing, the GPU does not work, or no step could run.
 """
 
 import argparse
 import filecmp
+import importlib.util
 import json
 import os
 import shutil
@@ -24,16 +27,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import kvstow
-from kvstow import ConfigError
-from kvstow.doctor import diagnose
-from kvstow.transfer.cuda.runtime import import_cupy
+if TYPE_CHECKING:
+    # Later imports of kvstow come after the check that its packages are there.
+    from kvstow.doctor import Finding
 
 ROOT = Path(__file__).parents[2]
 FAILED, USAGE, NO_GPU, MISSED = 1, 2, 3, 4
 STEP_LIMIT_S = 480
+PACKAGES = ("numpy", "torch", "cupy", "pytest")
+# A cache of two jobs of 256 MiB, as much again while torch fills it, staging of 256 MiB, two copies
+# of 256 MiB each way, and what torch and CUDA take for themselves.
+NEEDED_BYTES = 3 << 30
 
 # Without the project's configuration, which turns warnings of other versions of torch and cupy into
 # errors, and without the plugins of the project's other tests.
@@ -69,19 +75,78 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := [step for step in asked.steps if step not in STEPS]:
         print(f"there is no step {unknown[0]}; name some of {', '.join(STEPS)}", file=sys.stderr)
         return USAGE
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        print(f"nothing was checked, because {sys.executable} has no {', '.join(missing)}: install")
+        print("them for CUDA (pip install 'cupy-cuda13x[ctk]', or cupy-cuda12x[ctk]), or name")
+        print("another Python: make gpu-check PYTHON=...")
+        return NO_GPU
+    from kvstow import ConfigError  # noqa: PLC0415
+    from kvstow.doctor import diagnose  # noqa: PLC0415
+    from kvstow.transfer.cuda.runtime import import_cupy  # noqa: PLC0415
+
     try:
         import_cupy()
     except ConfigError as error:
-        print(f"nothing was checked, because there is no GPU ({error})")
+        print(f"nothing was checked: {error}")
         return NO_GPU
     if stale := stale_files():
         print(f"{stale[0]} of the wheel differs from these sources; run make wheel")
         return FAILED
-    for finding in diagnose():
-        print(f"{finding.name}: {finding.status}, {finding.says}")
-    folder = asked.out.absolute()
-    chosen = [step for step in STEPS if not asked.steps or step in asked.steps]
+    return examined(diagnose(), asked.out.absolute(), asked.steps)
+
+
+def examined(findings: "Sequence[Finding]", folder: Path, steps: Sequence[str]) -> int:
+    """Run the steps unless a finding of `kvstow doctor` stands in their way."""
+    for finding in findings:
+        advice = f" ({finding.advice})" if finding.advice else ""
+        print(f"{finding.name}: {finding.status}, {finding.says}{advice}")
+    for note in notes(findings):
+        print(f"NOTE: {note}")
+    if reason := obstacle(findings):
+        print(f"nothing was checked: {reason}")
+        return NO_GPU
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "check.json").touch()
+    except OSError as error:
+        print(f"cannot write to {folder} ({error}); pass another --out", file=sys.stderr)
+        return USAGE
+    chosen = [step for step in STEPS if not steps or step in steps]
     return run_all({step: command_of(step, folder) for step in chosen}, folder)
+
+
+def obstacle(findings: "Sequence[Finding]") -> str | None:
+    """Return why every step would fail on GPU 0, which they use; None if none does."""
+    for finding in findings:
+        if finding.name == "GPU 0":
+            if finding.status == "broken":
+                return finding.says
+            free = finding.figures["free_bytes"]
+            assert isinstance(free, int)
+            if free < NEEDED_BYTES:
+                return (
+                    f"GPU 0 has {free / 2**30:.1f} GiB free, and the steps need "
+                    f"{NEEDED_BYTES >> 30} GiB; end other programs on it, or choose another GPU "
+                    "with CUDA_VISIBLE_DEVICES"
+                )
+            return None
+    return "kvstow doctor found no GPU 0; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def notes(findings: "Sequence[Finding]") -> list[str]:
+    """Return what does not stop the steps, but changes what they show."""
+    found = []
+    for finding in findings:
+        if finding.name == "GPU 0" and " MIG " in str(finding.figures.get("name")):
+            found.append(
+                "GPU 0 is a part of a GPU (MIG), which shares the link with the other parts. So "
+                "wrong bytes count, but MISSED targets say nothing about the whole GPU."
+            )
+        if finding.name == "GPU 0 pinning" and finding.status == "broken":
+            found.append("CUDA does not pin memory, so copies will miss their targets.")
+        if finding.name == "torch" and finding.status != "ok":
+            found.append("torch does not reach the GPU, so the tests and benchmarks will fail.")
+    return found
 
 
 def command_of(step: str, folder: Path) -> list[str] | None:
@@ -151,23 +216,32 @@ def run(command: list[str], log: Path, limit_s: float) -> Result:
         timer = threading.Timer(limit_s, end)
         timer.start()
         assert step.stdout is not None
-        for line in step.stdout:
-            print(line, end="", flush=True)
-            file.write(line)
-            file.flush()
-        timer.cancel()
-        status = step.wait()
+        try:
+            for line in step.stdout:
+                print(line, end="", flush=True)
+                file.write(line)
+                file.flush()
+            status = step.wait()
+        except BaseException:  # Ctrl-C reaches only this process
+            end()
+            raise
+        finally:
+            timer.cancel()
     took_s = time.monotonic() - begin_s
     if is_late.is_set():
         return Result("FAILED", f"still running after {limit_s:g} s", took_s)
     if status == MISSED:
         return Result("MISSED", f"a target, in {took_s:.0f} s; all bytes are right", took_s)
+    if status < 0:
+        return Result("FAILED", f"ended by signal {-status} after {took_s:.0f} s", took_s)
     kind: Kind = "FAILED" if status else "passed"
     return Result(kind, f"status {status} in {took_s:.0f} s", took_s)
 
 
 def stale_files() -> list[str]:
     """Return the Python and CUDA files of the package that differ from this checkout."""
+    import kvstow  # noqa: PLC0415
+
     sources, package = ROOT / "python" / "kvstow", Path(kvstow.__file__).parent
     names = [
         path.relative_to(sources) for kind in ("py", "cu") for path in sources.rglob(f"*.{kind}")

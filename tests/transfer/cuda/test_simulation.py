@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,12 +11,6 @@ import pytest
 from tests.transfer.cuda.simulation import library
 
 PROGRAM = "tests.transfer.cuda.simulation.program"
-# Without the project's configuration, as in `tests.gpu.check`.
-PYTEST = [
-    *("-m", "pytest", "-c", "/dev/null", "--rootdir", str(library.ROOT)),
-    *("--confcutdir", "tests/gpu", "--import-mode=importlib", "-p", "no:cacheprovider"),
-    *("-p", "tests.transfer.cuda.simulation.plugin", "-W", "default", "-q", "-ra"),
-]
 # The kernel is slower on a CPU than any copy, so the measured speeds are not those of a GPU.
 NEEDS_A_GPU = "test_measured_speeds_are_plausible"
 
@@ -47,11 +42,18 @@ def test_tests_of_the_mover_pass(folder: Path) -> None:
     assert int(re.findall(r"(\d+) passed", ended.stdout)[0]) > 200
 
 
-def test_tests_that_need_a_gpu_pass(folder: Path) -> None:
-    ended = library.run([*PYTEST, "tests/gpu", "-k", f"not {NEEDS_A_GPU}"], folder)
+def test_tests_that_need_a_gpu_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs them as on a GPU: the first step of `make gpu-check`, after what it finds out itself."""
+    options = f"-p tests.transfer.cuda.simulation.plugin -k 'not {NEEDS_A_GPU}'"
+    monkeypatch.setenv("PYTEST_ADDOPTS", options)
+    out = folder / "check"
+    ended = library.run(["-m", PROGRAM, "tests.gpu.check", "--out", str(out), "tests"], folder)
     expect_success(ended, 0)
     assert "skipped" not in ended.stdout
     assert int(re.findall(r"(\d+) passed", ended.stdout)[0]) > 100
+    assert "GPU 0: ok, Simulated GPU with 8.0 GiB" in ended.stdout
+    assert json.loads((out / "check.json").read_text())["tests"]["kind"] == "passed"
+    assert (out / "tests.xml").exists()
 
 
 def test_every_left_out_wait_and_wrong_argument_is_reported(folder: Path) -> None:
