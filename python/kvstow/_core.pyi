@@ -186,7 +186,7 @@ def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np
     """
 
 def row_digests(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint64]:
-    """Return the XXH3 of each of these rows, in 64 bits and with seed 0.
+    """Return the CRC-64/NVME of each of these rows.
 
     The work runs without the interpreter lock.
 

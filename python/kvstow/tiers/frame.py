@@ -4,10 +4,10 @@
 0    schema, bytes of the hash, bytes of the parent, group
 8    length of the data, slot
 16   generation, sequence
-32   XXH3 of the data
+32   CRC-64 of the data
 40   digest of the fingerprint
 56   hash, then parent, each padded with zeros to 32 bytes
-120  XXH3 of all before
+120  CRC-64 of all before
 ```
 
 Numbers are little endian. A frame that is not exactly what the reader expects is a miss. How a
@@ -16,8 +16,8 @@ wrong block could pass, and what prevents it:
 - Another block's valid frame and data: the frame has the key and the slot.
 - Another model, rank, layout or weights: the fingerprint. Weights that changed in place: the
   generation, which a reset draws anew.
-- An old frame over new data, new over old, or data torn by a loss of power: the XXH3 of the data.
-- A torn or damaged frame: its own XXH3. Zeros are no frame, because their XXH3 is not zero.
+- An old frame over new data, new over old, or data torn by a loss of power: the CRC-64 of the data.
+- A torn or damaged frame: its own CRC-64. Zeros are no frame, because their CRC-64 is not zero.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ MAX_FINGERPRINT_TEXT_BYTES: Final = 3072
 
 # One record per block. numpy has no type for the columns of a structured array.
 Frames: TypeAlias = npt.NDArray[Any]
+Words: TypeAlias = npt.NDArray[np.uint64]
 Sums: TypeAlias = npt.NDArray[np.uint64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
@@ -138,10 +139,21 @@ def expected_frames(blocks: Checked, context: Context) -> Frames:
     frames["fingerprint"] = np.void(context.fingerprint)
     frames["hash"] = _padded(blocks.hashes, blocks.width)
     if blocks.parents is not None:
-        parents = blocks.parents
+        parents, none = blocks.parents, bytes(blocks.width)
         frames["parent_bytes"] = [0 if parent is None else blocks.width for parent in parents]
-        frames["parent"] = _padded([parent or b"" for parent in parents], blocks.width)
+        frames["parent"] = _padded([parent or none for parent in parents], blocks.width)
     return frames
+
+
+def words_of(frames: Frames) -> Words:
+    """Return a view of contiguous frames as numbers, which numpy moves and compares fast."""
+    return frames.view(np.uint64).reshape(len(frames), FRAME_BYTES // 8)
+
+
+def taken(frames: Frames, at: npt.NDArray[np.int64]) -> Frames:
+    """Return copies of the frames at these positions."""
+    frames_there: Frames = words_of(frames)[at].reshape(-1).view(FRAME)
+    return frames_there
 
 
 def seal(frames: Frames, checksums: Sums) -> None:
@@ -160,19 +172,31 @@ def are_of(frames: Frames, context: Context) -> Bools:
     """Return which frames have this fingerprint, generation and length."""
     of: Bools = frames["generation"] == context.generation
     of &= frames["length"] == context.length
-    words = frames.view("<u8").reshape(len(frames), FRAME_BYTES // 8)
+    words = words_of(frames)
     at = FRAME.fields["fingerprint"][1] // 8  # type: ignore[index]
     for word, expected in enumerate(np.frombuffer(context.fingerprint, "<u8")):
         of &= words[:, at + word] == expected
     return of
 
 
-def match(frames: Frames, expected: Frames) -> Bools:
-    """Return which frames are of the expected block, whatever their sequence, parent and data."""
-    fits: Bools = np.ones(len(frames), np.bool_)
+def _key_mask() -> Words:
+    """Return ones where the frames of one block, in one slot, are equal."""
+    frame = np.zeros(1, FRAME)
+    row = frame.view(np.uint8)
     names = ("schema", "hash_bytes", "group", "length", "slot", "generation", "fingerprint", "hash")
     for name in names:
-        fits &= frames[name] == expected[name]
+        kind, at = FRAME.fields[name]  # type: ignore[index, misc]
+        row[at : at + kind.itemsize] = 0xFF
+    return words_of(frame)
+
+
+_KEY_MASK = _key_mask()
+
+
+def match(frames: Frames, expected: Frames) -> Bools:
+    """Return which frames are of the expected block, whatever their sequence, parent and data."""
+    differences = (words_of(frames) ^ words_of(expected)) & _KEY_MASK
+    fits: Bools = np.logical_not(np.any(differences, axis=1))
     return fits
 
 
@@ -182,9 +206,10 @@ def _digests(frames: Frames) -> Sums:
 
 
 def _padded(digests: Sequence[bytes], width: int) -> npt.NDArray[np.void]:
-    """Return the digests, each padded with zeros, as one array."""
-    if width == MAX_HASH_BYTES and all(digests):
-        joined = b"".join(digests)
-    else:
-        joined = b"".join(digest.ljust(MAX_HASH_BYTES, b"\0") for digest in digests)
+    """Return digests of one width, each padded with zeros, as one array."""
+    joined = b"".join(digests)
+    if width < MAX_HASH_BYTES:
+        rows = np.zeros((len(digests), MAX_HASH_BYTES), np.uint8)
+        rows[:, :width] = np.frombuffer(joined, np.uint8).reshape(len(digests), width)
+        joined = rows.tobytes()
     return np.frombuffer(joined, f"V{MAX_HASH_BYTES}")

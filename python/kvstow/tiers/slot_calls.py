@@ -42,8 +42,7 @@ class SlotCalls:
     def write_data(self, slots: Index, host: Index) -> None:
         """Write host slots to slots, which ascend."""
         for begin, end in _runs(slots):
-            offset = int(slots[begin]) * self._slot_bytes
-            _fully(self._files.write, self._data, self._buffers(host[begin:end]), offset)
+            self._move(self._files.write, int(slots[begin]), host[begin:end])
 
     def write_frames(self, slots: Index, frames: Frames) -> None:
         """Write the frames of slots, which ascend."""
@@ -51,7 +50,7 @@ class SlotCalls:
         for begin, end in _runs(slots):
             part = data[begin * FRAME_BYTES : end * FRAME_BYTES]
             offset = HEADER_BYTES + int(slots[begin]) * FRAME_BYTES
-            _fully(self._files.write, self._index, [part], offset)
+            _fully(self._files.write, self._index, [part], len(part), offset)
 
     def read_data(
         self,
@@ -77,9 +76,8 @@ class SlotCalls:
         last: OSError | None = None
         while left and may_go_on():
             begin, end = left.pop(0)
-            offset = int(slots[begin]) * self._slot_bytes
             try:
-                _fully(self._files.read, self._data, self._buffers(host[begin:end]), offset)
+                self._move(self._files.read, int(slots[begin]), host[begin:end])
             except OSError as error:
                 last = error
                 report(error)
@@ -97,35 +95,34 @@ class SlotCalls:
                 self._files.close(file)
         self._data = self._index = -1
 
-    def _buffers(self, host: Index) -> Buffers:
-        """Return the memory of host slots, in as few buffers as possible."""
-        if len(host) > 1 and host[-1] - host[0] == len(host) - 1 and np.all(np.diff(host) == 1):
-            return [self._rows[host[0] : host[-1] + 1].reshape(-1)]
-        return [self._rows[one] for one in host.tolist()]
+    def _move(self, call: _Call, slot: int, host: Index) -> None:
+        """Move a run of slots, which begins at `slot`, in one call."""
+        num = len(host)
+        if num > 1 and host[-1] - host[0] == num - 1 and (host[1:] - host[:-1] == 1).all():
+            buffers = [self._rows[host[0] : host[-1] + 1].reshape(-1)]
+        else:
+            buffers = [self._rows[one] for one in host.tolist()]
+        _fully(call, self._data, buffers, num * self._slot_bytes, slot * self._slot_bytes)
 
 
 def _runs(slots: Index) -> Iterator[tuple[int, int]]:
-    """Yield where each run of consecutive slots begins and ends."""
-    if len(slots) <= 1:
-        yield from [(0, 1)] * len(slots)
-        return
+    """Yield where each run of consecutive slots, which ascend, begins and ends."""
+    ends = [len(slots)]
+    if len(slots) > 1 and slots[-1] - slots[0] >= len(slots):
+        ends[:0] = (np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist()
     begin = 0
-    for end in [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]:
+    for end in ends:
         for at in range(begin, end, _MAX_RUN):
             yield at, min(at + _MAX_RUN, end)
         begin = end
 
 
-def _fully(call: _Call, file: int, buffers: Buffers, offset: int) -> None:
-    """Repeat a call that moves less than all; raise if it moves nothing."""
-    while True:
-        left = sum(map(len, buffers))
-        num_bytes = call(file, buffers, offset)
-        if num_bytes == left:
-            return
+def _fully(call: _Call, file: int, buffers: Buffers, left: int, offset: int) -> None:
+    """Repeat a call that moves less than the `left` bytes; raise if it moves nothing."""
+    while (num_bytes := call(file, buffers, offset)) != left:
         if num_bytes <= 0:
             raise OSError(errno.EIO, "the file ends before the slot does")
-        offset += num_bytes
+        left, offset = left - num_bytes, offset + num_bytes
         while num_bytes >= len(buffers[0]):
             num_bytes -= len(buffers.pop(0))
         buffers[0] = buffers[0][num_bytes:]

@@ -2,7 +2,7 @@
 
 ```
 0     magic, version, length of the text; the text: sizes, generation, fingerprint, in JSON
-4088  XXH3 of all before
+4088  CRC-64 of all before
 4096  frame of slot 0, frame of slot 1, ...
 ```
 

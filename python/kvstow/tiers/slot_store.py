@@ -1,9 +1,9 @@
 """The open slot file: its frames in memory, the jobs under way, and the file calls of each.
 
 ```
-put    host slot --> XXH3 into a new frame --> data, in runs --> frame into the index --> True
+put    host slot --> CRC-64 into a new frame --> data, in runs --> frame into the index --> True
                  +-> differs from the checksum of its store --> False
-get    frame in memory is of this block? --> data, in runs --> XXH3 is the frame's? --> True
+get    frame in memory is of this block? --> data, in runs --> CRC-64 is the frame's? --> True
 ```
 
 How a wrong block could be served, and what prevents it:
@@ -17,7 +17,7 @@ How a wrong block could be served, and what prevents it:
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +36,8 @@ from kvstow.tiers.frame import (
     expected_frames,
     match,
     seal,
+    taken,
+    words_of,
 )
 from kvstow.tiers.lanes import Lanes, Work
 from kvstow.tiers.opening import Opened
@@ -86,6 +88,7 @@ class SlotStore:
         self.header = opened.header
         self.context = opened.context
         self.frames: Final = opened.frames
+        self._words = words_of(self.frames)
         self._now = files.now
         self._calls = SlotCalls(files, opened.data, opened.index, rows, opened.header.slot_bytes)
         self._rows, self._sums = rows, sums
@@ -99,7 +102,7 @@ class SlotStore:
         self._slots_in_use = Marks(opened.header.num_slots)
         self._host_in_use = Marks(len(rows))
         self._jobs: set[Job] = set()
-        self._stats = TierStats()
+        self._counts: Counter[str] = Counter()
         self._num_read_errors = 0
         self._read_only: TransferError | None = None
         self._off: TransferError | None = None
@@ -128,12 +131,12 @@ class SlotStore:
     @property
     def stats(self) -> TierStats:
         """What the store has done, and what it does now."""
-        lanes = self._lanes
-        return replace(
-            self._stats,
-            in_flight_bytes=lanes.in_flight_bytes,
-            quarantined_bytes=lanes.quarantined_bytes,
-        )
+        with self._lock:
+            return TierStats(
+                **self._counts,
+                in_flight_bytes=self._lanes.in_flight_bytes,
+                quarantined_bytes=self._lanes.quarantined_bytes,
+            )
 
     def check_open(self) -> None:
         """Raise `StateError` after `close`, and in a forked child."""
@@ -244,25 +247,16 @@ class SlotStore:
         if job.kind in {"put", "get"} and job.context is not self.context:
             job.ok[:] = False  # a reset came between
         job.ticket.end(job.ok, error)
+        if job.kind not in {"put", "get"}:
+            return
         num_ok = 0 if job.ticket.is_late else int(job.ok.sum())
-        num_bytes, num_failed = num_ok * self.header.slot_bytes, len(job.ok) - num_ok
+        done, failed = ("put", "failed_puts") if job.kind == "put" else ("got", "failed_gets")
         with self._lock:
-            old = self._stats
-            if job.kind == "put":
-                self._stats = replace(
-                    old,
-                    put_blocks=old.put_blocks + num_ok,
-                    put_bytes=old.put_bytes + num_bytes,
-                    failed_puts=old.failed_puts + num_failed,
-                )
-            elif job.kind == "get":
-                self._stats = replace(
-                    old,
-                    got_blocks=old.got_blocks + num_ok,
-                    got_bytes=old.got_bytes + num_bytes,
-                    failed_gets=old.failed_gets + num_failed,
-                    mismatched_blocks=old.mismatched_blocks + job.num_mismatched,
-                )
+            counts = self._counts
+            counts[f"{done}_blocks"] += num_ok
+            counts[f"{done}_bytes"] += num_ok * self.header.slot_bytes
+            counts[failed] += len(job.ok) - num_ok
+            counts["mismatched_blocks"] += job.num_mismatched
 
     # -- on the threads --------------------------------------------------------------------------
 
@@ -312,28 +306,30 @@ class SlotStore:
 
     def _drop(self, job: Job, at: Index) -> None:
         slots = job.slots[at]
-        slots = slots[match(self.frames[slots], job.frames[at])]
-        self.frames[slots] = np.zeros(1, FRAME)
+        slots = slots[match(taken(self.frames, slots), taken(job.frames, at))]
+        self._words[slots] = 0
         self._calls.write_frames(slots, np.zeros(len(slots), FRAME))
         job.ok[at] = True
 
     def _read(self, job: Job, at: Index) -> None:
-        found = self.frames[job.slots[at]]
-        fits = self._fit(found, job.frames[at])
-        job.num_mismatched += len(at) - int(fits.sum())
-        at, found = at[fits], found[fits]
-        if not len(at):
-            return
+        found = taken(self.frames, job.slots[at])
+        fits = self._fit(found, taken(job.frames, at))
+        if not fits.all():
+            job.num_mismatched += len(at) - int(fits.sum())
+            at, found = at[fits], found[fits]
+            if not len(at):
+                return
         arrived, error = self._calls.read_data(
             job.slots[at], job.host[at], report=self._count_read, may_go_on=self._is_on
         )
-        at, found = at[arrived], found[arrived]
+        if not arrived.all():
+            at, found = at[arrived], found[arrived]
         proven = self._are_proven(job.host[at], found)
         self._sums.record(job.host[at[proven]])
         job.ok[at[proven]] = True
         damaged = at[~proven]
         job.num_mismatched += len(damaged)
-        self.frames[job.slots[damaged]] = np.zeros(1, FRAME)
+        self._words[job.slots[damaged]] = 0
         if error is not None:
             raise error
 

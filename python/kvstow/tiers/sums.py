@@ -39,7 +39,7 @@ class ArenaSums:
         sound: Bools = np.asarray(expected < 0)
         known = np.flatnonzero(~sound)
         sound[known] = row_checksums(self._slots, slots[known]) == expected[known]
-        whole: Bools = sound.reshape(len(rows), self._per_row).all(axis=1)
+        whole: Bools = np.asarray(sound.reshape(len(rows), self._per_row).all(axis=1))
         return whole
 
     def record(self, rows: Index) -> None:

@@ -303,8 +303,13 @@ def _groups(groups: Ints) -> npt.NDArray[np.uint32]:
 
 def _width(hashes: Sequence[bytes], parents: Sequence[bytes | None] | None) -> int:
     """Return the bytes of a hash, or raise unless all have that many."""
-    widths = set(map(_width_of, hashes))
-    widths |= {_width_of(parent) for parent in parents or () if parent is not None}
+    known = hashes if parents is None else [*hashes, *(it for it in parents if it is not None)]
+    # Most jobs pass here, without a call for each block.
+    if set(map(type, known)) == {bytes}:
+        widths = set(map(len, known))
+        if len(widths) == 1 and 1 <= max(widths) <= MAX_HASH_BYTES:
+            return widths.pop()
+    widths = set(map(_width_of, known))
     if len(widths) > 1:
         raise ConfigError(
             f"the hashes have {', '.join(map(str, sorted(widths)))} bytes, expected one width: "
