@@ -224,6 +224,7 @@ def run(command: list[str], log: Path, limit_s: float) -> Result:
             status = step.wait()
         except BaseException:  # Ctrl-C reaches only this process
             end()
+            step.wait()
             raise
         finally:
             timer.cancel()
