@@ -1118,6 +1118,59 @@ class OffloadScheduler:
             ConfigError: a slot outside the disk, an unknown group, a parent in a group that skips
                 blocks, hashes of another width, or lists of different lengths.
         """
+    def unclaimed(
+        self,
+        request_id: str,
+        num_local_tokens: int,
+        max_tokens: int,
+        *,
+        max_blocks: int = 8192,
+    ) -> tuple[list[bytes], _Ids, list[bytes | None]]:
+        """Return the blocks of a request to ask a shared store for, in the order of their prompt.
+
+        Neither the host nor the disk tier has them, and they could lengthen the request's hit. Pass
+        those that the store has to `claim`, and then call `lookup`.
+
+        Args:
+            request_id: the request.
+            num_local_tokens: tokens of the local hit.
+            max_tokens: upper bound for the whole request, the local hit included.
+            max_blocks: the most blocks to return.
+
+        Returns:
+            The hash of each block, its group, and the hash before it or None. No blocks if the
+            request has waited for a promote already, if they would add less than
+            `min_promote_tokens`, and if the disk tier is "off" or missing.
+
+        Raises:
+            ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
+                in common.
+        """
+    def claim(
+        self,
+        hashes: Sequence[bytes],
+        groups: _Ints,
+        parents: Sequence[bytes | None] | None = None,
+    ) -> int:
+        """Add blocks that a shared store has, and return how many were added.
+
+        They take slots of the disk tier's index, evicting others for room. The slots name no place:
+        a shared store finds a block by its key. A block whose promote fails leaves the index.
+
+        Args:
+            hashes: the hash of each block, the first of a prompt first.
+            groups: the group of each block.
+            parents: the hash before each block, or None; None for no parents at all. Groups that
+                skip blocks have no parents.
+
+        Returns:
+            The number of blocks that the disk tier did not have. 0 if it is "off".
+
+        Raises:
+            StateError: the scheduler has no disk tier.
+            ConfigError: an unknown group, a parent in a group that skips blocks, hashes of another
+                width, or lists of different lengths.
+        """
     def full_attention_hit(self, request_id: str) -> int:
         """Return the tokens of the prefix whose full-attention blocks the last `lookup` found.
 
@@ -1381,6 +1434,7 @@ class OffloadScheduler:
             disk_dropped: no room on the disk for a demote, or on the host for a promote.
             disk_damaged_blocks: dropped from the disk because their promote failed or was late.
             disk_evicted_blocks: evicted from the disk for room.
+            claimed_blocks: added because a shared store has them.
 
         Counter, in tokens:
             disk_hit_tokens: of loads, what the host lacked when the request began to wait.

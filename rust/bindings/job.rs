@@ -1,7 +1,7 @@
 //! Jobs of a scheduler, and what happens to them.
 
 use kvstow_core::ids::{BlockId, JobId};
-use kvstow_core::key::HashWidth;
+use kvstow_core::key::{BlockHash, BlockKey, HashWidth};
 use kvstow_core::offload::{self, Direction, TransferEvent};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -211,21 +211,39 @@ pub(crate) fn to_tier_job(
     let array = |slots: Vec<u32>| -> Py<PyArray1<i32>> {
         slots.into_iter().map(u32::cast_signed).collect::<Vec<i32>>().into_pyarray(py).unbind()
     };
+    let (hashes, groups, parents) = key_columns(py, &keys, &parents, width)?;
+    Ok(TierJob {
+        job_id: job_id.0,
+        direction: name(direction),
+        host_slots: array(host_slots),
+        disk_slots: array(disk_slots),
+        hashes,
+        groups,
+        parents,
+    })
+}
+
+/// The hashes, groups and parents of blocks.
+pub(crate) type KeyColumns = (Py<PyList>, Py<PyArray1<i32>>, Py<PyList>);
+
+/// What blocks are, in columns.
+pub(crate) fn key_columns(
+    py: Python<'_>,
+    keys: &[BlockKey],
+    parents: &[Option<BlockHash>],
+    width: HashWidth,
+) -> PyResult<KeyColumns> {
     let hashes = keys.iter().map(|key| PyBytes::new(py, width.digest(&key.hash)));
     let parents = parents.iter().map(|parent| {
         let parent = parent.as_ref()?;
         Some(PyBytes::new(py, width.digest(parent)))
     });
     let groups: Vec<i32> = keys.iter().map(|key| key.group.0.into()).collect();
-    Ok(TierJob {
-        job_id: job_id.0,
-        direction: name(direction),
-        host_slots: array(host_slots),
-        disk_slots: array(disk_slots),
-        hashes: PyList::new(py, hashes)?.unbind(),
-        groups: groups.into_pyarray(py).unbind(),
-        parents: PyList::new(py, parents)?.unbind(),
-    })
+    Ok((
+        PyList::new(py, hashes)?.unbind(),
+        groups.into_pyarray(py).unbind(),
+        PyList::new(py, parents)?.unbind(),
+    ))
 }
 
 pub(crate) fn to_end(end: offload::JobEnd) -> JobEnd {

@@ -14,6 +14,7 @@ from kvstow import (
     StateError,
     TierJob,
     TransferCompleted,
+    UnknownRequest,
 )
 
 BLOCK_SIZE = 16
@@ -215,3 +216,36 @@ def test_a_scheduler_without_a_disk_has_nothing_to_copy() -> None:
         tier.adopt_disk([], [], [])
     with pytest.raises(ConfigError, match='the disk mode is "open"'):
         tier.set_disk("open")  # type: ignore[arg-type]
+
+
+def test_what_a_shared_store_has_is_claimed_and_promoted() -> None:
+    tier = scheduler()
+    tier.add("a", NAMES[:3])
+    hashes, groups, parents = tier.unclaimed("a", 0, 100)
+    assert (hashes, groups.tolist(), parents) == (NAMES[:3], [0] * 3, [None, *NAMES[:2]])
+    assert tier.unclaimed("a", 0, 100, max_blocks=1)[0] == NAMES[:1]
+    assert tier.claim(hashes[:2], groups[:2], parents[:2]) == 2
+    assert tier.claim(hashes[:2], groups[:2]) == 0
+    assert tier.unclaimed("a", 0, 100)[0] == NAMES[2:3]
+    assert tier.lookup("a", 0, 100) is None
+    job = tier.promote()
+    assert job is not None
+    assert job.hashes == NAMES[:2]
+    tier.complete(job.job_id)
+    assert tier.lookup("a", 0, 100) == 2 * BLOCK_SIZE
+    assert tier.disk_stats()["claimed_blocks"] == 2
+
+
+def test_claims_that_cannot_be_are_refused() -> None:
+    tier = scheduler()
+    for arguments, message in (
+        ((NAMES[:2], [0], None), "2 hashes, 1 groups and 0 parents"),
+        ((NAMES[:1], [5], None), "group 5 is unknown"),
+        ((NAMES[:1], [0], [7]), "a parent is of type <class 'int'>: pass bytes or None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tier.claim(*arguments)
+    with pytest.raises(StateError, match="cannot claim blocks: this scheduler has no disk tier"):
+        OffloadScheduler(4, [FULL]).claim(NAMES[:1], [0])
+    with pytest.raises(UnknownRequest):
+        tier.unclaimed("b", 0, 100)

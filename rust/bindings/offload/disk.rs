@@ -9,7 +9,7 @@ use pyo3::types::PyBytes;
 use crate::convert::{Count, counts, group_id};
 use crate::error::{ConfigError, to_py};
 use crate::hashes::hashes;
-use crate::job::{TierJob, to_tier_job};
+use crate::job::{KeyColumns, TierJob, key_columns, to_tier_job};
 use crate::lock::{Mutex, lock};
 
 use super::values::check_time;
@@ -65,10 +65,42 @@ pub(super) fn adopt(
     parents: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<usize> {
     let (slots, hashes) = (counts(slots)?, self::hashes(hashes)?);
-    let groups: Vec<GroupId> =
-        counts(groups)?.into_iter().map(|group| group_id(Count(group))).collect::<PyResult<_>>()?;
+    let groups = self::groups(groups)?;
     let parents = parents.map_or(Ok(Vec::new()), self::parents)?;
     lock(scheduler).adopt_disk(&slots, &hashes, &groups, &parents).map_err(to_py)
+}
+
+/// The blocks of a request to ask a shared store for.
+pub(super) fn unclaimed(
+    py: Python<'_>,
+    scheduler: &Mutex<offload::OffloadScheduler>,
+    request_id: &str,
+    num_local_tokens: usize,
+    max_tokens: usize,
+    max_blocks: usize,
+) -> PyResult<KeyColumns> {
+    let (found, width) = {
+        let scheduler = lock(scheduler);
+        let found = scheduler.unclaimed(request_id, num_local_tokens, max_tokens, max_blocks);
+        (found.map_err(to_py)?, scheduler.hash_width())
+    };
+    key_columns(py, &found.keys, &found.parents, width)
+}
+
+/// Adds blocks that a shared store has.
+pub(super) fn claim(
+    scheduler: &Mutex<offload::OffloadScheduler>,
+    hashes: &Bound<'_, PyAny>,
+    groups: &Bound<'_, PyAny>,
+    parents: Option<&Bound<'_, PyAny>>,
+) -> PyResult<usize> {
+    let (hashes, groups) = (self::hashes(hashes)?, self::groups(groups)?);
+    let parents = parents.map_or(Ok(Vec::new()), self::parents)?;
+    lock(scheduler).claim(&hashes, &groups, &parents).map_err(to_py)
+}
+
+fn groups(given: &Bound<'_, PyAny>) -> PyResult<Vec<GroupId>> {
+    counts(given)?.into_iter().map(|group| group_id(Count(group))).collect()
 }
 
 /// The hash before each block, all of one width.

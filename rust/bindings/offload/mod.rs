@@ -18,7 +18,7 @@ use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
 use crate::group::groups;
 use crate::hashes::hashes;
-use crate::job::{Job, JobEnd, TierJob, event_to_py, to_end, to_job};
+use crate::job::{Job, JobEnd, KeyColumns, TierJob, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
 use crate::lock::{Mutex, detached, lock};
 use crate::pool::SharedPool;
@@ -387,6 +387,69 @@ impl OffloadScheduler {
         disk::adopt(&self.0, slots, hashes, groups, parents)
     }
 
+    /// Return the blocks of a request to ask a shared store for, in the order of their prompt.
+    ///
+    /// Neither the host nor the disk tier has them, and they could lengthen the request's hit. Pass
+    /// those that the store has to `claim`, and then call `lookup`.
+    ///
+    /// Args:
+    ///     request_id: the request.
+    ///     num_local_tokens: tokens of the local hit.
+    ///     max_tokens: upper bound for the whole request, the local hit included.
+    ///     max_blocks: the most blocks to return.
+    ///
+    /// Returns:
+    ///     The hash of each block, its group, and the hash before it or None. No blocks if the
+    ///     request has waited for a promote already, if they would add less than
+    ///     `min_promote_tokens`, and if the disk tier is "off" or missing.
+    ///
+    /// Raises:
+    ///     ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
+    ///         in common.
+    #[pyo3(
+        signature = (request_id, num_local_tokens, max_tokens, *, max_blocks = Count(8192)),
+        text_signature = "($self, request_id, num_local_tokens, max_tokens, *, max_blocks=8192)"
+    )]
+    fn unclaimed(
+        &self,
+        py: Python<'_>,
+        request_id: RequestId,
+        num_local_tokens: Count,
+        max_tokens: Count,
+        max_blocks: Count,
+    ) -> PyResult<KeyColumns> {
+        let (local, most) = (num_local_tokens.0, max_tokens.0);
+        disk::unclaimed(py, &self.0, &request_id, local, most, max_blocks.0)
+    }
+
+    /// Add blocks that a shared store has, and return how many were added.
+    ///
+    /// They take slots of the disk tier's index, evicting others for room. The slots name no place:
+    /// a shared store finds a block by its key. A block whose promote fails leaves the index.
+    ///
+    /// Args:
+    ///     hashes: the hash of each block, the first of a prompt first.
+    ///     groups: the group of each block.
+    ///     parents: the hash before each block, or None; None for no parents at all. Groups that
+    ///         skip blocks have no parents.
+    ///
+    /// Returns:
+    ///     The number of blocks that the disk tier did not have. 0 if it is "off".
+    ///
+    /// Raises:
+    ///     StateError: the scheduler has no disk tier.
+    ///     ConfigError: an unknown group, a parent in a group that skips blocks, hashes of another
+    ///         width, or lists of different lengths.
+    #[pyo3(signature = (hashes, groups, parents = None))]
+    fn claim(
+        &self,
+        hashes: &Bound<'_, PyAny>,
+        groups: &Bound<'_, PyAny>,
+        parents: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        disk::claim(&self.0, hashes, groups, parents)
+    }
+
     /// Return the tokens of the prefix whose full-attention blocks the last `lookup` found.
     ///
     /// The local hit is part of it. Where it is longer than the hit, a window or a state that the
@@ -727,6 +790,7 @@ impl OffloadScheduler {
     ///     disk_dropped: no room on the disk for a demote, or on the host for a promote.
     ///     disk_damaged_blocks: dropped from the disk because their promote failed or was late.
     ///     disk_evicted_blocks: evicted from the disk for room.
+    ///     claimed_blocks: added because a shared store has them.
     ///
     /// Counter, in tokens:
     ///     disk_hit_tokens: of loads, what the host lacked when the request began to wait.

@@ -45,8 +45,24 @@ impl Instant {
     /// Serves a prompt: lookup, load, compute the rest, store, finish. Returns the hashes that came
     /// from the host and from the disk.
     pub(super) fn serve(&mut self, names: &[u16]) -> (usize, usize) {
+        self.serve_from(names, |_| false)
+    }
+
+    /// As `serve`, with a shared store that has these names.
+    pub(super) fn serve_from(
+        &mut self,
+        names: &[u16],
+        is_shared: impl Fn(u16) -> bool,
+    ) -> (usize, usize) {
         let num_tokens = names.len() * BLOCK_SIZE;
         self.scheduler.add("it", &hashes(names)).unwrap();
+        let asked = self.scheduler.unclaimed("it", 0, num_tokens, usize::MAX).unwrap();
+        for (key, parent) in asked.keys.iter().zip(asked.parents) {
+            let name = u16::from_be_bytes([key.hash[6], key.hash[7]]);
+            if is_shared(name) {
+                self.scheduler.claim(&hashes(&[name]), &[key.group], &[parent]).unwrap();
+            }
+        }
         let on_host = self.scheduler.lookup("it", 0, num_tokens).unwrap().unwrap() / BLOCK_SIZE;
         self.scheduler.release("it").unwrap();
         let mut found = self.scheduler.lookup_below("it", 0, num_tokens).unwrap();

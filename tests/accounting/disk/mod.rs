@@ -3,6 +3,7 @@
 //! after its deadline. Every load must deliver what its keys name, in the current epoch: a reset
 //! begins a new one, as if the weights had changed.
 
+mod claims;
 mod lru;
 mod plans;
 mod world;
@@ -47,6 +48,10 @@ enum Op {
     SetDisk(DiskMode),
     /// A subset of the disk's slots.
     Adopt(u64),
+    /// Request, which answers of the shared store are wrong, most blocks to ask for.
+    Claim(usize, u64, usize),
+    /// Rank and block that the shared store loses or damages.
+    LoseShared(usize, usize, bool),
     /// Rank and place that becomes damaged.
     RotHost(usize, usize),
     RotDisk(usize, usize),
@@ -79,6 +84,9 @@ fn op() -> impl Strategy<Value = Op> {
         1 => prop::bool::weighted(0.7).prop_map(|reset| if reset { Op::Reset } else { Op::Kill }),
         3 => mode.prop_map(Op::SetDisk),
         2 => any::<u64>().prop_map(Op::Adopt),
+        8 => (0..4_usize, any::<u64>(), max()).prop_map(|(w, lies, m)| Op::Claim(w, lies, m)),
+        2 => (0..3_usize, 0..36_usize, any::<bool>())
+            .prop_map(|(rank, which, is_gone)| Op::LoseShared(rank, which, is_gone)),
         1 => (0..3_usize, 0..36_usize).prop_map(|(rank, place)| Op::RotHost(rank, place)),
         1 => (0..3_usize, 0..36_usize).prop_map(|(rank, place)| Op::RotDisk(rank, place)),
     ]
@@ -107,10 +115,15 @@ fn options() -> impl Strategy<Value = WorldOptions> {
     ];
     let policy = || prop::sample::select(EvictionPolicy::ALL.to_vec());
     let admit = prop_oneof![2 => Just(Admit::All), 1 => Just(Admit::Returned)];
-    let sizes = (1..10_usize, 1..14_usize, 1..8_usize, 0..6_usize);
+    // Half of the worlds have a shared store. Its index may be longer than all chains.
+    let num_below = prop_oneof![
+        2 => (1..14_usize, Just(false)), 1 => (1..14_usize, Just(true)),
+        1 => (Just(200_usize), Just(true)),
+    ];
+    let sizes = (1..10_usize, num_below, 1..8_usize, 0..6_usize);
     (1..4_usize, form, policy(), policy(), admit, sizes).prop_map(
         |(world_size, (mode, blocks_per_slot), policy, disk_policy, admit, sizes)| {
-            let (num_host, num_disk, max_in_flight, min_promote_tokens) = sizes;
+            let (num_host, (num_disk, is_shared), max_in_flight, min_promote_tokens) = sizes;
             WorldOptions {
                 world_size,
                 mode,
@@ -122,6 +135,7 @@ fn options() -> impl Strategy<Value = WorldOptions> {
                 num_disk,
                 max_in_flight,
                 min_promote_tokens,
+                is_shared,
             }
         },
     )

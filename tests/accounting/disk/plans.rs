@@ -13,7 +13,7 @@ use super::super::hashes;
 
 const BLOCK_SIZE: usize = 4;
 
-fn groups() -> Vec<Group> {
+pub(super) fn groups() -> Vec<Group> {
     vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()]
 }
 
@@ -22,7 +22,7 @@ fn closed(num_host: usize, disk: DiskConfig) -> OffloadScheduler {
     OffloadScheduler::new(config).unwrap()
 }
 
-fn open(num_host: usize, disk: DiskConfig) -> OffloadScheduler {
+pub(super) fn open(num_host: usize, disk: DiskConfig) -> OffloadScheduler {
     let mut scheduler = closed(num_host, disk);
     scheduler.set_disk(DiskMode::On).unwrap();
     scheduler
@@ -39,14 +39,14 @@ fn warm(num_host: usize, names: &[u16], disk: DiskConfig) -> OffloadScheduler {
 }
 
 /// The hash before each of a chain.
-fn chained(names: &[u16]) -> Vec<Option<BlockHash>> {
+pub(super) fn chained(names: &[u16]) -> Vec<Option<BlockHash>> {
     let hashes = hashes(names);
     let before = hashes.as_slice().iter().copied().map(Some);
     std::iter::once(None).chain(before).take(names.len()).collect()
 }
 
 /// Stores a prompt's blocks, with device blocks from `first` on.
-fn store(scheduler: &mut OffloadScheduler, request_id: &str, names: &[u16], first: u32) {
+pub(super) fn store(scheduler: &mut OffloadScheduler, request_id: &str, names: &[u16], first: u32) {
     scheduler.add(request_id, &hashes(names)).unwrap();
     let blocks: Vec<BlockId> = (first..).take(names.len()).map(BlockId).collect();
     let new_blocks = [blocks.as_slice()];
@@ -57,11 +57,15 @@ fn store(scheduler: &mut OffloadScheduler, request_id: &str, names: &[u16], firs
     }
 }
 
-fn names_of(job: &TierJob) -> Vec<u16> {
+pub(super) fn names_of(job: &TierJob) -> Vec<u16> {
     job.keys.iter().map(|key| u16::from_be_bytes([key.hash[6], key.hash[7]])).collect()
 }
 
-fn ask(scheduler: &mut OffloadScheduler, request_id: &str, names: &[u16]) -> Option<usize> {
+pub(super) fn ask(
+    scheduler: &mut OffloadScheduler,
+    request_id: &str,
+    names: &[u16],
+) -> Option<usize> {
     if scheduler.full_attention_hit(request_id).is_err() {
         scheduler.add(request_id, &hashes(names)).unwrap();
     }

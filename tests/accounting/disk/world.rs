@@ -50,6 +50,8 @@ pub(super) struct WorldOptions {
     pub(super) num_disk: usize,
     pub(super) max_in_flight: usize,
     pub(super) min_promote_tokens: usize,
+    /// Whether a shared store is below the host instead of a disk.
+    pub(super) is_shared: bool,
 }
 
 struct Request {
@@ -82,6 +84,8 @@ struct Flight {
     reported: Vec<bool>,
     is_late: bool,
     is_fenced: bool,
+    /// The epoch at its plan. A shared store keeps the blocks of epochs apart.
+    epoch: u32,
 }
 
 pub(super) struct World {
@@ -94,6 +98,8 @@ pub(super) struct World {
     /// By rank and place.
     host: Vec<Vec<Held>>,
     disk: Vec<Vec<Held>>,
+    /// The shared store, by rank: the places of each block.
+    store: Vec<BTreeMap<(BlockKey, u32), Vec<Held>>>,
     /// The index file: what was last written to a disk slot.
     records: Vec<Option<(BlockKey, Option<BlockHash>)>>,
     requests: BTreeMap<usize, Request>,
@@ -122,6 +128,7 @@ impl World {
             num_device: 0,
             host: vec![vec![Held::Nothing; num_host]; options.world_size],
             disk: vec![vec![Held::Nothing; num_disk]; options.world_size],
+            store: vec![BTreeMap::new(); options.world_size],
             records: vec![None; options.num_disk],
             requests: BTreeMap::new(),
             num_admitted: 0,
@@ -177,6 +184,8 @@ impl World {
             Op::Reset => self.reset(),
             Op::SetDisk(mode) => self.scheduler.set_disk(mode).unwrap(),
             Op::Adopt(subset) => self.adopt(subset),
+            Op::Claim(who, lies, max_blocks) => self.claim(who, lies, max_blocks),
+            Op::LoseShared(rank, which, is_gone) => self.lose_shared(rank, which, is_gone),
             Op::RotHost(rank, place) => rot(&mut self.host, rank, place),
             Op::RotDisk(rank, place) => rot(&mut self.disk, rank, place),
             Op::Kill => self.kill(),
@@ -233,6 +242,7 @@ impl World {
         for which in 0..4 {
             self.submit(which, which, 8);
             let mut num_asked = 0;
+            self.claim(which, 0, usize::MAX);
             while self.requests[&which].is_waiting {
                 self.promote(usize::MAX);
                 self.settle();
@@ -466,6 +476,7 @@ impl World {
             reported: vec![false; self.options.world_size],
             is_late: false,
             is_fenced: false,
+            epoch: self.epoch,
         };
         self.flights.push(flight);
     }
@@ -484,6 +495,7 @@ impl World {
             return;
         }
         let flight = &self.flights[which % num_flights];
+        let epoch = flight.epoch;
         let are_ok = match flight.copies.clone() {
             Copies::Store(job) => {
                 for (block, &place) in job.block_ids.iter().zip(&job.host_slots) {
@@ -492,6 +504,8 @@ impl World {
                 vec![true; job.block_ids.len()]
             }
             Copies::Load(job, ..) => self.copy_load(which % num_flights, rank, &job),
+            Copies::Demote(job) if self.options.is_shared => self.put_shared(rank, epoch, &job),
+            Copies::Promote(job) if self.options.is_shared => self.get_shared(rank, epoch, &job),
             Copies::Demote(job) => {
                 for (at, &slot) in job.disk_slots.iter().enumerate() {
                     self.records[slot as usize] = Some((job.keys[at], job.parents[at]));
@@ -507,6 +521,31 @@ impl World {
             }
         };
         self.flights[which % num_flights].copied[rank] = Some(are_ok);
+    }
+
+    fn put_shared(&mut self, rank: usize, epoch: u32, job: &TierJob) -> Vec<bool> {
+        let per_slot = self.options.blocks_per_slot;
+        for (&slot, &key) in job.host_slots.iter().zip(&job.keys) {
+            let held = self.host[rank][slot as usize * per_slot..][..per_slot].to_vec();
+            self.store[rank].insert((key, epoch), held);
+        }
+        vec![true; job.keys.len()]
+    }
+
+    /// A block that is not there, or that is damaged, fails.
+    fn get_shared(&mut self, rank: usize, epoch: u32, job: &TierJob) -> Vec<bool> {
+        let per_slot = self.options.blocks_per_slot;
+        let mut are_ok = Vec::new();
+        for (&slot, &key) in job.host_slots.iter().zip(&job.keys) {
+            let target = &mut self.host[rank][slot as usize * per_slot..][..per_slot];
+            let held = self.store[rank].get(&(key, epoch));
+            target.fill(Held::Nothing);
+            if let Some(held) = held {
+                target.copy_from_slice(held);
+            }
+            are_ok.push(held.is_some_and(|held| !held.contains(&Held::Damaged)));
+        }
+        are_ok
     }
 
     /// The blocks that a load delivers must be those of its request, unless its result is dropped.
@@ -679,6 +718,9 @@ impl World {
 
     /// Adopts those of a subset of the disk's slots that hold one block on all ranks.
     fn adopt(&mut self, subset: u64) {
+        if self.options.is_shared {
+            return;
+        }
         let (mut slots, mut names) = (Vec::new(), Vec::new());
         let (mut groups, mut parents) = (Vec::new(), Vec::new());
         for slot in 0..self.options.num_disk {
@@ -708,6 +750,50 @@ impl World {
         let num = self.scheduler.adopt_disk(&slots, &hashes(&names), &groups, &parents).unwrap();
         assert!(num <= slots.len());
         assert_eq!(self.scheduler.disk_stats().disk_resident_blocks, num_before + num);
+    }
+
+    /// A request asks the store what it has. Some answers are wrong.
+    fn claim(&mut self, who: usize, lies: u64, max_blocks: usize) {
+        let Some(request) = self.requests.get(&who).filter(|request| request.is_waiting) else {
+            return;
+        };
+        let (id, num_tokens) = (who.to_string(), request.names.len() * BLOCK_SIZE);
+        let found = self.scheduler.unclaimed(&id, 0, num_tokens, max_blocks).unwrap();
+        assert!(found.keys.len() <= max_blocks);
+        let own = hashes(&request.names);
+        assert!(found.keys.iter().all(|key| own.as_slice().contains(&key.hash)));
+        assert!(!found.keys.iter().any(|key| self.on_disk.contains(key)), "it is claimed already");
+        let (mut names, mut groups, mut parents) = (Vec::new(), Vec::new(), Vec::new());
+        for (at, (key, parent)) in found.keys.iter().zip(&found.parents).enumerate() {
+            let is_lie = lies >> (2 * (at % 32)) & 3 == 3;
+            if self.options.is_shared && self.store[0].contains_key(&(*key, self.epoch)) != is_lie {
+                names.push(u16::from_be_bytes([key.hash[6], key.hash[7]]));
+                groups.push(key.group);
+                parents.push(*parent);
+            }
+        }
+        let num = self.scheduler.claim(&hashes(&names), &groups, &parents).unwrap();
+        assert!(num <= names.len());
+        self.read_events();
+        if self.options.num_disk > 100 {
+            let claimed = hashes(&names);
+            for (&hash, &group) in claimed.as_slice().iter().zip(&groups) {
+                assert!(self.on_disk.contains(&BlockKey { hash, group }));
+            }
+        }
+    }
+
+    /// A rank's store loses a block, or damages it.
+    fn lose_shared(&mut self, rank: usize, which: usize, is_gone: bool) {
+        let store = &mut self.store[rank % self.options.world_size];
+        let num = store.len();
+        if let Some(key) = (num > 0).then(|| *store.keys().nth(which % num).unwrap()) {
+            if is_gone {
+                store.remove(&key);
+            } else {
+                store.get_mut(&key).unwrap().fill(Held::Damaged);
+            }
+        }
     }
 
     /// Copies that did not take place never will. The host is lost, and the index is read again.

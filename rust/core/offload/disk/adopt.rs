@@ -75,6 +75,17 @@ impl OffloadScheduler {
                 num_slots - 1
             ));
         }
+        self.check_groups(groups, parents)?;
+        self.host.slots.pool.hash_width().check(hashes.width())
+    }
+
+    /// Refuses an unknown group, and a parent in a group that skips blocks.
+    pub(super) fn check_groups(
+        &self,
+        groups: &[GroupId],
+        parents: &[Option<BlockHash>],
+    ) -> Result<()> {
+        let refuse = |why| Err(Error::Config(why));
         let known = self.slot_model.groups();
         for (at, group) in groups.iter().enumerate() {
             let Some(attention) = known.get(usize::from(group.0)) else {
@@ -92,6 +103,6 @@ impl OffloadScheduler {
                 ));
             }
         }
-        self.host.slots.pool.hash_width().check(hashes.width())
+        Ok(())
     }
 }

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! `queue` holds the host slots that are due for a demote, `demote` and `promote` plan the jobs,
-//! `job` ends them, `adopt` fills the index of a warm disk, and `union` searches both tiers.
+//! `job` ends them, `adopt` fills the index of a warm disk, `claim` that of a shared store, and
+//! `union` searches both tiers.
 //!
 //! A wrong block could reach a request in these ways, and each has its guard:
 //!
@@ -22,6 +23,7 @@
 //! May import: error, event, group, ids, job, key, pool, sightings, tier, `transfer_event`.
 
 mod adopt;
+mod claim;
 mod config;
 mod demote;
 mod job;
@@ -30,6 +32,7 @@ mod queue;
 mod stats;
 mod union;
 
+pub use claim::Unclaimed;
 pub use config::{Admit, DiskConfig, DiskMode};
 pub use job::TierJob;
 pub(super) use promote::Waiting;

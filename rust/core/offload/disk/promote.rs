@@ -57,6 +57,11 @@ impl Waiting {
         self.number = 0;
     }
 
+    /// Whether a promote was planned for the request.
+    pub(super) fn has_promoted(&self) -> bool {
+        self.has_promoted
+    }
+
     /// Tokens of a load, from token `start` to `end`, that the host lacked when the request began to
     /// wait.
     pub(in crate::offload) fn take_hit(&mut self, start: usize, end: usize) -> usize {
@@ -146,7 +151,7 @@ impl OffloadScheduler {
     }
 
     /// Whether the disk adds enough tokens to the host's hit.
-    fn is_worth(&self, num_tokens: usize, num_host_tokens: usize) -> bool {
+    pub(super) fn is_worth(&self, num_tokens: usize, num_host_tokens: usize) -> bool {
         let least = self.disk.as_ref().map_or(0, |disk| disk.config.min_promote_tokens);
         num_tokens >= num_host_tokens.saturating_add(least.max(1))
     }
@@ -161,7 +166,12 @@ impl OffloadScheduler {
         Some(UnionHit::search(&tiers, &self.slot_model, hashes, local, max_tokens))
     }
 
-    fn num_host_tokens(&self, hashes: &SharedHashes, local: usize, max_tokens: usize) -> usize {
+    pub(super) fn num_host_tokens(
+        &self,
+        hashes: &SharedHashes,
+        local: usize,
+        max_tokens: usize,
+    ) -> usize {
         self.slot_model.longest_hit(&self.host, hashes, local, max_tokens).num_tokens
     }
 

@@ -36,6 +36,8 @@ stats! {
     disk_damaged_blocks,
     /// Evicted from the disk for room.
     disk_evicted_blocks,
+    /// Added to the index because a shared store has them.
+    claimed_blocks,
     /// Tokens that requests loaded, and that the host lacked when they began to wait for the disk.
     disk_hit_tokens,
     /// Gauge: on the disk.
