@@ -30,7 +30,7 @@ import numpy.typing as npt
 from kvstow._core import ConfigError, TransferError, row_checksums
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
-from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.queued import (
     BLOCKS_PER_PART,
     DEFAULT_QUEUED_BYTES,
@@ -95,6 +95,7 @@ class MooncakeTier(QueuedTier):
         """
         super().__init__(
             arena,
+            namespace,
             timeout_s=timeout_s,
             num_threads=num_threads,
             max_queued_bytes=max_queued_bytes,
@@ -103,7 +104,6 @@ class MooncakeTier(QueuedTier):
         if protocol not in ("tcp", "rdma"):
             raise ConfigError(f"protocol is {protocol!r}, and it must be tcp or rdma")
         checked_int("segment_bytes", segment_bytes, 0, 2**63 - 1, "pass bytes, 0 for no memory")
-        self._namespace = Namespace(namespace)
         self._make = _store_class()
         # As Mooncake's `setup` takes it.
         self._setup = (host, "P2PHANDSHAKE", segment_bytes, _LOCAL_BUFFER_BYTES, protocol, devices)
@@ -181,7 +181,7 @@ class _Calls:
 
     def _ask(self, store: Any, job: Job, part: range) -> Sequence[int]:
         """Write `job.ok` for a part, and return what the store answered."""
-        blocks, namespace = job.blocks, self._tier._namespace
+        blocks, namespace = job.blocks, job.namespace
         named = [(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
         keys = [namespace.prefix.decode() + f"{group}:{digest.hex()}" for group, digest in named]
         codes: Sequence[int]
@@ -198,7 +198,7 @@ class _Calls:
     def _copy(
         self, store: Any, job: Job, part: range, named: list[tuple[int, bytes]], keys: list[str]
     ) -> Sequence[int]:
-        tier, namespace = self._tier, self._tier._namespace
+        tier, namespace = self._tier, job.namespace
         if not self._is_registered:
             tier.register(store, self._headers)
             self._is_registered = True

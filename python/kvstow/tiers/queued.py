@@ -23,6 +23,7 @@ import numpy as np
 
 from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.arguments import checked_int
+from kvstow.tiers.framed import Namespace
 from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats
 from kvstow.transfer import HostArena
@@ -50,6 +51,7 @@ class Job:
         host_slots: the host slot of each; empty for calls without host slots.
         until_s: the time of `time.monotonic` after which no answer counts.
         ok: the answers.
+        namespace: whose blocks they are.
     """
 
     operation: Operation
@@ -59,6 +61,7 @@ class Job:
     ok: Bools
     ticket: TierTicket
     num_parts: int
+    namespace: Namespace
     error: TransferError | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -84,15 +87,23 @@ class QueuedTier(SharedTier):
 
     Attributes:
         timeout_s: the most seconds for a job without a deadline.
+        namespace: whose blocks the next job is about.
     """
 
     def __init__(
-        self, arena: HostArena, *, timeout_s: float, num_threads: int, max_queued_bytes: int
+        self,
+        arena: HostArena,
+        namespace: bytes,
+        *,
+        timeout_s: float,
+        num_threads: int,
+        max_queued_bytes: int,
     ) -> None:
         """Check the arguments.
 
         Args:
             arena: the host side.
+            namespace: 16 bytes, a digest of all that decides what a block's bytes mean.
             timeout_s: the most seconds for a job without a deadline.
             num_threads: threads for puts, and as many for all other calls.
             max_queued_bytes: bytes of puts that may wait. More puts fail at once.
@@ -102,6 +113,7 @@ class QueuedTier(SharedTier):
             StateError: the arena is closed.
         """
         super().__init__(arena)
+        self.namespace = Namespace(namespace)
         self.timeout_s: Final = _checked_seconds("timeout_s", timeout_s)
         self._num_threads = checked_int("num_threads", num_threads, 1, _MAX_THREADS, "pass 1 to 4")
         self._max_queued_bytes = checked_int(
@@ -136,6 +148,10 @@ class QueuedTier(SharedTier):
     def error(self) -> TransferError | None:
         """Why the tier is off; None, because a server that fails may come back."""
         return None
+
+    def rename(self, namespace: bytes) -> None:
+        """Use another namespace for jobs from now on. Those under way keep theirs."""
+        self.namespace = Namespace(namespace)
 
     def stats(self) -> TierStats:
         """Return what the tier has done, and what it does now."""
@@ -172,7 +188,7 @@ class QueuedTier(SharedTier):
         size = BLOCKS_PER_PART if operation in ("put", "get") else _KEYS_PER_PART
         parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
         ok = np.zeros(len(blocks), np.bool_)
-        job = Job(operation, blocks, host_slots, until_s, ok, ticket, len(parts))
+        job = Job(operation, blocks, host_slots, until_s, ok, ticket, len(parts), self.namespace)
         if not parts:
             ticket.end(ok)
         queue = self._puts if operation == "put" else self._others

@@ -293,6 +293,16 @@ class SharedTier(Tier):
         return self._contains(checked, deadline)
 
     @abstractmethod
+    def rename(self, namespace: bytes) -> None:
+        """Use another namespace for jobs from now on. Those under way keep theirs.
+
+        A reset of the cache calls it, because the weights may have changed.
+
+        Raises:
+            ConfigError: it is not 16 bytes.
+        """
+
+    @abstractmethod
     def _contains(self, blocks: Checked, deadline: float | None) -> TierTicket:
         """Begin to ask for checked blocks."""
 

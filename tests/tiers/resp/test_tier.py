@@ -355,3 +355,24 @@ def test_a_closed_tier_takes_nothing(server: Server, arena: HostArena) -> None:
     tier.close()
     with pytest.raises(StateError, match="closed"):
         tier.put(blocks(1), [0])
+
+
+def test_a_new_namespace_finds_nothing_of_before(tmp_path: Path, arena: HostArena) -> None:
+    rows = fill(arena, range(4))
+    with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+        assert answer(tier.put(blocks(1), [0])) == [True]
+        server.pause()
+        under_way = tier.put(blocks(2), [1])
+        tier.rename(bytes(16))
+        server.resume()
+        assert answer(under_way) == [True]
+        assert answer(tier.contains(blocks(1, 2))) == [False, False]
+        assert answer(tier.get(blocks(1, 2), [4, 5])) == [False, False]
+        assert answer(tier.put(blocks(1), [2])) == [True]
+        assert answer(tier.get(blocks(1), [6])) == [True]
+        assert (arena.slots[6] == rows[2]).all()
+        tier.rename(NAMESPACE)
+        assert answer(tier.get(blocks(1, 2), [4, 5])) == [True, True]
+        assert (arena.slots[4:6] == rows[:2]).all()
+        with pytest.raises(ConfigError, match="expected 16 bytes"):
+            tier.rename(b"short")

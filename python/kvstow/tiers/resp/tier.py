@@ -26,7 +26,6 @@ from typing import Final, TypeVar
 from kvstow._core import TransferError
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
-from kvstow.tiers.framed import Namespace
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
 from kvstow.tiers.resp.commands import Part, Rows, contains, delete, get, memory_policy, put
@@ -85,12 +84,12 @@ class RespTier(QueuedTier):
         """
         super().__init__(
             arena,
+            namespace,
             timeout_s=timeout_s,
             num_threads=num_threads,
             max_queued_bytes=max_queued_bytes,
         )
         self.address: Final = Address.parse(url)
-        self.namespace: Final = Namespace(namespace)
         fix = "pass whole seconds, or None"
         ttl = None if ttl_s is None else checked_int("ttl_s", ttl_s, 1, 2**31 - 1, fix)
         self.set_options: Final = () if ttl is None else (b"EX", b"%d" % ttl)
@@ -144,7 +143,7 @@ class _Connections:
 
     def carry_out(self, job: Job, part: range) -> None:
         """Ask each server for the blocks that it has."""
-        blocks, key = job.blocks, self._tier.namespace.key
+        blocks, key = job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
         assigned = self._attempt(None, job, lambda: self._tier.nodes.assign(keys))
         first = None
@@ -176,9 +175,9 @@ class _Connections:
             if job.operation == "put" and tier.is_new(node):
                 _warn_of_policy(node, *memory_policy(wire))
             if job.operation == "put":
-                ok, refusal = put(wire, part, tier.rows, tier.namespace, tier.set_options)
+                ok, refusal = put(wire, part, tier.rows, job.namespace, tier.set_options)
             elif job.operation == "get":
-                ok, refusal, num_wrong = get(wire, part, tier.rows, tier.namespace)
+                ok, refusal, num_wrong = get(wire, part, tier.rows, job.namespace)
             elif job.operation == "contains":
                 ok, refusal = contains(wire, part)
             else:

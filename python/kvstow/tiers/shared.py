@@ -1,0 +1,100 @@
+"""`open_shared`: the shared tier that a URL names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from kvstow._core import ConfigError
+from kvstow.tiers.frame import Fingerprint
+from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S
+from kvstow.tiers.resp import Credentials, RespTier, Security
+from kvstow.tiers.tier import SharedTier
+from kvstow.transfer import HostArena
+
+SCHEMES: Final = (
+    "redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
+    "unix", "mooncake",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """Where a shared tier lies, and how to reach it.
+
+    Attributes:
+        url: RESP servers (`redis://HOST:PORT`, `rediss://` for TLS, `redis+cluster://`,
+            `redis+sentinel://HOST:PORT/SERVICE`, several separated by commas), or `mooncake://HOST`.
+        password_file: file with the password. Without it, the environment variables
+            KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD count.
+        ca_file: certificates that vouch for the servers; None for those of the system.
+        certificate_file: this side's certificate, if the servers ask for one.
+        key_file: its key.
+        ttl_s: seconds after which a RESP server drops a block; None to keep it.
+        timeout_s: the most seconds for a call.
+        num_threads: threads for puts, and as many for all other calls.
+        max_queued_bytes: bytes of puts that may wait. More puts fail at once.
+        host: Mooncake only: the name by which other machines reach this one.
+        segment_bytes: Mooncake only: memory of this process that the store may fill.
+        protocol: Mooncake only: "tcp" or "rdma".
+        devices: Mooncake only: the RDMA devices, separated by commas.
+    """
+
+    url: str
+    password_file: str | os.PathLike[str] | None = None
+    ca_file: str | None = None
+    certificate_file: str | None = None
+    key_file: str | None = None
+    ttl_s: int | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    num_threads: int = 2
+    max_queued_bytes: int = DEFAULT_QUEUED_BYTES
+    host: str = "127.0.0.1"
+    segment_bytes: int = 0
+    protocol: str = "tcp"
+    devices: str = ""
+
+    def open(self, arena: HostArena, fingerprint: Fingerprint) -> SharedTier:
+        """Return a tier between an arena and the store. It connects when the first job comes.
+
+        Args:
+            arena: the host side.
+            fingerprint: whose KV it is. Blocks of another fingerprint are never found.
+
+        Raises:
+            ConfigError: the URL names no store, an option is wrong, or a library is missing.
+            StateError: the arena is closed.
+        """
+        given: object = self.url
+        scheme = given.split("://", 1)[0] if isinstance(given, str) and "://" in given else ""
+        if scheme not in SCHEMES:
+            raise ConfigError(
+                f"shared names {scheme or 'no scheme'}, expected a URL that begins with "
+                f"{', '.join(SCHEMES)}: pass redis://HOST:PORT or mooncake://HOST:PORT"
+            )
+        if scheme == "mooncake":
+            return MooncakeTier(
+                arena,
+                self.url,
+                fingerprint.digest,
+                host=self.host,
+                segment_bytes=self.segment_bytes,
+                protocol=self.protocol,
+                devices=self.devices,
+                timeout_s=self.timeout_s,
+                num_threads=self.num_threads,
+                max_queued_bytes=self.max_queued_bytes,
+            )
+        return RespTier(
+            arena,
+            self.url,
+            fingerprint.digest,
+            credentials=Credentials.find(self.password_file),
+            security=Security(self.ca_file, self.certificate_file, self.key_file),
+            timeout_s=self.timeout_s,
+            ttl_s=self.ttl_s,
+            num_threads=self.num_threads,
+            max_queued_bytes=self.max_queued_bytes,
+        )

@@ -1,0 +1,58 @@
+"""`SharedStore` opens what its URL names."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstow import ConfigError
+from kvstow.tiers import Fingerprint
+from kvstow.tiers.resp import RespTier
+from kvstow.tiers.shared import SharedStore
+from kvstow.transfer import HostArena
+
+MODEL = Fingerprint({"model": "a"})
+
+
+def test_a_url_of_a_resp_server_opens_its_tier() -> None:
+    with HostArena(2, 4096) as arena:
+        store = SharedStore("redis://127.0.0.1:1,127.0.0.1:2", ttl_s=60, timeout_s=0.5)
+        with store.open(arena, MODEL) as tier:
+            assert isinstance(tier, RespTier)
+            assert len(tier.address.nodes) == 2
+            assert (tier.namespace.digest, tier.timeout_s) == (MODEL.digest, 0.5)
+            assert tier.set_options == (b"EX", b"60")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://host", "shared names http, expected a URL that begins with redis, rediss"),
+        ("host:6379", "shared names no scheme"),
+        (None, "shared names no scheme"),
+        ("mooncake://user:sesame@host", "contains credentials"),
+        ("redis://user:sesame@host", "contains credentials"),
+    ],
+)
+def test_a_url_that_names_no_store_is_refused(url: str, message: str) -> None:
+    with HostArena(2, 4096) as arena, pytest.raises(ConfigError, match=message) as refused:
+        SharedStore(url).open(arena, MODEL)
+    assert "sesame" not in str(refused.value)
+
+
+def test_the_password_comes_from_a_file_or_the_environment(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path_factory.mktemp("secret") / "password"
+    with HostArena(2, 4096) as arena:
+        with pytest.raises(ConfigError, match="password cannot be read"):
+            SharedStore("redis://host", password_file=file).open(arena, MODEL)
+        file.write_text("open-sesame\n")
+        store = SharedStore("redis://host", password_file=file)
+        assert "sesame" not in repr(store)
+        with store.open(arena, MODEL) as tier:
+            assert isinstance(tier, RespTier)
+            assert tier.nodes._options["password"] == "open-sesame"
+        monkeypatch.setenv("KVSTOW_SHARED_PASSWORD", "from-outside")
+        with SharedStore("redis://host").open(arena, MODEL) as tier:
+            assert isinstance(tier, RespTier)
+            assert tier.nodes._options["password"] == "from-outside"
