@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from fcntl import ioctl
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,18 @@ from kvstow.output import Output, with_output, written_file
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.engine import ReplayEngine
+from kvstow.replay.fleet_command import (
+    FLEET_OPTIONS,
+    fleet_options,
+    refuse_without_servers,
+    run_fleet,
+)
 from kvstow.replay.observer import Observer, Observers
 from kvstow.replay.page import replay_page
 from kvstow.replay.report import figures_json, figures_table
 from kvstow.replay.state import ReplayState
 from kvstow.replay.timeline import Timeline
-from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, read_trace
+from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, Trace, read_trace
 
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
 _REFRESH_S = 0.1
@@ -72,6 +79,7 @@ def _config_options(command: Callable[..., int]) -> Callable[..., int]:
 )
 @_config_options
 @click.option("--html", metavar="FILE", help="Write a page with charts over time to FILE.")
+@fleet_options
 @with_output
 def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
     output: Output,
@@ -95,11 +103,25 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
     The exit status is 0 if no block is corrupt, 1 if one is, 2 for bad usage or input, 74 if input
     or output fails, and 130 after Ctrl-C. Ctrl-C reports the figures so far.
     """
+
+    def read() -> Trace:
+        if trace is None:
+            refuse_ignored_input("replay")
+        return read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit, block_size=block_size)
+
+    if options["servers"] is not None:
+        with ExitStack() as stack:
+
+            def served(num_requests: int) -> Callable[[], object]:
+                bar, number = stack.enter_context(_ProgressBar(num_requests)), count(1)
+                return lambda: bar.show(next(number))
+
+            run_fleet(output, read, options, served)
+        return EXIT_OK
+    refuse_without_servers()
     given = {name: value for name, value in options.items() if value is not None}
-    config = ReplayConfig(**given)
-    if trace is None:
-        refuse_ignored_input("replay")
-    requests = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit, block_size=block_size)
+    config = ReplayConfig(**{name: given[name] for name in given if name not in FLEET_OPTIONS})
+    requests = read()
     title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else requests.path
     with ExitStack() as stack:
         write_html = stack.enter_context(written_file(html))
@@ -193,6 +215,10 @@ class _ProgressBar(Observer, Closing):
 
     def stepped(self, replay: ReplayState) -> None:
         """Redraw the bar a few times a second."""
+        self.show(replay.figures.finished_requests)
+
+    def show(self, num_finished: int) -> None:
+        """Redraw the bar a few times a second."""
         if (now_s := time.monotonic()) >= self._next_s:
             self._next_s = now_s + _REFRESH_S
-            self._bar.update(self._task, completed=replay.figures.finished_requests, refresh=True)
+            self._bar.update(self._task, completed=num_finished, refresh=True)

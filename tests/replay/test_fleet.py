@@ -1,0 +1,153 @@
+"""A fleet hits what its servers and their shared store have together."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from kvstow import ConfigError
+from kvstow.cli import main
+from kvstow.replay import Trace, TraceRequest
+from kvstow.replay.fleet import Fleet, FleetFigures, SharedBlocks
+
+BLOCK_SIZE = 16
+
+
+def trace_of(*prompts: list[int]) -> Trace:
+    """Return a trace of whole blocks, whose requests generate one token."""
+    requests = [
+        TraceRequest(line, float(line), len(ids) * BLOCK_SIZE, 1, tuple(ids))
+        for line, ids in enumerate(prompts, 1)
+    ]
+    return Trace("a trace", BLOCK_SIZE, requests)
+
+
+def sessions(seed: int, num_requests: int = 200) -> Trace:
+    """Return a trace of conversations that grow, and share their first block."""
+    draw, fresh = random.Random(seed), iter(range(10, 10_000))
+    chats: list[list[int]] = []
+    prompts = []
+    for _ in range(num_requests):
+        if not chats or draw.random() < 0.3:
+            chats.append([0])
+        chat = draw.choice(chats[-8:])
+        chat += [next(fresh) for _ in range(draw.randint(1, 3))]
+        prompts.append(chat[:24])
+    return trace_of(*prompts)
+
+
+def infinite_hits(trace: Trace) -> int:
+    """Return the hits of one cache that loses nothing."""
+    seen: set[tuple[int, ...]] = set()
+    num_hits = 0
+    for request in trace.requests:
+        ids = request.trace_ids
+        prefixes = [ids[: at + 1] for at in range(len(ids))]
+        lookups = prefixes[: (request.prompt_tokens - 1) // BLOCK_SIZE]
+        num_hits += next((at for at, one in enumerate(lookups) if one not in seen), len(lookups))
+        seen.update(prefixes)
+    return num_hits
+
+
+def hits(figures: FleetFigures) -> int:
+    return figures.host_hits + figures.shared_hits
+
+
+def test_one_server_finds_what_another_computed() -> None:
+    trace, fleet = trace_of([1, 2, 3], [1, 2, 3], [1, 2, 4]), Fleet(host_blocks=8)
+    alone = fleet.serve(trace, 2, is_shared=False)
+    assert (alone.asked, alone.host_hits, alone.shared_hits) == (9, 2, 0)
+    shared = fleet.serve(trace, 2, is_shared=True)
+    # One token is left to compute, so the last block of a prompt is never a hit.
+    assert (shared.host_hits, shared.shared_hits) == (2, 2)
+    # So the second server computes that block again, does not ask for it, and puts it.
+    assert (shared.puts, shared.questions, shared.asked_keys) == (5, 2, 4)
+    assert shared.hit_ratio == pytest.approx(4 / 9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("routing", ["round-robin", "prefix"])
+def test_a_store_without_a_bound_makes_any_fleet_one_cache(seed: int, routing: str) -> None:
+    trace = sessions(seed)
+    fleet = Fleet(host_blocks=30, routing=routing)  # type: ignore[arg-type]
+    expected = infinite_hits(trace)
+    for num_servers in (1, 2, 5):
+        shared = fleet.serve(trace, num_servers, is_shared=True)
+        assert hits(shared) == expected, f"seed {seed}, {num_servers} servers"
+        assert hits(fleet.serve(trace, num_servers, is_shared=False)) <= expected
+        assert shared.lost == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_store_loses_blocks_and_the_fleet_goes_on(seed: int) -> None:
+    trace = sessions(seed)
+    large = Fleet(host_blocks=30).serve(trace, 3, is_shared=True)
+    small = Fleet(host_blocks=30, shared_blocks=40).serve(trace, 3, is_shared=True)
+    alone = Fleet(host_blocks=30).serve(trace, 3, is_shared=False)
+    assert hits(alone) <= hits(small) < hits(large), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prefix_routing_keeps_a_conversation_on_its_server(seed: int) -> None:
+    trace, fleet = sessions(seed), Fleet(host_blocks=60, routing="prefix")
+    by_prefix = fleet.serve(trace, 4, is_shared=False)
+    by_turns = Fleet(host_blocks=60).serve(trace, 4, is_shared=False)
+    assert hits(by_prefix) > hits(by_turns), f"seed {seed}"
+    assert by_prefix.busiest <= 1.25 * by_prefix.asked / 4 + 24, f"seed {seed}"
+
+
+def test_the_store_drops_what_was_used_longest_ago() -> None:
+    store = SharedBlocks(2)
+    store.put(b"a")
+    store.put(b"b")
+    assert store.get(b"a")
+    assert store.has(b"b"), "a question makes no block recent"
+    store.put(b"c")
+    assert [store.has(name) for name in (b"a", b"b", b"c")] == [True, False, True]
+    assert not store.get(b"b")
+    assert (len(store), store.num_evicted) == (2, 1)
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    trace = trace_of([1])
+    with pytest.raises(ConfigError, match="servers is 0: it must be 1 to 1024"):
+        Fleet(8).serve(trace, 0, is_shared=True)
+    with pytest.raises(ConfigError, match="shared-blocks is 0: it must be 1 or more"):
+        Fleet(8, shared_blocks=0).serve(trace, 1, is_shared=True)
+
+
+def test_the_command_reports_a_row_for_each_fleet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "hits.png"
+    arguments = ["replay", "--limit", "60", "--servers", "1,3", "--host-blocks", "300"]
+    assert main([*arguments, "--json", "--png", str(png)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["servers"] for row in report["rows"]] == [1, 3]
+    one, three = report["rows"]
+    assert three["shared"]["hit_ratio"] == one["shared"]["hit_ratio"]
+    assert three["alone"]["hit_ratio"] <= three["shared"]["hit_ratio"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--routing", "prefix"]) == 0
+    assert "prefix, store unbounded" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--servers", "two"], "servers is 'two': pass numbers such as 1,2,4,8"),
+        (["--servers", "2", "--device-blocks", "9"], "--device-blocks has no effect on a fleet"),
+        (["--servers", "2", "--html", "x.html"], "--html has no effect on a fleet"),
+        (["--routing", "prefix"], "--routing is for a fleet: pass --servers too"),
+        (["--shared-blocks", "9"], "--shared-blocks is for a fleet: pass --servers too"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["replay", "--limit", "5", *arguments]) == 2
+    assert message in capsys.readouterr().err
