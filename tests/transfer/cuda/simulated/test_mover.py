@@ -379,6 +379,24 @@ def test_job_begins_when_its_host_event_has_happened() -> None:
         assert np.array_equal(setup.arena.slots[0], setup.block(2))
 
 
+@pytest.mark.parametrize("path", ["packed", "direct"])
+def test_job_waits_for_compute_of_another_device(path: Path) -> None:
+    with bench() as setup:
+        other = cuda_runtime(1)
+        scratch, stream = other.allocate(16), other.stream()
+        other.zero(scratch, 16, stream)
+        after = CudaEvent.record(stream)
+        with CudaMover(setup.mover.layout, setup.arena, link=setup.link, path=path) as mover:
+            library.waits()
+            tickets = mover.store([1], [0], after=after), mover.load([1], [2], after=after)
+            awaited = [number for _, number in library.waits()]
+            assert awaited == [library.number_of(stream.ptr)] * 2
+            for ticket in tickets:
+                setup.land(ticket)
+        assert np.array_equal(setup.arena.slots[0], setup.block(1))
+        other.free(scratch)
+
+
 def test_host_event_that_never_happens_holds_up_no_other_job() -> None:
     with bench() as setup:
         never = HostEvent()
