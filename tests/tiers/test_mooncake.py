@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiers.resp.server import free_port
+from tests.tiers.mooncake_master import Master, missing
 
 from kvstow import ConfigError
 from kvstow.tiers import TierBlocks, TierTicket
@@ -26,63 +21,7 @@ NUM_SLOTS, SLOT_BYTES = 40, 5000
 NAMESPACE = bytes(range(16))
 
 
-def _missing() -> str:
-    """Return why Mooncake does not run here; empty if it does."""
-    if importlib.util.find_spec("mooncake") is None:
-        return "mooncake is not installed"
-    try:
-        import mooncake.store  # noqa: F401, PLC0415 - needs libraries of the system
-    except ImportError as error:
-        return f"mooncake cannot be loaded: {error}"
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing())
-
-
-class Master:
-    """A master process, which knows where blocks are."""
-
-    def __init__(self, folder: Path) -> None:
-        """Start it."""
-        self.port, self._metrics_port = free_port(), free_port()
-        self._log = folder / "master.log"
-        self.start()
-
-    @property
-    def url(self) -> str:
-        """The URL of a tier."""
-        return f"mooncake://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Start the process, and wait until it answers."""
-        beside = Path(sys.executable).parent / "mooncake_master"
-        binary = str(beside) if beside.exists() else shutil.which("mooncake_master")
-        assert binary is not None
-        options = {
-            "rpc_address": "127.0.0.1",
-            "rpc_port": self.port,
-            "metrics_port": self._metrics_port,
-            "client_ttl": 2,
-            "default_kv_lease_ttl": 200,
-        }
-        args = [f"--{name}={value}" for name, value in options.items()]
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen([binary, *args], stdout=log, stderr=log)
-        until_s = time.monotonic() + 20
-        while time.monotonic() < until_s:
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-            except OSError:
-                time.sleep(0.02)
-            else:
-                return
-        raise RuntimeError(self._log.read_text())
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-        self._process.wait()
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 @pytest.fixture(scope="module")

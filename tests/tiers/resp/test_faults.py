@@ -7,9 +7,7 @@ and a host slot does not change after its ticket has ended. `KVSTOW_SEEDS=N` run
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +15,14 @@ import numpy as np
 import pytest
 from tests.tiers.resp.proxy import Faults, Proxy
 from tests.tiers.resp.server import Server
+from tests.tiers.shared_calls import NUM_SLOTS, SEEDS, SLOT_BYTES, Calls
 
-from kvstow.tiers import TierBlocks
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
 
-NUM_SLOTS, SLOT_BYTES, NUM_KEYS = 48, 9000, 24
 NAMESPACE = b"0123456789abcdef"
-NUM_SEEDS = int(os.environ.get("KVSTOW_SEEDS", "12"))
-SEEDS = [int(os.environ["KVSTOW_SEED"])] if "KVSTOW_SEED" in os.environ else list(range(NUM_SEEDS))
 
 
 @pytest.fixture(scope="module")
@@ -42,73 +37,21 @@ def _always_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "may_try", lambda _: True)
 
 
-class Run:
-    """One seed: what was put, and what must not change any more."""
-
-    def __init__(self, seed: int, server: Server, proxy: Proxy) -> None:
-        self.random = random.Random(seed)
-        self.proxy = proxy
-        server.command("FLUSHALL")
-        self.arena = HostArena(NUM_SLOTS, SLOT_BYTES)
-        url = f"redis://127.0.0.1:{proxy.port}"
-        self.tier = RespTier(self.arena, url, NAMESPACE, timeout_s=0.4)
-        # A key's bytes are those of a number: a chain of hashes never names two contents.
-        self.num_hits = self.num_calls = 0
-
-    def bytes_of(self, key: int) -> np.ndarray:
-        return np.random.default_rng(key).integers(0, 256, SLOT_BYTES, dtype=np.uint8)
-
-    def step(self) -> None:
-        keys = self.random.sample(range(NUM_KEYS), self.random.randint(1, 20))
-        slots = self.random.sample(range(NUM_SLOTS), len(keys))
-        blocks = TierBlocks([b"%020d" % key for key in keys], [key % 3 for key in keys])
-        deadline = self.random.choice([None, time.monotonic() + self.random.uniform(0.001, 0.3)])
-        kind = self.random.choice(["put", "put", "get", "get", "contains", "delete"])
-        self.num_calls += 1
-        if kind == "put":
-            for key, slot in zip(keys, slots, strict=True):
-                self.arena.slots[slot] = self.bytes_of(key)
-            ticket = self.tier.put(blocks, slots, deadline=deadline)
-        elif kind == "get":
-            ticket = self.tier.get(blocks, slots, deadline=deadline)
-        elif kind == "contains":
-            ticket = self.tier.contains(blocks, deadline=deadline)
-        else:
-            ticket = self.tier.delete(blocks)
-        begin_s = time.monotonic()
-        ticket.wait(20)
-        while not ticket.has_ended:
-            assert time.monotonic() - begin_s < 20, "the job does not end"
-            time.sleep(0.0005)
-        if kind != "get":
-            return
-        for key, slot, ok in zip(keys, slots, ticket.ok.tolist(), strict=True):
-            if ok:
-                self.num_hits += 1
-                assert (self.arena.slots[slot] == self.bytes_of(key)).all(), f"key {key} is wrong"
-        kept = self.arena.slots[slots].copy()
-        time.sleep(0.002)
-        assert (self.arena.slots[slots] == kept).all(), "bytes arrive after the end"
-
-    def close(self) -> None:
-        self.tier.close()
-        self.arena.close()
-
-
-def run(seed: int, server: Server) -> Run:
+def run(seed: int, server: Server) -> tuple[int, int]:
+    """Run a seed, and return how many blocks came back, and how often the network did harm."""
     draw = random.Random(f"faults {seed}")
-    with Proxy(server.port, seed) as proxy:
-        one = Run(seed, server, proxy)
-        try:
+    server.command("FLUSHALL")
+    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena, Proxy(server.port, seed) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}"
+        with RespTier(arena, url, NAMESPACE, timeout_s=0.4) as tier:
+            calls = Calls(seed, tier)
             for _ in range(12):
                 proxy.faults = Faults()
                 if draw.random() < 0.7:
                     flip, cut, lose = (draw.choice([0, 0, 0.02, 0.1]) for _ in range(3))
                     proxy.faults = Faults(flip, cut, lose, draw.choice([0, 0, 0.03]))
-                one.step()
-        finally:
-            one.close()
-    return one
+                calls.step()
+        return calls.num_hits, proxy.num_faults
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -118,9 +61,9 @@ def test_no_wrong_block_is_served(seed: int, server: Server) -> None:
 
 def test_the_runs_hit_and_harm(server: Server) -> None:
     """Ensure that the runs above try what they claim."""
-    runs = [run(seed, server) for seed in range(4)]
-    assert sum(one.num_hits for one in runs) > 20
-    assert sum(one.proxy.num_faults for one in runs) > 10
+    num_hits, num_faults = zip(*(run(seed, server) for seed in range(4)), strict=True)
+    assert sum(num_hits) > 20
+    assert sum(num_faults) > 10
 
 
 def test_without_its_header_a_wrong_block_is_served(
