@@ -79,8 +79,9 @@ def _commands() -> click.Group:
     from kvstow.plan.command import plan  # noqa: PLC0415
     from kvstow.replay.command import replay  # noqa: PLC0415
     from kvstow.replay.convert_command import trace  # noqa: PLC0415
+    from kvstow.tiers.command import tier  # noqa: PLC0415
 
-    commands = [bench, doctor, plan, replay, snapshot, trace]
+    commands = [bench, doctor, plan, replay, snapshot, tier, trace]
     group = click.Group(
         "kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands
     )

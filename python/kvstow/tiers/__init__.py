@@ -3,7 +3,8 @@
 `tier` has the interface that all tiers share. A tier moves whole slots between the host arena and
 its own medium, and proves what it returns. The accounting lies elsewhere, in the Rust core.
 
-May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.sizes, kvstow.transfer.
+May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.output, kvstow.sizes,
+kvstow.transfer.
 """
 
 from kvstow.tiers.frame import Fingerprint

@@ -1,0 +1,136 @@
+"""The command `kvstow tier`: inspect, verify or empty a slot file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from kvstow.output import Output, with_output
+from kvstow.tiers.inspection import Inspection, inspected
+from kvstow.tiers.slot_index import SlotFileMismatch
+
+EXIT_OK, EXIT_DAMAGED = 0, 1
+_MAX_NAMED_SLOTS = 10
+
+_PATH = click.argument("path", type=click.Path(exists=True, dir_okay=False))
+
+
+@click.group()
+def tier() -> None:
+    """Inspect, verify or empty the slot file of a disk tier."""
+
+
+@tier.command()
+@_PATH
+@with_output
+def info(output: Output, path: str) -> int:
+    """Show what the slot file PATH holds. A server may use it meanwhile.
+
+    The exit status is 0, or 1 if the file is damaged, 2 for bad usage or another kind of file, and
+    74 if it cannot be read.
+    """
+
+    def look() -> tuple[dict[str, object], str | None]:
+        with inspected(path, to_lock=False) as found:
+            return _facts(found), _cut(found)
+
+    return _reported(output, path, look)
+
+
+@tier.command()
+@_PATH
+@with_output
+def verify(output: Output, path: str) -> int:
+    """Read every block of the slot file PATH, and compare it with its checksum.
+
+    Stop the server first. The exit status is 0 if all blocks are sound, 1 if one is not, 2 for bad
+    usage or a file in use, and 74 if it cannot be opened.
+    """
+
+    def look() -> tuple[dict[str, object], str | None]:
+        with inspected(path, to_lock=True) as found:
+            facts, problem = _facts(found), _cut(found)
+            verified = found.verify()
+        bad = verified.bad_slots
+        facts |= {"sound_blocks": verified.num_sound, "bad_blocks": len(bad)}
+        if bad:
+            slots = ", ".join(map(str, bad[:_MAX_NAMED_SLOTS]))
+            more = f" and {len(bad) - _MAX_NAMED_SLOTS} more" * (len(bad) > _MAX_NAMED_SLOTS)
+            why = f" ({verified.error.strerror})" if verified.error else ""
+            problem = f"{len(bad)} blocks of {path} are damaged{why}: slots {slots}{more}"
+        return facts, problem
+
+    return _reported(output, path, look)
+
+
+@tier.command()
+@_PATH
+@with_output
+def reset(output: Output, path: str) -> int:
+    """Drop every block of the slot file PATH. It keeps its size.
+
+    Stop the server first. No loss of power brings the blocks back. The exit status is 0, or 1 if
+    the header is damaged, 2 for bad usage or a file in use, and 74 if it cannot be written.
+    """
+
+    def empty() -> tuple[dict[str, object], str | None]:
+        with inspected(path, to_lock=True, to_write=True) as found:
+            found.reset()
+        return {"dropped_blocks": len(found.frames)}, None
+
+    return _reported(output, path, empty)
+
+
+def _reported(
+    output: Output, path: str, look: Callable[[], tuple[dict[str, object], str | None]]
+) -> int:
+    """Write what `look` returns: the facts, and what is wrong with the file."""
+    facts: dict[str, object] = {}
+    problem: str | None
+    try:
+        facts, problem = look()
+    except SlotFileMismatch as error:
+        problem = f"{error}; or remove {path} and its index"
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+    result = {"path": path} | facts | {"sound": problem is None, "problem": problem}
+    output.write(result, lambda: _table(path, facts, is_sound=problem is None))
+    if problem is not None and not output.as_json:
+        click.echo(f"kvstow: {problem}", err=True)
+    return EXIT_OK if problem is None else EXIT_DAMAGED
+
+
+def _facts(found: Inspection) -> dict[str, object]:
+    header = found.header
+    return {
+        "fingerprint": dict(header.fingerprint),
+        "slot_bytes": header.slot_bytes,
+        "slots": header.num_slots,
+        "blocks": len(found.frames),
+        "warm_blocks": found.num_warm,
+        "dropped_records": found.num_dropped,
+        "file_bytes": found.num_bytes,
+        "bytes_on_disk": found.bytes_on_disk,
+    }
+
+
+def _cut(found: Inspection) -> str | None:
+    return f"{found.path} or its index is cut short" if found.is_cut else None
+
+
+def _table(path: str, facts: Mapping[str, object], *, is_sound: bool) -> Table:
+    table = Table("", "", box=SIMPLE_HEAD, show_header=False, title=path, title_justify="left")
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            for own, text in value.items():
+                table.add_row(str(own), str(text))
+        else:
+            table.add_row(
+                name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)
+            )
+    table.add_row("sound", "yes" if is_sound else "no")
+    return table
