@@ -32,7 +32,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak fuzz test-copy stress lint docs bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full drift soak fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ lint: $(VENV)/.test $(VENV)/.docs ## check formatting, clippy, rustdoc, ruff, my
 docs: $(VENV)/.docs ## build the documentation as a site in site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'Open site/index.html. For its search: $(BIN)/python -m http.server --directory site'
+
+evidence: $(VENV)/.run ## write docs/evidence.md and its plots from benches/results/
+	$(BIN)/python -m docs.generate.evidence
 
 bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own accounting
 	@$(need_cargo)

@@ -1,0 +1,174 @@
+"""The page of evidence: `python -m docs.generate.evidence` writes `docs/evidence.md` and its plots.
+
+`evidence.toml` has the claims. All figures come from the files in `benches/results/`, line by line.
+The page and the plots are committed. A test compares them with what this program makes.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+from docs.generate.plot import Bars, Draw, Lines
+
+ROOT: Final = Path(__file__).parents[2]
+RESULTS: Final = ROOT / "benches" / "results"
+PAGE: Final = ROOT / "docs" / "evidence.md"
+PLOTS: Final = ROOT / "docs" / "images" / "evidence"
+_MACHINE: Final = re.compile(r"((?:one core of a shared )?\d+-core machine, .*? Processor)")
+_HEAD: Final = """\
+# Evidence
+
+What kvstow claims, the command that shows it, and what is not shown. All figures of this page are
+lines of the files in `benches/results/`. `make evidence` makes the page from them, and a test
+compares the two. Run the commands in a checkout, with the Python in `.venv/bin/`.
+
+Other programs on a machine change its times. So compare the columns of one table, and not the times
+of two tables.
+"""
+
+Claim = dict[str, Any]
+
+
+def catalogue() -> dict[str, list[Claim]]:
+    """Return the claims, the tests and what is missing."""
+    found: dict[str, list[Claim]] = tomllib.loads(
+        (Path(__file__).parent / "evidence.toml").read_text()
+    )
+    return found
+
+
+def page() -> str:
+    """Return the page.
+
+    Raises:
+        ValueError: a row is not in its result, or a result has no claim.
+    """
+    told = catalogue()
+    results = {path.name for path in RESULTS.iterdir() if path.suffix == ".txt"}
+    if left_out := results ^ {claim["result"] for claim in told["claim"]}:
+        raise ValueError(f"{sorted(left_out)}: a claim of evidence.toml for each result, and back")
+    parts = [_HEAD, "## What is measured\n", *map(_measured, told["claim"])]
+    parts += ["## What tests show\n", *_tests(told["test"])]
+    parts += ["## What is not shown\n", *_missing(told["missing"], results)]
+    return "\n".join(parts)
+
+
+def _measured(claim: Claim) -> str:
+    text = (RESULTS / claim["result"]).read_text()
+    machine = claim.get("machine") or _machine(text)
+    lines = [
+        f"### {claim['title']}\n",
+        f"{claim['says']}\n",
+        "| shown by | beside | machine | taken |",
+        "|---|---|---|---|",
+        f"| {_command(claim)} | {claim['beside']} | {machine} | {claim['taken']} |\n",
+    ]
+    if name := claim.get("plot"):
+        lines.append(f"![{DRAWN[name](text).title}](images/evidence/{name}.svg)\n")
+    lines += ["```text", *_rows(text, claim), "```\n"]
+    lines.append(f"All lines: `benches/results/{claim['result']}`.\n")
+    return "\n".join(lines)
+
+
+def _command(claim: Claim) -> str:
+    return f"`{claim['command']}`" if claim["command"] else "no command"
+
+
+def _machine(text: str) -> str:
+    found = _MACHINE.search(" ".join(text.split()))
+    return found[1] if found else "not noted in the file"
+
+
+def _rows(text: str, claim: Claim) -> Iterator[str]:
+    """Yield the lines of a result that begin as a claim says, with the heads of their tables."""
+    lines = text.splitlines()
+    chosen: set[int] = set()
+    for begin in [*claim["rows"], *claim.get("first", [])]:
+        found = [at for at, line in enumerate(lines) if line.lstrip().startswith(begin)]
+        if not found:
+            raise ValueError(f"{claim['result']} has no line that begins with {begin!r}")
+        chosen.update(found if begin in claim["rows"] else found[:1])
+    head = None
+    for at, line in enumerate(lines):
+        if not re.search(r"\d", line) and re.search(r"\S {2,}\S", line):
+            head = line
+        elif at in chosen:
+            if head is not None:
+                yield head.rstrip()
+                head = None
+            yield line.rstrip()
+
+
+def _tests(tests: list[Claim]) -> Iterator[str]:
+    yield "| claim | shown by |"
+    yield "|---|---|"
+    for test in tests:
+        yield f"| {test['says']} | {', '.join(f'`{name}`' for name in test['by'])} |"
+    yield ""
+
+
+def _missing(missing: list[Claim], results: set[str]) -> Iterator[str]:
+    yield "| not shown | would be shown by |"
+    yield "|---|---|"
+    for one in missing:
+        if found := [name for name in sorted(results) if fnmatch(name, one["results"])]:
+            raise ValueError(f"{found[0]} shows {one['what']!r}: make it a claim of evidence.toml")
+        yield f"| {one['what']} | {_command(one)} |"
+    yield ""
+
+
+# -- plots -------------------------------------------------------------------------------------
+
+
+def _accounting(text: str) -> Bars:
+    names = {
+        "lookup of 8,192 blocks, pool of 8,200": "look up 8,192 blocks",
+        "allocate + publish 8,192 blocks, pool of 8,200": "allocate and publish them",
+        "free of 8,192 blocks, pool of 8,200": "free them",
+        "a step of 256 decoding requests": "a step of 256 decoding requests",
+        "store and load 8,192 blocks, host of 8,192": "store and load 8,192 blocks",
+    }
+    rows = []
+    for begin, name in names.items():
+        [ratio] = re.findall(rf"^{re.escape(begin)} +\S+ +\S+ ms +(\d+)x", text, re.MULTILINE)
+        rows.append((name, float(ratio), f"{ratio} times"))
+    return Bars("CPU time of vLLM's accounting, as a multiple of kvstow's", rows)
+
+
+def _policies(text: str) -> Lines:
+    series = []
+    for name in ("conversation", "synthetic"):
+        table = text.partition(f"mooncake_{name}_trace")[2].partition("\n\n")[0]
+        rows = re.findall(r"^ *([\d,]+) +([\d.]+)% +([\d.]+)%", table, re.MULTILINE)
+        points = [(float(size.replace(",", "")), float(lru), float(hd)) for size, lru, hd in rows]
+        series.append((f"{name}, lru", [(size, lru) for size, lru, _ in points]))
+        series.append((f"{name}, hit-density", [(size, hd) for size, _, hd in points]))
+    return Lines(
+        "Blocks of a Mooncake trace that a host tier serves", "slots of 512 tokens", series
+    )
+
+
+DRAWN: Final[dict[str, Draw]] = {"accounting": _accounting, "policies": _policies}
+
+
+def plots() -> dict[str, str]:
+    """Return each plot's text by its name."""
+    results = {it["plot"]: it["result"] for it in catalogue()["claim"] if "plot" in it}
+    return {
+        name: DRAWN[name]((RESULTS / result).read_text()).svg() for name, result in results.items()
+    }
+
+
+def main() -> None:
+    """Write the page and its plots."""
+    PAGE.write_text(page())
+    PLOTS.mkdir(exist_ok=True)
+    for name, text in plots().items():
+        (PLOTS / f"{name}.svg").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
