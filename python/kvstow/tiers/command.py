@@ -1,8 +1,9 @@
-"""The command `kvstow tier`: inspect, verify or empty a slot file."""
+"""The command `kvstow tier`: inspect, verify or empty a slot file or a shared store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -10,28 +11,45 @@ from rich.table import Table
 
 from kvstow.output import Output, with_output
 from kvstow.tiers.inspection import Inspection, inspected
+from kvstow.tiers.shared_command import (
+    checked_path,
+    drop_blocks,
+    is_url,
+    refuse_store_options,
+    show_blocks,
+    store_options,
+)
 from kvstow.tiers.slot_index import SlotFileMismatch
 
 EXIT_OK, EXIT_DAMAGED = 0, 1
 _MAX_NAMED_SLOTS = 10
 
+_PLACE = click.argument("place", metavar="PLACE")
 _PATH = click.argument("path", type=click.Path(exists=True, dir_okay=False))
 
 
 @click.group()
 def tier() -> None:
-    """Inspect, verify or empty the slot file of a disk tier."""
+    """Inspect, verify or empty the slot file of a disk tier, or a shared store."""
 
 
 @tier.command()
-@_PATH
+@_PLACE
+@store_options
 @with_output
-def info(output: Output, path: str) -> int:
-    """Show what the slot file PATH holds. A server may use it meanwhile.
+def info(output: Output, place: str, **store: Any) -> int:
+    """Show what a slot file or a shared store holds. Servers may use it meanwhile.
+
+    PLACE is the path of the slot file, or the URL of RESP servers. The command reads every key of
+    these servers, which takes long for a large store.
 
     The exit status is 0, or 1 if the file is damaged, 2 for bad usage or another kind of file, and
-    74 if it cannot be read.
+    74 if it cannot be read, or if a server does not answer.
     """
+    if is_url(place):
+        return show_blocks(output, place, store)
+    refuse_store_options("info")
+    path = checked_path(place)
 
     def look() -> tuple[dict[str, object], str | None]:
         with inspected(path, to_lock=False) as found:
@@ -67,14 +85,29 @@ def verify(output: Output, path: str) -> int:
 
 
 @tier.command()
-@_PATH
+@_PLACE
+@click.option(
+    "--fingerprint",
+    metavar="DIGITS",
+    help="Of a shared store: whose blocks to delete, 32 hexadecimal digits. `kvstow tier info URL` "
+    "lists them.",
+)
+@store_options
 @with_output
-def reset(output: Output, path: str) -> int:
-    """Drop every block of the slot file PATH. It keeps its size.
+def reset(output: Output, place: str, fingerprint: str | None, **store: Any) -> int:
+    """Drop every block of a slot file, or all blocks of one model from a shared store.
 
-    Stop the server first. No loss of power brings the blocks back. The exit status is 0, or 1 if
-    the header is damaged, 2 for bad usage or a file in use, and 74 if it cannot be written.
+    PLACE is the path of the slot file, which keeps its size, or the URL of the store. Stop the
+    server of a slot file first. No loss of power brings the blocks back. Servers of a shared store
+    may run. One of this model puts its blocks again.
+
+    The exit status is 0, or 1 if the header of the file is damaged, 2 for bad usage or a file in
+    use, and 74 if the file cannot be written or the store does not answer.
     """
+    if is_url(place):
+        return drop_blocks(output, place, fingerprint, store)
+    refuse_store_options("reset", fingerprint=fingerprint)
+    path = checked_path(place)
 
     def empty() -> tuple[dict[str, object], str | None]:
         with inspected(path, to_lock=True, to_write=True) as found:

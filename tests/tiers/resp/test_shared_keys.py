@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from tests.tiers.resp.server import Server
 
 from kvstow import ConfigError, TransferError
+from kvstow.cli import main
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import Credentials, RespTier
@@ -71,3 +73,37 @@ def test_what_is_no_fingerprint_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match=f"fingerprint is '{given}', expected 32 hexadecimal"):
         namespace_of(given)
     assert namespace_of(OWN.digest.hex()) == OWN
+
+
+def test_the_command_lists_models_and_deletes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server(tmp_path) as server:
+        put(server.url, OWN, 30)
+        put(server.url, OTHER, 4)
+        digits = OWN.digest.hex()
+        assert main(["tier", "info", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["blocks"][digits] == 30
+        assert main(["tier", "info", server.url]) == 0
+        assert digits in capsys.readouterr().out
+        assert main(["tier", "reset", server.url]) == 2
+        assert "--fingerprint is missing: pass the 32 digits" in capsys.readouterr().err
+        assert main(["tier", "reset", server.url, "--fingerprint", "7"]) == 2
+        assert "fingerprint is '7', expected 32" in capsys.readouterr().err
+        assert main(["tier", "reset", server.url, "--fingerprint", digits]) == 0
+        assert "30 blocks dropped" in capsys.readouterr().out
+        assert count_blocks(server.url) == {OTHER.digest.hex(): 4}
+    assert main(["tier", "info", server.url]) == 74
+    assert f"127.0.0.1:{server.port}" in capsys.readouterr().err
+
+
+def test_a_path_takes_no_option_of_a_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "slots"
+    path.write_bytes(b"")
+    assert main(["tier", "reset", str(path), "--fingerprint", "0" * 32]) == 2
+    assert "--fingerprint is for a shared store" in capsys.readouterr().err
+    assert main(["tier", "info", str(path), "--ca-file", "x"]) == 2
+    assert "--ca-file is for a shared store" in capsys.readouterr().err
+    assert main(["tier", "info", str(tmp_path / "none")]) == 2
