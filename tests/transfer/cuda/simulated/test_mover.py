@@ -177,8 +177,8 @@ def test_consecutive_slots_are_one_copy_within_a_pinned_chunk(
         vars(setup.runtime)["copy"] = spy
         copy = CudaRuntime.copy.__get__(setup.runtime)
         copies.clear()
-        setup.land(setup.mover.store([1, 2, 3], [3, 4, 7], after=setup.after()))
-    assert copies == [[1], [1, 1]]
+        setup.land(setup.mover.store([1, 2, 3, 4], [2, 3, 4, 7], after=setup.after()))
+    assert copies == [[1], [1, 1], [1]], "slot 4 begins a pinned chunk"
 
 
 def test_launch_carries_no_more_ids_than_it_can() -> None:
