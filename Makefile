@@ -32,7 +32,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full drift soak fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full test-tiers drift soak fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,11 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
+
+test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power and 200 kills
+	KVSTOW_TIER_SEEDS=10000 $(BIN)/pytest tests/tiers/test_mixture.py
+	KVSTOW_TIER_CUTS=1000 $(BIN)/pytest tests/tiers/test_power.py
+	KVSTOW_TIER_KILLS=200 $(BIN)/pytest tests/tiers/test_slot_faults.py -k killed
 
 drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
 	@failed=; \
