@@ -5,6 +5,7 @@ The page and the plots are committed. A test compares them with what this progra
 """
 
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -15,6 +16,7 @@ from docs.generate.plot import Bars, Draw, Lines
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "benches" / "results"
+CATALOGUE: Final = Path(__file__).parent / "evidence.toml"
 PAGE: Final = ROOT / "docs" / "evidence.md"
 PLOTS: Final = ROOT / "docs" / "images" / "evidence"
 _MACHINE: Final = re.compile(r"((?:one core of a shared )?\d+-core machine, .*? Processor)")
@@ -34,9 +36,7 @@ Claim = dict[str, Any]
 
 def catalogue() -> dict[str, list[Claim]]:
     """Return the claims, the tests and what is missing."""
-    found: dict[str, list[Claim]] = tomllib.loads(
-        (Path(__file__).parent / "evidence.toml").read_text()
-    )
+    found: dict[str, list[Claim]] = tomllib.loads(CATALOGUE.read_text())
     return found
 
 
@@ -162,8 +162,25 @@ def plots() -> dict[str, str]:
     }
 
 
+def last_change(name: str) -> str:
+    """Return the date of the last commit of a result; an empty text if there is none."""
+    git = ["git", "log", "-1", "--format=%as", "--", str(RESULTS / name)]
+    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _renew_dates() -> None:
+    """Write the dates of results that are newer than their claims."""
+    text = CATALOGUE.read_text()
+    for claim in catalogue()["claim"]:
+        old = f'result = "{claim["result"]}"\ntaken = {claim["taken"]}'
+        if (date := last_change(claim["result"])) > str(claim["taken"]):
+            text = text.replace(old, old.replace(str(claim["taken"]), date))
+    CATALOGUE.write_text(text)
+
+
 def main() -> None:
     """Write the page and its plots."""
+    _renew_dates()
     PAGE.write_text(page())
     PLOTS.mkdir(exist_ok=True)
     for name, text in plots().items():

@@ -69,16 +69,16 @@ class Lines:
             y = at_y(tick * step)
             parts.append(_rule(_LEFT, y, WIDTH - _RIGHT, y))
             parts.append(_text(_LEFT - 8, y + 4, f"{tick * step} %", "note", "end"))
-        for tick in _ticks(min(xs), max(xs)):
-            parts.append(_rule(at_x(tick), _TOP, at_x(tick), bottom))
-            parts.append(_text(at_x(tick), bottom + 18, f"{tick:,.0f}", "note", "middle"))
+        for size in _ticks(min(xs), max(xs)):
+            parts.append(_rule(at_x(size), _TOP, at_x(size), bottom))
+            parts.append(_text(at_x(size), bottom + 18, f"{size:,.0f}", "note", "middle"))
         parts.append(_text((WIDTH + _LEFT) / 2, bottom + 40, self.x_label, "note", "middle"))
         for at, (name, points) in enumerate(self.series):
             path = " L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in points)
             parts.append(f'<path class="c{at} line d{at}" d="M{path}"/>')
-            x, y = _LEFT + at % 2 * 280, 38 + at // 2 * 16
-            parts.append(f'<path class="c{at} line d{at}" d="M{x} {y}h30"/>')
-            parts.append(_text(x + 38, y + 4, name, "note", "start"))
+            left, top = _LEFT + at % 2 * 280, 38 + at // 2 * 16
+            parts.append(f'<path class="c{at} line d{at}" d="M{left} {top}h30"/>')
+            parts.append(_text(left + 38, top + 4, name, "note", "start"))
         return _page(self.title, height, parts)
 
 
@@ -99,7 +99,8 @@ class Bars:
         begin, most = 330, max(value for _, value, _ in self.rows)
         parts = []
         for at, (name, value, text) in enumerate(self.rows):
-            y, length = 44 + at * _BAR_PX, _share(value, 1, most) * (WIDTH - begin - 80)
+            y = 44 + at * _BAR_PX
+            length = _share(value, 1, most) * (WIDTH - begin - 80)
             parts.append(_text(begin - 8, y + 13, name, "note", "end"))
             parts.append(
                 f'<rect class="c0" x="{begin}" y="{y}" width="{length:.1f}" height="16" rx="2"/>'
