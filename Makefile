@@ -32,7 +32,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full test-tiers drift soak fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full test-tiers drift soak model fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,11 @@ soak: ## test the core with new random operations for SECONDS=600
 	@$(need_cargo)
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
+
+model: $(BIN)/uv ## search larger worlds for interleavings that break a contract, and seed bugs that must be found
+	@$(need_cargo)
+	KVSTOW_MODEL=full cargo test --package kvstow-core --lib protocol_tests -- --nocapture
+	$(BIN)/python -m tests.model.seeded_bugs
 
 fuzz: $(VENV)/.test ## feed new inputs to every parser, SECONDS=600 for each
 	@$(need_cargo)

@@ -145,7 +145,7 @@ def rust_module(path: Path) -> tuple[str, ...]:
 RUST = {
     rust_module(path): path
     for path in sorted(CORE.rglob("*.rs"))
-    if not path.stem.endswith("tests")
+    if not any(part.endswith("tests") for part in rust_module(path))
 }
 
 

@@ -116,7 +116,7 @@ pub(super) struct InFlight {
     /// On the caller's clock.
     pub(super) deadline: Option<f64>,
     /// By rank: whether its worker has reported.
-    reported: Vec<bool>,
+    pub(super) reported: Vec<bool>,
     /// Whether a rank has reported a failure.
     pub(super) has_failed: bool,
     /// Whether the tier was reset since, so that the result does not count.

@@ -13,6 +13,8 @@ mod image;
 mod job;
 mod lazy;
 mod load;
+#[cfg(test)]
+mod protocol_tests;
 mod recency;
 mod record;
 mod request;

@@ -37,15 +37,15 @@ pub struct TierJob {
 
 #[derive(Clone, Debug)]
 pub(super) struct TierInFlight {
-    direction: Direction,
-    host_slots: Vec<BlockId>,
-    disk_slots: Vec<BlockId>,
-    filling: Filling,
+    pub(super) direction: Direction,
+    pub(super) host_slots: Vec<BlockId>,
+    pub(super) disk_slots: Vec<BlockId>,
+    pub(super) filling: Filling,
     /// Whether each block is sound on every rank that has reported.
-    are_ok: Vec<bool>,
+    pub(super) are_ok: Vec<bool>,
     /// By rank: whether its worker has reported.
-    reported: Vec<bool>,
-    deadline: Option<f64>,
+    pub(super) reported: Vec<bool>,
+    pub(super) deadline: Option<f64>,
     /// Whether the tiers were reset since, so that the result does not count.
     pub(super) is_fenced: bool,
     /// Whether the job missed its deadline and is in quarantine.

@@ -31,12 +31,16 @@ mod promote;
 mod queue;
 mod stats;
 mod union;
+#[cfg(test)]
+mod view_tests;
 
 pub use claim::Unclaimed;
 pub use config::{Admit, DiskConfig, DiskMode};
 pub use job::TierJob;
 pub(super) use promote::Waiting;
 pub use stats::DiskStats;
+#[cfg(test)]
+pub(super) use view_tests::TierJobView;
 
 use std::collections::{BTreeMap, VecDeque};
 

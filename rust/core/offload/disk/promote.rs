@@ -21,22 +21,22 @@ use super::union::{Needed, Union, UnionHit};
 /// A request's place in the queue of wants. It is stale unless the request still has its number.
 #[derive(Clone, Debug)]
 pub(super) struct Want {
-    number: u64,
-    request_id: Arc<str>,
+    pub(super) number: u64,
+    pub(super) request_id: Arc<str>,
 }
 
 /// What a request waits for. Only requests that have waited for the disk have one.
 #[derive(Clone, Debug)]
 pub(in crate::offload) struct Waiting {
     /// The number of its want; 0 for none.
-    number: u64,
-    num_local_tokens: usize,
-    max_tokens: usize,
+    pub(super) number: u64,
+    pub(super) num_local_tokens: usize,
+    pub(super) max_tokens: usize,
     /// Whether a promote was planned for it. A request plans no other until it starts over, so that
     /// it waits once.
-    has_promoted: bool,
+    pub(super) has_promoted: bool,
     /// Tokens, from the first, that device and host had when it began to wait.
-    num_host_tokens: usize,
+    pub(super) num_host_tokens: usize,
 }
 
 impl Default for Waiting {

@@ -100,6 +100,13 @@ impl DemoteQueue {
         self.marks.fill(Mark::default());
     }
 
+    /// The slots of the entries that are not stale, each with part of its key's fingerprint.
+    #[cfg(test)]
+    pub(super) fn due(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
+        let valid = |&&(slot, number): &&(BlockId, u32)| self.marks[slot.index()].number == number;
+        self.entries.iter().filter(valid).map(|&(slot, _)| (slot, self.marks[slot.index()].print))
+    }
+
     /// The largest number of entries.
     pub(super) fn is_within_bound(&self) -> bool {
         self.entries.len() <= ENTRIES_PER_SLOT * (self.marks.len() - 1)

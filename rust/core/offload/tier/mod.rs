@@ -429,3 +429,5 @@ impl Tier {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod view_tests;
