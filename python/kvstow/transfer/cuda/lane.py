@@ -95,7 +95,7 @@ class CudaJob(OrderedJob):
         order: the order of the owner's jobs of this direction.
         writers: for each target of the owner, the serial of the last job launched that writes it.
         sums: memory for its checksums; None without.
-        batches: its parts.
+        batches: its parts, until all are queued.
         num_places: most places that it uses.
         queue: puts a batch on the stream of a place. The stream waits for the first event, if there
             is one, before the batch touches the blocks. It records the second after that.
@@ -221,13 +221,17 @@ class Lane:
         close_in_children(self)
 
     def submit(self, job: CudaJob) -> None:
-        """Queue a job. The lane launches it as soon as its event and earlier jobs allow."""
+        """Queue a job. The lane launches it as soon as its event and earlier jobs allow.
+
+        Once a job is accepted, only an interrupt is raised. Then the rest of the job is not queued.
+        """
 
         def ready() -> None:
             with self._lock:
                 for released in job.order.release(job):
-                    del self._waiting[released]
-                    self._runnable.append(released)
+                    if released in self._waiting:  # not so if an interrupt came right before
+                        del self._waiting[released]
+                        self._runnable.append(released)
                 self.advance()
 
         if isinstance(job.after, CudaEvent):
@@ -239,7 +243,16 @@ class Lane:
                 self._runnable.append(job)
             else:
                 self._waiting[job] = None
-            self.advance()
+            try:
+                self.advance()
+            except Exception:
+                # Of some other job. The caller needs the ticket of this one, and its polls go on.
+                pass
+            except BaseException as interrupt:
+                # Nobody gets the ticket, so the job must not move more bytes.
+                job.error = failure(interrupt)
+                job.batches = job.batches[: job.num_queued]
+                raise
 
     def advance(self, *, in_a_hurry: bool = False) -> None:
         """End the jobs that the device has carried out, and launch those that may begin."""
@@ -336,6 +349,7 @@ class Lane:
                 interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, place.stream)
         job.is_queued = True
+        job.batches = ()  # or the poll that ends the job would free them
         if interrupt is not None:
             raise interrupt
         return True

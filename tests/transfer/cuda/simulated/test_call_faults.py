@@ -106,8 +106,10 @@ def cuda_scenario(content: Bytes, faults: Faults) -> None:  # noqa: PLR0915 - on
                 else:
                     ticket = mover.load([slot], [block], after=after)
                 jobs.append((direction, block, slot, ticket))
-            except (MemoryError, Interrupted, CudaError):
-                # The mover may have accepted the job, so let it end before others use its slot.
+            except (MemoryError, CudaError):
+                return False
+            except Interrupted:
+                # A part of the job may be queued, so let it end before others use its slot.
                 link.stores.advance()
                 link.loads.advance()
                 library.library().cudaDeviceSynchronize()

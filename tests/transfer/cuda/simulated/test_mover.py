@@ -33,6 +33,7 @@ from kvstow.transfer import (
 from kvstow.transfer.cuda import pinning as pinning_module
 from kvstow.transfer.cuda.interface import Copies, Kernel, Pack, Stream
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS
+from kvstow.transfer.cuda.lane import Lane
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.pinning import pinned_arena
@@ -471,6 +472,33 @@ def test_refused_call_fails_its_job_after_its_queued_work(call: str) -> None:
         assert REFUSED in str(bad.error)
         assert good.error is None
         assert np.array_equal(setup.arena.slots[4], setup.block(5))
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_job_that_an_error_of_another_met_is_carried_out_or_moves_nothing(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bench() as setup:
+        first = setup.mover.store([1], [0], after=setup.after())
+        before = setup.arena.slots[1].copy()
+        retire = Lane._retire
+
+        def fail(lane: Lane) -> None:
+            monkeypatch.setattr(Lane, "_retire", retire)
+            raise error
+
+        monkeypatch.setattr(Lane, "_retire", fail)
+        if issubclass(error, Exception):
+            setup.land(setup.mover.store([2], [1], after=setup.after()))
+            assert np.array_equal(setup.arena.slots[1], setup.block(2))
+        else:
+            with pytest.raises(error):
+                setup.mover.store([2], [1], after=setup.after())
+            setup.land(setup.mover.store([3], [2], after=setup.after()))
+            setup.mover.close()
+            assert np.array_equal(setup.arena.slots[1], before)
+        assert first.poll()
+        assert first.error is None
 
 
 @pytest.mark.parametrize(
