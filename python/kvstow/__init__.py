@@ -47,12 +47,31 @@ from kvstow._core import (
 )
 
 if TYPE_CHECKING:
-    from kvstow.engine import HOST, Admission, AdmissionState, Awake, Engine, Landed, Transfer
+    from kvstow.engine import (
+        HOST,
+        Admission,
+        AdmissionState,
+        Awake,
+        DiskOptions,
+        Engine,
+        Landed,
+        Transfer,
+    )
 else:
+    _OF_THE_ENGINE = {
+        "HOST",
+        "Admission",
+        "AdmissionState",
+        "Awake",
+        "DiskOptions",
+        "Engine",
+        "Landed",
+        "Transfer",
+    }
 
     def __getattr__(name: str) -> object:
         """Import the engine at its first use, because the accounting alone needs no transfer."""
-        if name in {"HOST", "Admission", "AdmissionState", "Awake", "Engine", "Landed", "Transfer"}:
+        if name in _OF_THE_ENGINE:
             from kvstow import engine  # noqa: PLC0415
 
             return getattr(engine, name)
@@ -77,6 +96,7 @@ __all__ = [
     "ChecksumMismatch",
     "ChunkedLocal",
     "ConfigError",
+    "DiskOptions",
     "Engine",
     "FullAttention",
     "Hashes",

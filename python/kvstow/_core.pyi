@@ -1339,10 +1339,14 @@ class OffloadScheduler:
         request. A late store loses its keys at once, and its slots are empty when every rank has
         reported. No lookup waits for a job in quarantine, and its result never counts.
         """
-    def end_all(self) -> list[JobEnd]:
+    def end_all(self, running: Sequence[int] = ()) -> list[JobEnd]:
         """End every job as failed, those in quarantine too. Call it once the movers have stopped.
 
         The scheduler ignores later reports of these jobs.
+
+        Args:
+            running: demotes and promotes that a tier still carries out. They stay in flight, with
+                all that they pin, until `complete`.
         """
     def finish(self, request_id: str) -> None:
         """Forget a request that finished, was preempted or was aborted. Its jobs continue."""

@@ -68,8 +68,9 @@ def test_reopened_file_is_warm(tmp_path: Path, arena: HostArena) -> None:
         assert parents == [None, None, KEYS[5][0], KEYS[6][0], None, None]
         assert records.groups.tolist() == [0] * 6
         assert all(get(tier, KEYS[5:8], [5, 6, 7]))
-        with pytest.raises(StateError, match=r"call records\(\) before"):
-            tier.records()
+        assert tier.records().slots.tolist() == records.slots.tolist(), "gets change nothing"
+        assert all(put(tier, KEYS[8:9], [5], sequence=4))
+        assert tier.records().slots.tolist() == [2, 6, 7, 1, 0, 5]
 
 
 def test_deleted_block_stays_deleted_after_a_restart(tmp_path: Path, arena: HostArena) -> None:

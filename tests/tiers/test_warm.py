@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.tiers.setup import Key, key_of, new_arena, open_file, put
+from tests.tiers.setup import NUM_SLOTS, Key, key_of, new_arena, open_file, put
 
 from kvstow import FullAttention, OffloadScheduler
 from kvstow.tiers import SlotRecords
@@ -30,7 +30,7 @@ def records_after(path: Path, *writes: Write) -> SlotRecords:
 def test_ranks_that_hold_the_same_writes_agree_on_all(tmp_path: Path) -> None:
     writes: list[Write] = [(KEYS[:2], [7, 3], 1), (KEYS[2:4], [5, 1], 2)]
     ranks = [records_after(tmp_path / name, *writes) for name in "abc"]
-    common = agreed(ranks)
+    common = agreed(ranks, NUM_SLOTS)
     assert common.slots.tolist() == ranks[0].slots.tolist()
     assert [len(disagreed(own, common)) for own in ranks] == [0, 0, 0]
 
@@ -54,12 +54,17 @@ def test_slot_counts_only_if_all_ranks_hold_the_same_write(
     first = records_after(tmp_path / "first", (KEYS[:3], [0, 1, 2], 1))
     second = records_after(tmp_path / "second", *other)
     for ranks in ([first, second], [second, first], [first, first, second]):
-        common = agreed(ranks)
+        common = agreed(ranks, NUM_SLOTS)
         assert sorted(common.slots.tolist()) == left
         for own in ranks:
             dropped = disagreed(own, common)
             assert dropped.slots is not None
             assert sorted([*dropped.slots, *left]) == sorted(own.slots.tolist())
+
+
+def test_slots_that_a_smaller_file_lacks_do_not_count(tmp_path: Path) -> None:
+    records = records_after(tmp_path / "file", (KEYS[:4], [0, 1, 8, 9], 1))
+    assert agreed([records], 9).slots.tolist() == [0, 1, 8]
 
 
 def test_scheduler_takes_all_records_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
 from kvstow.engine.copies import Copies
-from kvstow.engine.state import State
+from kvstow.engine.state import Request, State
 from kvstow.engine.transfer import Transfer
 from kvstow.transfer import Event
 
@@ -68,8 +68,15 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
     num_hit, num_external = hit.num_tokens, 0
     with state.change:
         if not request.recompute:
-            found = scheduler.lookup(request_id, num_hit, wish.num_tokens - 1)
+            found = scheduler.lookup(
+                request_id,
+                num_hit,
+                wish.num_tokens - 1,
+                promote=_may_promote(copies, request, begin_s),
+            )
             if found is None:
+                if request.pending_since_s is None:
+                    request.pending_since_s = begin_s
                 return Admission(AdmissionState.PENDING, num_hit)
             num_external = found
         num_new = 0 if num_external else min(wish.num_tokens - num_hit, wish.max_new_tokens)
@@ -106,3 +113,12 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
         transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
         copies.begin(transfer, after)
     return Admission(AdmissionState.LOADS, num_hit, num_external, 0, tables, transfer)
+
+
+def _may_promote(copies: Copies, request: Request, now_s: float) -> bool:
+    """Return whether a request may still wait for the disk tier."""
+    since_s = request.pending_since_s
+    if copies.disk is None or since_s is None:
+        return True
+    limit_s = copies.disk.options.promote_timeout_s
+    return limit_s is None or now_s - since_s < limit_s

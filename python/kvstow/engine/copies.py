@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvstow._core import ConfigError, JobEnd, StateError, TransferError
+from kvstow.engine.disk import Disk
 from kvstow.engine.state import State
 from kvstow.engine.transfer import Direction, Transfer
 from kvstow.observability.histogram import DURATION_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram
@@ -28,6 +29,7 @@ class Copies:
 
     Attributes:
         in_flight: transfers by job id, oldest first. Late ones stay until they have ended.
+        disk: runs the jobs of the disk tier. None without one.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Copies:
         clock: Callable[[], float],
         load_timeout_s: float | None,
         store_timeout_s: float | None,
+        disk: Disk | None,
     ) -> None:
         self.in_flight: dict[int, Transfer] = {}
+        self.disk = disk
         self._sums: dict[str, float] = dict.fromkeys([*_BYTES.values(), *_SECONDS.values()], 0)
         self._histograms = {
             key: Histogram(key, bounds)
@@ -122,12 +126,15 @@ class Copies:
     def fail_late(self) -> None:
         """Fail the copies that are late by now. The next `poll` reports them."""
         state = self._state
-        if all(timeout_s is None for timeout_s in self._timeouts_s.values()):
+        timeouts_s = [*self._timeouts_s.values(), self.disk and self.disk.options.timeout_s]
+        if all(timeout_s is None for timeout_s in timeouts_s):
             return
         now_s = self.now_s()
         with state.change:
             state.change.commit()
-            for transfer in [self.in_flight[job_id] for job_id in state.scheduler.expire(now_s)]:
+            late = state.scheduler.expire(now_s)
+            # A job that is none of these is one of the disk tier. No request fails with it.
+            for transfer in [self.in_flight[it] for it in late if it in self.in_flight]:
                 if transfer.direction == "store":
                     self._late.add(transfer.job.job_id)
                     state.report_store(0, 1)
@@ -144,6 +151,9 @@ class Copies:
                 with suppress(TransferError, TransferTimeout):
                     ticket.wait(left_s)
         self.end_ended()
+        if self.disk is not None:
+            left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
+            self.disk.drain(self._state, left_s)
 
     def forget_all(self, *, report: bool) -> None:
         """Forget every copy, once no mover copies any more. With `report`, its store has failed.
@@ -165,7 +175,7 @@ class Copies:
         stats = self._sums.copy()
         for histogram in self._histograms.values():
             stats |= histogram.stats()
-        return stats
+        return stats if self.disk is None else stats | self.disk.stats(self._state.scheduler)
 
     def _count(self, key: str, value: float) -> None:
         self._sums[key] += value
@@ -175,8 +185,9 @@ class Copies:
         """Verify that jobs, transfers and loading requests agree. Raises `StateError` if not."""
         stats = self._state.scheduler.stats()
         num_jobs = stats["jobs_in_flight"] + stats["quarantined_jobs"]
-        if len(self.in_flight) != num_jobs:
-            raise StateError(f"{len(self.in_flight)} transfers for {num_jobs} jobs in flight")
+        num_own = len(self.in_flight) + (0 if self.disk is None else len(self.disk.running))
+        if num_own != num_jobs:
+            raise StateError(f"{num_own} transfers for {num_jobs} jobs in flight")
         for name, request in self._state.requests.items():
             if (request.state == "loading") != (request.load_id in self.in_flight):
                 raise StateError(f"{name!r} is {request.state}, its load {request.load_id}")

@@ -44,6 +44,8 @@ from kvstow.engine.arguments import (
     checked_names,
 )
 from kvstow.engine.copies import Copies
+from kvstow.engine.disk import open_disk
+from kvstow.engine.disk_options import DiskOptions, checked_files
 from kvstow.engine.event_log import EventLog
 from kvstow.engine.ranks import MakeMover, RankLayouts, Ranks, build_arenas, checked_layouts
 from kvstow.engine.recovery import recover, settle
@@ -52,6 +54,7 @@ from kvstow.engine.snapshot_file import HOST, Model, To
 from kvstow.engine.state import Blueprint, Ints, State
 from kvstow.engine.transfer import Transfer
 from kvstow.observability.events import BlockEvent, TransferEvent
+from kvstow.tiers import SlotFile
 from kvstow.transfer import Event, HostArena, Mover, mover_for
 from kvstow.transfer.layout import MAX_BLOCKS
 from kvstow.transfer.mover import check_event
@@ -95,6 +98,9 @@ class Engine(Closing):
         blocks_per_slot: with more than 1, copies have longer runs of host memory, and a tail that
             does not fill a slot is not stored. It needs an eager engine and full attention only.
         events: keep events for `take_events` and `take_transfer_events`.
+        disk: where the disk tier lies: a slot file, with several ranks one for each. It keeps what
+            the host evicts, also when the process ends. None for no disk tier.
+        disk_options: how the engine uses the disk tier. A disk tier needs them.
         events_path: file to which all events are appended, in the form that
             `kvstow.observability.events` describes.
         mover: makes the mover of a group. The engine calls it for each group, rank by rank. By
@@ -102,6 +108,8 @@ class Engine(Closing):
 
     Raises:
         ConfigError: sizes that are wrong or contradict each other, or a file that cannot be opened.
+        SlotFileMismatch: a file of the disk tier holds blocks of something else.
+        StateError: a file of the disk tier is open already, here or in another process.
     """
 
     def __init__(  # noqa: PLR0913 - the caller chooses each, most of them rarely
@@ -120,21 +128,20 @@ class Engine(Closing):
         max_in_flight_tokens: int | None = None,
         world_size: int = 1,
         blocks_per_slot: int = 1,
+        disk: SlotFile | Sequence[SlotFile] | None = None,
+        disk_options: DiskOptions | None = None,
         events: bool = False,
         events_path: str | os.PathLike[str] | None = None,
         mover: MakeMover = mover_for,
     ) -> None:
         groups = checked_groups(groups)
-        check_sizes(
-            num_device_blocks=num_device_blocks,
-            num_host_blocks=num_host_blocks,
-            world_size=world_size,
-            blocks_per_slot=blocks_per_slot,
-        )
+        sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
+        check_sizes(**sizes, world_size=world_size, blocks_per_slot=blocks_per_slot)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
         check_callables(clock=clock, mover=mover)
+        files = checked_files(disk, disk_options, world_size)
         has_events = events or events_path is not None
         blueprint = Blueprint(
             partial(
@@ -164,13 +171,17 @@ class Engine(Closing):
         scheduler = blueprint.scheduler(num_device_blocks=num_device_blocks)
         with ExitStack() as built:
             self._events = built.enter_context(EventLog(events_path, clock, keeps=events))
-            num_slots = num_host_blocks * blocks_per_slot
-            arenas = build_arenas(rank_layouts, num_slots, blocks_per_slot)
-            for arena in arenas:
-                built.enter_context(arena)
-            self._state = State(blueprint, ledger, scheduler, blueprint.ranks(rank_layouts, arenas))
+            arenas = build_arenas(rank_layouts, num_host_blocks * blocks_per_slot, blocks_per_slot)
+            list(map(built.enter_context, arenas))
+            opened = open_disk(files, disk_options, blueprint, rank_layouts, arenas)
+            if opened is not None:
+                blueprint = built.enter_context(opened).below(blueprint)
+                scheduler = blueprint.scheduler(num_device_blocks=num_device_blocks)
+            ranks = blueprint.ranks(rank_layouts, arenas)
             built.pop_all()
-        self._copies = Copies(self._state, clock, load_timeout_s, store_timeout_s)
+        self._state = State(blueprint, ledger, scheduler, ranks)
+        self._copies = Copies(self._state, clock, load_timeout_s, store_timeout_s, opened)
+        self._attach_disk()
 
     @property
     def ledger(self) -> BlockLedger:
@@ -384,12 +395,27 @@ class Engine(Closing):
     def poll(self) -> Landed:
         """End the copies that are done, then fail those that are late. Never blocks.
 
-        It also reports what a call that raised had found, and after a sleep what ended then.
+        It also begins the reads and writes of the disk tier that are due. It reports what a call
+        that raised had found, and after a sleep what ended then.
         """
         self._check_awake()
         self._copies.end_ended()
+        if self._copies.disk is not None and not self._state.is_closed:
+            self._copies.disk.poll(self._state, self._copies.now_s())
         self.flush_events()
         return self._state.take_unreported()
+
+    def settle_disk(self) -> None:
+        """Begin the reads and writes of the disk tier that are due, and wait until all have ended.
+
+        `poll` does the same without waiting. Without a disk tier this does nothing.
+
+        Raises:
+            TransferError: a read or a write does not end.
+        """
+        self._check_open()
+        if self._copies.disk is not None:
+            self._copies.disk.settle(self._state, self._copies.now_s())
 
     def end(self, transfer: Transfer) -> JobEnd:
         """Wait for one transfer and account for its end, as `poll` does for all that are done.
@@ -419,15 +445,22 @@ class Engine(Closing):
     # -- the whole -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every prefix, on the device and on the host, at any moment.
+        """Forget every prefix, on the device, on the host and on the disk, at any moment.
 
         Requests keep their blocks. Copies in flight go on without effect, and a request that waits
         for one recomputes. Blocks that running requests compute from now on are cached again. To
         avoid that, `preempt` or `finish` the requests first.
+
+        The disk tier is off until `poll` finds that no loss of power can bring back its blocks.
+        What it keeps from then on is not warm after a restart, because the weights may have
+        changed.
         """
         self._check_open()
         state = self._state
-        state.scheduler.reset()
+        if self._copies.disk is None:
+            state.scheduler.reset()
+        else:
+            self._copies.disk.reset(state)
         if not state.pool.reset():
             state.pool.evict(np.arange(1, state.pool.num_blocks))
 
@@ -460,6 +493,10 @@ class Engine(Closing):
         Gauges: requests, device_blocks_free, device_blocks_cached. Capacities:
         device_capacity_blocks (without the null block), device_capacity_tokens, and
         capacity_blocks (host slots).
+
+        With a disk tier, those of `OffloadScheduler.disk_stats` too, disk_capacity_blocks,
+        demoted_bytes and promoted_bytes (of all ranks), disk_mismatched_blocks (not what they
+        should be), disk_quarantined_bytes (in calls that do not return), and disk_is_on.
 
         You may call it from any thread.
         """
@@ -531,6 +568,9 @@ class Engine(Closing):
             preserve=preserve,
             timeout_s=timeout_s,
         )
+        asleep, disk = self._state.asleep, self._copies.disk
+        if disk is not None and asleep is not None and asleep.is_in_file:
+            disk.close()  # it keeps the host memory mapped
         self.flush_events()
 
     def wake(  # noqa: PLR0913 - likewise
@@ -581,7 +621,9 @@ class Engine(Closing):
         ranks = checked_layouts(layouts, blueprint.world_size, len(blueprint.groups), num_blocks)
         self.flush_events()
         device = NewDevice(ranks, num_blocks, block_ids, after)
-        return awaken(state, Model(identity, weights_version), device)
+        awake = awaken(state, Model(identity, weights_version), device)
+        self._attach_disk()
+        return awake
 
     def restart(  # noqa: PLR0913 - likewise
         self,
@@ -630,7 +672,10 @@ class Engine(Closing):
         check_event(after)
         self.flush_events()
         device = NewDevice(state.ranks.layouts, state.pool.num_blocks, block_ids, after)
-        return restart(state, path, Model(identity, weights_version), device, requests=requests)
+        model = Model(identity, weights_version)
+        awake = restart(state, path, model, device, requests=requests)
+        self._attach_disk()
+        return awake
 
     def check(self) -> None:
         """Verify every invariant. Raises `StateError` if one is broken."""
@@ -641,11 +686,15 @@ class Engine(Closing):
     def close(self) -> None:
         """End every copy, stop the movers and release the host memory. A second call does nothing.
 
-        If one part cannot be closed, it closes the others and then raises the first error. You can
+        A disk tier first writes blocks that are due, for `flush_s` seconds at most. If one part
+        cannot be closed, it closes the others and then raises the first error. You can
         still finish requests and inspect them. Requests that were loading never run. A file in
         which the engine sleeps stays.
         """
-        state = self._state
+        call_all([self._flush_disk, self._close])
+
+    def _close(self) -> None:
+        state, disk = self._state, self._copies.disk
         if state.asleep is not None:  # no call can wake its requests any more
             ledger = state.blueprint.ledger(state.pool.num_blocks)
             state.put_in(State(state.blueprint, ledger, state.scheduler, state.ranks))
@@ -654,12 +703,27 @@ class Engine(Closing):
             call_all(
                 [
                     state.ranks.close,
+                    *([] if disk is None else [disk.close]),
                     partial(settle, state, self._copies, closing=True),
                     *[arena.close for arena in state.ranks.arenas],
                     self.flush_events,
                     self._events.close,
                 ]
             )
+
+    # -- the disk tier -------------------------------------------------------------------------
+
+    def _attach_disk(self) -> None:
+        if self._copies.disk is not None:
+            self._copies.disk.attach_if_new(self._state)
+
+    def _flush_disk(self) -> None:
+        """Write what is due to the disk, unless an operation was cut short."""
+        state, disk = self._state, self._copies.disk
+        may_flush = state.asleep is None and not state.is_closed and not state.change.is_torn
+        if disk is not None and may_flush:
+            self._copies.end_ended()
+            disk.flush(state)
 
     # -- checks --------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class EventLog(Closing):
         # They are taken before the clock is read, so an error of the clock cannot lose them.
         self._unwritten += state.pool.take_events()
         self._unwritten += state.scheduler.take_events()
+        self._unwritten += state.scheduler.take_disk_events()
         self._unwritten += state.scheduler.take_transfer_events()
         if self.file is not None:
             self.file.write(self._unwritten)

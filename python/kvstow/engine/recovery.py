@@ -54,7 +54,15 @@ def settle(state: State, copies: Copies, *, closing: bool = False) -> None:
 
     With `closing`, requests that were loading keep their blocks and never run.
     """
-    state.scheduler.end_all()
+    disk = copies.disk
+    if disk is None or closing:
+        state.scheduler.end_all()
+        if disk is not None:
+            disk.forget_all()
+    else:
+        # Threads of the tier still read and write host slots.
+        state.scheduler.end_all(list(disk.running))
+        disk.agree(state.scheduler)
     state.scheduler.release_image()
     copies.forget_all(report=not closing)
     for name in set(state.ledger.request_ids()) - state.requests.keys():

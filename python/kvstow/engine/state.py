@@ -72,6 +72,7 @@ class Request:
         due_tokens: number of computed tokens that fills its next block.
         state: "stranded" is a request that was loading when the engine was closed.
         load_id: the job that it waits for. 0 for none.
+        pending_since_s: when its admission first had to wait. None before that.
         recompute: its load failed, so the next admission does not ask the host.
         known: its hashes, tokens and extra keys, while recovery adds it again.
     """
@@ -81,6 +82,7 @@ class Request:
     due_tokens: int = 1
     state: Literal["added", "loading", "running", "stranded"] = "added"
     load_id: int = 0
+    pending_since_s: float | None = None
     recompute: bool = False
     known: Known | None = None
 

@@ -60,6 +60,7 @@ class Batch:
         prompt: number of prompt tokens.
         total: number of tokens at which the request is finished.
         num_hit: number of tokens that a loading request found on the device.
+        num_disk: number of tokens that a loading request found on the disk.
         num_hashed: number of blocks whose digests the engine under test has.
         num_blocks: number of blocks in the table of each group.
         tables: device block ids, `[groups, seats, blocks]`. Blocks that have left a window keep
@@ -75,6 +76,7 @@ class Batch:
         self.prompt = np.zeros(num_seats, dtype=np.int64)
         self.total = np.zeros(num_seats, dtype=np.int64)
         self.num_hit = np.zeros(num_seats, dtype=np.int64)
+        self.num_disk = np.zeros(num_seats, dtype=np.int64)
         self.num_hashed = np.zeros(num_seats, dtype=np.int64)
         self.num_blocks = np.zeros(num_seats, dtype=np.int64)
         self.tables = np.zeros((num_groups, num_seats, max_blocks), dtype=np.int32)

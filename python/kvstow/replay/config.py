@@ -14,6 +14,7 @@ from kvstow.memory import free_memory
 from kvstow.replay.device import MoverKind
 from kvstow.replay.model import MODELS, ReplayModel, build_model
 from kvstow.sizes import parse_bytes
+from kvstow.tiers import SlotFile
 from kvstow.transfer.arena import slot_stride_bytes
 
 Verify = Literal["all", "sample", "off"]
@@ -199,6 +200,22 @@ class ReplayConfig:
         "Number of ranks. Each holds a shard of every block, on the device and on the host.",
         at_most=64,  # each has two threads per group
     )
+    disk: str | None = _option(
+        None,
+        "Keep a disk tier below the host in the file PATH. A second replay finds what the first "
+        "one left. With several ranks, the files are PATH.0, PATH.1 and so on.",
+        str,
+        metavar="PATH",
+    )
+    disk_blocks: int | None = _option(
+        None, "Number of slots in the disk tier, as large as those of the host. Needs --disk.", int
+    )
+    disk_admit: Literal["all", "returned"] = _option(
+        "all",
+        "Which blocks the disk tier takes: all, every stored one; returned, those that were hit or "
+        "that came back after the host had evicted them.",
+        choices=("all", "returned"),
+    )
     blocks_per_slot: int = _option(
         1,
         "Number of consecutive blocks that a host slot holds. More than 1 needs --mode eager and "
@@ -239,6 +256,11 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         for name, option in self.options().items():
             option.check(getattr(self, name))
+        if (self.disk is None) != (self.disk_blocks is None):
+            raise ConfigError(
+                f"disk is {self.disk} and disk-blocks {self.disk_blocks}; a disk tier needs both, "
+                "so pass --disk PATH and --disk-blocks N, or neither"
+            )
         if self.mover == "cuda" and self.faults is not None:
             raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
 
@@ -253,8 +275,7 @@ class ReplayConfig:
 
     def check_memory(self, model: ReplayModel) -> None:
         """Raise `ConfigError` unless both pools fit into the free memory."""
-        slot_bytes = slot_stride_bytes(model.slot_bytes, self.blocks_per_slot)
-        slot_bytes *= self.blocks_per_slot * self.world_size
+        slot_bytes = self.slot_bytes(model) * self.world_size
         page_bytes = model.page_bytes * self.world_size
         needed_bytes = self.device_blocks * (page_bytes + _ACCOUNTING_BYTES)
         needed_bytes += self.host_blocks * (slot_bytes + _ACCOUNTING_BYTES)
@@ -266,6 +287,20 @@ class ReplayConfig:
                 f"{needed_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB of memory are "
                 "free: lower --device-blocks, --host-blocks or --bytes-per-token"
             )
+
+    def slot_bytes(self, model: ReplayModel) -> int:
+        """Return the bytes of a host slot of one rank, padding included."""
+        stride_bytes = slot_stride_bytes(model.slot_bytes, self.blocks_per_slot)
+        return stride_bytes * self.blocks_per_slot
+
+    def disk_files(self, model: ReplayModel) -> list[SlotFile] | None:
+        """Return the files of the disk tier, one for each rank."""
+        if self.disk is None or self.disk_blocks is None:
+            return None
+        max_bytes = SlotFile.bytes_for(self.disk_blocks, self.slot_bytes(model))
+        if self.world_size == 1:
+            return [SlotFile(self.disk, max_bytes)]
+        return [SlotFile(f"{self.disk}.{rank}", max_bytes) for rank in range(self.world_size)]
 
     def bytes_per_s(self, model: ReplayModel) -> float:
         """Return the bandwidth of each direction of the link."""

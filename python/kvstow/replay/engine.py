@@ -62,6 +62,7 @@ class ReplayEngine(ReplayState):
         self.observer = observer or Observer()
         self._block_size = trace.block_size
         self._num_landed_loads = 0
+        self._has_disk = config.disk is not None
         self._sleep_at = sorted(config.sleep_at)
 
     def run(self) -> None:
@@ -95,6 +96,7 @@ class ReplayEngine(ReplayState):
         while transfer := self.links.due(self.now_s):
             self._land(transfer)
         self._expire()
+        self._settle_disk()
         self.kv.flush_events()
         self._arrive()
         seats, tokens, all_fitted = self._schedule()
@@ -126,6 +128,15 @@ class ReplayEngine(ReplayState):
         self.now_s = max(self.now_s, moment_s)
 
     # -- land ----------------------------------------------------------------------------------
+
+    def _settle_disk(self) -> None:
+        """Let the disk tier read and write what is due, which takes no virtual time."""
+        if self._has_disk:
+            self.kv.settle_disk()
+
+    def _num_disk_tokens(self) -> int:
+        """Return the tokens that loads have taken from the disk tier."""
+        return self.kv.scheduler.disk_stats()["disk_hit_tokens"] if self._has_disk else 0
 
     def _land(self, transfer: Transfer) -> None:
         transfer.wait()
@@ -162,7 +173,8 @@ class ReplayEngine(ReplayState):
         self.figures.loaded_blocks += len(transfer.job)
         self.figures.bytes_loaded += transfer.num_bytes
         self.figures.published += len(transfer.job)
-        self._count_hits(request, num_device, num_blocks - num_device)
+        num_disk = int(batch.num_disk[seat]) // self._block_size
+        self._count_hits(request, num_device, num_blocks - num_device, num_disk)
         batch.running.append(seat)
 
     def _load_failed(self, name: str) -> None:
@@ -264,6 +276,7 @@ class ReplayEngine(ReplayState):
         passed_over: list[Request] = []
         while self.waiting and budget > 0 and self.batch.has_seat:
             request = self.waiting.popleft()
+            num_disk = self._num_disk_tokens()
             admission = self._ask(request, budget)
             if admission is None:
                 passed_over.append(request)
@@ -272,6 +285,7 @@ class ReplayEngine(ReplayState):
                 self.waiting.appendleft(request)
                 break
             seat = self._sit(request, admission)
+            self.batch.num_disk[seat] = self._num_disk_tokens() - num_disk
             if chunk := admission.num_new_tokens:
                 admitted.append((seat, chunk))
                 budget -= chunk
@@ -282,16 +296,22 @@ class ReplayEngine(ReplayState):
         """Return the admission, or None while another request is loading the same blocks."""
         if request.pending_since == self._num_landed_loads:
             return None
-        with self.watch:
-            admission = self.kv.admit(
-                request.name, request.known_tokens, budget, after=self.device.computed()
-            )
+        admission = self._ask_once(request, budget)
+        if admission.state is AdmissionState.PENDING and self._has_disk:
+            self._settle_disk()
+            admission = self._ask_once(request, budget)
         if admission.state is AdmissionState.PENDING:
             request.pending_since = self._num_landed_loads
             return None
         num_hit, num_external = admission.num_hit_tokens, admission.num_external_tokens
         self.observer.looked_up(self, request, num_hit, num_external)
         return admission
+
+    def _ask_once(self, request: Request, budget: int) -> Admission:
+        with self.watch:
+            return self.kv.admit(
+                request.name, request.known_tokens, budget, after=self.device.computed()
+            )
 
     def _sit(self, request: Request, admission: Admission) -> int:
         """Give an admitted request a seat. It runs at once, or when its load has landed."""
@@ -319,13 +339,16 @@ class ReplayEngine(ReplayState):
             if self.model.groups[group].reach_tokens is not None:
                 self.verifier.check_table(request, group, table, keys, num_tokens)
 
-    def _count_hits(self, request: Request, num_device: int, num_host: int) -> None:
+    def _count_hits(
+        self, request: Request, num_device: int, num_host: int, num_disk: int = 0
+    ) -> None:
         if request.admitted:
             self.figures.resumed_hits += num_device + num_host
             return
         request.admitted = True
         self.figures.device_hits += num_device
         self.figures.host_hits += num_host
+        self.figures.disk_hits += num_disk
         self.figures.recomputed_blocks += len(request.trace.trace_ids) - num_device - num_host
 
     def _published(self, seats: Seats, start: Tokens, stop: Tokens) -> None:

@@ -13,6 +13,7 @@ class Figures:
     Attributes:
         device_hits: blocks found in the device pool at first admissions.
         host_hits: blocks loaded from the host tier at first admissions.
+        disk_hits: of the host hits, those that the disk tier had brought to the host for them.
         resumed_hits: blocks found in either pool at admissions after a preemption.
         recomputed_blocks: prompt blocks not found at first admissions, partial last blocks
             included.
@@ -38,6 +39,7 @@ class Figures:
 
     device_hits: int = 0
     host_hits: int = 0
+    disk_hits: int = 0
     resumed_hits: int = 0
     recomputed_blocks: int = 0
     published: int = 0

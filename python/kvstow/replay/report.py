@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # Counters that the JSON form gives in other terms.
-_GROUPED = {"device_hits", "host_hits", "resumed_hits", "published", "accounting_us"}
+_GROUPED = {"device_hits", "host_hits", "disk_hits", "resumed_hits", "published", "accounting_us"}
 
 
 def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str, object]:
@@ -42,9 +42,11 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
         "asked_blocks": _num_asked(replay),
         "hit_blocks": {
             "device": figures.device_hits,
-            "host": figures.host_hits,
+            "host": figures.host_hits - figures.disk_hits,
             "resumed": figures.resumed_hits,
+            **({} if replay.config.disk is None else {"disk": figures.disk_hits}),
         },
+        **_disk_figures(replay),
         "evicted_blocks": {
             "device": figures.published - replay.kv.ledger.pool.num_cached,
             "host": stats["evicted_blocks"],
@@ -106,7 +108,10 @@ def _hit_rows(replay: ReplayState) -> _Rows:
     if num_left := replay.trace.num_blocks - num_asked:
         yield "not yet asked for", f"{num_left:,}", "blocks of requests that were not admitted"
     yield "hit on the device", f"{figures.device_hits:,}", share(figures.device_hits)
-    yield "hit on the host", f"{figures.host_hits:,}", share(figures.host_hits)
+    num_host = figures.host_hits - figures.disk_hits
+    yield "hit on the host", f"{num_host:,}", share(num_host)
+    if replay.config.disk is not None:
+        yield "hit on the disk", f"{figures.disk_hits:,}", share(figures.disk_hits)
     yield "recomputed", f"{figures.recomputed_blocks:,}", share(figures.recomputed_blocks)
 
 
@@ -141,6 +146,8 @@ def _movement_rows(replay: ReplayState) -> _Rows:
     unit = "blocks" if config.blocks_per_slot == 1 else "slots"
     host = pool(config.host_blocks, unit, config.host_blocks * config.blocks_per_slot)
     yield "evicted, host", f"{stats['evicted_blocks']:,}", f"{host}, {config.policy}"
+    if config.disk is not None:
+        yield from _disk_rows(replay)
     if stats["dropped_blocks"]:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:
@@ -158,6 +165,32 @@ def _movement_rows(replay: ReplayState) -> _Rows:
         yield "sleeps", f"{figures.sleeps}", f"{figures.moved_blocks:,} blocks woke under other ids"
     if config.faults is not None:
         yield "faults", f"{config.faults}", "seed of the late, failing and lost copies"
+
+
+def _disk_rows(replay: ReplayState) -> _Rows:
+    config, disk = replay.config, _disk_figures(replay)
+    for name, moved in ("demoted", "written"), ("promoted", "read"):
+        num_bytes = disk[f"bytes_{name}"] / 2**20
+        yield f"slots {name}", f"{disk[f'{name}_blocks']:,}", f"{num_bytes:,.1f} MiB {moved} here"
+    number = f"{disk['disk_evicted_blocks']:,}"
+    yield "evicted, disk", number, f"from {config.disk_blocks:,} slots, admits {config.disk_admit}"
+    if disk["failed_disk_blocks"]:
+        yield "failed, disk", f"{disk['failed_disk_blocks']:,}", "slots, which count as misses"
+
+
+def _disk_figures(replay: ReplayState) -> dict[str, float]:
+    """Return what the disk tier did; nothing without one."""
+    if replay.config.disk is None:
+        return {}
+    stats = replay.kv.stats()
+    return {
+        "demoted_blocks": stats["demoted_blocks"],
+        "promoted_blocks": stats["promoted_blocks"],
+        "bytes_demoted": stats["demoted_bytes"],
+        "bytes_promoted": stats["promoted_bytes"],
+        "disk_evicted_blocks": stats["disk_evicted_blocks"],
+        "failed_disk_blocks": stats["failed_demotes"] + stats["failed_promotes"],
+    }
 
 
 def _check_rows(replay: ReplayState) -> _Rows:

@@ -8,7 +8,7 @@ from collections import deque
 
 from kvstow._core import ConfigError
 from kvstow.closing import Closing
-from kvstow.engine import Engine
+from kvstow.engine import DiskOptions, Engine
 from kvstow.engine.ranks import RankLayouts
 from kvstow.replay.batch import Batch, Request, longest_table
 from kvstow.replay.config import ReplayConfig
@@ -100,6 +100,8 @@ class ReplayState(Closing):
             clock=lambda: self.now_s,
             world_size=config.world_size,
             blocks_per_slot=config.blocks_per_slot,
+            disk=config.disk_files(self.model),
+            disk_options=_disk_options(config, self.model),
             events_path=config.events_path,
             mover=mover,
         )
@@ -132,3 +134,19 @@ class ReplayState(Closing):
         request, keys = self.batch.request(seat), self.batch.keys[seat]
         for group, table in enumerate(self.kv.tables(request.name)):
             self.verifier.check_table(request, group, table, keys, num_tokens)
+
+
+def _disk_options(config: ReplayConfig, model: ReplayModel) -> DiskOptions | None:
+    """Return how the engine uses the disk tier. Its reads and writes take no virtual time."""
+    if config.disk is None:
+        return None
+    return DiskOptions(
+        # The bytes of a block follow from its key, whatever the trace.
+        identity=f"replay of {model.name}",
+        weights_version="1",
+        admit=config.disk_admit,
+        policy=config.policy,
+        promote_timeout_s=None,
+        timeout_s=None,
+        flush_s=0.0,
+    )

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from kvstow._core import ConfigError, StateError, TransferError
+from kvstow._core import ConfigError, TransferError
 from kvstow.arguments import checked_int
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
@@ -166,15 +166,13 @@ class SlotTier(Tier):
         self._stop = weakref.finalize(self, self._store.close)
 
     def records(self) -> SlotRecords:
-        """Return what the file held when it was opened, for the accounting.
+        """Return what the file holds, for the accounting.
 
         Raises:
-            StateError: a job has begun, which may have changed that; or the tier is closed.
+            StateError: a job has not ended, which may change that; or the tier is closed.
         """
         self._check_open()
-        if self._store.has_begun:
-            raise StateError("a job of this slot file has begun; call records() before the first")
-        return records_of(self._store.frames)
+        return records_of(self._store.held())
 
     def renew(self, fingerprint: Fingerprint | None = None) -> TierTicket:
         """Drop every block, durably: draw a new generation, and sync it.

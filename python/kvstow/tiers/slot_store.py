@@ -33,6 +33,7 @@ from kvstow.tiers.frame import (
     Bools,
     Context,
     Frames,
+    are_of,
     expected_frames,
     match,
     seal,
@@ -65,7 +66,6 @@ class SlotStore:
         header: the header as the file has it, or gets it now.
         context: what all new frames have in common.
         frames: the frames of all slots, zeros where a slot holds nothing.
-        has_begun: whether there was a job yet.
     """
 
     def __init__(  # noqa: PLR0913 - the file, its host side, and its bounds
@@ -107,7 +107,6 @@ class SlotStore:
         self._read_only: TransferError | None = None
         self._off: TransferError | None = None
         self._is_closed = self._is_forked = False
-        self.has_begun = False
         self._lanes = Lanes(
             num_threads,
             stuck_after_s=stuck_after_s,
@@ -145,6 +144,22 @@ class SlotStore:
         if self._is_closed:
             raise StateError("this slot file is closed; open it again")
 
+    def held(self) -> Frames:
+        """Return the frames of all slots, zeros where a slot holds nothing of this generation.
+
+        Raises:
+            StateError: a job has not ended.
+        """
+        with self._lock:
+            if self._jobs:
+                raise StateError(
+                    f"{len(self._jobs)} jobs of this slot file have not ended; wait for their "
+                    "tickets, then ask what it holds"
+                )
+            used = np.flatnonzero(self.frames["schema"])
+            self.frames[used[~are_of(self.frames[used], self.context)]] = np.zeros(1, FRAME)
+            return self.frames
+
     # -- jobs ------------------------------------------------------------------------------------
 
     def submit(
@@ -152,7 +167,6 @@ class SlotStore:
     ) -> TierTicket:
         """Begin a job, except for blocks whose slot or host slot another job has in use."""
         ticket = TierTicket(len(blocks), deadline, clock=self._now)
-        self.has_begun = True
         assert blocks.slots is not None, "a slot file has slots"
         context = self.context
         job = Job(kind, expected_frames(blocks, context), blocks.slots, host, context, ticket)
@@ -172,7 +186,6 @@ class SlotStore:
     def renew(self, fingerprint: bytes | None, header_fields: dict[str, str | int]) -> TierTicket:
         """Draw a new generation, and begin to make it durable."""
         ticket = TierTicket(1, clock=self._now)
-        self.has_begun = True
         generation = new_generation()
         with self._lock:
             self.header = replace(

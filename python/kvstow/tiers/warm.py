@@ -21,10 +21,15 @@ from kvstow.transfer.mover import Index
 RECORDS_PER_PART = 16384
 
 
-def agreed(ranks: Sequence[SlotRecords]) -> SlotRecords:
-    """Return the records that all ranks have: same slot, key and write. The oldest comes first."""
+def agreed(ranks: Sequence[SlotRecords], num_slots: int) -> SlotRecords:
+    """Return the records that all ranks have: same slot, key and write. The oldest comes first.
+
+    Args:
+        ranks: the records of each rank.
+        num_slots: slots that all files have.
+    """
     first = ranks[0]
-    at = np.arange(len(first))
+    at = np.flatnonzero(first.slots < num_slots)
     for other in ranks[1:]:
         at = at[_are_in(first, at, other)]
     return _take(first, at)

@@ -6,6 +6,7 @@
 mod disk;
 mod values;
 
+use kvstow_core::ids::JobId;
 use kvstow_core::key::BlockKey;
 use kvstow_core::offload::{self, DiskMode, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
@@ -731,8 +732,19 @@ impl OffloadScheduler {
     /// End every job as failed, those in quarantine too. Call it once the movers have stopped.
     ///
     /// The scheduler ignores later reports of these jobs.
-    fn end_all<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let ends = lock(&self.0).end_all().map_err(to_py)?;
+    ///
+    /// Args:
+    ///     running: demotes and promotes that a tier still carries out. They stay in flight, with
+    ///         all that they pin, until `complete`.
+    #[pyo3(signature = (running = None), text_signature = "($self, running=())")]
+    fn end_all<'py>(
+        &self,
+        py: Python<'py>,
+        running: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let running = running.map(counts).transpose()?.unwrap_or_default();
+        let running: Vec<JobId> = running.into_iter().map(|job_id| JobId(job_id as u64)).collect();
+        let ends = lock(&self.0).end_all_but(&running).map_err(to_py)?;
         let ends = ends.into_iter().map(|end| Py::new(py, to_end(end)));
         PyList::new(py, ends.collect::<PyResult<Vec<_>>>()?)
     }

@@ -337,11 +337,20 @@ impl OffloadScheduler {
     /// # Errors
     /// None that a caller can cause.
     pub fn end_all(&mut self) -> Result<Vec<JobEnd>> {
+        self.end_all_but(&[])
+    }
+
+    /// As [`end_all`](Self::end_all), but the jobs of the disk tier in `running` stay in flight, with
+    /// all that they pin. The movers have stopped, and the disk tier has not.
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub fn end_all_but(&mut self, running: &[JobId]) -> Result<Vec<JobEnd>> {
         self.num_ended_jobs = self.num_jobs;
         let jobs = std::mem::take(&mut self.jobs);
         let end = |(job_id, job)| self.end(job_id, InFlight { has_failed: true, ..job });
         let mut ends = jobs.into_iter().map(end).collect::<Result<Vec<_>>>()?;
-        ends.append(&mut self.end_all_tier()?);
+        ends.append(&mut self.end_all_tier(running)?);
         ends.sort_unstable_by_key(|end| end.job_id);
         Ok(ends)
     }

@@ -43,7 +43,8 @@ enum Op {
     /// Job and rank that reports, and how: see [`World::report`].
     Report(usize, usize, u8),
     Tick,
-    EndAll,
+    /// A subset of the disk tier's jobs, which go on.
+    EndAll(u64),
     Reset,
     SetDisk(DiskMode),
     /// A subset of the disk's slots.
@@ -80,7 +81,8 @@ fn op() -> impl Strategy<Value = Op> {
         8 => (0..6_usize, 0..3_usize).prop_map(|(job, rank)| Op::Copy(job, rank)),
         16 => (0..6_usize, 0..3_usize, any::<u8>()).prop_map(|(j, r, how)| Op::Report(j, r, how)),
         2 => Just(Op::Tick),
-        1 => prop::bool::weighted(0.3).prop_map(|end| if end { Op::EndAll } else { Op::Tick }),
+        1 => (prop::bool::weighted(0.3), any::<u64>())
+            .prop_map(|(end, running)| if end { Op::EndAll(running) } else { Op::Tick }),
         1 => prop::bool::weighted(0.7).prop_map(|reset| if reset { Op::Reset } else { Op::Kill }),
         3 => mode.prop_map(Op::SetDisk),
         2 => any::<u64>().prop_map(Op::Adopt),

@@ -191,6 +191,19 @@ fn stopped_movers_damage_no_disk_block() {
 }
 
 #[test]
+fn a_tier_job_that_goes_on_keeps_its_pins_when_all_others_end() {
+    let names = [1, 2];
+    let mut scheduler = warm(4, &names, DiskConfig::new(4));
+    assert_eq!(ask(&mut scheduler, "a", &names), None);
+    let promote = scheduler.promote(usize::MAX, None).unwrap().unwrap();
+    assert_eq!(scheduler.end_all_but(&[promote.job_id]).unwrap(), []);
+    scheduler.check().unwrap();
+    assert_eq!(scheduler.used_slots().count(), 2);
+    assert!(scheduler.complete(promote.job_id, 0, true).unwrap().unwrap().is_ok);
+    assert_eq!(ask(&mut scheduler, "a", &names), Some(2));
+}
+
+#[test]
 fn a_demote_of_a_host_block_that_proves_damaged_fails() {
     let names = [1, 2];
     let mut scheduler = open(4, DiskConfig::new(4));

@@ -7,6 +7,8 @@
 //!   late      stays pinned          keys withdrawn, slots stay in use
 //! ```
 
+use std::collections::BTreeMap;
+
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, JobId};
 use crate::key::{BlockHash, BlockKey};
@@ -204,10 +206,13 @@ impl OffloadScheduler {
         Ok(late)
     }
 
-    /// Ends all jobs of the disk tier, because the movers have stopped.
-    pub(in crate::offload) fn end_all_tier(&mut self) -> Result<Vec<JobEnd>> {
+    /// Ends the jobs of the disk tier that no tier carries out any more: all but those in `running`.
+    pub(in crate::offload) fn end_all_tier(&mut self, running: &[JobId]) -> Result<Vec<JobEnd>> {
         let Some(disk) = &mut self.disk else { return Ok(Vec::new()) };
         let jobs = std::mem::take(&mut disk.jobs);
+        let (running, jobs): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            jobs.into_iter().partition(|(job_id, _)| running.contains(job_id));
+        disk.jobs = running;
         jobs.into_iter().map(|(job_id, job)| self.end_tier(job_id, job, true)).collect()
     }
 

@@ -1,0 +1,391 @@
+"""The disk tier of an engine: a slot file per rank, and the jobs between it and the host memory.
+
+```
+closed -- attach: open the files, adopt what all ranks hold --> open -- reset --> renewing
+                                                                 ^                   |
+                                                                 +-- all are durable +
+```
+
+How a wrong block could be served, and what prevents it:
+
+- A host slot changes while a demote reads it, or is found before its promote has ended on all
+  ranks: the scheduler pins it or withholds its key until each rank's runner reports.
+- Recovery ends a job whose thread still uses host slots: it names the jobs that run, and their pins
+  stay.
+- A block from before a reset comes back: the disk is off until each rank has a new generation,
+  also if the reset or the renewal is cut short.
+- A file holds blocks of another model, or ranks hold different ones: the fingerprint, and only what
+  all ranks have counts.
+- An engine wakes while a read from before its sleep still writes into host memory: it does not
+  fall asleep before every job has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Final, Literal
+
+from kvstow._core import KvstowError, OffloadScheduler, TierJob, TransferError
+from kvstow.closing import Closing, call_all
+from kvstow.engine.disk_options import DiskOptions, fingerprints
+from kvstow.engine.state import Blueprint, State
+from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
+from kvstow.tiers.runner import TierRunner, blocks_of
+from kvstow.tiers.tier import Mode
+from kvstow.tiers.warm import adopt, agreed, disagreed
+from kvstow.transfer import BlockLayout, HostArena
+
+logger = logging.getLogger(__name__)
+
+_MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
+_ALL: Final = 2**31 - 1
+_GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
+
+
+class Disk(Closing):
+    """Runs the jobs of an engine's disk tier, and keeps its files and the scheduler in agreement.
+
+    Attributes:
+        options: how the engine uses it.
+        num_blocks: slots of the tier.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SlotFile],
+        fingerprints: Sequence[Fingerprint],
+        options: DiskOptions,
+        arenas: Sequence[HostArena],
+    ) -> None:
+        """Open the file of each rank.
+
+        Raises:
+            ConfigError: a file is unsuitable, or of something else.
+            StateError: a file is open already.
+        """
+        self.options: Final = options
+        self._files, self._fingerprints = files, fingerprints
+        self._runners: list[TierRunner] = []
+        self._open(arenas)
+        self.num_blocks: Final = min(tier.num_slots for tier in self._tiers)
+        self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
+        # The scheduler whose index is that of the files.
+        self._attached: OffloadScheduler | None = None
+        self._sequence = 0
+        self._must_renew = False
+        self._renewals: list[TierTicket] = []
+        self._mode: Mode = "off"
+        self._warned: set[Mode] = set()
+        self._budget = _Budget(options.write_bytes_per_s())
+        self._sums = dict.fromkeys(("demoted_bytes", "promoted_bytes"), 0)
+        # Those of the schedulers before this one.
+        self._counts: dict[str, int] = {}
+
+    def below(self, blueprint: Blueprint) -> Blueprint:
+        """Return a blueprint whose scheduler has this tier below the host."""
+        options = self.options
+        scheduler = partial(
+            blueprint.scheduler,
+            num_disk_blocks=self.num_blocks,
+            disk_policy=options.policy,
+            disk_admit=options.admit,
+            max_disk_blocks_in_flight=options.max_blocks_in_flight,
+            min_promote_tokens=options.min_promote_tokens,
+        )
+        return replace(blueprint, scheduler=scheduler)
+
+    # -- the files -----------------------------------------------------------------------------
+
+    @property
+    def _tiers(self) -> list[SlotTier]:
+        return [runner.tier for runner in self._runners if isinstance(runner.tier, SlotTier)]
+
+    def _open(self, arenas: Sequence[HostArena]) -> None:
+        with ExitStack() as opened:
+            runners = [
+                TierRunner(opened.enter_context(file.open(arena, fingerprint)))
+                for file, fingerprint, arena in zip(
+                    self._files, self._fingerprints, arenas, strict=True
+                )
+            ]
+            opened.pop_all()
+        self._runners = runners
+
+    def attach(self, state: State) -> None:
+        """Let the scheduler know what the files hold, and open the tier.
+
+        Call it for a new scheduler. If the files cannot be opened, the tier stays off.
+        """
+        self._mode = "off"
+        if self._attached is not None:
+            self._counts = self._counters(self._attached)
+        try:
+            if any(
+                tier.arena is not arena
+                for tier, arena in zip(self._tiers, state.ranks.arenas, strict=False)
+            ):
+                self.close()
+            if not self._runners:
+                self._open(state.ranks.arenas)
+            ranks = [tier.records() for tier in self._tiers]
+        except KvstowError as error:
+            self._warn("off", error)
+            ranks = []
+        self._sequence = max(
+            [self._sequence, *(int(own.sequences.max(initial=0)) for own in ranks)]
+        )
+        common = agreed(ranks, self.num_blocks) if ranks else None
+        if common is not None:
+            adopt(state.scheduler, common)
+        self._attached = state.scheduler
+        for tier, own in zip(self._tiers, ranks, strict=False):
+            if common is not None and len(dropped := disagreed(own, common)):
+                tier.delete(dropped)
+        self._watch(state)
+
+    def attach_if_new(self, state: State) -> None:
+        """Attach the tier if a sleep, a wake or a restart has replaced the scheduler."""
+        if self._attached is not state.scheduler:
+            with state.change:
+                state.change.commit()
+                self.attach(state)
+
+    def close(self) -> None:
+        """Carry out every job, and close the files."""
+        self._sums = self._byte_sums()
+        call_all([runner.close for runner in self._runners])
+        if not self.running:
+            self._runners = []
+
+    def forget_all(self) -> None:
+        """Forget the jobs that have not ended, because the engine is closed."""
+        self._runners = []
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> set[int]:
+        """The jobs that a tier carries out, or whose end is not accounted for, on any rank."""
+        return {job_id for runner in self._runners for job_id in runner.running}
+
+    def poll(self, state: State, now_s: float) -> None:
+        """End jobs, and begin those that are due. Never blocks."""
+        self.attach_if_new(state)
+        self.end_ended(state)
+        self._renew()
+        self._watch(state)
+        if self._mode != "off":
+            self._begin(state, "promote", now_s, _ALL)
+        if self._mode == "on":
+            self._begin(state, "demote", now_s, self._budget.num_blocks(self._slot_bytes, now_s))
+
+    def settle(self, state: State, now_s: float) -> None:
+        """Poll until no job is due and none is left, as far as `max_write_bytes_per_s` allows.
+
+        Raises:
+            TransferError: a job has not ended within `timeout_s`.
+        """
+        self.poll(state, now_s)
+        while self.running or self._renewals:
+            for ticket in self._renewals:
+                ticket.wait_until_ended(self.options.timeout_s)
+            self.drain(state, self.options.timeout_s)
+            self.poll(state, now_s)
+
+    def end_ended(self, state: State) -> None:
+        """Account for the jobs that have ended."""
+        if not any(runner.running for runner in self._runners):
+            return
+        with state.change:
+            state.change.commit()
+            for rank, runner in enumerate(self._runners):
+                for job_id, ok in runner.poll():
+                    state.scheduler.complete(job_id, ok=ok, rank=rank)
+
+    def agree(self, scheduler: OffloadScheduler) -> None:
+        """After an interrupt: fail what a rank has not begun, or has ended without a report.
+
+        Call it when the scheduler has ended all jobs but those that run.
+        """
+        for job_id in self.running:
+            for rank, runner in enumerate(self._runners):
+                if job_id not in runner.running:
+                    with suppress(KvstowError):  # it has reported the job
+                        scheduler.complete(job_id, ok=False, rank=rank)
+
+    def drain(self, state: State, timeout_s: float | None) -> None:
+        """Wait for every job, for `timeout_s` at most.
+
+        Raises:
+            TransferError: a job has not ended.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for runner in self._runners:
+            runner.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+        self.end_ended(state)
+        if running := self.running:
+            raise TransferError(
+                f"{len(running)} jobs of the disk tier have not ended, and may still use the host "
+                "memory; try again later, or close this engine"
+            )
+
+    def flush(self, state: State) -> None:
+        """Write blocks that are due, for `flush_s` at most. Then close the files.
+
+        Call it when no store is in flight.
+        """
+        end_s = time.monotonic() + self.options.flush_s
+        while self._mode == "on" and (left_s := end_s - time.monotonic()) > 0:
+            num_begun = self._begin(state, "demote", None, _ALL)
+            if not num_begun and not self.running:
+                break
+            for runner in self._runners:
+                runner.wait(min(left_s, 0.1))
+            self.end_ended(state)
+            self._watch(state)
+
+    def _begin(
+        self,
+        state: State,
+        direction: Literal["demote", "promote"],
+        now_s: float | None,
+        max_blocks: int,
+    ) -> int:
+        """Plan and begin jobs of one direction. Return their number."""
+        is_demote, num_begun = direction == "demote", 0
+        timeout_s = self.options.timeout_s
+        plan = state.scheduler.demote if is_demote else state.scheduler.promote
+        limit_s = None if now_s is None or timeout_s is None else now_s + timeout_s
+        with state.change:
+            state.change.commit()
+            while (
+                max_blocks > 0
+                and (job := plan(max_blocks=max_blocks, deadline=limit_s)) is not None
+            ):
+                max_blocks -= len(job)
+                num_begun += 1
+                self._sequence += 1
+                if is_demote:
+                    self._budget.spend(len(job) * self._slot_bytes)
+                self._submit(job)
+        return num_begun
+
+    def _submit(self, job: TierJob) -> None:
+        blocks = blocks_of(job, self._sequence)
+        timeout_s = self.options.timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for runner in self._runners:
+            runner.begin(job.direction, job.job_id, blocks, job.host_slots, deadline=deadline)
+
+    # -- resets and faults ---------------------------------------------------------------------
+
+    def reset(self, state: State) -> None:
+        """Empty the tier with the host. It is off until the new generation is durable."""
+        self._must_renew, self._mode = True, "off"
+        state.scheduler.reset()
+        self._renew()
+
+    def _renew(self) -> None:
+        if self._must_renew:
+            for tier in self._tiers:
+                self._renewals.append(tier.renew())
+            self._must_renew = False
+        if all(ticket.has_ended for ticket in self._renewals):
+            self._renewals = []
+
+    def _watch(self, state: State) -> None:
+        """Let the scheduler use the tier as far as all files allow, and warn once of a fault."""
+        mode = self._file_mode()
+        if self._must_renew or self._renewals:
+            mode = "off"
+        else:
+            for error in (tier.error for tier in self._tiers if tier.mode == mode != "on"):
+                self._warn(mode, error)
+        if mode != self._mode:
+            state.scheduler.set_disk(mode)
+            self._mode = mode
+
+    def _file_mode(self) -> Mode:
+        if not self._runners:
+            return "off"
+        return min((tier.mode for tier in self._tiers), key=_MODES.index)
+
+    def _warn(self, mode: Mode, error: KvstowError | None) -> None:
+        if mode not in self._warned:
+            self._warned.add(mode)
+            logger.warning("kvstow: the disk tier is %s, and the engine goes on: %s", mode, error)
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
+        """Return what `OffloadScheduler.disk_stats` counts, and what the files do, on all ranks."""
+        tiers = [tier.stats() for tier in self._tiers]
+        return {
+            **scheduler.disk_stats(),
+            **self._counters(scheduler),
+            **self._byte_sums(),
+            "disk_capacity_blocks": self.num_blocks,
+            "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
+            "disk_quarantined_bytes": sum(own.quarantined_bytes for own in tiers),
+            "disk_is_on": int(self._mode == "on"),
+        }
+
+    def _counters(self, scheduler: OffloadScheduler) -> dict[str, int]:
+        """Return the counters of this scheduler, with those of the schedulers before it."""
+        now = scheduler.disk_stats()
+        if scheduler is not self._attached:
+            now = dict.fromkeys(now, 0)
+        return {
+            name: count + self._counts.get(name, 0)
+            for name, count in now.items()
+            if name not in _GAUGES
+        }
+
+    def _byte_sums(self) -> dict[str, int]:
+        tiers = [tier.stats() for tier in self._tiers]
+        return {
+            "demoted_bytes": self._sums["demoted_bytes"] + sum(own.put_bytes for own in tiers),
+            "promoted_bytes": self._sums["promoted_bytes"] + sum(own.got_bytes for own in tiers),
+        }
+
+
+def open_disk(
+    files: Sequence[SlotFile],
+    options: DiskOptions | None,
+    blueprint: Blueprint,
+    layouts: Sequence[Sequence[BlockLayout]],
+    arenas: Sequence[HostArena],
+) -> Disk | None:
+    """Open the disk tier of an engine. None without one."""
+    if options is None:
+        return None
+    prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
+    return Disk(files, prints, options, arenas)
+
+
+class _Budget:
+    """Bounds the bytes that are written per second. It saves up at most a second's bytes."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._left = float(bytes_per_s or 0)
+        self._at_s: float | None = None
+
+    def num_blocks(self, block_bytes: int, now_s: float) -> int:
+        """Return the blocks that may be written now."""
+        if self._bytes_per_s is None:
+            return _ALL
+        passed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
+        self._at_s = now_s
+        most = float(max(self._bytes_per_s, block_bytes))
+        self._left = min(most, self._left + passed_s * self._bytes_per_s)
+        return int(self._left // block_bytes)
+
+    def spend(self, num_bytes: int) -> None:
+        """Count bytes that are about to be written."""
+        self._left -= num_bytes

@@ -1,0 +1,327 @@
+"""The disk tier of an engine: what falls off the host comes back, also in another process's life.
+
+The jobs of the tier take place on real files. `polled` waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.engine.world import BLOCK, DOCUMENT, LOADS, NO_ROOM, PENDING, RUNS, World
+from tests.tiers.setup import LONG_S, Here
+
+from kvstow import ConfigError, DiskOptions, Engine, TransferError
+from kvstow.tiers import SlotFile, SlotFileMismatch
+from kvstow.tiers.files import Buffers
+from kvstow.transfer import READY, BlockLayout, mover_for
+
+OTHER = list(range(100, 132))  # 8 blocks, as many as the host has
+NUM_HOST = 8
+PAGE = 4096
+
+
+class Calls(Here):
+    """File calls that the test can let fail or wait."""
+
+    def __init__(self) -> None:
+        self.error = 0
+        self.syncs_wait = False
+        self.reads_wait = False
+
+    def read(self, file: int, buffers: Buffers, offset: int) -> int:
+        end_s = time.monotonic() + LONG_S
+        while self.reads_wait and time.monotonic() < end_s:
+            time.sleep(0.001)
+        return super().read(file, buffers, offset)
+
+    def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        if self.error:
+            raise OSError(self.error, "injected")
+        return super().write(file, buffers, offset)
+
+    def sync(self, file: int) -> None:
+        end_s = time.monotonic() + LONG_S
+        while self.syncs_wait and time.monotonic() < end_s:
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    made = Calls()
+    monkeypatch.setattr("kvstow.tiers.slot_file.Files", lambda: made)
+    yield made
+    made.syncs_wait = made.reads_wait = False
+
+
+def options(**changes: object) -> DiskOptions:
+    return DiskOptions(**({"identity": "m", "weights_version": "1"} | changes))  # type: ignore[arg-type]
+
+
+def slot_file(path: Path, num_blocks: int = 64, **changes: object) -> SlotFile:
+    return SlotFile(path, SlotFile.bytes_for(num_blocks, PAGE), **changes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def world(path: Path, num_host: int = NUM_HOST, **changes: object) -> Iterator[World]:
+    given = {"disk": slot_file(path), "disk_options": options(), "mover": mover_for} | changes
+    it = World(17, num_host, **given)
+    try:
+        yield it
+        settle(it)
+        it.engine.check()
+    finally:
+        it.engine.close()
+
+
+def mode(it: World) -> str | None:
+    return it.engine.scheduler.disk_mode
+
+
+def settle(it: World) -> None:
+    """Poll until no copy and no job of the disk tier is left."""
+    end_s = time.monotonic() + LONG_S
+    while True:
+        it.engine.poll()
+        if not it.engine.transfers and not it.engine._copies.disk.running:  # type: ignore[union-attr]
+            return
+        assert time.monotonic() < end_s, "a job does not end"
+        time.sleep(0.001)
+
+
+def serve(it: World, name: str, tokens: list[int]) -> int:
+    """Run a request until it is finished. Return the tokens that it loaded, all compared."""
+    end_s = time.monotonic() + LONG_S
+    while (admission := it.admit(name, tokens)).state in (PENDING, NO_ROOM):
+        it.engine.poll()
+        assert time.monotonic() < end_s, "an admission does not come"
+        time.sleep(0.001)
+    num_loaded = 0
+    if admission.state is LOADS:
+        assert admission.transfer is not None
+        assert it.engine.end(admission.transfer).ok
+        num_loaded = admission.num_external_tokens
+        num_found = admission.num_hit_tokens + num_loaded
+        assert it.cached(name, num_found) == tokens[:num_found]
+        it.engine.step([name], [len(tokens) - num_found])
+    it.compute(name, tokens)
+    it.engine.finish(name)
+    settle(it)
+    return num_loaded
+
+
+def forget_device(it: World) -> None:
+    assert it.engine.ledger.pool.reset()
+    it.kv[:] = -1
+
+
+def fall_off(it: World) -> None:
+    """Compute the document, then evict it from the device and from the host."""
+    assert serve(it, "writer", DOCUMENT) == 0
+    assert serve(it, "other", OTHER) == 0
+    forget_device(it)
+
+
+def test_blocks_that_fell_off_the_host_come_back_from_the_disk(tmp_path: Path) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        assert it.admit("reader", DOCUMENT).state is PENDING
+        assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+        stats = it.engine.stats()
+        assert stats["promoted_blocks"] == stats["disk_hit_tokens"] // BLOCK == 3
+        assert stats["promoted_bytes"] == 3 * PAGE
+        assert stats["demoted_bytes"] == stats["demoted_blocks"] * PAGE
+
+
+def test_new_engine_finds_on_the_disk_what_another_one_left(tmp_path: Path) -> None:
+    with world(tmp_path / "disk") as it:
+        assert serve(it, "writer", DOCUMENT) == 0
+    with world(tmp_path / "disk") as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 4
+        assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+        num_written = it.engine.stats()["demoted_blocks"]
+        assert num_written == 0, "a block that is there is not written again"
+
+
+def test_close_writes_blocks_that_are_due(tmp_path: Path) -> None:
+    with world(tmp_path / "disk", disk_options=options(max_write_bytes_per_s=1)) as it:
+        assert serve(it, "writer", DOCUMENT) == 0
+        assert it.engine.stats()["demoted_blocks"] <= 1, "the rate holds most back"
+    with world(tmp_path / "disk") as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 4
+
+
+def test_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    with world(tmp_path / "disk") as it:
+        assert serve(it, "writer", DOCUMENT) == 0
+    for other in ({"identity": "n"}, {"weights_version": "2"}):
+        with (
+            pytest.raises(SlotFileMismatch),
+            world(tmp_path / "disk", disk_options=options(**other)),
+        ):
+            pass
+    file = slot_file(tmp_path / "disk", on_mismatch="reset")
+    with world(tmp_path / "disk", disk=file, disk_options=options(identity="n")) as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 0
+
+
+def test_request_waits_for_the_disk_no_longer_than_it_may(tmp_path: Path, calls: Calls) -> None:
+    with world(tmp_path / "disk", disk_options=options(promote_timeout_s=2.0)) as it:
+        fall_off(it)
+        calls.reads_wait = True
+        for it.now_s in (0.0, 1.0, 1.9):
+            assert it.admit("reader", DOCUMENT).state is PENDING
+            it.engine.poll()
+        it.now_s = 2.0
+        assert it.admit("reader", DOCUMENT).state is RUNS
+        it.compute("reader", DOCUMENT)
+        it.engine.finish("reader")
+        calls.reads_wait = False
+
+
+def test_late_read_holds_its_slots_until_it_has_ended(tmp_path: Path, calls: Calls) -> None:
+    with world(tmp_path / "disk", disk_options=options(timeout_s=5.0)) as it:
+        fall_off(it)
+        calls.reads_wait = True
+        assert it.admit("reader", DOCUMENT).state is PENDING
+        it.engine.poll()
+        it.now_s = 6.0
+        it.engine.poll()
+        stats = it.engine.stats()
+        assert (stats["quarantined_jobs"], stats["promoting_blocks"]) == (1, 3)
+        assert it.admit("reader", DOCUMENT).state is RUNS
+        it.compute("reader", DOCUMENT)
+        it.engine.finish("reader")
+        it.engine.check()
+        calls.reads_wait = False
+        settle(it)
+        assert it.engine.stats()["promoted_blocks"] == 0
+
+
+def test_reset_empties_the_disk_for_good(tmp_path: Path, calls: Calls) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        calls.syncs_wait = True
+        it.engine.reset()
+        it.engine.poll()
+        assert mode(it) == "off", "the new generation is not durable"
+        assert serve(it, "reader", DOCUMENT) == 0
+        calls.syncs_wait = False
+        while mode(it) != "on":
+            it.engine.poll()
+        assert serve(it, "other", OTHER) == 0
+    with world(tmp_path / "disk") as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 0, "the weights may have changed"
+
+
+def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
+    tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvstow.tiers.slot_file.SlotTier.renew", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                it.engine.reset()
+        calls.syncs_wait = True
+        it.engine.poll()
+        assert mode(it) == "off"
+        calls.syncs_wait = False
+        while mode(it) != "on":
+            it.engine.poll()
+        assert serve(it, "reader", DOCUMENT) == 0
+
+
+def test_disk_that_cannot_be_written_is_read_on_with_one_warning(
+    tmp_path: Path, calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        calls.error = 5
+        with caplog.at_level(logging.WARNING, "kvstow"):
+            for number in range(3):
+                new = list(range(1000 * number + 1000, 1000 * number + 1016))
+                assert serve(it, f"new {number}", new) == 0
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "read_only" in caplog.text
+        forget_device(it)
+        assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_disk_stays_warm_while_the_engine_sleeps(tmp_path: Path, preserve: bool) -> None:
+    for place in ("host", tmp_path / "snapshot"):
+        to: dict[str, Any] = {} if place == "host" else {"to": place}
+        with world(tmp_path / f"disk of {str(place)[-8:]}") as it:
+            fall_off(it)
+            names: dict[str, Any] = {"identity": "m", "weights_version": "1"}
+            it.engine.sleep(after=READY, preserve=preserve, **to, **names)
+            it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **names)
+            assert mode(it) == "on"
+            assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
+def test_engine_does_not_sleep_while_the_disk_still_reads(tmp_path: Path, calls: Calls) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        calls.reads_wait = True
+        assert it.admit("reader", DOCUMENT).state is PENDING
+        it.engine.poll()
+        with pytest.raises(TransferError, match="1 jobs of the disk tier have not ended"):
+            it.engine.sleep(after=READY, timeout_s=0.01)
+        calls.reads_wait = False
+        assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
+def test_ranks_must_all_hold_a_block(tmp_path: Path) -> None:
+    kv = [np.zeros((17, BLOCK), np.int64) for _ in range(2)]
+    layouts = [[BlockLayout.from_arrays([one])] for one in kv]
+    files = [slot_file(tmp_path / f"rank {rank}") for rank in range(2)]
+    with world(tmp_path / "unused") as it:
+        groups = it.engine._state.blueprint.groups
+    made = Engine(17, 8, groups, layouts, world_size=2, disk=files, disk_options=options())
+    made.close()
+    with pytest.raises(ConfigError, match="one SlotFile for each rank"):
+        Engine(17, 8, groups, layouts, world_size=2, disk=files[:1], disk_options=options())
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"disk_options": None}, "needs both"),
+        ({"disk": None}, "needs both"),
+    ],
+)
+def test_option_without_its_partner_is_named(
+    tmp_path: Path, given: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why), world(tmp_path / "disk", **given):
+        pass
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"identity": ""},
+        {"weights_version": 1},
+        {"min_promote_tokens": -1},
+        {"max_blocks_in_flight": 0},
+        {"promote_timeout_s": 0},
+        {"timeout_s": -1.0},
+        {"max_write_bytes_per_s": "much"},
+        {"flush_s": -1},
+    ],
+)
+def test_bad_option_is_named(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        options(**given)

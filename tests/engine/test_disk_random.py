@@ -1,0 +1,142 @@
+"""Random lives of an `Engine` with a disk tier whose file calls fail, lie or are slow.
+
+Every token that a request reads is compared. An engine ends now and then, and another one goes on
+with its files. `KVSTOW_SEEDS` sets the number of lives of each shape.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.engine_loop import BLOCK, SHAPES, Loop, turns
+from tests.tiers.faults import Faulty
+from tests.tiers.setup import SLOT_BYTES
+
+from kvstow import DiskOptions, Engine, hash_tokens
+from kvstow.tiers import SlotFile
+from kvstow.tiers.frame import Bools, Frames
+from kvstow.tiers.slot_store import SlotStore
+from kvstow.transfer.mover import Index
+
+NUM_TURNS = 500
+NUM_LIVES = int(os.environ.get("KVSTOW_SEEDS", "2"))
+NUM_DISK_BLOCKS = 40
+
+
+class DiskLoop(Loop):
+    """A loop over an engine with a disk tier, which ends and begins again.
+
+    Attributes:
+        num_disk_hits: tokens that came from the disk.
+    """
+
+    def __init__(self, seed: int, folder: Path, files: Faulty, rate: float, **shape: Any) -> None:
+        chances = random.Random(seed)
+        num_ranks = shape.get("world_size", 1)
+        disk = [
+            SlotFile(
+                folder / f"rank {rank}",
+                SlotFile.bytes_for(NUM_DISK_BLOCKS, SLOT_BYTES),
+                on_mismatch="reset",
+            )
+            for rank in range(num_ranks)
+        ]
+        choices: dict[str, Any] = {
+            "admit": chances.choice(["all", "returned"]),
+            "policy": chances.choice(["lru", "hit-density"]),
+            "min_promote_tokens": chances.choice([0, 8]),
+            "max_blocks_in_flight": chances.choice([2, 64]),
+            "promote_timeout_s": chances.choice([0.05, None]),
+            "timeout_s": chances.choice([0.002, 20.0]),
+            "flush_s": chances.choice([0.0, 1.0]),
+        }
+        if not rate:  # the disk must be hit
+            choices |= {"admit": "all", "min_promote_tokens": 0, "timeout_s": None}
+        options = DiskOptions("a model", "1", **choices)
+        self.num_disk_hits = 0
+        self.files, self.rate = files, rate
+        self.options = shape | {"disk": disk, "disk_options": options}
+        super().__init__(seed, num_host_blocks=10, folder=folder, **self.options)
+        self.files.rate = rate
+
+    def turn(self) -> None:
+        if self.chances.random() < 0.005:
+            self.begin_again()
+        else:
+            super().turn()
+
+    def sleep(self) -> None:
+        rate, self.files.rate = self.files.rate, 0.0  # it opens the files again
+        super().sleep()
+        self.files.rate = rate
+
+    def begin_again(self) -> None:
+        """End the engine, and go on with another one that finds its files."""
+        while self.launched:
+            self.run_one()
+        self.close()
+        self.files.rate = 0.0
+        self.memory = self.new_memory(self.engine.ledger.pool.num_blocks)
+        windows = {"windows", "num_blocks"}
+        given = {name: value for name, value in self.options.items() if name not in windows}
+        num_blocks = self.engine.ledger.pool.num_blocks
+        self.engine = Engine(num_blocks, 10, self.groups, self.layouts, **given)
+        for name, request in self.requests.items():
+            request.num_done = 0
+            request.num_hashed = len(request.tokens) // BLOCK * BLOCK
+            self.engine.add(name, hash_tokens(request.tokens, BLOCK))
+        self.files.rate = self.rate
+
+    def close(self) -> None:
+        self.num_disk_hits += int(self.engine.stats()["disk_hit_tokens"])
+        super().close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rate", [0.0, 0.03], ids=["sound disk", "faulty disk"])
+def test_no_request_reads_kv_that_is_not_its_own(
+    shape: str, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_disk_hits = 0
+    for life in range(NUM_LIVES):
+        seed = random.SystemRandom().randrange(2**32)
+        print(f"seed {seed}")
+        num_disk_hits += live(seed, tmp_path / str(life), rate, monkeypatch, **SHAPES[shape])
+    assert num_disk_hits > 0 or rate
+
+
+def live(
+    seed: int, folder: Path, rate: float, monkeypatch: pytest.MonkeyPatch, **shape: Any
+) -> int:
+    """Let one engine after another live over the same files. Return the tokens from the disk."""
+    folder.mkdir()
+    files = Faulty(seed, 0.0)
+    monkeypatch.setattr("kvstow.tiers.slot_file.Files", lambda: files)
+    loop = DiskLoop(seed, folder, files, rate, **shape)
+    try:
+        turns(loop, NUM_TURNS)
+        assert loop.num_checked > 100
+        loop.begin_again()
+        loop.serve_all()
+    finally:
+        loop.engine.close()
+    loop.close()
+    return loop.num_disk_hits
+
+
+def test_random_life_detects_a_disk_that_checks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_of(self: SlotStore, first: Frames | Index, second: Frames) -> Bools:
+        return np.ones(len(second), np.bool_)
+
+    monkeypatch.setattr(SlotStore, "_are_proven", all_of)
+    monkeypatch.setattr(SlotStore, "_fit", staticmethod(lambda found, _: np.ones(len(found), bool)))
+    with pytest.raises(AssertionError, match="that is not its own"):
+        for seed in range(30):
+            live(seed, tmp_path / str(seed), 0.2, monkeypatch)
