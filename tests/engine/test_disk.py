@@ -1,6 +1,6 @@
 """The disk tier of an engine: what falls off the host comes back, also in another process's life.
 
-The jobs of the tier take place on real files. `polled` waits for them.
+The jobs of the tier take place on real files.
 """
 
 from __future__ import annotations
@@ -8,23 +8,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine.world import BLOCK, DOCUMENT, LOADS, NO_ROOM, PENDING, RUNS, World
+from tests.engine.disk_world import (
+    OTHER,
+    PAGE,
+    fall_off,
+    forget_device,
+    mode,
+    options,
+    serve,
+    settle,
+    slot_file,
+    world,
+)
+from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS
 from tests.tiers.setup import LONG_S, Here
 
-from kvstow import ConfigError, DiskOptions, Engine, TransferError
-from kvstow.tiers import SlotFile, SlotFileMismatch
+from kvstow import ConfigError, Engine, TransferError
+from kvstow.tiers import SlotFileMismatch
 from kvstow.tiers.files import Buffers
-from kvstow.transfer import READY, BlockLayout, mover_for
-
-OTHER = list(range(100, 132))  # 8 blocks, as many as the host has
-NUM_HOST = 8
-PAGE = 4096
+from kvstow.transfer import READY, BlockLayout
 
 
 class Calls(Here):
@@ -58,74 +65,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr("kvstow.tiers.slot_file.Files", lambda: made)
     yield made
     made.syncs_wait = made.reads_wait = False
-
-
-def options(**changes: object) -> DiskOptions:
-    return DiskOptions(**({"identity": "m", "weights_version": "1"} | changes))  # type: ignore[arg-type]
-
-
-def slot_file(path: Path, num_blocks: int = 64, **changes: object) -> SlotFile:
-    return SlotFile(path, SlotFile.bytes_for(num_blocks, PAGE), **changes)  # type: ignore[arg-type]
-
-
-@contextmanager
-def world(path: Path, num_host: int = NUM_HOST, **changes: object) -> Iterator[World]:
-    given = {"disk": slot_file(path), "disk_options": options(), "mover": mover_for} | changes
-    it = World(17, num_host, **given)
-    try:
-        yield it
-        settle(it)
-        it.engine.check()
-    finally:
-        it.engine.close()
-
-
-def mode(it: World) -> str | None:
-    return it.engine.scheduler.disk_mode
-
-
-def settle(it: World) -> None:
-    """Poll until no copy and no job of the disk tier is left."""
-    end_s = time.monotonic() + LONG_S
-    while True:
-        it.engine.poll()
-        if not it.engine.transfers and not it.engine._copies.disk.running:  # type: ignore[union-attr]
-            return
-        assert time.monotonic() < end_s, "a job does not end"
-        time.sleep(0.001)
-
-
-def serve(it: World, name: str, tokens: list[int]) -> int:
-    """Run a request until it is finished. Return the tokens that it loaded, all compared."""
-    end_s = time.monotonic() + LONG_S
-    while (admission := it.admit(name, tokens)).state in (PENDING, NO_ROOM):
-        it.engine.poll()
-        assert time.monotonic() < end_s, "an admission does not come"
-        time.sleep(0.001)
-    num_loaded = 0
-    if admission.state is LOADS:
-        assert admission.transfer is not None
-        assert it.engine.end(admission.transfer).ok
-        num_loaded = admission.num_external_tokens
-        num_found = admission.num_hit_tokens + num_loaded
-        assert it.cached(name, num_found) == tokens[:num_found]
-        it.engine.step([name], [len(tokens) - num_found])
-    it.compute(name, tokens)
-    it.engine.finish(name)
-    settle(it)
-    return num_loaded
-
-
-def forget_device(it: World) -> None:
-    assert it.engine.ledger.pool.reset()
-    it.kv[:] = -1
-
-
-def fall_off(it: World) -> None:
-    """Compute the document, then evict it from the device and from the host."""
-    assert serve(it, "writer", DOCUMENT) == 0
-    assert serve(it, "other", OTHER) == 0
-    forget_device(it)
 
 
 def test_blocks_that_fell_off_the_host_come_back_from_the_disk(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ class DiskTier:
             parts = [self._parts[rank] for rank in sorted(self._parts)]
             highest = [int(part.sequences.max()) for part in parts if len(part)]
             self._sequence = max([self._sequence, *highest])
-            self._agreed.append(_below(agreed(parts), self.num_slots))
+            self._agreed.append(agreed(parts, self.num_slots))
             self._parts.clear()
             self._next_slot += RECORDS_PER_STEP
             if self._next_slot >= self.num_slots:
@@ -285,12 +285,6 @@ class DiskTier:
 
 def _part(records: SlotRecords, at: slice) -> SlotRecords:
     return SlotRecords(*(getattr(records, each.name)[at] for each in fields(records)))
-
-
-def _below(records: SlotRecords, num_slots: int) -> SlotRecords:
-    """Return the records of slots that every file has."""
-    kept = records.slots < num_slots
-    return SlotRecords(*(getattr(records, each.name)[kept] for each in fields(records)))
 
 
 def _joined(parts: list[SlotRecords]) -> SlotRecords:
