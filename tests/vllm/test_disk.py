@@ -184,7 +184,7 @@ def test_ranks_that_disagree_would_be_seen(
     started: Started, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: another prompt's blocks in one rank's file."""
-    monkeypatch.setattr(disk_tier, "agreed", lambda parts: parts[0])
+    monkeypatch.setattr(disk_tier, "agreed", lambda parts, _: parts[0])
     monkeypatch.setattr(
         SlotStore, "_fit", staticmethod(lambda found, expected: found["schema"] > 0)
     )
