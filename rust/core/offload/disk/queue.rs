@@ -107,7 +107,7 @@ impl DemoteQueue {
         self.entries.iter().filter(valid).map(|&(slot, _)| (slot, self.marks[slot.index()].print))
     }
 
-    /// The largest number of entries.
+    /// Whether it has no more entries than were allocated.
     pub(super) fn is_within_bound(&self) -> bool {
         self.entries.len() <= ENTRIES_PER_SLOT * (self.marks.len() - 1)
     }
