@@ -108,7 +108,7 @@ BUGS = {
         ),
     ),
     "fence_of_promotes": Bug(
-        "disk",
+        "sharing",
         "A demote or a promote counts although the tiers were reset since",
         "disk/mod.rs",
         (

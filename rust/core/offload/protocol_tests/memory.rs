@@ -187,7 +187,9 @@ impl World {
             let mut held = self.memory(from)[rank][source];
             let has_failed = copied == Copied::Failed
                 || (copied == Copied::FailedFirst && block == 0)
-                || held == Content::DAMAGED;
+                // A demote copies damaged bytes too. Their checksum is that of the store, so a
+                // promote finds out.
+                || (held == Content::DAMAGED && flight.direction != Direction::Demote);
             are_ok.push(!has_failed);
             if has_failed {
                 held = Content::TORN;
@@ -211,10 +213,7 @@ impl World {
         self.flights[at].is_ok &= is_ok;
         let end = self.scheduler.complete(flight.job_id, rank, outcome).unwrap();
         if flight.direction == Direction::Load && !is_whole {
-            let is_kept = |at: &usize| self.damageable().any(|resident| resident == *at);
-            if let Some(at) = damaged.iter().find(|at| is_kept(at)) {
-                return Err(format!("slot {at} is damaged, and lookups find it"));
-            }
+            self.found_damaged(&damaged)?;
         }
         if self.scheduler.complete(flight.job_id, rank, true).is_ok() {
             return Err("a rank may report a job twice".to_owned());
@@ -231,16 +230,25 @@ impl World {
         }
     }
 
+    /// A load has found these host slots damaged. So lookups must not, and demotes of them fail.
+    fn found_damaged(&mut self, damaged: &[usize]) -> Result<(), String> {
+        if let Some(at) = self.damageable().find(|at| damaged.contains(at)) {
+            return Err(format!("slot {at} is damaged, and lookups find it"));
+        }
+        let is_damaged = |&Place(_, at): &Place| damaged.contains(&at);
+        let is_demote = |flight: &&mut Flight| flight.direction == Direction::Demote;
+        for flight in self.flights.iter_mut().filter(is_demote) {
+            flight.is_ok &= !flight.from.iter().any(is_damaged);
+        }
+        Ok(())
+    }
+
     fn end(&mut self, flight: &Flight, end: &JobEnd) -> Result<(), String> {
         let Flight { job_id, direction, block_ids, is_late, is_fenced, .. } = flight;
         let is_ok = flight.is_ok && !is_late && !is_fenced;
         let expected =
             JobEnd { job_id: *job_id, block_ids: block_ids.clone(), is_ok, is_late: *is_late };
-        // A demote of a slot that a load has found damaged fails, whatever its ranks report.
-        let is_expected = *end == expected
-            || (*direction == Direction::Demote
-                && *end == JobEnd { is_ok: false, ..expected.clone() });
-        if !is_expected {
+        if *end != expected {
             return Err(format!("{end:?}, expected {expected:?}"));
         }
         if *direction != Direction::Load {
@@ -298,6 +306,7 @@ impl World {
             return Err("the counts of jobs are wrong".to_owned());
         }
         self.check_served()?;
+        self.check_withdrawn()?;
         let is_quiet = self.flights.is_empty()
             && self.image.is_none()
             && self.requests.iter().all(Option::is_none);
@@ -327,6 +336,25 @@ impl World {
                         memories.iter().map(|memory| memory[at]).collect::<Vec<_>>()
                     ));
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// The targets of a job that is late or fenced have lost their keys.
+    fn check_withdrawn(&self) -> Result<(), String> {
+        let is_dropped = |flight: &&Flight| flight.is_late || flight.is_fenced;
+        for &Place(memory, at) in self.flights.iter().filter(is_dropped).flat_map(|it| &it.to) {
+            let slot = BlockId(u32::try_from(at + 1).unwrap());
+            let is_filling = match memory {
+                Memory::Device => false,
+                Memory::Host => self.scheduler.host.view(slot).is_filling,
+                Memory::Disk => {
+                    self.scheduler.disk.as_ref().is_some_and(|it| it.tier.view(slot).is_filling)
+                }
+            };
+            if is_filling {
+                return Err(format!("slot {at} of {memory:?} keeps the key of a dropped job"));
             }
         }
         Ok(())
