@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,16 @@ def test_file_of_the_user_is_never_touched(tmp_path: Path, arena: HostArena, nam
         with pytest.raises(ConfigError, match="not a slot file of kvstow"):
             open_file(tmp_path, arena, on_mismatch=on_mismatch)
     assert on_disk(tmp_path) == {name: b"my thesis"}
+
+
+def test_only_its_owner_may_read_the_files(tmp_path: Path, arena: HostArena) -> None:
+    before = os.umask(0)
+    try:
+        open_file(tmp_path, arena).close()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"slots": 0o600, "slots.index": 0o600}
 
 
 def test_open_file_is_refused_to_others(tmp_path: Path, arena: HostArena) -> None:
