@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         DiskOptions,
         Engine,
         Landed,
+        SharedOptions,
         Transfer,
     )
 else:
@@ -66,6 +67,7 @@ else:
         "DiskOptions",
         "Engine",
         "Landed",
+        "SharedOptions",
         "Transfer",
     }
 
@@ -110,6 +112,7 @@ __all__ = [
     "OffloadScheduler",
     "OutOfBlocks",
     "PrefixHit",
+    "SharedOptions",
     "SlidingWindow",
     "SnapshotError",
     "StateError",

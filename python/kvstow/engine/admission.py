@@ -68,12 +68,11 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
     num_hit, num_external = hit.num_tokens, 0
     with state.change:
         if not request.recompute:
-            found = scheduler.lookup(
-                request_id,
-                num_hit,
-                wish.num_tokens - 1,
-                promote=_may_promote(copies, request, begin_s),
-            )
+            found = None
+            may_promote = _may_promote(copies, request, begin_s)
+            args = request_id, num_hit, wish.num_tokens - 1
+            if not may_promote or copies.disk is None or copies.disk.has_asked(state, *args):
+                found = scheduler.lookup(*args, promote=may_promote)
             if found is None:
                 if request.pending_since_s is None:
                     request.pending_since_s = begin_s

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from kvstow._core import KvstowError, OffloadScheduler, TierJob, TransferError
 from kvstow.closing import Closing, call_all
@@ -36,7 +36,8 @@ from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.state import Blueprint, State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
 from kvstow.tiers.runner import TierRunner, blocks_of
-from kvstow.tiers.tier import Mode
+from kvstow.tiers.slot_index import SlotRecords
+from kvstow.tiers.tier import Mode, Tier
 from kvstow.tiers.warm import adopt, agreed, disagreed
 from kvstow.transfer import BlockLayout, HostArena
 
@@ -55,6 +56,8 @@ class Disk(Closing):
         num_blocks: slots of the tier.
     """
 
+    _name: ClassVar[str] = "disk"
+
     def __init__(
         self,
         files: Sequence[SlotFile],
@@ -72,7 +75,7 @@ class Disk(Closing):
         self._files, self._fingerprints = files, fingerprints
         self._runners: list[TierRunner] = []
         self._open(arenas)
-        self.num_blocks: Final = min(tier.num_slots for tier in self._tiers)
+        self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
         # The scheduler whose index is that of the files.
         self._attached: OffloadScheduler | None = None
@@ -102,8 +105,20 @@ class Disk(Closing):
     # -- the files -----------------------------------------------------------------------------
 
     @property
-    def _tiers(self) -> list[SlotTier]:
-        return [runner.tier for runner in self._runners if isinstance(runner.tier, SlotTier)]
+    def _tiers(self) -> list[Tier]:
+        return [runner.tier for runner in self._runners]
+
+    @property
+    def _slot_tiers(self) -> list[SlotTier]:
+        return [tier for tier in self._tiers if isinstance(tier, SlotTier)]
+
+    def _num_slots(self) -> int:
+        """Return the slots of the tier, once its files are open."""
+        return min(tier.num_slots for tier in self._slot_tiers)
+
+    def _records(self) -> list[SlotRecords]:
+        """Return what each file holds already."""
+        return [tier.records() for tier in self._slot_tiers]
 
     def _open(self, arenas: Sequence[HostArena]) -> None:
         with ExitStack() as opened:
@@ -132,7 +147,7 @@ class Disk(Closing):
                 self.close()
             if not self._runners:
                 self._open(state.ranks.arenas)
-            ranks = [tier.records() for tier in self._tiers]
+            ranks = self._records()
         except KvstowError as error:
             self._warn("off", error)
             ranks = []
@@ -172,6 +187,12 @@ class Disk(Closing):
     def running(self) -> set[int]:
         """The jobs that a tier carries out, or whose end is not accounted for, on any rank."""
         return {job_id for runner in self._runners for job_id in runner.running}
+
+    def has_asked(
+        self, state: State, request_id: str, num_local_tokens: int, max_tokens: int
+    ) -> bool:
+        """Return whether the index has what the tier holds of a request. A disk's always has."""
+        return True
 
     def poll(self, state: State, now_s: float) -> None:
         """End jobs, and begin those that are due. Never blocks."""
@@ -292,7 +313,7 @@ class Disk(Closing):
 
     def _renew(self) -> None:
         if self._must_renew:
-            for tier in self._tiers:
+            for tier in self._slot_tiers:
                 self._renewals.append(tier.renew())
             self._must_renew = False
         if all(ticket.has_ended for ticket in self._renewals):
@@ -318,7 +339,9 @@ class Disk(Closing):
     def _warn(self, mode: Mode, error: KvstowError | None) -> None:
         if mode not in self._warned:
             self._warned.add(mode)
-            logger.warning("kvstow: the disk tier is %s, and the engine goes on: %s", mode, error)
+            logger.warning(
+                "kvstow: the %s tier is %s, and the engine goes on: %s", self._name, mode, error
+            )
 
     # -- figures -------------------------------------------------------------------------------
 

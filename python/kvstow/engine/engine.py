@@ -44,17 +44,18 @@ from kvstow.engine.arguments import (
     checked_names,
 )
 from kvstow.engine.copies import Copies
-from kvstow.engine.disk import open_disk
-from kvstow.engine.disk_options import DiskOptions, checked_files
+from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
 from kvstow.engine.ranks import MakeMover, RankLayouts, Ranks, build_arenas, checked_layouts
 from kvstow.engine.recovery import recover, settle
+from kvstow.engine.shared import SharedOptions, checked_below
 from kvstow.engine.sleep import BlockIds, NewDevice, awaken, fall_asleep, restart
 from kvstow.engine.snapshot_file import HOST, Model, To
 from kvstow.engine.state import Blueprint, Ints, State
 from kvstow.engine.transfer import Transfer
 from kvstow.observability.events import BlockEvent, TransferEvent
 from kvstow.tiers import SlotFile
+from kvstow.tiers.shared import SharedStore
 from kvstow.transfer import Event, HostArena, Mover, mover_for
 from kvstow.transfer.layout import MAX_BLOCKS
 from kvstow.transfer.mover import check_event
@@ -101,6 +102,9 @@ class Engine(Closing):
         disk: where the disk tier lies: a slot file, with several ranks one for each. It keeps what
             the host evicts, also when the process ends. None for no disk tier.
         disk_options: how the engine uses the disk tier. A disk tier needs them.
+        shared: a store that engines of one model share. Each finds what any of them has stored.
+            None for no shared tier. An engine with a disk tier takes none.
+        shared_options: how the engine uses the shared tier. A shared tier needs them.
         events_path: file to which all events are appended, in the form that
             `kvstow.observability.events` describes.
         mover: makes the mover of a group. The engine calls it for each group, rank by rank. By
@@ -130,6 +134,8 @@ class Engine(Closing):
         blocks_per_slot: int = 1,
         disk: SlotFile | Sequence[SlotFile] | None = None,
         disk_options: DiskOptions | None = None,
+        shared: SharedStore | None = None,
+        shared_options: SharedOptions | None = None,
         events: bool = False,
         events_path: str | os.PathLike[str] | None = None,
         mover: MakeMover = mover_for,
@@ -141,7 +147,7 @@ class Engine(Closing):
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
         check_callables(clock=clock, mover=mover)
-        files = checked_files(disk, disk_options, world_size)
+        open_below = checked_below(disk, disk_options, shared, shared_options, world_size)
         has_events = events or events_path is not None
         blueprint = Blueprint(
             partial(
@@ -162,9 +168,7 @@ class Engine(Closing):
                 events=has_events,
             ),
             partial(Ranks, mover=mover),
-            groups,
-            world_size,
-            blocks_per_slot,
+            *(groups, world_size, blocks_per_slot),
             _checked_horizon(mode, horizon_blocks),
         )
         ledger = blueprint.ledger(num_device_blocks)
@@ -173,7 +177,7 @@ class Engine(Closing):
             self._events = built.enter_context(EventLog(events_path, clock, keeps=events))
             arenas = build_arenas(rank_layouts, num_host_blocks * blocks_per_slot, blocks_per_slot)
             list(map(built.enter_context, arenas))
-            opened = open_disk(files, disk_options, blueprint, rank_layouts, arenas)
+            opened = open_below(blueprint, rank_layouts, arenas)
             if opened is not None:
                 blueprint = built.enter_context(opened).below(blueprint)
                 scheduler = blueprint.scheduler(num_device_blocks=num_device_blocks)

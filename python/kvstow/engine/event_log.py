@@ -42,7 +42,8 @@ class EventLog(Closing):
         # They are taken before the clock is read, so an error of the clock cannot lose them.
         self._unwritten += state.pool.take_events()
         self._unwritten += state.scheduler.take_events()
-        self._unwritten += state.scheduler.take_disk_events()
+        below = state.scheduler.take_disk_events()
+        self._unwritten += [] if state.blueprint.is_shared else below
         self._unwritten += state.scheduler.take_transfer_events()
         if self.file is not None:
             self.file.write(self._unwritten)

@@ -50,6 +50,8 @@ class Blueprint:
         blocks_per_slot: blocks in a slot of the scheduler; an arena has as many slots for each.
         horizon_blocks: how many of the next blocks to be evicted a lazy engine stores. None for
             an eager engine.
+        is_shared: whether other engines share the tier below the host. Then events do not report
+            its blocks as this engine's.
     """
 
     ledger: Callable[[int], BlockLedger]
@@ -59,6 +61,7 @@ class Blueprint:
     world_size: int
     blocks_per_slot: int
     horizon_blocks: int | None
+    is_shared: bool = False
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ kvstow.transfer.
 """
 
 from kvstow.tiers.frame import Fingerprint
+from kvstow.tiers.shared import SharedStore
 from kvstow.tiers.slot_file import SlotFile, SlotTier
 from kvstow.tiers.slot_index import SlotFileMismatch, SlotRecords
 from kvstow.tiers.ticket import TierTicket
@@ -15,6 +16,7 @@ from kvstow.tiers.tier import SharedTier, Tier, TierBlocks, TierStats
 
 __all__ = [
     "Fingerprint",
+    "SharedStore",
     "SharedTier",
     "SlotFile",
     "SlotFileMismatch",

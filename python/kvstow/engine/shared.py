@@ -1,0 +1,272 @@
+"""The shared tier of an engine: what any server of a fleet has computed.
+
+The scheduler's index has what the store is known to have: what this engine has put there, and what
+a question has found.
+
+```
+admit -- first time --> ask the store -- answer, or too late --> claim what it has --> lookup
+            pending ........................................ then as for a disk: promote, load
+```
+
+How a wrong block could be served, and what prevents it:
+
+- The store has the block of another model, of other weights, or under another key: the tier proves
+  each block that it reads.
+- A block from before a reset: a reset takes a new random namespace, drops the index, and fences
+  questions under way. A put from before it ends under its own namespace.
+- A rank's part is missing: a block counts only if every rank has read its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import ConfigError, OffloadScheduler
+from kvstow.arguments import checked_int
+from kvstow.engine.disk import Disk, open_disk
+from kvstow.engine.disk_options import DiskOptions, checked_files, fingerprints
+from kvstow.engine.state import Blueprint, Request, State
+from kvstow.tiers import SlotFile
+from kvstow.tiers.asking import DEFAULT_WAIT_S, Asker, Question, TierStore
+from kvstow.tiers.framed import NAMESPACE_BYTES
+from kvstow.tiers.runner import TierRunner
+from kvstow.tiers.shared import SharedStore
+from kvstow.tiers.slot_index import SlotRecords
+from kvstow.tiers.tier import SharedTier
+from kvstow.transfer import BlockLayout, HostArena
+
+# Claims for each slot of the host, unless the options say how many.
+_CLAIMS_PER_SLOT: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOptions(DiskOptions):
+    """How an engine uses its shared tier.
+
+    Attributes:
+        index_blocks: slots in the index of what the store is known to have, 100 bytes each. None
+            for 8 times as many as the host has.
+        ask_timeout_s: the most seconds that a request waits for the store to say what it has.
+
+    The other attributes are those of `DiskOptions`. Servers share blocks only if `identity` and
+    `weights_version` are equal.
+    """
+
+    timeout_s: float | None = 5.0
+    index_blocks: int | None = None
+    ask_timeout_s: float = DEFAULT_WAIT_S
+
+    def __post_init__(self) -> None:
+        """Check what no other part checks."""
+        DiskOptions.__post_init__(self)
+        if self.index_blocks is not None:
+            checked_int("index_blocks", self.index_blocks, 1, 2**31 - 2, "pass blocks, or None")
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a request has asked for, and the question, until it is answered."""
+
+    hashes: list[bytes]
+    groups: npt.NDArray[np.int32]
+    parents: list[bytes | None]
+    question: Question
+
+    def found(self) -> tuple[list[bytes], npt.NDArray[np.int32], list[bytes | None]]:
+        """Return the blocks that the store has."""
+        at = np.flatnonzero(self.question.found)
+        return [self.hashes[i] for i in at], self.groups[at], [self.parents[i] for i in at]
+
+
+class Shared(Disk):
+    """Runs the jobs of an engine's shared tier, and asks the store what it has."""
+
+    _name: ClassVar[str] = "shared"
+
+    def __init__(
+        self,
+        store: SharedStore,
+        options: SharedOptions,
+        blueprint: Blueprint,
+        layouts: Sequence[Sequence[BlockLayout]],
+        arenas: Sequence[HostArena],
+    ) -> None:
+        """Open a tier for each rank. They connect when the first job comes.
+
+        Raises:
+            ConfigError: the store's URL or an option is wrong, or a library is missing.
+        """
+        self._store = store
+        self._num_claims = (
+            options.index_blocks
+            or _CLAIMS_PER_SLOT * arenas[0].num_slots // blueprint.blocks_per_slot
+        )
+        self._salt = b""
+        # What a request has asked for; None once it is answered, or if there was nothing to ask.
+        self._asked: dict[str, tuple[Request, _Asked | None]] = {}
+        prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
+        super().__init__([], prints, options, arenas)
+        self._asker = Asker(lambda: TierStore(self._first), wait_s=options.ask_timeout_s)
+
+    @property
+    def fingerprint(self) -> str:
+        """The digits by which `kvstow tier` knows the blocks of the first rank."""
+        return self._namespaces()[0].hex()
+
+    @property
+    def _first(self) -> SharedTier:
+        return self._shared_tiers[0]
+
+    @property
+    def _shared_tiers(self) -> list[SharedTier]:
+        return [tier for tier in self._tiers if isinstance(tier, SharedTier)]
+
+    def _namespaces(self) -> list[bytes]:
+        digests = [print.digest for print in self._fingerprints]
+        if not self._salt:
+            return digests
+        size = NAMESPACE_BYTES
+        return [hashlib.sha256(digest + self._salt).digest()[:size] for digest in digests]
+
+    def below(self, blueprint: Blueprint) -> Blueprint:
+        """Return a blueprint whose scheduler has this tier below the host."""
+        return replace(super().below(blueprint), is_shared=True)
+
+    # -- what differs from a disk ----------------------------------------------------------------
+
+    def _open(self, arenas: Sequence[HostArena]) -> None:
+        with ExitStack() as opened:
+            runners = [
+                TierRunner(opened.enter_context(self._store.open(arena, fingerprint)))
+                for fingerprint, arena in zip(self._fingerprints, arenas, strict=True)
+            ]
+            opened.pop_all()
+        self._runners = runners
+        self._rename()
+
+    def _num_slots(self) -> int:
+        return self._num_claims
+
+    def _records(self) -> list[SlotRecords]:
+        return []
+
+    def _rename(self) -> None:
+        for tier, namespace in zip(self._shared_tiers, self._namespaces(), strict=True):
+            tier.rename(namespace)
+
+    def _renew(self) -> None:
+        if self._must_renew:
+            self._salt = os.urandom(NAMESPACE_BYTES)
+            self._rename()
+            self._asker.reset()
+            self._asked.clear()
+            self._must_renew = False
+
+    def attach(self, state: State) -> None:
+        """Let a new scheduler use the tier. It knows nothing yet of what the store has."""
+        self._asked.clear()
+        super().attach(state)
+
+    def close(self) -> None:
+        """Carry out every job, and close the connections."""
+        self._asker.reset()
+        super().close()
+
+    def forget_all(self) -> None:
+        """Forget the jobs that have not ended, because the engine is closed."""
+        self._asker.close()
+        super().forget_all()
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def has_asked(
+        self, state: State, request_id: str, num_local_tokens: int, max_tokens: int
+    ) -> bool:
+        """Ask the store once for a request. Return False until it has answered, or is late."""
+        if not self._runners or self._mode == "off":
+            return True
+        request = state.requests[request_id]
+        before = self._asked.get(request_id)
+        # Another request may have had this id.
+        if before is not None and before[0] is request:
+            asked = before[1]
+        else:
+            self._forget_gone(state)
+            asked = self._ask(state.scheduler, request_id, num_local_tokens, max_tokens)
+            self._asked[request_id] = request, asked
+        if asked is None:
+            return True
+        if not asked.question.poll():
+            return False
+        self._asked[request_id] = request, None
+        state.scheduler.claim(*asked.found())
+        return True
+
+    def _ask(
+        self, scheduler: OffloadScheduler, request_id: str, num_local_tokens: int, max_tokens: int
+    ) -> _Asked | None:
+        hashes, groups, parents = scheduler.unclaimed(request_id, num_local_tokens, max_tokens)
+        if not hashes:
+            return None
+        question = self._asker.ask(list(zip(hashes, groups.tolist(), strict=True)))
+        return _Asked(hashes, groups, parents, question)
+
+    def _forget_gone(self, state: State) -> None:
+        """Keep the list of requests that have asked about as short as that of all requests."""
+        if len(self._asked) > 2 * len(state.requests) + 8:
+            known = state.requests
+            self._asked = {name: asked for name, asked in self._asked.items() if name in known}
+
+    def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
+        """Return what the scheduler, the store's client and the asker have counted."""
+        own = super().stats(scheduler)
+        asker = self._asker.stats
+        return {name.replace("disk_", "shared_"): value for name, value in own.items()} | {
+            "shared_asked_blocks": asker.asked_keys,
+            "shared_found_blocks": asker.found_keys,
+            "shared_late_questions": asker.late_questions,
+            "shared_failed_questions": asker.failed_questions + asker.refused_questions,
+        }
+
+
+OpenBelow: TypeAlias = Callable[
+    [Blueprint, Sequence[Sequence[BlockLayout]], Sequence[HostArena]], Disk | None
+]
+"""Opens the tier below the host of an engine; None without one."""
+
+
+def checked_below(
+    disk: SlotFile | Sequence[SlotFile] | None,
+    disk_options: DiskOptions | None,
+    store: SharedStore | None,
+    options: SharedOptions | None,
+    world_size: int,
+) -> OpenBelow:
+    """Return what opens the tier below the host.
+
+    Raises:
+        ConfigError: a tier without its options, options without a tier, or two tiers.
+    """
+    files = checked_files(disk, disk_options, world_size)
+    if files and store is not None:
+        raise ConfigError(
+            f"shared is {store!r}, but this engine has a disk tier: an engine has one tier below "
+            "the host, so leave out disk or shared"
+        )
+    if store is None and options is None:
+        return partial(open_disk, files, disk_options)
+    if not isinstance(store, SharedStore) or not isinstance(options, SharedOptions):
+        raise ConfigError(
+            f"shared is {store!r} and shared_options {options!r}; a shared tier needs both, so "
+            "pass SharedStore(url) and SharedOptions(identity=..., weights_version=...), or neither"
+        )
+    return partial(Shared, store, options)

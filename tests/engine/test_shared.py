@@ -1,0 +1,252 @@
+"""Engines that share a store: what one computed, another loads, and nothing else.
+
+The store is a real server. `serve` compares every token that a request loads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.engine.disk_world import NUM_HOST, forget_device, serve, settle, slot_file
+from tests.engine.disk_world import options as disk_options
+from tests.engine.world import BLOCK, DOCUMENT, World
+from tests.tiers.resp.server import Server, free_port
+
+from kvstow import ConfigError, SharedOptions
+from kvstow.tiers import SharedStore
+from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
+from kvstow.transfer import mover_for
+
+LONG_S = 20.0
+NUM_WHOLE = (len(DOCUMENT) - 1) // BLOCK * BLOCK
+"""Tokens of the document that a hit may have."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path, "--maxmemory", "100mb") as server:
+        yield server
+
+
+def options(**changes: object) -> SharedOptions:
+    given = {"identity": "m", "weights_version": "1", "ask_timeout_s": LONG_S} | changes
+    return SharedOptions(**given)  # type: ignore[arg-type]
+
+
+@contextmanager
+def world(url: str, num_host: int = NUM_HOST, **changes: object) -> Iterator[World]:
+    given = {"shared": SharedStore(url), "shared_options": options(), "mover": mover_for} | changes
+    it = World(17, num_host, **given)
+    try:
+        yield it
+        settle(it)
+        it.engine.check()
+    finally:
+        it.engine.close()
+
+
+def stat(it: World, name: str) -> float:
+    return it.engine.stats()[name]
+
+
+def keys(server: Server) -> list[bytes]:
+    """Return the keys of all blocks, sorted."""
+    words = server.command("KEYS", "kvstow:*").split(b"\r\n")
+    return sorted(word for word in words if word.startswith(KEY_PREFIX))
+
+
+def value(server: Server, key: bytes) -> bytes:
+    size, _, rest = server.command("GET", key)[1:].partition(b"\r\n")
+    return rest[: int(size)]
+
+
+def test_an_engine_loads_what_another_computed(server: Server) -> None:
+    with world(server.url) as a, world(server.url) as b:
+        assert serve(a, "writer", DOCUMENT) == 0
+        assert stat(a, "demoted_blocks") == len(DOCUMENT) // BLOCK
+        assert serve(b, "reader", DOCUMENT) == NUM_WHOLE
+        assert stat(b, "shared_found_blocks") == NUM_WHOLE // BLOCK
+        assert stat(b, "promoted_blocks") == NUM_WHOLE // BLOCK
+        assert stat(b, "shared_mismatched_blocks") == 0
+        # What B found is on its host now.
+        forget_device(b)
+        assert serve(b, "again", DOCUMENT) == NUM_WHOLE
+        assert stat(b, "promoted_blocks") == NUM_WHOLE // BLOCK
+    with world(server.url) as late:
+        assert serve(late, "third", DOCUMENT) == NUM_WHOLE
+
+
+def test_without_a_store_the_second_engine_computes(server: Server) -> None:
+    """The negative control of the test above."""
+    with world(server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+        server.command("FLUSHALL")
+        with world(server.url) as b:
+            assert serve(b, "reader", DOCUMENT) == 0
+            assert stat(b, "shared_asked_blocks") == NUM_WHOLE // BLOCK
+            assert stat(b, "claimed_blocks") == 0
+
+
+@pytest.mark.parametrize("damage", ["another block", "a flipped bit", "another model's", "gone"])
+def test_a_block_that_is_not_the_right_one_is_a_miss(server: Server, damage: str) -> None:
+    with world(server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+    own = keys(server)
+    assert len(own) == len(DOCUMENT) // BLOCK
+    with world(server.url, shared_options=options(identity="another")) as stranger:
+        assert serve(stranger, "writer", DOCUMENT) == 0
+    other = [key for key in keys(server) if key not in own]
+    digest_at = len(KEY_PREFIX) + 32
+    for at, key in enumerate(own):
+        wrong = {
+            "another block": value(server, own[(at + 1) % len(own)]),
+            "a flipped bit": bytearray(value(server, key)),
+            "another model's": next(
+                value(server, one) for one in other if one[digest_at:] == key[digest_at:]
+            ),
+            "gone": b"",
+        }[damage]
+        if isinstance(wrong, bytearray):
+            wrong[HEADER_BYTES + 7] ^= 16
+        own_value = value(server, key)
+        server.command("SET", key, bytes(wrong))
+        if at == len(own) - 1:
+            # One block is the right one, so that the damage above must be what makes the misses.
+            server.command("SET", own[0], own_value)
+    with world(server.url) as b:
+        assert serve(b, "reader", DOCUMENT) == 0
+        assert stat(b, "shared_found_blocks") == NUM_WHOLE // BLOCK
+        assert stat(b, "promoted_blocks") == 0
+        assert stat(b, "failed_promotes") > 0
+        # It has put them again.
+        settle(b)
+        with world(server.url) as c:
+            assert serve(c, "reader", DOCUMENT) == NUM_WHOLE
+
+
+def test_one_damaged_block_ends_the_hit_there(server: Server) -> None:
+    with world(server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+    parents = keys(server)
+    found = []
+    for key in parents:
+        kept = value(server, key)
+        damaged = bytearray(kept)
+        damaged[HEADER_BYTES] ^= 1
+        server.command("SET", key, bytes(damaged))
+        with world(server.url, shared_options=options(max_write_bytes_per_s=1)) as b:
+            found.append(serve(b, "reader", DOCUMENT) // BLOCK)
+        server.command("SET", key, kept)
+    # Each block in its turn is where the hit ends; the last is never asked for.
+    assert sorted(found) == [*range(NUM_WHOLE // BLOCK), NUM_WHOLE // BLOCK]
+
+
+def test_a_reset_leaves_the_namespace(server: Server) -> None:
+    with world(server.url) as a, world(server.url) as b:
+        assert serve(a, "writer", DOCUMENT) == 0
+        fingerprint = a.engine._copies.disk.fingerprint  # type: ignore[union-attr]
+        a.engine.reset()
+        settle(a)
+        assert a.engine._copies.disk.fingerprint != fingerprint  # type: ignore[union-attr]
+        forget_device(a)
+        assert serve(a, "new weights", DOCUMENT) == 0, "a block of before the reset was served"
+        num_keys = len(keys(server))
+        assert num_keys == 2 * len(DOCUMENT) // BLOCK
+        assert serve(b, "old weights", DOCUMENT) == NUM_WHOLE
+
+
+def test_a_reset_fences_a_question_under_way(server: Server) -> None:
+    with world(server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+    with world(server.url) as b:
+        serve(b, "connects", list(range(500, 504)))
+        server.pause()
+        assert b.admit("reader", DOCUMENT).state.name == "PENDING"
+        time.sleep(0.05)  # the question is on its way to the server
+        b.engine.reset()
+        server.resume()
+        settle(b)
+        assert serve(b, "reader", DOCUMENT) == 0
+        assert stat(b, "promoted_blocks") == 0
+        assert stat(b, "claimed_blocks") == 0, "an answer of before the reset counts"
+
+
+def test_each_request_asks_once(server: Server) -> None:
+    with world(server.url) as a, world(server.url) as b:
+        for number in range(3):
+            prompt = [100 * number + token for token in DOCUMENT]
+            assert serve(a, "one name", prompt) == 0
+            assert serve(b, "one name", prompt) == NUM_WHOLE
+        assert stat(b, "shared_asked_blocks") == 3 * NUM_WHOLE // BLOCK
+
+
+def test_the_index_forgets_and_the_store_keeps(server: Server) -> None:
+    with world(server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+    with world(server.url, shared_options=options(index_blocks=2)) as b:
+        assert serve(b, "reader", DOCUMENT) == 2 * BLOCK
+    with world(server.url) as c:
+        assert serve(c, "reader", DOCUMENT) == NUM_WHOLE
+
+
+@pytest.mark.parametrize("fault", ["stopped", "killed", "never there"])
+def test_a_store_that_fails_costs_the_deadlines_and_nothing_else(
+    server: Server, fault: str
+) -> None:
+    url = f"redis://127.0.0.1:{free_port()}" if fault == "never there" else server.url
+    patient = options(ask_timeout_s=0.05, promote_timeout_s=0.2, timeout_s=0.3, flush_s=0.1)
+    store = SharedStore(url, timeout_s=0.3)
+    with world(url, shared=store, shared_options=patient) as it:
+        serve(it, "before", DOCUMENT)
+        {"stopped": server.pause, "killed": server.kill}.get(fault, lambda: None)()
+        for number in range(1, 5):
+            forget_device(it)
+            prompt = [1000 * number + token for token in DOCUMENT]
+            assert serve(it, f"request {number}", prompt) == 0
+        if fault == "stopped":
+            server.resume()
+        elif fault == "killed":
+            server.start()
+        else:
+            return
+        until_s = time.monotonic() + LONG_S
+        with world(server.url) as other:
+            number = 0
+            while True:
+                number += 1
+                assert time.monotonic() < until_s, "the store is not used again"
+                prompt = [5000 + 100 * number + token for token in DOCUMENT]
+                serve(it, f"after {number}", prompt)
+                settle(it)
+                if serve(other, f"reader {number}", prompt) == NUM_WHOLE:
+                    break
+                time.sleep(0.1)
+
+
+def test_events_name_no_block_of_the_store(server: Server) -> None:
+    with world(server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+    with world(server.url, events=True) as b:
+        assert serve(b, "reader", DOCUMENT) == NUM_WHOLE
+        assert {event.medium for event in b.engine.take_events()} == {"GPU", "CPU"}
+
+
+def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> None:
+    both = {"disk": slot_file(tmp_path / "slots"), "disk_options": disk_options()}
+    for given, message in (
+        (both, "an engine has one tier below the host, so leave out disk or shared"),
+        ({"shared": SharedStore(server.url), "shared_options": None}, "a shared tier needs both"),
+        ({"shared": None}, "a shared tier needs both"),
+        ({"shared": SharedStore("http://host")}, "shared names http, expected a URL"),
+        ({"shared_options": "no"}, "shared_options 'no'"),
+    ):
+        with pytest.raises(ConfigError, match=message), world(server.url, **given):
+            pass
+    with pytest.raises(ConfigError, match="index_blocks is 0"):
+        options(index_blocks=0)
+    with pytest.raises(ConfigError, match="identity is ''"):
+        options(identity="")
