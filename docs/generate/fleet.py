@@ -12,7 +12,7 @@ from docs.generate.plot import Lines
 
 ROOT: Final = Path(__file__).parents[2]
 RESULT: Final = ROOT / "benches" / "results" / "fleet-conversation.json"
-PLOT: Final = ROOT / "docs" / "images" / "fleet.svg"
+PLOT: Final = ROOT / "docs" / "images" / "fleet" / "hits.svg"
 
 
 def result() -> dict[str, dict[str, Any]]:
