@@ -1,0 +1,182 @@
+"""What the reference names exists, and what exists is in the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from tests.docs.pages import ROOT
+
+import kvstow
+from kvstow import KvstowError
+from kvstow.cli import _commands
+from kvstow.observability.metrics import ALL_METRICS
+from kvstow.vllm.hints import Hints
+from kvstow.vllm.options import Options
+
+DOCS = ROOT / "docs"
+PAGES = {
+    path: path.read_text()
+    for path in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
+}
+REFERENCE = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+ENTRIES = set(re.findall(r"^::: ([\w.]+)$", REFERENCE, re.MULTILINE))
+# Packages whose `__all__` is for users of the library.
+PUBLIC = ("kvstow", "kvstow.transfer", "kvstow.tiers", "kvstow.observability")
+SAMPLES = ("_total", "_bucket", "_sum", "_count", "_created")
+
+
+def found(name: str) -> object:
+    """Return what a dotted name of an entry is."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_every_entry_exists(name: str) -> None:
+    assert found(name) is not None
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_has_an_entry(package: str) -> None:
+    names = set(importlib.import_module(package).__all__) - {"__version__"}
+    entries = [found(entry) for entry in ENTRIES]
+    missing = {
+        name
+        for name in names
+        if f"{package}.{name}" not in ENTRIES
+        and not any(getattr(importlib.import_module(package), name) is entry for entry in entries)
+    }
+    assert missing == set()
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def errors() -> Iterator[type[KvstowError]]:
+    """Yield every error of kvstow that a module defines."""
+    for module in pkgutil.walk_packages(kvstow.__path__, "kvstow."):
+        if ".vllm" in module.name or module.name.endswith("__main__"):
+            continue
+        for _, each in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(each, KvstowError):
+                yield each
+
+
+def test_every_error_is_in_the_reference() -> None:
+    known = {each.__name__ for each in errors()}
+    assert known >= {"ConfigError", "TransferTimeout", "SlotFileMismatch"}
+    listed = {entry.rpartition(".")[2] for entry in ENTRIES}
+    assert known - listed == set()
+
+
+# -- metrics -----------------------------------------------------------------------------------
+
+
+def test_every_metric_that_a_page_names_exists() -> None:
+    known = {metric.name for metric in ALL_METRICS}
+    known |= {metric.name.removesuffix("_total") for metric in ALL_METRICS}
+    for path, text in PAGES.items():
+        for name in re.findall(r"\bkvstow_[a-z_]*[a-z]\b", text):
+            bare = next((name.removesuffix(end) for end in SAMPLES if name.endswith(end)), name)
+            is_rule = f"{name}:" in text or f":{name}" in text
+            assert name in known or bare in known or is_rule or name in OTHER_NAMES, (path, name)
+
+
+# No metrics: the crates, and a folder that a page makes.
+OTHER_NAMES = {"kvstow_core"}
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def test_every_option_that_a_page_passes_to_the_connector_exists() -> None:
+    known = {field.name for field in dataclasses.fields(Options)}
+    num_found = 0
+    for path, text in PAGES.items():
+        for given in re.findall(r'"kv_connector_extra_config"\s*:\s*\{([^{}]*)\}', text):
+            for name in re.findall(r'"(\w+)"\s*:', given):
+                num_found += 1
+                assert name in known, (path, name)
+    assert num_found > 5
+
+
+def test_options_and_hints_have_a_table() -> None:
+    page = (DOCS / "reference" / "connector.md").read_text()
+    assert "<!-- generated: options -->" in page
+    assert "<!-- generated: hints -->" in page
+    assert dataclasses.fields(Hints)
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """Yield each line of a page that calls kvstow, in a block or within a sentence."""
+    for path, text in PAGES.items():
+        if path.name == "troubleshooting.md":  # it quotes messages, which begin alike
+            continue
+        blocks = "\n".join(re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+        joined = blocks.replace("\\\n", " ")
+        yield from ((path, line) for line in re.findall(r"^(?:\$ )?(kvstow .*)$", joined, re.M))
+        yield from ((path, line) for line in re.findall(r"`(kvstow [a-z][^`]*)`", text))
+
+
+def test_every_command_and_its_options_exist() -> None:
+    lines = list(commands())
+    assert len(lines) > 40
+    for path, line in lines:
+        command: click.Command = _commands()
+        words = re.split(r"[|;&>#]", line)[0].split()[1:]
+        while isinstance(command, click.Group) and words and re.fullmatch(r"[a-z-]+", words[0]):
+            child = command.commands.get(words[0]) or command.get_command(
+                click.Context(command), words[0]
+            )
+            assert child is not None, (path, line)
+            command, words = child, words[1:]
+        known = {one for parameter in command.params for one in parameter.opts} | {"--help"}
+        known |= {one for parameter in command.params for one in parameter.secondary_opts}
+        for word in words:
+            option = word.split("=")[0].rstrip(".,:")
+            if re.fullmatch(r"--[a-z-]+", option) and option != "--version":
+                assert option in known, (path, line)
+
+
+def test_every_make_target_that_a_page_names_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):.*## ", makefile, re.MULTILINE))
+    pages = PAGES | {ROOT / "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text()}
+    for path, text in pages.items():
+        for name in re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE):
+            assert name in targets, (path, name)
+
+
+# -- the environment ---------------------------------------------------------------------------
+
+TEXTS = {".py", ".md", ".rs", ".yaml", ".service", ""}
+VARIABLE = re.compile(r"\bKVSTOW_[A-Z_]+\b")
+
+
+def variables(*folders: str) -> set[str]:
+    """Return the variables of the environment that the files of folders name."""
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = (path.read_text(errors="ignore") for path in files if path.suffix in TEXTS)
+    return {name for text in texts for name in VARIABLE.findall(text)}
+
+
+def test_every_variable_of_the_environment_is_documented() -> None:
+    assert variables("python") - variables("docs") == set()
+
+
+def test_every_documented_variable_of_the_environment_is_read() -> None:
+    pages = {name for text in PAGES.values() for name in VARIABLE.findall(text)}
+    pages |= set(VARIABLE.findall((ROOT / "CONTRIBUTING.md").read_text()))
+    read = variables("python", "tests", "rust", "benches", "examples")
+    read |= set(VARIABLE.findall((ROOT / "Makefile").read_text()))
+    assert pages - read == set()
