@@ -233,8 +233,8 @@ def main(names: list[str]) -> int:
         bug.apply(COPY)
         found = search(bug.world)
         num_missed += found is None
-        result = f"{found[1]:2} steps: {found[0]}" if found else "NOT FOUND"
-        print(f"{name:18}  {bug.world:8}  {bug.what}: {result}", flush=True)
+        num_steps, why = (str(found[1]), found[0]) if found else ("-", "NOT FOUND")
+        print(f"{bug.world:9} {num_steps:>5}  {bug.what}\n{'':17}{why[:100]}", flush=True)
     return min(num_missed, 1)
 
 
