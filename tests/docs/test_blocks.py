@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -90,8 +91,20 @@ def test_every_flag_is_one_that_the_connector_takes(page: Path) -> None:
 
     for text in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text(), re.DOTALL):
         flag = json.loads(text)
+        options = flag["kv_connector_extra_config"]
+        if flag["kv_connector"] == "OffloadingConnector":  # vLLM's own, above a tier of kvstow
+            check_tiers(options["secondary_tiers"])
+            continue
         assert flag["kv_load_failure_policy"] == "recompute"
-        Options.parse(flag["kv_connector_extra_config"])
+        Options.parse(options)
+
+
+def check_tiers(tiers: list[dict[str, object]]) -> None:
+    from kvstow.vllm.secondary_tier import KVStowDisk  # noqa: PLC0415 - vLLM is slow to import
+
+    for tier in tiers:
+        assert (tier.pop("type"), tier.pop("module_path")) == ("KVStowDisk", KVStowDisk.__module__)
+        assert tier.keys() <= inspect.signature(KVStowDisk).parameters.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -1,8 +1,8 @@
 """A loss of power: each sector that was written since the last sync may be old, each name gone.
 
-The model gives each change of the weights a new epoch. A block must have the bytes that its key has
-under the epoch of the process that reads it. So a reset that a loss of power undoes shows as a
-wrong block.
+Each change of the weights of a model begins a new epoch of it. A block must have the bytes that its
+key has under the epoch of the process that reads it. So a reset that a loss of power undoes shows
+as a wrong block.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class PowerLoss:
         self._chance = random.Random(seed)
         self._folder = folder
         self._arena = new_arena()
-        self._epoch = 0
-        self._model = MODEL
+        self._model, self._epoch = MODEL, 0
+        self._other, self._other_epoch = OTHER_MODEL, 1000
 
     def run(self, num_processes: int) -> None:
         for _ in range(num_processes):
@@ -187,8 +187,8 @@ class PowerLoss:
 
     def _process(self) -> None:
         if self._chance.random() < 0.15:
-            self._model = OTHER_MODEL if self._model is MODEL else MODEL
-            self._epoch += 1
+            self._model, self._other = self._other, self._model
+            self._epoch, self._other_epoch = self._other_epoch, self._epoch
         cut_at = self._chance.choice([self._chance.randrange(1, 12), self._chance.randrange(1, 80)])
         self._files = files = Volatile(self._folder, self._chance, cut_at)
         files.epoch = self._epoch

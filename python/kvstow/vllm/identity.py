@@ -138,8 +138,9 @@ class Identity:
             "hash_block": getattr(cache, "hash_block_size", None) or 0,
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
+        memory = Path(str(self.options.disk_path)) / _MEMORY
         for name, folder in self._folders.items():
-            fields[name] = "unknown" if folder is None else self._content(folder)
+            fields[name] = "unknown" if folder is None else content_of(folder, memory)
         version = self.options.weights_version_path
         if version is not None:
             fields["weights_version"] = _digest(_read(version))
@@ -156,38 +157,10 @@ class Identity:
     @property
     def _folders(self) -> dict[str, Path | None]:
         """The files of each model; None if they are not on this machine."""
-        return {name: _local(model) for name, model in self._models.items()}
-
-    def _content(self, path: Path) -> str:
-        """Return the digest of a model's files, and remember those of files that do not change."""
-        memory = Path(str(self.options.disk_path)) / _MEMORY
-        known: dict[str, list[Any]] = {}
-        with suppress(OSError, ValueError):
-            known = dict(json.loads(memory.read_text()))
-        found: dict[str, list[Any]] = {}
-        lines = []
-        for name, file in _files(path):
-            try:
-                stat = os.stat(file)
-                state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-                kept = known.get(str(file))
-                is_kept = isinstance(kept, list) and kept[:-1] == state
-                digest = str(kept[-1]) if kept is not None and is_kept else _content_digest(file)
-                is_old = time.time() - stat.st_ctime > _FRESH_S
-            except OSError as error:
-                raise ConfigError(
-                    f"{file} cannot be read ({error.strerror}), and {WHERE}.disk_path needs the "
-                    "content of all files of the model: make it readable, or remove disk_path"
-                ) from error
-            if is_old:
-                found[str(file)] = [*state, digest]
-            lines.append((name, stat.st_size, digest))
-        if any(known.get(name) != state for name, state in found.items()):
-            _remember(memory, known | found)
-        return _digest(lines)
+        return {name: local_model(model) for name, model in self._models.items()}
 
 
-def _local(model: Any) -> Path | None:
+def local_model(model: Any) -> Path | None:
     """Return the folder or the file of a model on this machine; None if it is not known."""
     path = Path(model.model)
     if path.exists():
@@ -201,6 +174,42 @@ def _local(model: Any) -> Path | None:
         if isinstance(found, str):
             return Path(found).parent
     return None
+
+
+def content_of(path: Path, memory: Path) -> str:
+    """Return the digest of a model's files.
+
+    Args:
+        path: its folder, or its file.
+        memory: the file that keeps the digests of files that do not change.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    known: dict[str, list[Any]] = {}
+    with suppress(OSError, ValueError):
+        known = dict(json.loads(memory.read_text()))
+    found: dict[str, list[Any]] = {}
+    lines = []
+    for name, file in _files(path):
+        try:
+            stat = os.stat(file)
+            state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            kept = known.get(str(file))
+            is_kept = isinstance(kept, list) and kept[:-1] == state
+            digest = str(kept[-1]) if kept is not None and is_kept else _content_digest(file)
+            is_old = time.time() - stat.st_ctime > _FRESH_S
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be read ({error.strerror}), and the disk tier needs the "
+                "content of all files of the model: make it readable, or remove the tier"
+            ) from error
+        if is_old:
+            found[str(file)] = [*state, digest]
+        lines.append((name, stat.st_size, digest))
+    if any(known.get(name) != state for name, state in found.items()):
+        _remember(memory, known | found)
+    return _digest(lines)
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
@@ -217,7 +226,7 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _content_digest(file: Path) -> str:
-    """Return a digest of a file's content: the SHA-256 of the XXH3 of its pieces."""
+    """Return a digest of a file's content: the SHA-256 of the CRC-64 of its pieces."""
     whole = hashlib.sha256()
     buffer = bytearray(_PIECE_BYTES)
     row = np.frombuffer(buffer, np.uint8)[None, :]

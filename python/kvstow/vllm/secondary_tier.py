@@ -1,0 +1,390 @@
+"""A disk tier for vLLM's own `OffloadingConnector`: bounded, checked, and warm after a restart.
+
+```
+"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ...,
+    "secondary_tiers": [{"type": "KVStowDisk", "module_path": "kvstow.vllm.secondary_tier",
+                         "path": "/mnt/nvme/slots", "max_bytes": "200GiB"}]}
+```
+
+vLLM calls all methods from its scheduler's thread. A chunk of its CPU tier is one slot of the file.
+
+```
+submit_store   free slots, then those of the oldest keys --> put --> ended: the key is in `_slots`
+submit_load    the slots of the keys, which nobody may take --> get --> ended: failed keys go
+```
+
+How a wrong block could be served, and what prevents it:
+
+- The slot of a key is given to another key while a job reads or writes it: slots of running jobs
+  are in no key's place, or in `_busy`, and are never taken.
+- vLLM gives a chunk to another block while a thread still fills or reads it: a job is reported only
+  when its ticket has ended. So a read that never returns keeps its request waiting.
+- Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
+  goes, durably, unless the file of `weights_version_path` has not changed.
+- Other weights, sizes or parallel ranks after a restart: the fingerprint. Where nobody knows the
+  content of the weights, the file begins empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+
+import numpy as np
+from vllm import version as vllm_version
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstow import ConfigError, TransferError
+from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
+from kvstow.transfer.borrowed import BorrowedArena
+from kvstow.vllm.identity import content_of, local_model
+from kvstow.vllm.weights import WeightsVersion
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = logging.getLogger("vllm." + __name__)
+
+# vLLM's name for a chunk: the hash of its last block, and the group.
+Key: TypeAlias = bytes
+
+# A write that hangs must not hold up the requests that ask for its chunks.
+_PATIENCE_S: Final = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A store or a load that vLLM has not heard of again.
+
+    Attributes:
+        job_id: vLLM's number.
+        keys: its keys, in the order of the blocks of the ticket.
+        slots: their slots.
+        ticket: None if the tier had nothing to do.
+        is_load: whether it fills chunks.
+        is_whole: whether each key of vLLM's job is among `keys`.
+        since_s: when it began.
+    """
+
+    job_id: int
+    keys: list[Key]
+    slots: list[int]
+    ticket: TierTicket | None
+    is_load: bool
+    is_whole: bool
+    since_s: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class KVStowDisk(SecondaryTierManager):
+    """Keeps what falls off vLLM's CPU tier in a slot file. See the module for its configuration.
+
+    Attributes:
+        tier: the open slot file.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(  # noqa: PLR0913 - the keys of the user's configuration
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        path: str | None = None,
+        max_bytes: int | str | None = None,
+        on_mismatch: Any = "refuse",
+        num_threads: int = 4,
+        weights_version_path: str | None = None,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        **unknown: object,
+    ) -> None:
+        """Open the file.
+
+        Args:
+            offloading_spec: vLLM's configuration.
+            primary_kv_view: vLLM's CPU tier, a row for each chunk.
+            tier_type: vLLM's name of this tier.
+            backpressure_detector: vLLM's own.
+            path: the slot file, on a local disk. Data-parallel engines add their number to it.
+            max_bytes: bytes of the file and its index, at most, such as "200GiB".
+            on_mismatch: "refuse" a file of another model, or "reset" (empty) it.
+            num_threads: threads that read and write.
+            weights_version_path: a file that names the weights. A reset keeps the blocks while it
+                is unchanged. Without it, every reset drops them.
+            enable_kv_events: whether to publish what the disk stores and drops.
+            locality: "LOCAL" or "REMOTE", for these events.
+            **unknown: what a later vLLM may pass; ignored with a warning.
+
+        Raises:
+            ConfigError: a key is missing or wrong, or the place is unsuitable.
+            StateError: the file is in use.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        for name, value in (("path", path), ("max_bytes", max_bytes)):
+            if value is None:
+                raise ConfigError(
+                    f"the secondary tier {tier_type} has no {name}; add it beside its type"
+                )
+        if unknown:
+            logger.warning(
+                "kvstow: the secondary tier %s ignores %s", tier_type, ", ".join(sorted(unknown))
+            )
+        assert path is not None
+        assert max_bytes is not None
+        self.locality = None if locality is None else Locality(locality)
+        is_published = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = (
+            [] if enable_kv_events and is_published else None
+        )
+        self._version = WeightsVersion(weights_version_path)
+        self._keeps_on_reset = weights_version_path is not None
+        engine = offloading_spec.config.parallel.data_parallel_index
+        place = path if not engine else f"{path}.engine{engine}"
+        fingerprint, is_known = _fingerprint(offloading_spec, place, weights_version_path)
+        self._arena: Final = BorrowedArena(primary_kv_view)
+        file = SlotFile(
+            place,
+            max_bytes,
+            on_mismatch=on_mismatch if is_known else "reset",
+            num_threads=num_threads,
+        )
+        self.tier: Final[SlotTier] = file.open(self._arena, fingerprint)
+        self._jobs: list[_Job] = []
+        self._storing: dict[Key, _Job] = {}
+        self._slots: OrderedDict[Key, int] = OrderedDict()  # oldest use first
+        self._busy: Counter[int] = Counter()  # slots that loads read
+        self._sequence = 1
+        self._free: list[int] = []
+        self._adopt()
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    def lookup(self, key: Key, req_context: ReqContext) -> LookupResult:
+        """Return whether the disk has a chunk."""
+        if key in self._slots:
+            return LookupResult.MISS if self.tier.mode == "off" else LookupResult.HIT
+        job = self._storing.get(key)
+        if job is None or time.monotonic() - job.since_s > _PATIENCE_S:
+            return LookupResult.MISS
+        return LookupResult.RETRY
+
+    def touch(self, keys: Collection[Key], req_context: ReqContext) -> None:
+        """Keep these chunks longest. The first of a prefix stays longer than the last."""
+        for key in reversed(list(keys)):
+            if key in self._slots:
+                self._slots.move_to_end(key)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for what vLLM does by itself."""
+        return RequestOffloadingContext()
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to write those chunks that the disk lacks."""
+        chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
+        new = [key for key in chunks if key not in self._slots and key not in self._storing]
+        slots = self._taken(len(new)) if self.tier.mode == "on" else []
+        del new[len(slots) :]
+        ticket = None
+        if new:
+            ticket = self.tier.put(self._blocks(new, slots), [chunks[key] for key in new])
+            self._sequence += 1
+        is_whole = all(key in self._slots or key in self._storing or key in new for key in chunks)
+        job = _Job(job_metadata.job_id, new, slots, ticket, is_load=False, is_whole=is_whole)
+        self._storing.update(dict.fromkeys(new, job))
+        self._jobs.append(job)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begin to fill chunks from the disk."""
+        chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
+        keys = [key for key in chunks if key in self._slots]
+        slots = [self._slots[key] for key in keys]
+        ticket = None
+        if keys:
+            ticket = self.tier.get(self._blocks(keys, slots), [chunks[key] for key in keys])
+        self._busy.update(slots)
+        is_whole = len(keys) == len(chunks)
+        self._jobs.append(
+            _Job(job_metadata.job_id, keys, slots, ticket, is_load=True, is_whole=is_whole)
+        )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs whose chunks no thread touches any more, each once."""
+        ended = [job for job in self._jobs if job.ticket is None or job.ticket.has_ended]
+        self._jobs = [job for job in self._jobs if job not in ended]
+        return [self._end(job) for job in ended]
+
+    def drain_jobs(self) -> None:
+        """Wait for all jobs, then drop every block unless the weights are known to be the same.
+
+        vLLM calls it at each reset, also for new weights.
+        """
+        for job in self._jobs:
+            if job.ticket is not None:
+                job.ticket.wait_until_ended(None)
+        if self._keeps_on_reset and not self._version.changed(remember=True):
+            return
+        dropped = list(self._slots)
+        self._slots.clear()
+        # Running jobs, which vLLM has not heard of, end without their slots.
+        taken = {slot for job in self._jobs for slot in job.slots if not job.is_load}
+        self._free = [slot for slot in range(self.tier.num_slots) if slot not in taken]
+        self._publish(dropped, removed=True)
+        self.tier.renew().wait()
+        for job in self._jobs:
+            job.ticket = None
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what was stored and dropped since the last call."""
+        events, self._events = self._events, None if self._events is None else []
+        return events or ()
+
+    def shutdown(self) -> None:
+        """Carry out every job, and close the file.
+
+        Raises:
+            TransferError: a call has not returned. Then vLLM keeps its CPU tier mapped.
+        """
+        self.tier.close()
+        num_bytes = self.tier.stats().in_flight_bytes
+        if num_bytes:
+            raise TransferError(
+                f"{num_bytes} bytes of {self.tier.path} are in calls that do not return, so the "
+                "memory of the CPU tier must stay mapped; check the disk"
+            )
+        self._arena.close()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take over what the file held before this process."""
+        records = self.tier.records()
+        hashes, _ = records.keys(0, len(records))
+        held = zip(hashes, records.groups.tolist(), records.slots.tolist(), strict=True)
+        for digest, group, slot in held:  # the oldest write first, so the newest of a key stays
+            self._slots[make_offload_key(digest, group)] = slot
+        used = set(self._slots.values())
+        self._free = [slot for slot in range(self.tier.num_slots) if slot not in used]
+        if len(records):
+            self._sequence = int(records.sequences[-1]) + 1
+            logger.info("kvstow: %d chunks are warm in %s", len(self._slots), self.tier.path)
+
+    def _taken(self, num: int) -> list[int]:
+        """Take up to so many slots, those of the oldest keys last, in ascending order."""
+        slots = [self._free.pop() for _ in range(min(num, len(self._free)))]
+        dropped = []
+        for key, slot in self._slots.items():
+            if len(slots) == num:
+                break
+            if not self._busy[slot]:
+                dropped.append(key)
+                slots.append(slot)
+        for key in dropped:
+            del self._slots[key]
+        self._publish(dropped, removed=True)
+        return sorted(slots)
+
+    def _blocks(self, keys: Sequence[Key], slots: Sequence[int]) -> TierBlocks:
+        return TierBlocks(
+            [get_offload_block_hash(key) for key in keys],
+            [get_offload_group_idx(key) for key in keys],
+            None,
+            np.array(slots, np.int64),
+            self._sequence,
+        )
+
+    def _end(self, job: _Job) -> JobResult:
+        ok = [False] * len(job.keys) if job.ticket is None else job.ticket.ok.tolist()
+        good = [key for key, is_ok in zip(job.keys, ok, strict=True) if is_ok]
+        if job.is_load:
+            self._busy -= Counter(job.slots)
+            for key, slot, is_ok in zip(job.keys, job.slots, ok, strict=True):
+                if not is_ok and self._slots.get(key) == slot:
+                    del self._slots[key]
+                    self._free.append(slot)
+                    self._publish([key], removed=True)
+        else:
+            for key, slot, is_ok in zip(job.keys, job.slots, ok, strict=True):
+                del self._storing[key]
+                if is_ok:
+                    self._slots[key] = slot
+                else:
+                    self._free.append(slot)
+            self._publish(good, removed=False)
+        return JobResult(
+            job.job_id,
+            success=job.is_whole and len(good) == len(job.keys),
+            successful_keys=tuple(good) if job.is_load and good else None,
+            transfer_time=time.monotonic() - job.since_s,
+            transfer_bytes=len(good) * self.block_size_bytes,
+        )
+
+    def _publish(self, keys: list[Key], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(
+                OffloadingEvent(
+                    keys=keys, medium=self.medium, removed=removed, locality=self.locality
+                )
+            )
+
+
+def _fingerprint(
+    spec: OffloadingSpec, path: str, version_path: str | None
+) -> tuple[Fingerprint, bool]:
+    """Return whose KV the chunks are, and whether a later server can know that it is the same."""
+    config = spec.config
+    shape = [
+        config.groups,
+        config.worker_kv_bytes_per_block,
+        config.cache,
+        dataclasses.replace(config.parallel, rank=0, data_parallel_index=0),
+        config.replicated_layout,
+        config.canonical_layout,
+        config.kv_cache_layout,
+        os.environ.get("VLLM_ATTENTION_BACKEND"),
+        os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+    ]
+    fields: dict[str, str | int] = {
+        "connector": "OffloadingConnector",
+        "vllm": vllm_version.__version__,
+        "model": config.model.name,
+        "dtype": str(config.model.dtype),
+        "shape": hashlib.sha256(repr(shape).encode()).hexdigest()[:32],
+        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+    }
+    folder = local_model(SimpleNamespace(model=config.model.name, revision=None))
+    is_known = folder is not None
+    fields["weights"] = (
+        secrets.token_hex(16)
+        if folder is None
+        else content_of(folder, Path(f"{path}.weights.json"))
+    )
+    if version_path is not None:
+        fields["weights_version"] = hashlib.sha256(Path(version_path).read_bytes()).hexdigest()[:32]
+        is_known = True
+        if folder is None:
+            fields["weights"] = "named by weights_version"
+    return Fingerprint(fields), is_known

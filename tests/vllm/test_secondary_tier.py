@@ -1,0 +1,416 @@
+"""`KVStowDisk` below vLLM's own CPU tier, with vLLM's manager, on a CPU.
+
+What moves chunks between the GPU and the CPU tier needs a GPU, and is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingKVEventsConfig,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from kvstow import ConfigError, TransferError
+from kvstow.tiers import SlotFile
+from kvstow.tiers.files import Buffers, Files
+from kvstow.tiers.slot_store import SlotStore
+from kvstow.transfer.borrowed import BorrowedArena
+from kvstow.vllm.secondary_tier import KVStowDisk
+
+CHUNK = 8192
+NUM_CHUNKS = 4
+NUM_SLOTS = 8
+LONG_S = 20.0
+KEYS = [make_offload_key(bytes([number]) * 32, number % 2) for number in range(40)]
+
+
+def content(key: OffloadKey, epoch: int = 0) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng([key[0], epoch]).integers(0, 256, CHUNK, np.uint8)
+
+
+class Spec:
+    """What a tier reads of vLLM's `OffloadingSpec`."""
+
+    def __init__(self, model: str) -> None:
+        parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True)
+        self.config = OffloadingConfig(
+            groups=(OffloadingGroupConfig(16, ("a",), 0), OffloadingGroupConfig(16, ("b",), 1)),
+            worker_kv_bytes_per_block=CHUNK,
+            enable_kv_cache_events=True,
+            extra_config={},
+            engine_id="engine",
+            model=OffloadingModelConfig(model, "float32"),
+            cache=OffloadingCacheConfig(16, 1),
+            parallel=parallel,
+        )
+        self.kv_events_config = OffloadingKVEventsConfig(True, False)
+        self.blocks_per_chunk = 1
+
+
+class World:
+    """vLLM's CPU tier of four chunks, and a slot file below it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        model = folder / "model"
+        model.mkdir(exist_ok=True)
+        if not any(model.iterdir()):
+            (model / "weights").write_text("first")
+        self.region = SharedOffloadRegion(f"kvstow{uuid.uuid4().hex}", NUM_CHUNKS, 0, CHUNK, CHUNK)
+        self.primary = CPUPrimaryTierOffloadingManager(NUM_CHUNKS, self.region)
+        self.view = self.primary.get_kv_memoryview()
+        config = {
+            "type": "KVStowDisk",
+            "module_path": "kvstow.vllm.secondary_tier",
+            "path": str(folder / "slots"),
+            "max_bytes": SlotFile.bytes_for(NUM_SLOTS, CHUNK),
+        }
+        try:
+            disk = SecondaryTierFactory.create_secondary_tier(
+                config | options, self.view, Spec(str(model))
+            )
+        except BaseException:
+            self.primary.shutdown()
+            raise
+        assert isinstance(disk, KVStowDisk)
+        self.disk = disk
+        self.manager = TieringOffloadingManager(self.primary, [self.disk])
+        self.epoch = 0
+
+    def request(self, name: str) -> ReqContext:
+        request = ReqContext(name)
+        self.manager.on_new_request(request)
+        return request
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def wait(self) -> None:
+        """Wait for the disk, and let vLLM learn what has ended."""
+        for job in self.disk._jobs:
+            if job.ticket is not None:
+                job.ticket.wait(LONG_S)
+        self.end_step()  # ends the step that has asked already
+        self.end_step()
+
+    def store(self, keys: list[OffloadKey]) -> None:
+        """Store chunks as the GPU would, and let them go on to the disk."""
+        request = self.request(f"store {keys[0]!r}")
+        output = self.manager.prepare_store(keys, request)
+        assert output is not None
+        rows = np.asarray(self.view).view(np.uint8)
+        for key, chunk in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
+            rows[chunk] = content(key, self.epoch)
+        if output.keys_to_store:
+            self.manager.complete_store(output.keys_to_store, request)
+        self.manager.on_request_finished(request)
+        del rows
+        self.wait()
+
+    def load(self, key: OffloadKey) -> npt.NDArray[np.uint8] | None:
+        """Return what the GPU would load; None for a miss."""
+        request = self.request(f"load {key!r}")
+        try:
+            for _ in range(3):
+                if self.manager.lookup(key, request) == LookupResult.HIT:
+                    spec = self.manager.prepare_load([key], request)
+                    rows = np.asarray(self.view).view(np.uint8)
+                    found: npt.NDArray[np.uint8] = rows[spec.chunk_ids[0]].copy()
+                    del rows
+                    self.manager.complete_load([key], request)
+                    return found
+                self.end_step()
+                self.wait()
+            return None
+        finally:
+            self.manager.on_request_finished(request)
+
+    def has(self, key: OffloadKey) -> bool:
+        return self.disk.lookup(key, ReqContext("ask")) is LookupResult.HIT
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    worlds: list[World] = []
+
+    def made(**options: Any) -> World:
+        worlds.append(World(tmp_path, **options))
+        return worlds[-1]
+
+    yield made
+    for world in worlds:
+        if not world.disk.tier._store._is_closed:
+            world.close()
+
+
+def fill_primary(world: World) -> None:
+    """Push every chunk out of the CPU tier."""
+    world.store(KEYS[30:34])
+
+
+def test_chunk_that_fell_off_the_cpu_tier_comes_back(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    for key in KEYS[:4]:
+        assert world.primary.lookup(key, ReqContext("ask")) == LookupResult.MISS
+        found = world.load(key)
+        assert found is not None
+        np.testing.assert_array_equal(found, content(key))
+
+
+def test_unknown_keys_of_the_configuration_are_ignored(make: Make, log: list[str]) -> None:
+    make(new_in_vllm=1)
+    assert any("ignores new_in_vllm" in line for line in log)
+
+
+@pytest.mark.parametrize("missing", ["path", "max_bytes"])
+def test_missing_key_is_named(make: Make, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"KVStowDisk has no {missing}"):
+        make(**{missing: None})
+
+
+def test_disk_never_grows(make: Make, tmp_path: Path) -> None:
+    world = make()
+    sizes = {path: path.stat().st_size for path in (tmp_path / "slots", tmp_path / "slots.index")}
+    for first in range(0, 32, 4):
+        world.store(KEYS[first : first + 4])
+    assert {path: path.stat().st_size for path in sizes} == sizes
+    assert [key for key in KEYS if world.has(key)] == KEYS[24:32], "the oldest went"
+
+
+def test_touched_chunks_stay(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    world.store(KEYS[4:8])
+    world.manager.touch(KEYS[:4], ReqContext("touch"))
+    world.store(KEYS[8:12])
+    assert [key for key in KEYS if world.has(key)] == KEYS[:4] + KEYS[8:12]
+
+
+def test_chunk_that_is_there_is_not_written_again(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    before = world.disk.tier.stats().put_blocks
+    world.store(KEYS[:4])
+    assert world.disk.tier.stats().put_blocks == before
+
+
+def test_restarted_server_hits(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    world.close()
+    again = make()
+    for key in KEYS[:4]:
+        found = again.load(key)
+        assert found is not None
+        np.testing.assert_array_equal(found, content(key))
+    again.store(KEYS[4:8])
+    assert all(again.has(key) for key in KEYS[:8])
+
+
+def test_other_weights_at_the_same_path_are_refused(make: Make, tmp_path: Path) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    world.close()
+    (tmp_path / "model" / "weights").write_text("second")
+    with pytest.raises(ConfigError, match="weights"):
+        make()
+    again = make(on_mismatch="reset")
+    assert not any(again.has(key) for key in KEYS)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_damaged_chunk_is_a_miss_and_the_others_load(make: Make, tmp_path: Path) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    flip(tmp_path / "slots", world.disk._slots[KEYS[1]] * CHUNK + 99)
+    request = world.request("all")
+    for key in KEYS[:4]:
+        world.manager.lookup(key, request)
+    world.end_step()
+    world.wait()
+    assert [world.primary.lookup(key, request) for key in KEYS[:4]] == [
+        LookupResult.HIT, LookupResult.MISS, LookupResult.HIT, LookupResult.HIT,
+    ]  # fmt: skip
+    assert not world.has(KEYS[1])
+    assert len(world.disk._free) + len(world.disk._slots) == NUM_SLOTS, "a slot leaks"
+
+
+def test_without_checksums_a_damaged_chunk_is_served(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotStore, "_are_proven", lambda _, host, __: np.ones(len(host), np.bool_))
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    flip(tmp_path / "slots", world.disk._slots[KEYS[1]] * CHUNK + 99)
+    found = world.load(KEYS[1])
+    assert found is not None
+    assert (found != content(KEYS[1])).any()
+
+
+def change_weights(world: World) -> None:
+    """Change the weights in place. vLLM resets, and its CPU tier forgets all."""
+    world.manager.reset_cache()
+    world.epoch += 1
+
+
+def test_reset_drops_every_chunk_durably(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    change_weights(world)
+    assert world.load(KEYS[0]) is None
+    world.store(KEYS[:2])
+    fill_primary(world)
+    found = world.load(KEYS[0])
+    assert found is not None
+    np.testing.assert_array_equal(found, content(KEYS[0], 1))
+    world.close()
+    again = make()
+    assert not any(again.has(key) for key in KEYS), "nobody knows the weights of that generation"
+
+
+def test_reset_without_a_new_generation_serves_old_weights(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the new generation is what keeps old chunks away."""
+    monkeypatch.setattr(KVStowDisk, "drain_jobs", lambda _: None)
+    world = make()
+    world.store(KEYS[:4])
+    change_weights(world)
+    found = world.load(KEYS[0])
+    assert found is not None
+    assert (found != content(KEYS[0], 1)).any()
+
+
+def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
+    make: Make, tmp_path: Path
+) -> None:
+    version = tmp_path / "version"
+    version.write_text("7")
+    world = make(weights_version_path=str(version))
+    world.store(KEYS[:4])
+    world.manager.reset_cache()
+    assert world.load(KEYS[0]) is not None
+    version.write_text("8")
+    world.manager.reset_cache()
+    assert world.load(KEYS[1]) is None
+
+
+def test_jobs_that_vllm_has_not_heard_of_end_at_a_reset(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    request = world.request("load")
+    world.manager.lookup(KEYS[0], request)
+    world.manager._flush_pending_promotions()
+    change_weights(world)
+    assert world.load(KEYS[0]) is None
+    assert len(world.disk._free) == NUM_SLOTS
+    assert not world.disk._jobs
+
+
+class Gate(Files):
+    """Reads of data wait for `gate`."""
+
+    gate = threading.Event()
+    is_shut = False
+
+    def read(self, file: int, buffers: Buffers, offset: int) -> int:
+        if self.is_shut:
+            assert self.gate.wait(LONG_S)
+        return super().read(file, buffers, offset)
+
+
+def test_slot_that_a_load_reads_is_not_taken(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.tiers.slot_file.Files", Gate)
+    monkeypatch.setattr(Gate, "gate", threading.Event())
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    monkeypatch.setattr(Gate, "is_shut", True)
+    request = world.request("load")
+    world.manager.lookup(KEYS[0], request)
+    world.end_step()
+    slot = world.disk._slots[KEYS[0]]
+    assert slot not in world.disk._taken(NUM_SLOTS)
+    assert KEYS[0] in world.disk._slots
+    assert not list(world.disk.get_finished_jobs()), "a thread still fills the chunk"
+    Gate.gate.set()
+    world.wait()
+    assert world.primary.lookup(KEYS[0], request) == LookupResult.HIT
+
+
+def test_shutdown_with_a_call_that_hangs_keeps_the_memory(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    monkeypatch.setattr(
+        type(world.disk.tier), "stats", lambda _: type("Stats", (), {"in_flight_bytes": CHUNK})
+    )
+    with pytest.raises(TransferError, match="must stay mapped"):
+        world.disk.shutdown()
+    monkeypatch.undo()
+    world.primary.shutdown()
+
+
+def test_events_say_what_the_disk_stores_and_drops(make: Make) -> None:
+    world = make(enable_kv_events=True, locality="LOCAL")
+    world.store(KEYS[:4])
+    (stored,) = world.disk.take_events()
+    assert (stored.keys, stored.medium, stored.removed) == (KEYS[:4], Medium.STORAGE, False)
+    world.store(KEYS[4:8])
+    world.store(KEYS[8:12])
+    events = list(world.disk.take_events())
+    assert [key for event in events if event.removed for key in event.keys] == KEYS[:4]
+    assert not list(world.disk.take_events())
+
+
+def test_memory_with_unaligned_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected multiples of 4096"):
+        BorrowedArena(np.zeros((4, 100), np.uint8).data)
+    with pytest.raises(ConfigError, match="expected whole rows"):
+        BorrowedArena(np.zeros((4, 8192), np.uint8)[:, :4096].data)
