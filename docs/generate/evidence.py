@@ -46,13 +46,13 @@ def page() -> str:
     Raises:
         ValueError: a row is not in its result, or a result has no claim.
     """
-    told = catalogue()
+    claims = catalogue()
     results = {path.name for path in RESULTS.iterdir() if path.suffix == ".txt"}
-    if left_out := results ^ {claim["result"] for claim in told["claim"]}:
+    if left_out := results ^ {claim["result"] for claim in claims["claim"]}:
         raise ValueError(f"{sorted(left_out)}: a claim of evidence.toml for each result, and back")
-    parts = [_HEAD, "## What is measured\n", *map(_measured, told["claim"])]
-    parts += ["## What tests show\n", *_tests(told["test"])]
-    parts += ["## What is not shown\n", *_missing(told["missing"], results)]
+    parts = [_HEAD, "## What is measured\n", *map(_measured, claims["claim"])]
+    parts += ["## What tests show\n", *_tests(claims["test"])]
+    parts += ["## What is not shown\n", *_missing(claims["missing"], results)]
     return "\n".join(parts)
 
 

@@ -11,7 +11,7 @@ from docs.generate import evidence
 from docs.generate.plot import Bars, Lines
 from tests.docs.pages import ROOT
 
-TOLD = evidence.catalogue()
+CLAIMS = evidence.catalogue()
 
 
 def test_the_page_is_made_from_the_committed_results() -> None:
@@ -24,7 +24,7 @@ def test_the_plots_are_made_from_the_committed_results() -> None:
 
 
 def test_every_command_names_a_program_that_exists() -> None:
-    commands = [it["command"] for it in TOLD["claim"] + TOLD["missing"] if it["command"]]
+    commands = [it["command"] for it in CLAIMS["claim"] + CLAIMS["missing"] if it["command"]]
     makefile = (ROOT / "Makefile").read_text()
     for command in commands:
         if module := re.match(r"python -m ([\w.]+)", command):
@@ -36,7 +36,7 @@ def test_every_command_names_a_program_that_exists() -> None:
 
 
 def test_every_named_test_exists() -> None:
-    for test in TOLD["test"]:
+    for test in CLAIMS["test"]:
         for name in test["by"]:
             file, _, function = name.partition("::")
             assert f"def {function}(" in (ROOT / file).read_text() or not function, name
@@ -45,7 +45,7 @@ def test_every_named_test_exists() -> None:
 def test_no_result_is_newer_than_its_claim() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("the dates of commits need a git checkout")
-    for claim in TOLD["claim"]:
+    for claim in CLAIMS["claim"]:
         changed = evidence.last_change(claim["result"])
         assert changed <= str(claim["taken"]), f"{claim['result']}: run make evidence"
 

@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures in a row, a store is left alone for a while.
+"""A circuit breaker: after several failures in a row, callers leave a store alone for a while.
 
 ```
 closed ---- num_failures in a row ----> open ---- pause over ----> one try
@@ -20,7 +20,7 @@ LAST_PAUSE_S: Final = 30.0
 
 
 class Breaker:
-    """Says whether a store may be asked. Any thread may use it.
+    """Decides whether callers may ask a store. Any thread may use it.
 
     Attributes:
         num_openings: how often it has opened.
@@ -40,11 +40,11 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is left alone now."""
+        """Whether callers leave the store alone now."""
         return self._num_failed >= self._num_allowed and self._clock() < self._open_until
 
     def may_try(self) -> bool:
-        """Return whether the caller may ask the store. It then reports how that went.
+        """Return whether the caller may ask the store. The caller then reports how that went.
 
         After a pause one caller may. The others may once that caller has succeeded.
         """
@@ -58,14 +58,14 @@ class Breaker:
             return True
 
     def succeeded(self) -> bool:
-        """Close. Returns whether it was open."""
+        """Close the breaker, and return whether it was open."""
         with self._lock:
             was_open = self._num_failed >= self._num_allowed
             self._num_failed, self._pause_s = 0, FIRST_PAUSE_S
         return was_open
 
     def failed(self) -> bool:
-        """Count a failure. Returns whether the breaker opens with it for the first time."""
+        """Count a failure, and return whether it opens the breaker for the first time."""
         with self._lock:
             self._num_failed += 1
             if self._num_failed < self._num_allowed:

@@ -30,7 +30,7 @@ class Files:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def set_direct(self, file: int, is_direct: bool) -> None:
-        """Let reads and writes of a descriptor bypass the page cache, or not."""
+        """Choose whether reads and writes of a descriptor bypass the page cache."""
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         flags = flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
@@ -56,7 +56,7 @@ class Files:
         os.ftruncate(file, num_bytes)
 
     def stat(self, path: str) -> os.stat_result | None:
-        """Return what the system knows of a name, itself if it is a link; None if there is none."""
+        """Return the state of a file, or of a link itself; None if the name does not exist."""
         try:
             return os.lstat(path)
         except FileNotFoundError:
@@ -92,5 +92,5 @@ class Files:
         return found
 
     def now(self) -> float:
-        """Return the time of deadlines, in seconds."""
+        """Return the time on the clock of deadlines, in seconds."""
         return time.monotonic()

@@ -9,8 +9,8 @@ lane:  idle --- work begins ---> busy --- the call returns ----------------> idl
                                       ... the call returns at last --> the thread ends
 ```
 
-Each replacement costs a thread. So with too many bytes in quarantine the lanes go off: no work
-begins any more, and all that waits fails.
+Each replacement costs a thread. So with too many bytes in quarantine the lanes go off. Then no work
+begins any more, and all work that waits fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Protocol
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.ticket import HostTicket, TransferTimeout
 
-# How often the threads are looked at, in parts of the time after which a call counts as stuck.
+# How often the watch looks at the threads within the time after which a call counts as stuck.
 _LOOKS = 4
 
 
@@ -95,7 +95,7 @@ class Lanes:
             ) from error
 
     def submit(self, pieces: deque[Work]) -> None:
-        """Queue the pieces of a job, all or, after an interrupt, perhaps none.
+        """Queue all pieces of a job. An interrupt may leave none of them queued.
 
         Jobs take turns, so that a long one holds up no other. The caller may still take pieces from
         the end. If the lanes are off, all fail at once.
