@@ -67,10 +67,11 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
 
-test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power and 200 kills
+test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, and a file system that it fills
 	KVSTOW_TIER_SEEDS=10000 $(BIN)/pytest tests/tiers/test_mixture.py
 	KVSTOW_TIER_CUTS=1000 $(BIN)/pytest tests/tiers/test_power.py
 	KVSTOW_TIER_KILLS=200 $(BIN)/pytest tests/tiers/test_slot_faults.py -k killed
+	KVSTOW_TIER_SOAK_MIB=256 $(BIN)/pytest tests/tiers/test_soak.py
 
 drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
 	@failed=; \
