@@ -28,8 +28,15 @@ from tests.engine.disk_world import (
 from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS
 from tests.tiers.setup import LONG_S, Here
 
-from kvstow import ConfigError, Engine, TransferError
-from kvstow.tiers import SlotFileMismatch
+from kvstow import (
+    ConfigError,
+    Engine,
+    FullAttention,
+    OffloadScheduler,
+    TransferError,
+    hash_tokens,
+)
+from kvstow.tiers import SlotFile, SlotFileMismatch
 from kvstow.tiers.files import Buffers
 from kvstow.transfer import READY, BlockLayout
 
@@ -159,8 +166,23 @@ def test_reset_empties_the_disk_for_good(tmp_path: Path, calls: Calls) -> None:
         assert it.engine.stats()["disk_resident_blocks"] == 0, "the weights may have changed"
 
 
+class Interrupted:
+    """A scheduler whose reset is interrupted when it has taken place."""
+
+    def __init__(self, real: OffloadScheduler) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.real, name)
+
+    def reset(self) -> None:
+        self.real.reset()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["after the scheduler", "at the renewal"])
 def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
-    tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     with world(tmp_path / "disk") as it:
         fall_off(it)
@@ -169,7 +191,12 @@ def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvstow.tiers.slot_file.SlotTier.renew", interrupted)
+            if where == "at the renewal":
+                patch.setattr("kvstow.tiers.slot_file.SlotTier.renew", interrupted)
+            else:
+                proxy = Interrupted(it.engine.scheduler)
+                patch.setattr(it.engine._state, "scheduler", proxy)
+                patch.setattr(it.engine._copies.disk, "_attached", proxy)
             with pytest.raises(KeyboardInterrupt):
                 it.engine.reset()
         calls.syncs_wait = True
@@ -222,16 +249,32 @@ def test_engine_does_not_sleep_while_the_disk_still_reads(tmp_path: Path, calls:
         assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
 
 
-def test_ranks_must_all_hold_a_block(tmp_path: Path) -> None:
+def test_ranks_must_all_hold_a_block(tmp_path: Path, calls: Calls) -> None:
     kv = [np.zeros((17, BLOCK), np.int64) for _ in range(2)]
     layouts = [[BlockLayout.from_arrays([one])] for one in kv]
     files = [slot_file(tmp_path / f"rank {rank}") for rank in range(2)]
-    with world(tmp_path / "unused") as it:
-        groups = it.engine._state.blueprint.groups
-    made = Engine(17, 8, groups, layouts, world_size=2, disk=files, disk_options=options())
-    made.close()
+
+    def engine(disk: list[SlotFile]) -> Engine:
+        return Engine(
+            17, 8, [FullAttention(BLOCK)], layouts,
+            world_size=2, disk=disk, disk_options=options(),
+        )  # fmt: skip
+
+    with engine(files) as it:
+        it.add("writer", hash_tokens(DOCUMENT, BLOCK))
+        it.admit("writer", len(DOCUMENT), 100, after=READY)
+        transfer = it.computed(["writer"], [len(DOCUMENT)], after=READY)
+        assert transfer is not None
+        it.end(transfer)
+        it.settle_disk()
+    with engine(files) as it:
+        assert it.stats()["disk_resident_blocks"] == 4
+    (tmp_path / "rank 1").unlink()
+    (tmp_path / "rank 1.index").unlink()
+    with engine(files) as it:
+        assert it.stats()["disk_resident_blocks"] == 0
     with pytest.raises(ConfigError, match="one SlotFile for each rank"):
-        Engine(17, 8, groups, layouts, world_size=2, disk=files[:1], disk_options=options())
+        engine(files[:1])
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ class Disk(Closing):
             "disk_capacity_blocks": self.num_blocks,
             "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
             "disk_quarantined_bytes": sum(own.quarantined_bytes for own in tiers),
-            "disk_is_on": int(self._mode == "on"),
+            "disk_mode": _MODES.index(self._mode),
         }
 
     def _counters(self, scheduler: OffloadScheduler) -> dict[str, int]:

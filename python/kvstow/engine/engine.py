@@ -500,7 +500,8 @@ class Engine(Closing):
 
         With a disk tier, those of `OffloadScheduler.disk_stats` too, disk_capacity_blocks,
         demoted_bytes and promoted_bytes (of all ranks), disk_mismatched_blocks (not what they
-        should be), disk_quarantined_bytes (in calls that do not return), and disk_is_on.
+        should be), disk_quarantined_bytes (in calls that do not return), and disk_mode
+        (2 reads and writes, 1 only reads, 0 nothing).
 
         You may call it from any thread.
         """
