@@ -173,7 +173,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         "max_step_tokens": 1000, "max_requests": 5, "bandwidth_bytes_per_s": None, "model": "full",
         "num_layers": 1, "bytes_per_token": 16, "faults": None, "world_size": 2,
         "blocks_per_slot": 3, "events_path": os.devnull, "lookahead_tokens": 4, "sleep_at": [2, 2],
-        "disk": None, "disk_blocks": None, "disk_admit": "all",
+        "disk": None, "disk_blocks": None, "disk_admit": "all", "shared": None,
     }  # fmt: skip
     assert found["bytes_stored"] == 2 * 512 * 16 * found["stored_blocks"]  # type: ignore[operator]
     assert found["verified_blocks"] == 0

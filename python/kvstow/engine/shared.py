@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ from kvstow.transfer import BlockLayout, HostArena
 
 # Claims for each slot of the host, unless the options say how many.
 _CLAIMS_PER_SLOT: Final = 8
+# How often `settle` looks for an answer.
+_LOOK_S: Final = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,13 @@ class Shared(Disk):
         if len(self._asked) > 2 * len(state.requests) + 8:
             known = state.requests
             self._asked = {name: asked for name, asked in self._asked.items() if name in known}
+
+    def settle(self, state: State, now_s: float) -> None:
+        """Wait for the answers to questions, and then for the jobs; see `Disk.settle`."""
+        for _, asked in self._asked.values():
+            while asked is not None and not asked.question.poll():
+                time.sleep(_LOOK_S)
+        super().settle(state, now_s)
 
     def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
         """Return what the scheduler, the store's client and the asker have counted."""

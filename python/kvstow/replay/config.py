@@ -216,6 +216,13 @@ class ReplayConfig:
         "that came back after the host had evicted them.",
         choices=("all", "returned"),
     )
+    shared: str | None = _option(
+        None,
+        "Share blocks below the host through the store URL, such as redis://HOST:PORT. A second "
+        "replay finds there what the first one stored.",
+        str,
+        metavar="URL",
+    )
     blocks_per_slot: int = _option(
         1,
         "Number of consecutive blocks that a host slot holds. More than 1 needs --mode eager and "
@@ -261,6 +268,11 @@ class ReplayConfig:
                 f"disk is {self.disk} and disk-blocks {self.disk_blocks}; a disk tier needs both, "
                 "so pass --disk PATH and --disk-blocks N, or neither"
             )
+        if self.disk is not None and self.shared is not None:
+            raise ConfigError(
+                "disk and shared are both given; a replay has one tier below the host, so leave "
+                "out --disk or --shared"
+            )
         if self.mover == "cuda" and self.faults is not None:
             raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
 
@@ -292,6 +304,11 @@ class ReplayConfig:
         """Return the bytes of a host slot of one rank, padding included."""
         stride_bytes = slot_stride_bytes(model.slot_bytes, self.blocks_per_slot)
         return stride_bytes * self.blocks_per_slot
+
+    @property
+    def below(self) -> Literal["disk", "shared"] | None:
+        """Which tier lies below the host."""
+        return "disk" if self.disk is not None else None if self.shared is None else "shared"
 
     def disk_files(self, model: ReplayModel) -> list[SlotFile] | None:
         """Return the files of the disk tier, one for each rank."""

@@ -37,6 +37,10 @@ from kvstow.replay.trace import Trace
 Tokens = npt.NDArray[np.int64]
 
 
+# How often an admission may wait for the tier below the host.
+_WAITS = {None: 0, "disk": 1, "shared": 2}
+
+
 class ReplayEngine(ReplayState):
     """Replays one trace. Call `run` once, then `close`.
 
@@ -62,7 +66,7 @@ class ReplayEngine(ReplayState):
         self.observer = observer or Observer()
         self._block_size = trace.block_size
         self._num_landed_loads = 0
-        self._has_disk = config.disk is not None
+        self._below = config.below
         self._sleep_at = sorted(config.sleep_at)
 
     def run(self) -> None:
@@ -130,13 +134,13 @@ class ReplayEngine(ReplayState):
     # -- land ----------------------------------------------------------------------------------
 
     def _settle_disk(self) -> None:
-        """Let the disk tier read and write what is due, which takes no virtual time."""
-        if self._has_disk:
+        """Let the tier below the host do what is due, which takes no virtual time."""
+        if self._below is not None:
             self.kv.settle_disk()
 
     def _num_disk_tokens(self) -> int:
-        """Return the tokens that loads have taken from the disk tier."""
-        return self.kv.scheduler.disk_stats()["disk_hit_tokens"] if self._has_disk else 0
+        """Return the tokens that loads have taken from the tier below the host."""
+        return 0 if self._below is None else self.kv.scheduler.disk_stats()["disk_hit_tokens"]
 
     def _land(self, transfer: Transfer) -> None:
         transfer.wait()
@@ -297,9 +301,11 @@ class ReplayEngine(ReplayState):
         if request.pending_since == self._num_landed_loads:
             return None
         admission = self._ask_once(request, budget)
-        if admission.state is AdmissionState.PENDING and self._has_disk:
-            self._settle_disk()
-            admission = self._ask_once(request, budget)
+        # It may wait for a promote, and before that for what a shared store says.
+        for _ in range(_WAITS[self._below]):
+            if admission.state is AdmissionState.PENDING:
+                self._settle_disk()
+                admission = self._ask_once(request, budget)
         if admission.state is AdmissionState.PENDING:
             request.pending_since = self._num_landed_loads
             return None

@@ -44,9 +44,9 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
             "device": figures.device_hits,
             "host": figures.host_hits - figures.disk_hits,
             "resumed": figures.resumed_hits,
-            **({} if replay.config.disk is None else {"disk": figures.disk_hits}),
+            **_below_hits(replay),
         },
-        **_disk_figures(replay),
+        **_below_figures(replay),
         "evicted_blocks": {
             "device": figures.published - replay.kv.ledger.pool.num_cached,
             "host": stats["evicted_blocks"],
@@ -110,8 +110,9 @@ def _hit_rows(replay: ReplayState) -> _Rows:
     yield "hit on the device", f"{figures.device_hits:,}", share(figures.device_hits)
     num_host = figures.host_hits - figures.disk_hits
     yield "hit on the host", f"{num_host:,}", share(num_host)
-    if replay.config.disk is not None:
-        yield "hit on the disk", f"{figures.disk_hits:,}", share(figures.disk_hits)
+    if (below := replay.config.below) is not None:
+        name = {"disk": "hit on the disk", "shared": "hit in the store"}[below]
+        yield name, f"{figures.disk_hits:,}", share(figures.disk_hits)
     yield "recomputed", f"{figures.recomputed_blocks:,}", share(figures.recomputed_blocks)
 
 
@@ -146,8 +147,8 @@ def _movement_rows(replay: ReplayState) -> _Rows:
     unit = "blocks" if config.blocks_per_slot == 1 else "slots"
     host = pool(config.host_blocks, unit, config.host_blocks * config.blocks_per_slot)
     yield "evicted, host", f"{stats['evicted_blocks']:,}", f"{host}, {config.policy}"
-    if config.disk is not None:
-        yield from _disk_rows(replay)
+    if config.below is not None:
+        yield from _below_rows(replay)
     if stats["dropped_blocks"]:
         yield "not stored", f"{stats['dropped_blocks']:,}", "blocks: the host tier had no room"
     if figures.failed_stores or figures.failed_loads:
@@ -167,29 +168,49 @@ def _movement_rows(replay: ReplayState) -> _Rows:
         yield "faults", f"{config.faults}", "seed of the late, failing and lost copies"
 
 
-def _disk_rows(replay: ReplayState) -> _Rows:
-    config, disk = replay.config, _disk_figures(replay)
+def _below_rows(replay: ReplayState) -> _Rows:
+    config, figures = replay.config, _below_figures(replay)
     for name, moved in ("demoted", "written"), ("promoted", "read"):
-        num_bytes = disk[f"bytes_{name}"] / 2**20
-        yield f"slots {name}", f"{disk[f'{name}_blocks']:,}", f"{num_bytes:,.1f} MiB {moved} here"
-    number = f"{disk['disk_evicted_blocks']:,}"
-    yield "evicted, disk", number, f"from {config.disk_blocks:,} slots, admits {config.disk_admit}"
-    if disk["failed_disk_blocks"]:
-        yield "failed, disk", f"{disk['failed_disk_blocks']:,}", "slots, which count as misses"
+        num_bytes = figures[f"bytes_{name}"] / 2**20
+        yield (
+            f"slots {name}",
+            f"{figures[f'{name}_blocks']:,}",
+            f"{num_bytes:,.1f} MiB {moved} here",
+        )
+    if config.below == "disk":
+        number = f"{figures['disk_evicted_blocks']:,}"
+        of = f"from {config.disk_blocks:,} slots, admits {config.disk_admit}"
+        yield "evicted, disk", number, of
+    else:
+        asked = f"of {figures['shared_asked_blocks']:,} slots asked for"
+        yield "found in the store", f"{figures['shared_found_blocks']:,}", asked
+    if num_failed := figures[f"failed_{config.below}_blocks"]:
+        yield f"failed, {config.below}", f"{num_failed:,}", "slots, which count as misses"
 
 
-def _disk_figures(replay: ReplayState) -> dict[str, float]:
-    """Return what the disk tier did; nothing without one."""
-    if replay.config.disk is None:
+def _below_hits(replay: ReplayState) -> dict[str, int]:
+    """Return the hits of the tier below the host, by its name."""
+    below = replay.config.below
+    return {} if below is None else {below: replay.figures.disk_hits}
+
+
+def _below_figures(replay: ReplayState) -> dict[str, float]:
+    """Return what the tier below the host did; nothing without one."""
+    below = replay.config.below
+    if below is None:
         return {}
     stats = replay.kv.stats()
+    own = {
+        "disk": ["disk_evicted_blocks"],
+        "shared": ["shared_asked_blocks", "shared_found_blocks"],
+    }
     return {
         "demoted_blocks": stats["demoted_blocks"],
         "promoted_blocks": stats["promoted_blocks"],
         "bytes_demoted": stats["demoted_bytes"],
         "bytes_promoted": stats["promoted_bytes"],
-        "disk_evicted_blocks": stats["disk_evicted_blocks"],
-        "failed_disk_blocks": stats["failed_demotes"] + stats["failed_promotes"],
+        **{name: stats[name] for name in own[below]},
+        f"failed_{below}_blocks": stats["failed_demotes"] + stats["failed_promotes"],
     }
 
 

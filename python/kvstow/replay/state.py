@@ -5,10 +5,11 @@
 
 import random
 from collections import deque
+from typing import Final
 
 from kvstow._core import ConfigError
 from kvstow.closing import Closing
-from kvstow.engine import DiskOptions, Engine
+from kvstow.engine import DiskOptions, Engine, SharedOptions
 from kvstow.engine.ranks import RankLayouts
 from kvstow.replay.batch import Batch, Request, longest_table
 from kvstow.replay.config import ReplayConfig
@@ -21,7 +22,11 @@ from kvstow.replay.model import ReplayModel
 from kvstow.replay.stopwatch import Stopwatch
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
+from kvstow.tiers import SharedStore
 from kvstow.transfer import BlockLayout, HostArena, Mover
+
+# The most real seconds for a call of a shared store.
+_PATIENCE_S: Final = 30.0
 
 
 class ReplayState(Closing):
@@ -102,6 +107,8 @@ class ReplayState(Closing):
             blocks_per_slot=config.blocks_per_slot,
             disk=config.disk_files(self.model),
             disk_options=_disk_options(config, self.model),
+            shared=None if config.shared is None else SharedStore(config.shared),
+            shared_options=_shared_options(config, self.model),
             events_path=config.events_path,
             mover=mover,
         )
@@ -134,6 +141,22 @@ class ReplayState(Closing):
         request, keys = self.batch.request(seat), self.batch.keys[seat]
         for group, table in enumerate(self.kv.tables(request.name)):
             self.verifier.check_table(request, group, table, keys, num_tokens)
+
+
+def _shared_options(config: ReplayConfig, model: ReplayModel) -> SharedOptions | None:
+    """Return how the engine uses the shared tier, whose calls take no virtual time."""
+    if config.shared is None:
+        return None
+    return SharedOptions(
+        # The store may hold blocks of other sizes, whose bytes differ.
+        identity=f"replay of {model.name}, {model.block_size} tokens a block",
+        weights_version="1",
+        policy=config.policy,
+        promote_timeout_s=None,
+        timeout_s=_PATIENCE_S,
+        flush_s=0.0,
+        ask_timeout_s=_PATIENCE_S,
+    )
 
 
 def _disk_options(config: ReplayConfig, model: ReplayModel) -> DiskOptions | None:
