@@ -449,3 +449,15 @@ def test_jobs_are_pickled_as_plain_arrays() -> None:
     again = pickle.loads(pickle.dumps(jobs))
     assert again.stores[0].block_ids.tolist() == jobs.stores[0].block_ids.tolist()
     assert SimpleNamespace(**vars(again)).loads == []
+
+
+def test_a_new_chunk_of_a_preempted_session_is_not_loaded() -> None:
+    """After a load vLLM takes the session for preempted, and its worker lacks the chunk."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request("a")
+    session = scheduler.request("b", 100, resumable=True)
+    session.num_preemptions = 1
+    assert session.status == RequestStatus.WAITING
+    assert scheduler.half.lookup(session, 0) == 0
+    session.status = RequestStatus.PREEMPTED  # in the middle of a chunk
+    assert scheduler.half.lookup(session, 0) == 96

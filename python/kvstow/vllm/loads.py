@@ -53,6 +53,7 @@ class Loads:
             tracked.recompute
             or request.skip_reading_prefix_cache
             or num_local_tokens % model.tokens_per_hit
+            or _is_new_chunk_of_preempted(request)
         ):
             offload.release(request.request_id)
             return 0
@@ -141,3 +142,13 @@ class Loads:
             self.transfers.fail_load(request_id)
             return
         self.transfers.begin_load(job, targets, request_id)
+
+
+def _is_new_chunk_of_preempted(request: Request) -> bool:
+    """Whether a session that vLLM has preempted before waits with a chunk that has not run.
+
+    After a load vLLM takes such a session for preempted again. Its worker then does not get the
+    chunk, and decodes wrong tokens. Without a load vLLM sends the chunk.
+    """
+    was_preempted: bool = request.resumable and request.num_preemptions > 0
+    return was_preempted and request.status == RequestStatus.WAITING
