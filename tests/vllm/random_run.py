@@ -3,7 +3,8 @@
 Requests and streaming sessions share prefixes, in a pool that is too small for them. The run aborts
 them, lets vLLM preempt them, puts the engine to sleep and wakes it, resets it, and pauses and
 resumes it at once. Copies are late, fail, or find damaged memory. A late copy really overwrites
-whatever is in its blocks by then.
+whatever is in its blocks by then. Half of the runs have a disk below a small host, whose jobs are
+late, fail, or find damaged slots.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.vllm.engine import (
 )
 from tests.vllm.movers import Unsteady
 from tests.vllm.reference import Reference
+from tests.vllm.unsteady_disk import damage_file
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -145,7 +147,9 @@ class Run:
         self._answer_all()
         # Late copies end in the steps of other requests.
         for _ in range(200):
-            if not half.transfers.in_flight:
+            stats = half.stats()
+            of_disk = stats.get("demoting_blocks", 0) + stats.get("promoting_blocks", 0)
+            if not (half.transfers.in_flight or of_disk):
                 break
             self.add()
             self._answer_all()
@@ -438,6 +442,10 @@ class Run:
         Unsteady.failing = self.dice.choice([0.0, 0.0, 0.15])
         half = self.engine.half
         half.tier.options = replace(half.tier.options, load_timeout_s=self.dice.choice([2.5, 1e4]))
+        if half.tier.disk is not None:
+            half.tier.disk.options = replace(
+                half.tier.options, promote_timeout_s=self.dice.choice([3, 50])
+            )
 
     def damage(self) -> None:
         """Flip bits in some host blocks."""
@@ -445,6 +453,14 @@ class Run:
         assert arena is not None
         for slot in self.dice.sample(range(arena.num_slots), arena.num_slots // 10):
             arena.slots[slot, self.dice.randrange(arena.slots.shape[1])] ^= 0x10
+        if (disk := self.engine.half.tier.disk) is not None:
+            damage_file(self.engine, disk.num_slots)
+
+    def rot(self) -> None:
+        """Flip a bit in each slot of the file: the tests of the tests only."""
+        disk = self.engine.half.tier.disk
+        assert disk is not None
+        damage_file(self.engine, disk.num_slots, 1.0)
 
 
 def describe(operations: Sequence[tuple[str, int]]) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import Engine
@@ -21,7 +24,9 @@ from tests.vllm.movers import Unsteady
 from tests.vllm.random_run import NUM_TOKENS, Different, Run, describe
 from tests.vllm.reference import Reference
 from tests.vllm.runner import RUNNER
+from tests.vllm.unsteady_disk import below
 
+from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer import Event, Mover, Ticket
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
@@ -56,6 +61,8 @@ class Bench:
         self.kind = kind
         self.reference = reference
         self.counts: Counter[str] = Counter()
+        self.disk = Path(tempfile.mkdtemp(dir="/var/tmp"))
+        (self.disk / "weights").write_text("one")
         self.engine = self._start()
 
     def _start(self) -> Engine:
@@ -70,21 +77,42 @@ class Bench:
                 "prompt_lookup_min": 1,
                 "prompt_lookup_max": 3,
             }
-        return Engine(
+        engine = Engine(
             self.folder,
             num_blocks=MODELS[model][1],
-            options={"num_cpu_blocks": 300, "preserve_on_sleep": True, "verify": "checksum"},
+            options={
+                "num_cpu_blocks": 300,
+                "preserve_on_sleep": True,
+                "verify": "checksum",
+                "disk_path": str(self.disk),
+                "disk_bytes_to_use": "400MiB",
+                "min_promote_tokens": 0,
+                "weights_version_path": str(self.disk / "weights"),
+            },
             scheduling=scheduling,
             scheduling_policy="priority",
             **settings,
         )
+        engine.settle()  # the disk learns of its ranks
+        return engine
 
     def renew(self) -> None:
         self.engine.close()
         self.engine = self._start()
 
+    def close(self) -> None:
+        self.engine.close()
+        shutil.rmtree(self.disk)
+
     def run(
-        self, seed: int, operations: Sequence[tuple[str, int]] | None, *, lazy: bool, mover: Any
+        self,
+        seed: int,
+        operations: Sequence[tuple[str, int]] | None,
+        *,
+        lazy: bool,
+        mover: Any,
+        num_disk_slots: Sequence[int | None] = (None, 80, 1000),
+        num_host_blocks: Sequence[int] = (12, 100, 300),
     ) -> Run:
         """Make one run. Its errors have the operations that were begun."""
         engine = self.engine
@@ -94,6 +122,8 @@ class Bench:
         begun: list[tuple[str, int]] = []
         before, clock = engine.half.tier.options, engine.half.tier.clock
         Unsteady.slow = Unsteady.failing = 0.0
+        slots = run.dice.choice(num_disk_slots)
+        sizes = num_host_blocks if slots is None else [12, 30]
         try:
             engine.half.tier.options = replace(
                 before,
@@ -102,12 +132,13 @@ class Bench:
                 preserve_on_sleep=run.dice.random() < 0.8,
             )
             engine.half.tier.clock = lambda: float(run.num_steps)
-            engine.start_over(run.dice.choice([12, 100, 300]))
-            with engine.movers(mover):
+            with below(engine, slots), engine.movers(mover):
+                engine.start_over(run.dice.choice(sizes))
                 for operation in operations:
                     begun.append(operation)
                     run.perform(*operation)
                 run.end()
+                run.counts["promoted"] += engine.half.stats().get("promoted_blocks", 0)
         except BaseException as error:
             error.add_note(describe(begun))
             error.begun = begun  # type: ignore[attr-defined]
@@ -163,7 +194,7 @@ def bench(request: pytest.FixtureRequest, model: tuple[str, Path, Reference]) ->
         pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
     bench = Bench(folder, kind, reference)
     yield bench
-    bench.engine.close()
+    bench.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -178,6 +209,7 @@ def test_every_answer_equals_the_reference(bench: Bench, lazy: bool, seed: int) 
 
 def test_the_runs_slept_and_hit(bench: Bench) -> None:
     """Check that the runs before this test slept and hit; a single seed need not do both."""
+    print(dict(bench.counts))
     assert bench.counts["asleep"] > 0 and bench.counts["cached"] > 0, dict(bench.counts)
 
 
@@ -199,5 +231,24 @@ def test_damaged_blocks_change_answers(bench: Bench, lazy: bool) -> None:
     steps = [("add", 1), ("step", 2), ("add", 3), ("step", 4)] * 30
     operations = [(kind, 10 * at + number) for at, (kind, number) in enumerate(steps)]
     with pytest.raises(Different):
-        bench.run(1, operations, lazy=lazy, mover=Damaging)
+        bench.run(
+            1, operations, lazy=lazy, mover=Damaging, num_disk_slots=[None], num_host_blocks=[300]
+        )
+    bench.renew()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_damaged_slots_of_the_file_change_answers(
+    bench: Bench, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the disk: without its comparison, damage reaches answers."""
+
+    def trust(store: SlotStore, host: Any, frames: Any) -> Any:
+        return np.ones(len(host), np.bool_)
+
+    monkeypatch.setattr(SlotStore, "_are_proven", trust)
+    steps = [("add", 1), ("step", 2), ("add", 3), ("step", 4), ("rot", 5), ("step", 6)] * 30
+    operations = [(kind, 10 * at + number) for at, (kind, number) in enumerate(steps)]
+    with pytest.raises(Different):
+        bench.run(1, operations, lazy=lazy, mover=Unsteady, num_disk_slots=[1000])
     bench.renew()
