@@ -63,6 +63,7 @@ class Metric(NamedTuple):
             "request": "reason",
             "wrong": "hint",
             "0": "gib",
+            "demote": "direction",
         }
         return labels.get(next(iter(self.keys)), "")
 
@@ -218,6 +219,58 @@ CONNECTOR_METRICS: Final = (
             "max_load_tokens": "max_load_tokens_hints",
             "priority": "priority_hints",
         },
+    ),
+    Metric(
+        "kvstow_disk_hit_tokens_total",
+        "Prompt tokens that requests took from the host because the disk had brought them.",
+        {"": "disk_hit_tokens"},
+    ),
+    Metric(
+        "kvstow_disk_blocks_total",
+        "Blocks, counted in slots, that demotes wrote to the disk and promotes read from it.",
+        {"demote": "demoted_blocks", "promote": "promoted_blocks"},
+    ),
+    Metric(
+        "kvstow_disk_bytes_total",
+        "Bytes that demotes wrote and promotes read, on all ranks together.",
+        {"demote": "demoted_bytes", "promote": "promoted_bytes"},
+    ),
+    Metric(
+        "kvstow_disk_failed_blocks_total",
+        "Blocks, counted in slots, whose demote or promote failed, was late, or found damage.",
+        {"demote": "failed_demotes", "promote": "failed_promotes"},
+    ),
+    Metric(
+        "kvstow_disk_mismatched_blocks_total",
+        "Blocks that a rank read from its slot file, and that were not what it had written.",
+        {"": "disk_mismatched_blocks"},
+    ),
+    Metric(
+        "kvstow_disk_dropped_blocks_total",
+        "Blocks, counted in slots, for which a demote found no room on the disk, or a promote on "
+        "the host.",
+        {"": "disk_dropped"},
+    ),
+    Metric(
+        "kvstow_disk_evicted_blocks_total",
+        "Blocks, counted in slots, that the disk tier evicted for room.",
+        {"": "disk_evicted_blocks"},
+    ),
+    Metric(
+        "kvstow_disk_cached_blocks",
+        "Blocks, counted in slots, that the disk tier holds.",
+        {"": "disk_resident_blocks"},
+    ),
+    Metric(
+        "kvstow_disk_capacity_blocks",
+        "Slots of the disk tier. 0 without one.",
+        {"": "disk_capacity_blocks"},
+    ),
+    Metric(
+        "kvstow_disk_mode",
+        "What the disk tier does: 2 reads and writes, 1 only reads, 0 nothing, because it is "
+        "opening, a disk has failed, or there is none.",
+        {"": "disk_mode"},
     ),
     Metric(
         "kvstow_hit_ratio",

@@ -270,7 +270,10 @@ class DiskTier:
         """Return the counters and gauges of the disk."""
         if self._offload is None:
             return {}
-        return {**self._offload.disk_stats(), "disk_capacity_blocks": self.num_slots}
+        own = {"disk_capacity_blocks": self.num_slots}
+        if (mode := self._offload.disk_mode) is not None:
+            own["disk_mode"] = _MODES.index(mode)
+        return {**self._offload.disk_stats(), **own}
 
     @property
     def has_work(self) -> bool:

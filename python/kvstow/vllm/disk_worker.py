@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from time import monotonic
 from typing import Final
 
@@ -221,13 +221,16 @@ class DiskWorker:
                 ok[at] = False
         return ok
 
-    def counted(self) -> TierStats:
-        """Return what the file has done since the last call; gauges are as they are now."""
+    def counted(self) -> dict[str, int]:
+        """Return what has been counted since the last call, by the keys of the metrics."""
         now, before = self.tier.stats(), self._counted
         self._counted = now
-        gauges = ("in_flight_bytes", "quarantined_bytes")
-        names = [field.name for field in fields(now) if field.name not in gauges]
-        return replace(now, **{name: getattr(now, name) - getattr(before, name) for name in names})
+        counts = {
+            "demoted_bytes": now.put_bytes - before.put_bytes,
+            "promoted_bytes": now.got_bytes - before.got_bytes,
+            "disk_mismatched_blocks": now.mismatched_blocks - before.mismatched_blocks,
+        }
+        return {key: count for key, count in counts.items() if count}
 
     def close(self) -> None:
         """Carry out every job that has begun, and close the file."""

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from kvstow import AllBlocksCleared, BlockRemoved, BlockStored
+from kvstow import BlockRemoved, BlockStored
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -80,11 +80,13 @@ class HostEvents:
                     "locality": "LOCAL",
                 }
                 yield kv_events.BlockRemoved(**_known(fields, _REMOVED_FIELDS))
-            elif isinstance(event, AllBlocksCleared):
+            elif event.medium != "STORAGE":
+                # vLLM's event has no medium. A reset empties the host and the disk at once.
                 yield kv_events.AllBlocksCleared()
 
     def _stored(self, event: BlockStored) -> Any:
-        found = [self._contents.pop((h, event.group), None) for h in event.block_hashes]
+        # The disk tier stores a block after the host has, so its content is needed twice.
+        found = [self._contents.get((h, event.group)) for h in event.block_hashes]
         contents = [content for content in found if content is not None]
         is_known = len(contents) == len(found)
         first = contents[0] if is_known else None

@@ -318,6 +318,8 @@ class WorkerHalf:
         """Return what was copied since the last call."""
         # vLLM calls this before `reports`, so count what `reports` is about to return.
         self._poll()
+        if self.disk is not None:
+            self._stats.data.update(self.disk.counted())
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, ConnectorStats()
