@@ -25,7 +25,7 @@ from tests.engine.disk_world import (
     slot_file,
     world,
 )
-from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS
+from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS, World
 from tests.tiers.setup import LONG_S, Here
 
 from kvstow import (
@@ -206,6 +206,39 @@ def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
         while mode(it) != "on":
             it.engine.poll()
         assert serve(it, "reader", DOCUMENT) == 0
+
+
+def sleep_in_a_file(it: World, to: Path) -> None:
+    """Sleep and wake, which closes the files of the disk tier and opens them again."""
+    names: dict[str, Any] = {"identity": "m", "weights_version": "1"}
+    it.engine.sleep(after=READY, preserve=False, to=to, **names)
+    it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **names)
+
+
+def test_reset_that_could_not_be_written_counts_after_a_wake(tmp_path: Path, calls: Calls) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        calls.error = 5
+        it.engine.reset()
+        settle(it)
+        assert mode(it) == "off"
+        calls.error = 0
+        sleep_in_a_file(it, tmp_path / "snapshot")
+        assert serve(it, "reader", DOCUMENT) == 0
+
+
+def test_blocks_after_a_reset_are_not_warm_if_the_engine_slept(tmp_path: Path) -> None:
+    """The weights have changed in place, and another process has the old ones."""
+    with world(tmp_path / "disk") as it:
+        it.engine.reset()
+        settle(it)
+        sleep_in_a_file(it, tmp_path / "snapshot")
+        settle(it)
+        assert mode(it) == "on"
+        fall_off(it)
+        assert it.engine.stats()["disk_resident_blocks"] > 0
+    with world(tmp_path / "disk") as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 0
 
 
 def test_disk_that_cannot_be_written_is_read_on_with_one_warning(

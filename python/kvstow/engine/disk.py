@@ -14,6 +14,8 @@ How a wrong block could be served, and what prevents it:
   stay.
 - A block from before a reset comes back: the disk is off until each rank has a new generation,
   also if the reset or the renewal is cut short.
+- A file that is opened again knows nothing of a reset that could not be written, and takes the
+  blocks after another one for those of the first weights: it draws a new generation then.
 - A file holds blocks of another model, or ranks hold different ones: the fingerprint, and only what
   all ranks have counts.
 - An engine wakes while a read from before its sleep still writes into host memory: it does not
@@ -74,13 +76,13 @@ class Disk(Closing):
         self.options: Final = options
         self._files, self._fingerprints = files, fingerprints
         self._runners: list[TierRunner] = []
+        self._has_reset = self._must_renew = False
         self._open(arenas)
         self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
         # The scheduler whose index is that of the files.
         self._attached: OffloadScheduler | None = None
         self._sequence = 0
-        self._must_renew = False
         self._renewals: list[TierTicket] = []
         self._mode: Mode = "off"
         self._warned: set[Mode] = set()
@@ -129,7 +131,7 @@ class Disk(Closing):
                 )
             ]
             opened.pop_all()
-        self._runners = runners
+        self._runners, self._must_renew = runners, self._has_reset
 
     def attach(self, state: State) -> None:
         """Let the scheduler know what the files hold, and open the tier.
@@ -147,7 +149,7 @@ class Disk(Closing):
                 self.close()
             if not self._runners:
                 self._open(state.ranks.arenas)
-            ranks = self._records()
+            ranks = [] if self._must_renew else self._records()
         except KvstowError as error:
             self._warn("off", error)
             ranks = []
@@ -307,7 +309,8 @@ class Disk(Closing):
 
     def reset(self, state: State) -> None:
         """Empty the tier with the host. It is off until the new generation is durable."""
-        self._must_renew, self._mode = True, "off"
+        self._has_reset = self._must_renew = True
+        self._mode = "off"
         state.scheduler.reset()
         self._renew()
 
