@@ -33,6 +33,7 @@ from kvstow import (
     Engine,
     FullAttention,
     OffloadScheduler,
+    StateError,
     TransferError,
     hash_tokens,
 )
@@ -268,6 +269,17 @@ def test_disk_stays_warm_while_the_engine_sleeps(tmp_path: Path, preserve: bool)
             it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **names)
             assert mode(it) == "on"
             assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
+def test_snapshot_and_disk_must_be_of_one_model(tmp_path: Path) -> None:
+    with world(tmp_path / "disk") as it:
+        assert serve(it, "writer", DOCUMENT) == 0
+        with pytest.raises(ConfigError, match="weights_version '2', but the disk tier"):
+            it.engine.sleep(after=READY, identity="m", weights_version="2")
+        with pytest.raises(StateError, match="has requests, or blocks"):
+            it.engine.restart("none", after=READY, identity="m", weights_version="2")
+    with world(tmp_path / "other disk") as it, pytest.raises(ConfigError, match="identity is 'n'"):
+        it.engine.restart("none", after=READY, identity="n", weights_version="1")
 
 
 def test_engine_does_not_sleep_while_the_disk_still_reads(tmp_path: Path, calls: Calls) -> None:

@@ -137,6 +137,9 @@ def test_random_life_detects_a_disk_that_checks_nothing(
 
     monkeypatch.setattr(SlotStore, "_are_proven", all_of)
     monkeypatch.setattr(SlotStore, "_fit", staticmethod(lambda found, _: np.ones(len(found), bool)))
+    # Faults that only checks find: others would close the tier before it is hit.
+    monkeypatch.setattr("tests.tiers.faults.READ_FAULTS", ("flip", "other block"))
+    monkeypatch.setattr("tests.tiers.faults.WRITE_FAULTS", ("lose", "tear", "elsewhere"))
     with pytest.raises(AssertionError, match="that is not its own"):
         for seed in range(30):
             live(seed, tmp_path / str(seed), 0.2, monkeypatch)

@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final, Literal
 
-from kvstow._core import KvstowError, OffloadScheduler, TierJob, TransferError
+from kvstow._core import ConfigError, KvstowError, OffloadScheduler, TierJob, TransferError
 from kvstow.closing import Closing, call_all
 from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.state import Blueprint, State
@@ -41,7 +41,7 @@ from kvstow.tiers.runner import TierRunner, blocks_of
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.tier import Mode, Tier
 from kvstow.tiers.warm import adopt, agreed, disagreed
-from kvstow.transfer import BlockLayout, HostArena
+from kvstow.transfer import BlockLayout, HostArena, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +215,11 @@ class Disk(Closing):
         """
         self.poll(state, now_s)
         while self.running or self._renewals:
-            for ticket in self._renewals:
-                ticket.wait_until_ended(self.options.timeout_s)
+            try:
+                for ticket in self._renewals:
+                    ticket.wait_until_ended(self.options.timeout_s)
+            except TransferTimeout as error:
+                raise TransferError(f"the disk tier's reset is not durable: {error}") from error
             self.drain(state, self.options.timeout_s)
             self.poll(state, now_s)
 
@@ -304,6 +307,15 @@ class Disk(Closing):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for runner in self._runners:
             runner.begin(job.direction, job.job_id, blocks, job.host_slots, deadline=deadline)
+
+    def check_is_of(self, identity: str, weights_version: str) -> None:
+        """Refuse to mix the blocks of a snapshot with those of another model on the disk."""
+        own = self.options.identity, self.options.weights_version
+        if (identity, weights_version) not in (own, ("", "")):
+            raise ConfigError(
+                f"identity is {identity!r} and weights_version {weights_version!r}, but the "
+                f"{self._name} tier keeps blocks of {own[0]!r} and {own[1]!r}; pass the same names"
+            )
 
     # -- resets and faults ---------------------------------------------------------------------
 

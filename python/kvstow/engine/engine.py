@@ -555,8 +555,8 @@ class Engine(Closing):
             TransferError: the blocks could not be copied to the host.
             SnapshotError: the file cannot be written.
             StateError: the engine sleeps already, or is closed.
-            ConfigError: `after` is no `Event`, `to` is no path, or a file comes without identity
-                and weights version.
+            ConfigError: `after` is no `Event`, `to` is no path, a file comes without identity and
+                weights version, or the disk tier has others.
 
         If it raises, the engine is awake as before. But copies in flight have ended, and the host
         may have evicted blocks to make room.
@@ -564,6 +564,8 @@ class Engine(Closing):
         self._check_open()
         timeout_s = checked_limit_s("timeout_s", timeout_s)
         check_event(after)
+        if self._copies.disk is not None:
+            self._copies.disk.check_is_of(identity, weights_version)
         fall_asleep(
             self._state,
             self._copies,
@@ -674,6 +676,8 @@ class Engine(Closing):
             raise StateError(
                 "this Engine has requests, or blocks on the host: restart one that was just built"
             )
+        if self._copies.disk is not None:
+            self._copies.disk.check_is_of(identity, weights_version)
         check_event(after)
         self.flush_events()
         device = NewDevice(state.ranks.layouts, state.pool.num_blocks, block_ids, after)
