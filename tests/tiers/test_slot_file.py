@@ -473,3 +473,11 @@ def test_host_memory_of_other_slots_is_not_touched(tmp_path: Path, arena: HostAr
         tier.get(blocks_of(KEYS[:3], [4, 9, 10]), [50, 20, 21]).wait(LONG_S)
         rest = np.delete(np.arange(arena.num_slots), [20, 21, 50])
         assert (arena.slots[rest] == 170).all()
+
+
+def test_records_name_no_block_from_before_a_reset(tmp_path: Path, arena: HostArena) -> None:
+    with open_file(tmp_path, arena) as tier:
+        assert all(put(tier, KEYS[:4], range(4)))
+        tier.renew().wait(LONG_S)
+        assert all(put(tier, KEYS[4:6], [2, 9]))
+        assert tier.records().slots.tolist() == [2, 9]

@@ -86,7 +86,7 @@ class SlotStore:
             StateError: the system starts no more threads.
         """
         self.header = opened.header
-        self.context = opened.context
+        self.context = self._opened_context = opened.context
         self.frames: Final = opened.frames
         self._words = words_of(self.frames)
         self._now = files.now
@@ -156,8 +156,8 @@ class SlotStore:
                     f"{len(self._jobs)} jobs of this slot file have not ended; wait for their "
                     "tickets, then ask what it holds"
                 )
-            used = np.flatnonzero(self.frames["schema"])
-            self.frames[used[~are_of(self.frames[used], self.context)]] = np.zeros(1, FRAME)
+            if self.context is not self._opened_context:  # only a reset leaves earlier ones
+                self._words[~are_of(self.frames, self.context)] = 0
             return self.frames
 
     # -- jobs ------------------------------------------------------------------------------------
