@@ -1,0 +1,65 @@
+"""Promotes and demotes beside movers that compare with the sums of GPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.vllm.disked import folder_on_disk
+
+from kvstow.tiers import Fingerprint, TierBlocks
+from kvstow.transfer import HostArena
+from kvstow.transfer.cuda.kernels import checksum
+from kvstow.transfer.verified import have_device_sums, record_device_sums
+from kvstow.vllm.disk_worker import DiskWorker, Place
+from kvstow.vllm.messages import DiskJob, DiskOrders
+from kvstow.vllm.options import Options
+
+NUM_BYTES = 4096
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    with folder_on_disk() as folder:
+        yield folder
+
+
+def run(worker: DiskWorker, direction: str, host_slot: int, job_id: int) -> bool:
+    blocks = TierBlocks([b"k" * 16], np.zeros(1, np.int32), None, np.array([3], np.int32), job_id)
+    slots = np.array([host_slot], np.int32)
+    worker.take(DiskOrders([DiskJob(job_id, direction, slots, blocks)]))  # type: ignore[arg-type]
+    worker._runner.wait()
+    report = worker.report(is_asked=False)
+    assert report is not None
+    [(ended, [ok])] = report.ends
+    assert ended == job_id
+    return ok
+
+
+def test_promoted_slots_get_sums_and_damaged_ones_are_not_vouched_for(disk: Path) -> None:
+    with HostArena(4, NUM_BYTES) as arena:
+        sums, is_known = arena.device_sums
+        arena.slots[:] = np.arange(4)[:, None] + 1
+        sums[0], is_known[0] = checksum(arena.slots[0:1])[0], 1
+        place = Place(str(disk / "rank0"), 1 << 20, Fingerprint({"model": "m"}), True)
+        worker = DiskWorker(place, Options(), arena, rank=0, slot_bytes=[NUM_BYTES])
+        assert run(worker, "demote", 0, 1)
+        sums[2], is_known[2] = 7, 1  # of the block that was there before
+        assert run(worker, "promote", 2, 2)
+        assert arena.slots[2, 0] == 1
+        assert sums[2] == sums[0], "a verified load of the promoted block must not fail"
+        arena.slots[0, 5] ^= 1
+        assert not run(worker, "demote", 0, 3)
+        assert not run(worker, "promote", 1, 4), "the damaged block is not on the disk"
+        worker.close()
+
+
+def test_slots_without_a_sum_count_as_sound() -> None:
+    with HostArena(2, NUM_BYTES) as arena:
+        slots = np.array([0, 1])
+        assert have_device_sums(arena, slots, [NUM_BYTES] * 2).all()
+        record_device_sums(arena, slots, [NUM_BYTES] * 2)
+        arena.slots[1, 9] = 1
+        assert have_device_sums(arena, slots, [NUM_BYTES] * 2).tolist() == [True, False]
