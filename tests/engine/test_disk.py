@@ -41,6 +41,8 @@ from kvstow.tiers import SlotFile, SlotFileMismatch
 from kvstow.tiers.files import Buffers
 from kvstow.transfer import READY, BlockLayout
 
+WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
+
 
 class Calls(Here):
     """File calls that the test can let fail or wait."""
@@ -264,11 +266,30 @@ def test_disk_stays_warm_while_the_engine_sleeps(tmp_path: Path, preserve: bool)
         to: dict[str, Any] = {} if place == "host" else {"to": place}
         with world(tmp_path / f"disk of {str(place)[-8:]}") as it:
             fall_off(it)
-            names: dict[str, Any] = {"identity": "m", "weights_version": "1"}
-            it.engine.sleep(after=READY, preserve=preserve, **to, **names)
-            it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **names)
+            it.engine.sleep(after=READY, preserve=preserve, **to, **WHO)
+            it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **WHO)
             assert mode(it) == "on"
             assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
+def test_engine_wakes_without_a_disk_that_cannot_be_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        it.engine.sleep(after=READY, to=tmp_path / "snapshot", **WHO)
+        stolen = slot_file(tmp_path / "disk", on_mismatch="reset")
+        with world(tmp_path / "disk", disk=stolen, disk_options=options(identity="n")):
+            pass
+        with caplog.at_level(logging.WARNING, "kvstow"):
+            it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **WHO)
+            assert serve(it, "reader", DOCUMENT) == 0
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "identity 'n' is not 'm'" in caplog.text
+        assert mode(it) == "off"
+        it.engine.reset()
+        settle(it)
+        assert mode(it) == "off"
 
 
 def test_snapshot_and_disk_must_be_of_one_model(tmp_path: Path) -> None:
