@@ -67,11 +67,12 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
 
-test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, a file system that it fills, and below an engine
+test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, a file system that it fills, and below an engine; and shared stores with 1,000 seeds of faults each
 	KVSTOW_TIER_SEEDS=10000 $(BIN)/pytest tests/tiers/test_mixture.py
 	KVSTOW_TIER_CUTS=1000 $(BIN)/pytest tests/tiers/test_power.py
 	KVSTOW_TIER_KILLS=200 $(BIN)/pytest -s tests/tiers/test_slot_faults.py tests/engine/test_disk_kills.py -k killed
 	KVSTOW_TIER_SOAK_MIB=256 $(BIN)/pytest tests/tiers/test_soak.py
+	KVSTOW_SEEDS=1000 $(BIN)/pytest tests/tiers/resp/test_faults.py tests/tiers/test_mooncake_faults.py
 	KVSTOW_SEEDS=50 KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_disk_random.py tests/engine/test_disk_faults.py
 
 drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
