@@ -503,6 +503,11 @@ class Engine(Closing):
         should be), disk_quarantined_bytes (in calls that do not return), and disk_mode
         (2 reads and writes, 1 only reads, 0 nothing).
 
+        With a shared tier, the same with `shared_` for `disk_`, shared_asked_blocks and
+        shared_found_blocks (of questions to the store), shared_late_questions (requests that went
+        on without an answer), and shared_failed_questions (not answered, or not asked because the
+        store had failed).
+
         You may call it from any thread.
         """
         state = self._state

@@ -236,6 +236,11 @@ class Shared(Disk):
                 time.sleep(_LOOK_S)
         super().settle(state, now_s)
 
+    def drain(self, state: State, timeout_s: float | None) -> None:
+        """Wait for every job; see `Disk.drain`. A late call may take its own time to end."""
+        more_s = 2 * self._store.timeout_s
+        super().drain(state, None if timeout_s is None else timeout_s + more_s)
+
     def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
         """Return what the scheduler, the store's client and the asker have counted."""
         own = super().stats(scheduler)
