@@ -45,7 +45,7 @@ from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.runtime import CudaEvent
 from kvstow.transfer.cuda.sums import SumRing
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
-from kvstow.transfer.mover import Index
+from kvstow.transfer.mover import READY, Index
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, Ticket, checked_timeout_s, failure, late
 
@@ -349,7 +349,7 @@ class Lane:
                 interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, place.stream)
         job.is_queued = True
-        job.batches = ()  # or the poll that ends the job would free them
+        job.batches, job.after = (), READY  # or the poll that ends the job would free them
         if interrupt is not None:
             raise interrupt
         return True
