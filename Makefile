@@ -32,7 +32,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full test-tiers drift soak model fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full test-tiers faults drift soak model fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000
 	KVSTOW_TIER_SOAK_MIB=256 $(BIN)/pytest tests/tiers/test_soak.py
 	KVSTOW_SEEDS=1000 $(BIN)/pytest tests/tiers/resp/test_faults.py tests/tiers/test_mooncake_faults.py
 	KVSTOW_SEEDS=50 KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_disk_random.py tests/engine/test_disk_faults.py
+
+faults: $(VENV)/.test ## print what a request sees of each fault of a disk, beside vLLM's own fs tier
+	$(BIN)/python -m benches.disk_faults
 
 drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
 	@failed=; \
