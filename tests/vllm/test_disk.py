@@ -223,6 +223,19 @@ def test_a_model_that_is_not_known_is_never_warm(started: Started) -> None:
     assert server.serve(server.begin("a")) == 0
 
 
+def test_requests_wait_for_a_file_that_does_not_open_only_for_a_while(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of one rank's file may never return."""
+    monkeypatch.setattr(disk_worker.DiskWorker, "_part", lambda self, first: None)
+    server = started(load_timeout_s=3)
+    server.step()
+    assert server.disk.phase == "warming"
+    assert server.half.lookup(server.begin("a"), 0) is None
+    server.scheduler.now += 4
+    assert server.half.lookup(server.begin("b"), 0) == 0
+
+
 # -- resets ----------------------------------------------------------------------------------------
 
 
@@ -280,6 +293,19 @@ def test_records_from_before_a_reset_are_not_adopted(
             os.remove(path)
             os.remove(f"{path}.index")
         fill(started(), "a", "b")
+
+
+def test_a_reset_before_the_first_step_counts(started: Started) -> None:
+    """A trainer may send its weights to a server that has computed nothing yet."""
+    fill(started(num_ranks=2), "a", "b")
+    server = started(num_ranks=2)
+    server.weights = "changed before the first step"
+    server.half.reset()
+    for name in "ab":
+        assert server.serve(server.begin(name)) == 0
+        server.forget()
+    server.settle()
+    assert disk_mode(server) == "on"
 
 
 def test_a_job_in_flight_at_a_reset_has_no_effect(started: Started) -> None:

@@ -19,7 +19,7 @@ How a wrong block could be served, and what prevents it:
 
 - Weights change in place, and a server reads what it wrote before. Each reset that empties the host
   tier draws a new generation on every rank, which is durable before anything moves again. Records
-  that were collected before the reset are dropped.
+  that were collected before the reset are dropped. A reset before the first step counts, too.
 - A block is whole on one rank only. A job ends when every rank has reported it, and each block
   counts only if it arrived on all. After a restart a slot counts only if all ranks hold the same
   key in it, by the same write: each write has a number above those of all records.
@@ -107,8 +107,11 @@ class DiskTier:
         return max(1, min(_MAX_IN_FLIGHT_BYTES // slot_bytes, num_host_blocks // 4))
 
     def begin(self, offload: OffloadScheduler) -> None:
-        """Open the disk of a new scheduler. Only the first one finds an earlier server's blocks."""
-        is_first = self._offload is None
+        """Open the disk of a new scheduler.
+
+        Only the first one finds an earlier server's blocks, unless a reset has come before it.
+        """
+        is_first = self._offload is None and not self._renewal
         self._offload = offload
         self._in_flight.clear()
         if self.num_slots and is_first:
@@ -117,11 +120,15 @@ class DiskTier:
             self.reset()
 
     def reset(self) -> None:
-        """Draw a new generation: `OffloadScheduler.reset` has emptied and closed the disk."""
+        """Draw a new generation: `OffloadScheduler.reset` has emptied and closed the disk.
+
+        Without a scheduler there is nothing to empty yet, and `begin` draws the generation.
+        """
         self._renewal += 1
         self._confirmed.clear()
         self._forget_records()
-        self._enter("renewing")
+        if self._offload is not None:
+            self._enter("renewing")
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -147,7 +154,7 @@ class DiskTier:
         """
         assert self._offload is not None, "there is no lookup before `begin`"
         may_wait = may_wait and request.lora_request is None
-        if may_wait and self.phase == "warming":
+        if may_wait and self.phase == "warming" and self.clock() < self._until:
             return None
         name = request.request_id
         return self._offload.lookup(name, num_local_tokens, end, promote=may_wait)

@@ -5,8 +5,9 @@ adapters' names, images and salts, and nothing else. How a block of something el
 and what prevents it:
 
 - Other weights under the same path or name: the digest of the content of all files of the model.
-- Other weights that are not in these files (a loader that fetches them, or a remote store): the
-  file is never warm, so the server begins with an empty disk (`Identity.is_warm`).
+- Other weights that are not in these files (a loader that fetches them, a remote store, a folder of
+  their own for downloads, another repository for a part of the model, or a trainer that sends
+  them): the file is never warm, so the server begins with an empty disk (`Identity.is_warm`).
 - Weights that changed in place: a reset, which draws a new generation (`disk`).
 - Another adapter under the same name: requests with adapters take nothing from the disk
   (`DiskTier.lookup`).
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _MEMORY: Final = "weights.json"
+_OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
 _PIECE_BYTES: Final = 64 << 20
 # A file that has just changed may change again without another time.
 _FRESH_S: Final = 2.0
@@ -90,9 +92,11 @@ class Identity:
             str(load.load_format) in _FROM_FILES
             and not load.model_loader_extra_config
             and not getattr(self.config.model_config, "model_weights", None)
+            and not getattr(self.config, "weight_transfer_config", None)
             and not getattr(cache, "calculate_kv_scales", False)
             and (has_seed or cache.prefix_caching_hash_algo.startswith("sha256"))
             and all(folder is not None for folder in self._folders.values())
+            and not any(has_parts_elsewhere(model) for model in self._models.values())
         )
 
     def fingerprint(self, model: Model, kv_caches: Mapping[str, torch.Tensor]) -> Fingerprint:
@@ -157,14 +161,18 @@ class Identity:
     @property
     def _folders(self) -> dict[str, Path | None]:
         """The files of each model; None if they are not on this machine."""
-        return {name: local_model(model) for name, model in self._models.items()}
+        folder = self.config.load_config.download_dir
+        return {name: local_model(model, folder) for name, model in self._models.items()}
 
 
-def local_model(model: Any) -> Path | None:
+def local_model(model: Any, download_dir: str | None) -> Path | None:
     """Return the folder or the file of a model on this machine; None if it is not known."""
     path = Path(model.model)
     if path.exists():
         return path
+    # The hub's folder has a model's configuration then, but not its weights, or old ones.
+    if download_dir is not None or os.environ.get(_OTHER_HUB, "").lower() in ("1", "true"):
+        return None
     try:
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - vLLM has it
     except ImportError:
@@ -174,6 +182,12 @@ def local_model(model: Any) -> Path | None:
         if isinstance(found, str):
             return Path(found).parent
     return None
+
+
+def has_parts_elsewhere(model: Any) -> bool:
+    """Whether a model names another one for a part of it, as Ultravox does."""
+    own = vars(model.hf_config)
+    return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
 
 def content_of(path: Path, memory: Path) -> str:

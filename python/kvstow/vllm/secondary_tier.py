@@ -36,7 +36,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -57,7 +56,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm.identity import content_of, local_model
+from kvstow.vllm.identity import content_of
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
@@ -375,7 +374,8 @@ def _fingerprint(
         "shape": hashlib.sha256(repr(shape).encode()).hexdigest()[:32],
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
     }
-    folder = local_model(SimpleNamespace(model=config.model.name, revision=None))
+    # vLLM does not say which revision of a repository it serves, nor from which folder.
+    folder = model if (model := Path(config.model.name)).exists() else None
     is_known = folder is not None
     fields["weights"] = (
         secrets.token_hex(16)

@@ -73,8 +73,8 @@ class Sleep:
             return True
         if self.tier.offload is not None:
             self.tier.offload.reset()
-            if self.tier.disk is not None:
-                self.tier.disk.reset()
+        if self.tier.disk is not None:
+            self.tier.disk.reset()
         for tracked in self.requests.tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
         return False
