@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engine.disk_world import NUM_HOST, forget_device, serve, settle, slot_file
@@ -19,7 +20,7 @@ from tests.tiers.resp.server import Server, free_port
 from kvstow import ConfigError, SharedOptions
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
-from kvstow.transfer import mover_for
+from kvstow.transfer import READY, BlockLayout, mover_for
 
 LONG_S = 20.0
 NUM_WHOLE = (len(DOCUMENT) - 1) // BLOCK * BLOCK
@@ -250,3 +251,14 @@ def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> 
         options(index_blocks=0)
     with pytest.raises(ConfigError, match="identity is ''"):
         options(identity="")
+
+
+def test_an_engine_that_slept_in_a_file_asks_again(server: Server, tmp_path: Path) -> None:
+    who: dict[str, Any] = {"identity": "m", "weights_version": "1"}
+    with world(server.url) as a, world(server.url) as b:
+        serve(b, "opens the store", list(range(500, 516)))
+        b.engine.sleep(after=READY, preserve=False, to=tmp_path / "snapshot", **who)
+        b.engine.wake([BlockLayout.from_arrays([b.kv])], after=READY, **who)
+        assert serve(a, "writer", DOCUMENT) == 0
+        assert serve(b, "reader", DOCUMENT) == NUM_WHOLE
+        assert stat(b, "shared_failed_questions") == 0

@@ -31,13 +31,13 @@ from typing import ClassVar, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, OffloadScheduler
+from kvstow._core import ConfigError, OffloadScheduler, StateError
 from kvstow.arguments import checked_int
 from kvstow.engine.disk import Disk, open_disk
 from kvstow.engine.disk_options import DiskOptions, checked_files, fingerprints
 from kvstow.engine.state import Blueprint, Request, State
 from kvstow.tiers import SlotFile
-from kvstow.tiers.asking import DEFAULT_WAIT_S, Asker, Question, TierStore
+from kvstow.tiers.asking import DEFAULT_WAIT_S, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore
@@ -90,6 +90,20 @@ class _Asked:
         return [self.hashes[i] for i in at], self.groups[at], [self.parents[i] for i in at]
 
 
+class _First:
+    """Asks the store through the tier that the first rank has now. A wake opens another one."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
+        """Return which of the keys the store has."""
+        return TierStore(self._shared.first).found(keys, limit_s)
+
+    def close(self) -> None:
+        """Leave the tier to the jobs."""
+
+
 class Shared(Disk):
     """Runs the jobs of an engine's shared tier, and asks the store what it has."""
 
@@ -118,7 +132,7 @@ class Shared(Disk):
         self._asked: dict[str, tuple[Request, _Asked | None]] = {}
         prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
         super().__init__([], prints, options, arenas)
-        self._asker = Asker(lambda: TierStore(self._first), wait_s=options.ask_timeout_s)
+        self._asker = Asker(lambda: _First(self), wait_s=options.ask_timeout_s)
 
     @property
     def fingerprint(self) -> str:
@@ -126,7 +140,14 @@ class Shared(Disk):
         return self._namespaces()[0].hex()
 
     @property
-    def _first(self) -> SharedTier:
+    def first(self) -> SharedTier:
+        """The tier of the first rank.
+
+        Raises:
+            StateError: the tiers are closed.
+        """
+        if not self._shared_tiers:
+            raise StateError("the shared tier is closed while the engine sleeps; wake it first")
         return self._shared_tiers[0]
 
     @property
