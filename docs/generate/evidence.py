@@ -4,6 +4,7 @@
 The page and the plots are committed. A test compares them with what this program makes.
 """
 
+import json
 import re
 import subprocess
 import tomllib
@@ -47,7 +48,7 @@ def page() -> str:
         ValueError: a row is not in its result, or a result has no claim.
     """
     claims = catalogue()
-    results = {path.name for path in RESULTS.iterdir() if path.suffix == ".txt"}
+    results = {path.name for path in RESULTS.iterdir() if path.suffix in {".txt", ".json"}}
     if left_out := results ^ {claim["result"] for claim in claims["claim"]}:
         raise ValueError(f"{sorted(left_out)}: a claim of evidence.toml for each result, and back")
     parts = [_HEAD, "## What is measured\n", *map(_measured, claims["claim"])]
@@ -68,7 +69,7 @@ def _measured(claim: Claim) -> str:
     ]
     if name := claim.get("plot"):
         lines.append(f"![{DRAWN[name](text).title}](images/evidence/{name}.svg)\n")
-    lines += ["```text", *_rows(text, claim), "```\n"]
+    lines += ["```text", *_lines(text, claim), "```\n"]
     lines.append(f"All lines: `benches/results/{claim['result']}`.\n")
     return "\n".join(lines)
 
@@ -80,6 +81,19 @@ def _command(claim: Claim) -> str:
 def _machine(text: str) -> str:
     found = _MACHINE.search(" ".join(text.split()))
     return found[1] if found else "not noted in the file"
+
+
+def _lines(text: str, claim: Claim) -> Iterator[str]:
+    return _fleet(text) if claim["result"].endswith(".json") else _rows(text, claim)
+
+
+def _fleet(text: str) -> Iterator[str]:
+    """Yield the hit ratios of fleets, alone and with a shared store."""
+    yield "routing      servers    alone   shared"
+    for routing, replay in json.loads(text).items():
+        for row in replay["rows"]:
+            alone, shared = row["alone"]["hit_ratio"], row["shared"]["hit_ratio"]
+            yield f"{routing:12} {row['servers']:>7} {alone:>8.2%} {shared:>8.2%}"
 
 
 def _rows(text: str, claim: Claim) -> Iterator[str]:
