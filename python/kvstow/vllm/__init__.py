@@ -10,7 +10,8 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
 vLLM calls `connector`. Its halves are `scheduler` and `worker`, which exchange `messages`. The
 scheduler half has parts: `loads`, `stores`, `steps`, `sleep`, `requests`, `transfers`, `tier`.
 The tier on a disk has a part of each half: `disk`, `disk_worker`.
-This is the only folder that imports vLLM.
+`secondary_tier` is a disk tier for vLLM's own `OffloadingConnector`. This is the only folder that
+imports vLLM.
 
 May import: kvstow, kvstow._core, kvstow.memory, kvstow.observability, kvstow.sizes, kvstow.tiers,
 kvstow.transfer.
