@@ -373,3 +373,18 @@ def test_option_without_its_partner_is_named(
 def test_bad_option_is_named(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
         options(**given)
+
+
+def test_metrics_have_the_disk(tmp_path: Path) -> None:
+    metrics = pytest.importorskip("kvstow.observability.metrics")
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in metrics.MetricsCollector(it.engine.stats).collect()
+            for sample in family.samples
+        }
+        assert found["kvstow_disk_blocks_total", "promote"] == 3
+        assert found["kvstow_disk_bytes_total", "promote"] == 3 * PAGE
+        assert found["kvstow_disk_mode",] == 2

@@ -328,7 +328,8 @@ class MetricsCollector(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield the metrics with their present values."""
         stats = self._stats()
-        for metric in METRICS:
+        # Those of the disk tier are among the connector's, whose other keys an engine lacks.
+        for metric in (*METRICS, *CONNECTOR_METRICS):
             labels = [metric.label] if metric.label else []
             family_of = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = family_of(metric.name, metric.text, labels=labels)
