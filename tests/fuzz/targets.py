@@ -43,8 +43,9 @@ from kvstow.tiers.resp import commands
 from kvstow.tiers.resp.address import Address
 from kvstow.tiers.resp.wire import Wire, WireError
 from kvstow.tiers.slot_index import Header, _digest
+from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.warm import adopt
-from kvstow.transfer import READY
+from kvstow.transfer import READY, HostArena
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ def _match_frames(data: bytes) -> None:
 
 _SPACE = Namespace(b"n" * 16)
 _ROWS = np.arange(64, dtype=np.uint8).reshape(2, 32)
+_SUMS = ArenaSums(HostArena(2, 32))  # no mover keeps checksums there
 _PART = commands.Part([0, 1], [b"k0", b"k1"], [0, 0], [b"h" * 8, b"i" * 8], [0, 1])
 _VALUES_OF_BOTH = b"".join(
     b"$%d\r\n%s\r\n"
@@ -246,8 +248,8 @@ _VALUES_OF_BOTH = b"".join(
     for name, row in zip(_PART.hashes, _ROWS, strict=True)
 )
 _CALLS: list[Callable[[Wire], object]] = [
-    lambda wire: commands.get(wire, _PART, np.zeros_like(_ROWS), _SPACE),
-    lambda wire: commands.put(wire, _PART, _ROWS, _SPACE, ()),
+    lambda wire: commands.get(wire, _PART, commands.Memory(np.zeros_like(_ROWS), _SUMS), _SPACE),
+    lambda wire: commands.put(wire, _PART, commands.Memory(_ROWS, _SUMS), _SPACE, ()),
     lambda wire: commands.contains(wire, _PART),
     lambda wire: commands.delete(wire, _PART),
 ]

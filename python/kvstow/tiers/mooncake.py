@@ -213,8 +213,14 @@ class _Calls:
             for at, checksum in enumerate(row_checksums(rows, slots).tolist()):
                 header = namespace.header(*named[at], num_bytes, checksum)
                 self._headers[at] = np.frombuffer(header, np.uint8)
-            codes = store.batch_put_from_multi_buffers(keys, pointers, sizes)
-            job.ok[part.start : part.stop] = np.isin(codes, (_OK, _EXISTS))
+            # A slot that was damaged on the host is not sent: see `sums`.
+            sound = np.flatnonzero(tier.sums.are_sound(np.array(slots, np.int64)))
+            if not len(sound):
+                return []
+            codes = store.batch_put_from_multi_buffers(
+                *([each[at] for at in sound] for each in (keys, pointers, sizes))
+            )
+            job.ok[part.start + sound] = np.isin(codes, (_OK, _EXISTS))
             return codes
         whole = HEADER_BYTES + num_bytes
         codes = list(store.batch_get_into_multi_buffers(keys, pointers, sizes))
@@ -232,6 +238,7 @@ class _Calls:
         if wrong:
             store.batch_remove(wrong, True)
             tier.count_wrong(len(wrong))
+        tier.sums.record(np.array(slots, np.int64)[job.ok[part.start : part.stop]])
         return codes
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.arguments import checked_int
 from kvstow.tiers.framed import Namespace
+from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats
 from kvstow.transfer import HostArena
@@ -88,6 +89,7 @@ class QueuedTier(SharedTier):
     Attributes:
         timeout_s: the most seconds for a job without a deadline.
         namespace: whose blocks the next job is about.
+        sums: the checksums that movers keep of the host slots.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class QueuedTier(SharedTier):
         """
         super().__init__(arena)
         self.namespace = Namespace(namespace)
+        self.sums: Final = ArenaSums(arena)
         self.timeout_s: Final = _checked_seconds("timeout_s", timeout_s)
         self._num_threads = checked_int("num_threads", num_threads, 1, _MAX_THREADS, "pass 1 to 4")
         self._max_queued_bytes = checked_int(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstow._core import row_checksums
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
+from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools
 
 _ANSWER: Final = b":0\r\n"  # of EXISTS with one key, or 1 for 0
@@ -42,30 +43,47 @@ class Part:
     slots: list[int]
 
 
+class Memory(NamedTuple):
+    """The host slots, one a row, and the checksums that movers keep of them."""
+
+    rows: Rows
+    sums: ArenaSums
+
+
 def put(
-    wire: Wire, part: Part, rows: Rows, namespace: Namespace, options: Sequence[bytes]
+    wire: Wire, part: Part, memory: Memory, namespace: Namespace, options: Sequence[bytes]
 ) -> tuple[Bools, Refusal | None]:
-    """Return which blocks the server has kept, and its first refusal."""
+    """Return which blocks the server has kept, and its first refusal.
+
+    A slot that was damaged on the host is not sent.
+    """
+    rows, sums = memory
     num_bytes = rows.shape[1]
     checksums = row_checksums(rows, part.slots).tolist()
-    named = zip(part.keys, part.groups, part.hashes, part.slots, checksums, strict=True)
+    ok = sums.are_sound(np.array(part.slots, np.int64))  # after the checksums, see `sums`
+    named = zip(part.keys, part.groups, part.hashes, part.slots, checksums, ok, strict=True)
 
     def parts() -> Iterable[Buffer]:
-        for key, group, digest, slot, checksum in named:
+        for key, group, digest, slot, checksum, is_sound in named:
+            if not is_sound:
+                continue
             header = namespace.header(group, digest, num_bytes, checksum)
             yield from set_command(key, [header, memoryview(rows[slot])], options)
 
     wire.send(parts())
-    return _statuses(wire, len(part.keys), b"OK")
+    sound = np.flatnonzero(ok)
+    ok[sound], refusal = _statuses(wire, len(sound), b"OK")
+    return ok, refusal
 
 
 def get(
-    wire: Wire, part: Part, rows: Rows, namespace: Namespace
+    wire: Wire, part: Part, memory: Memory, namespace: Namespace
 ) -> tuple[Bools, Refusal | None, int]:
     """Return which blocks arrived and were proven, the first refusal, and how many were wrong.
 
     The server drops those that were wrong.
     """
+    rows, sums = memory
     num_bytes = rows.shape[1]
     wire.send([b"".join(command(b"GET", key) for key in part.keys)])
     refusal, header = None, bytearray(HEADER_BYTES)
@@ -100,6 +118,7 @@ def get(
     if wrong:
         wire.send([b"".join(command(b"DEL", part.keys[at]) for at in wrong)])
         _statuses(wire, len(wrong))
+    sums.record(np.array(part.slots, np.int64)[ok])
     return ok, refusal, len(wrong)
 
 

@@ -28,7 +28,7 @@ from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.commands import Part, Rows, contains, delete, get, memory_policy, put
+from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
 from kvstow.tiers.resp.nodes import Nodes
 from kvstow.tiers.resp.reasons import reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
@@ -170,14 +170,14 @@ class _Connections:
             self._wires[node] = tier.nodes.connect(node)
         wire = self._wires[node]
         wire.limit(min(job.until_s, time.monotonic() + tier.timeout_s))
-        num_wrong = 0
+        num_wrong, memory = 0, Memory(tier.rows, tier.sums)
         try:
             if job.operation == "put" and tier.is_new(node):
                 _warn_of_policy(node, *memory_policy(wire))
             if job.operation == "put":
-                ok, refusal = put(wire, part, tier.rows, job.namespace, tier.set_options)
+                ok, refusal = put(wire, part, memory, job.namespace, tier.set_options)
             elif job.operation == "get":
-                ok, refusal, num_wrong = get(wire, part, tier.rows, job.namespace)
+                ok, refusal, num_wrong = get(wire, part, memory, job.namespace)
             elif job.operation == "contains":
                 ok, refusal = contains(wire, part)
             else:

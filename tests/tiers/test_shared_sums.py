@@ -1,0 +1,67 @@
+"""Host slots whose movers keep checksums, beside a shared store: damage is not put, gets count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.mooncake_master import Master, missing
+from tests.tiers.resp.server import Server
+
+from kvstow.tiers import SharedTier, TierBlocks, TierTicket
+from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.resp import RespTier
+from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, VerifiedMover
+from kvstow.transfer.ticket import DamagedSlots
+
+SLOT_BYTES = 4096
+LONG_S = 30.0
+NAMESPACE = bytes(range(16))
+BLOCKS = TierBlocks([bytes([at]) * 32 for at in range(3)], [0, 0, 0])
+Open = Callable[[HostArena, Path], AbstractContextManager[SharedTier]]
+
+
+@contextmanager
+def resp(arena: HostArena, folder: Path) -> Iterator[SharedTier]:
+    with Server(folder) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+        yield tier
+
+
+@contextmanager
+def mooncake(arena: HostArena, folder: Path) -> Iterator[SharedTier]:
+    master = Master(folder)
+    try:
+        with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+            yield tier
+    finally:
+        master.kill()
+
+
+def answer(ticket: TierTicket) -> list[bool]:
+    ticket.wait(LONG_S)
+    ok: list[bool] = ticket.ok.tolist()
+    return ok
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [resp, pytest.param(mooncake, marks=pytest.mark.skipif(bool(missing()), reason=missing()))],
+)
+def test_damaged_slot_is_not_put_and_promoted_slot_is_summed(opened: Open, tmp_path: Path) -> None:
+    device = np.random.default_rng(7).integers(1, 256, (4, SLOT_BYTES), np.uint8)
+    content = device.copy()
+    with HostArena(8, SLOT_BYTES) as arena, opened(arena, tmp_path) as tier:
+        mover = VerifiedMover(HostMover(BlockLayout.from_arrays([device]), arena))
+        with mover:
+            mover.store([1, 2, 3], [0, 1, 2], after=READY).wait(LONG_S)
+            arena.slots[1, -1] ^= 1
+            assert answer(tier.put(BLOCKS, [0, 1, 2])) == [True, False, True]
+            assert answer(tier.get(BLOCKS, [2, 4, 1])) == [True, False, True]
+            mover.load([2, 1], [2, 1], after=READY).wait(LONG_S)  # they held other blocks
+            np.testing.assert_array_equal(device[[2, 1]], content[[1, 3]])
+            arena.slots[2, 0] ^= 1
+            with pytest.raises(DamagedSlots):
+                mover.load([2], [1], after=READY).wait(LONG_S)
