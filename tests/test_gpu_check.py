@@ -141,7 +141,9 @@ def test_folder_that_cannot_be_written_is_refused_before_any_step(
 def test_interrupt_ends_the_step(tmp_path: Path) -> None:
     sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     program = (
-        "import sys; from pathlib import Path; from tests.gpu import check;"
+        "import signal, sys; from pathlib import Path; from tests.gpu import check;"
+        # A process that was started in the background ignores it, and so do its children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
         f"check.run([sys.executable, '-c', {sleep!r}], Path({str(tmp_path / 'log')!r}), 600)"
     )
     with subprocess.Popen(
