@@ -32,6 +32,7 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
+from tests.tiers.damage import all_proven, flip
 from tests.tiers.setup import (
     MODEL,
     SLOT_BYTES,
@@ -148,14 +149,6 @@ class Disk:
 
     def path(self, name: str = "slots") -> Path:
         return self.folder / name
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 # -- faults of the slot file: each changes it after the first put ---------------------------------
@@ -291,7 +284,7 @@ def without_checks() -> Iterator[None]:
         return np.asarray(frames["schema"] != 0)
 
     with (
-        mock.patch.object(SlotStore, "_are_proven", lambda _, host, __: np.ones(len(host), bool)),
+        mock.patch.object(SlotStore, "_are_proven", all_proven),
         mock.patch.object(SlotStore, "_fit", staticmethod(yes)),
         mock.patch("kvstow.tiers.opening.read_frames", raw_frames),
         mock.patch("kvstow.tiers.opening._Opening._check_fit", lambda *_: None),

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine_loop import BLOCK, SHAPES, Loop, turns
+from tests.tiers.damage import all_proven
 from tests.tiers.faults import Faulty
 from tests.tiers.setup import SLOT_BYTES
 
 from kvstow import DiskOptions, Engine, hash_tokens
 from kvstow.tiers import SlotFile
-from kvstow.tiers.frame import Bools, Frames
 from kvstow.tiers.slot_store import SlotStore
-from kvstow.transfer.mover import Index
 
 NUM_TURNS = 500
 NUM_LIVES = int(os.environ.get("KVSTOW_SEEDS", "2"))
@@ -132,10 +131,7 @@ def live(
 def test_random_life_detects_a_disk_that_checks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_of(self: SlotStore, first: Frames | Index, second: Frames) -> Bools:
-        return np.ones(len(second), np.bool_)
-
-    monkeypatch.setattr(SlotStore, "_are_proven", all_of)
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     monkeypatch.setattr(SlotStore, "_fit", staticmethod(lambda found, _: np.ones(len(found), bool)))
     # Faults that only checks find: others would close the tier before it is hit.
     monkeypatch.setattr("tests.tiers.faults.READ_FAULTS", ("flip", "other block"))

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.replay.scenario import FULL, MIXED, Checked, assert_ended_well, request, trace
+from tests.tiers.damage import all_proven
 from tests.tiers.setup import Here
 
 from kvstow import ConfigError
@@ -16,7 +16,6 @@ from kvstow.cli import main
 from kvstow.replay import ReplayConfig, ReplayEngine, Trace, figures_json
 from kvstow.replay.model import ReplayModel
 from kvstow.tiers.files import Buffers
-from kvstow.tiers.frame import Bools, Frames
 from kvstow.tiers.slot_store import SlotStore
 
 DOCUMENTS = [list(range(100 * number, 100 * number + 4)) for number in range(8)]
@@ -107,16 +106,13 @@ def test_no_block_is_corrupt_in_any_mode(tmp_path: Path, options: dict[str, Any]
 def test_replay_detects_a_disk_that_returns_another_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_of(*columns: Frames) -> Bools:
-        return np.ones(len(columns[-1]), np.bool_)
-
     read = Here.read
 
     def read_another(self: Here, file: int, buffers: Buffers, offset: int) -> int:
         return read(self, file, buffers, max(0, offset - 4096))
 
     replayed(tmp_path / "disk")
-    monkeypatch.setattr(SlotStore, "_are_proven", all_of)
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     config = ReplayConfig(
         device_blocks=24, host_blocks=10, disk=str(tmp_path / "disk"), disk_blocks=400,
         max_requests=1,

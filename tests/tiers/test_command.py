@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.tiers.damage import flip
 from tests.tiers.setup import (
     LONG_S,
     NUM_SLOTS,
@@ -49,14 +50,6 @@ def facts_of(
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     assert found["sound"] is (status == 0)
     return found
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
 
 
 def test_info_shows_what_a_file_holds(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tests.tiers.damage import all_proven
 from tests.tiers.power import PowerLoss
 
 from kvstow.tiers.files import Files
@@ -51,7 +51,7 @@ def num_wrong(folder: Path) -> int:
 def test_without_checksums_torn_blocks_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SlotStore, "_are_proven", lambda _, host, __: np.ones(len(host), np.bool_))
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     assert num_wrong(tmp_path) > 0
 
 

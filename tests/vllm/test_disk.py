@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiers.damage import all_proven
 from tests.vllm.disked import Server, folder_on_disk
 from vllm.lora.request import LoRARequest
 
@@ -383,9 +384,7 @@ def test_a_damaged_slot_would_be_seen(
     started: Started, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: without the comparison the damage is served."""
-    monkeypatch.setattr(
-        SlotStore, "_are_proven", lambda self, host, frames: np.ones(len(host), bool)
-    )
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     fill(started(), "a")
     server = started()
     server.close()

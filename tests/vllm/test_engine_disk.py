@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiers.damage import all_proven
 from tests.vllm import models
 from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import (
@@ -143,8 +144,7 @@ def test_blocks_come_back_from_the_disk_also_after_a_restart(
     engine.settle()
     engine.close()
     flip_all_slots(disk)
-    trusting = lambda self, host, frames: np.ones(len(host), np.bool_)  # noqa: E731
-    monkeypatch.setattr(SlotStore, "_are_proven", trusting)
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     engine = start(folder, kind, disk)
     found = one_by_one(engine, PROMPTS)
     assert any(each.num_cached for each in found)

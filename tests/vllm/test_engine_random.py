@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.tiers.damage import all_proven
 from tests.vllm import models
+from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import Engine
 from tests.vllm.movers import Unsteady
 from tests.vllm.random_run import NUM_TOKENS, Different, Run, describe
@@ -56,12 +55,12 @@ MAX_ATTEMPTS = int(os.environ.get("KVSTOW_ATTEMPTS", "6"))
 class Bench:
     """An engine that is started again after a failure, and the reference for its answers."""
 
-    def __init__(self, folder: Path, kind: Sequence[str], reference: Reference) -> None:
+    def __init__(self, folder: Path, kind: Sequence[str], reference: Reference, disk: Path) -> None:
         self.folder = folder
         self.kind = kind
         self.reference = reference
         self.counts: Counter[str] = Counter()
-        self.disk = Path(tempfile.mkdtemp(dir="/var/tmp"))
+        self.disk = disk
         (self.disk / "weights").write_text("one")
         self.engine = self._start()
 
@@ -99,10 +98,6 @@ class Bench:
     def renew(self) -> None:
         self.engine.close()
         self.engine = self._start()
-
-    def close(self) -> None:
-        self.engine.close()
-        shutil.rmtree(self.disk)
 
     def run(
         self,
@@ -192,9 +187,10 @@ def bench(request: pytest.FixtureRequest, model: tuple[str, Path, Reference]) ->
         pytest.skip("vLLM's CPU engine has no drafts for recurrent states")
     if kind not in IN_CI and not IS_FULL:
         pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
-    bench = Bench(folder, kind, reference)
-    yield bench
-    bench.close()
+    with folder_on_disk() as disk:
+        bench = Bench(folder, kind, reference, disk)
+        yield bench
+        bench.engine.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -242,11 +238,7 @@ def test_damaged_slots_of_the_file_change_answers(
     bench: Bench, lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control of the disk: without its comparison, damage reaches answers."""
-
-    def trust(store: SlotStore, host: Any, frames: Any) -> Any:
-        return np.ones(len(host), np.bool_)
-
-    monkeypatch.setattr(SlotStore, "_are_proven", trust)
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     steps = [("add", 1), ("step", 2), ("add", 3), ("step", 4), ("rot", 5), ("step", 6)] * 30
     operations = [(kind, 10 * at + number) for at, (kind, number) in enumerate(steps)]
     with pytest.raises(Different):  # a window needs few blocks, so one run may miss them

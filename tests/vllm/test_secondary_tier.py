@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
+from tests.tiers.damage import all_proven, flip
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -254,14 +255,6 @@ def test_other_weights_at_the_same_path_are_refused(make: Make, tmp_path: Path) 
     assert not any(again.has(key) for key in KEYS)
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_damaged_chunk_is_a_miss_and_the_others_load(make: Make, tmp_path: Path) -> None:
     world = make()
     world.store(KEYS[:4])
@@ -282,7 +275,7 @@ def test_damaged_chunk_is_a_miss_and_the_others_load(make: Make, tmp_path: Path)
 def test_without_checksums_a_damaged_chunk_is_served(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SlotStore, "_are_proven", lambda _, host, __: np.ones(len(host), np.bool_))
+    monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     world = make()
     world.store(KEYS[:4])
     fill_primary(world)
