@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import kvstow
@@ -13,6 +14,7 @@ from .measure import Clock, Row, take_turns
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1_000_000
+BLOCKS_PER_PROMPT = 8_192
 
 
 class Million:
@@ -24,7 +26,6 @@ class Million:
         draw = random.Random(0)
         self.hashes = [draw.randbytes(32) for _ in range(NUM_BLOCKS - 1)]
         self.request = vllm_side.request("million", BLOCK_SIZE, BLOCK_SIZE)
-        self.request.block_hashes = self.hashes
 
     def run(self) -> list[Row]:
         gc.collect()
@@ -60,10 +61,10 @@ class Million:
     def _kvstow_bytes(self) -> float:
         before = resident_bytes()
         pool = kvstow.BlockPool(NUM_BLOCKS)
-        ids = pool.allocate(NUM_BLOCKS - 1)
-        pool.cache(ids, self.hashes)
-        pool.free(ids[::-1])
-        del ids
+        for hashes in prompts(self.hashes):
+            ids = pool.allocate(len(hashes))
+            pool.cache(ids, hashes)
+            pool.free(ids[::-1])
         grown = resident_bytes() - before
         if pool.num_cached != NUM_BLOCKS - 1:
             sys.exit("kvstow's million blocks are not all cached")
@@ -73,15 +74,23 @@ class Million:
     def _vllm_bytes(self) -> float:
         before = resident_bytes()
         pool = vllm_side.BlockPool(NUM_BLOCKS, True, BLOCK_SIZE)
-        blocks = pool.get_new_blocks(NUM_BLOCKS - 1)
-        pool.cache_full_blocks(self.request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
-        pool.free_blocks(reversed(blocks))
-        del blocks
+        for hashes in prompts(self.hashes):
+            self.request.block_hashes = hashes
+            blocks = pool.get_new_blocks(len(hashes))
+            pool.cache_full_blocks(self.request, blocks, 0, len(blocks), BLOCK_SIZE, 0)
+            pool.free_blocks(reversed(blocks))
+            del blocks
         gc.collect()
         grown = resident_bytes() - before
         if len(pool.cached_block_hash_to_block) != NUM_BLOCKS - 1:
             sys.exit("vLLM's million blocks are not all cached")
         return grown / NUM_BLOCKS
+
+
+def prompts(hashes: list[bytes]) -> Iterator[list[bytes]]:
+    """Yield the hashes in prompts of 8,192 blocks, as a server takes them."""
+    for first in range(0, len(hashes), BLOCKS_PER_PROMPT):
+        yield hashes[first : first + BLOCKS_PER_PROMPT]
 
 
 def resident_bytes() -> int:

@@ -13,6 +13,7 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
 use crate::error::{ConfigError, StateError, to_py};
+use crate::hash::native_copy;
 
 /// A count from Python: 0 or more.
 #[derive(Clone, Copy)]
@@ -56,8 +57,11 @@ fn ints(
         if let Ok(Ok(items)) = int64 {
             return Ok(items);
         }
-        // numpy converts other widths, signs, byte orders and arrays that are not contiguous.
-        return ints(&obj.call_method0("tolist")?, too_large);
+        let dtype = array.dtype();
+        if dtype.kind() == b'u' && dtype.itemsize() == size_of::<u64>() {
+            return ints(&obj.call_method0("tolist")?, too_large);
+        }
+        return native_copy(array);
     }
     let items = sequence(obj, "integers")?;
     let num_items = items.len().unwrap_or(usize::MAX);
