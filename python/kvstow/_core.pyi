@@ -174,7 +174,7 @@ class Hashes(Sequence[bytes]):
 def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint32]:
     """Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
 
-    The work runs without the interpreter lock.
+    The work runs without the interpreter lock, unless it is short.
 
     Args:
         rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
@@ -188,7 +188,7 @@ def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np
 def row_digests(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint64]:
     """Return the CRC-64/NVME of each of these rows.
 
-    The work runs without the interpreter lock.
+    The work runs without the interpreter lock, unless it is short.
 
     Args:
         rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.

@@ -15,10 +15,12 @@ use crate::error::ConfigError;
 
 /// Bytes between two looks at pending signals: a few milliseconds.
 const BYTES_PER_BATCH: usize = 64 << 20;
+/// Fewer bytes are summed before another thread could take the interpreter lock and give it back.
+const MIN_BYTES_WITHOUT_LOCK: usize = 16 << 10;
 
 /// Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
 ///
-/// The work runs without the interpreter lock.
+/// The work runs without the interpreter lock, unless it is short.
 ///
 /// Args:
 ///     rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
@@ -37,7 +39,7 @@ pub(crate) fn row_checksums<'py>(
 
 /// Return the CRC-64/NVME of each of these rows.
 ///
-/// The work runs without the interpreter lock.
+/// The work runs without the interpreter lock, unless it is short.
 ///
 /// Args:
 ///     rows: a two-dimensional array. The bytes of each row are contiguous; rows may be apart.
@@ -77,8 +79,9 @@ fn of_rows<'py, T: Element + Send>(
     let rows = rows.as_array();
     let mut checksums = Vec::with_capacity(row_ids.len());
     for batch in row_ids.chunks((BYTES_PER_BATCH / row_bytes.max(1)).max(1)) {
-        let found: Option<Vec<T>> =
-            py.detach(|| batch.iter().map(|&id| Some(sum(rows.row(id).to_slice()?))).collect());
+        let sums = || batch.iter().map(|&id| Some(sum(rows.row(id).to_slice()?))).collect();
+        let is_short = batch.len() * row_bytes < MIN_BYTES_WITHOUT_LOCK;
+        let found: Option<Vec<T>> = if is_short { sums() } else { py.detach(sums) };
         let Some(found) = found else {
             return Err(ConfigError::new_err(
                 "the bytes of a row are not contiguous: pass a copy of the array".to_owned(),

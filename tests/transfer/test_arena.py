@@ -42,6 +42,23 @@ def test_slots_are_aligned_rows(slot_bytes: int, stride: int) -> None:
         assert (arena.slots == np.arange(1, 6)[:, None]).all()
 
 
+@pytest.mark.skipif(
+    not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without large pages"
+)
+def test_memory_asks_for_large_pages() -> None:
+    with HostArena(4, 4 << 20) as arena, open("/proc/self/smaps") as lines:
+        flags: list[str] = []
+        is_arena = False
+        for line in lines:
+            first, *rest = line.split()
+            if "-" in first:
+                begin, end = (int(at, 16) for at in first.split("-"))
+                is_arena = begin <= arena.base_address < end
+            elif is_arena and first == "VmFlags:":
+                flags = rest
+    assert "hg" in flags
+
+
 @pytest.mark.parametrize(
     ("slot_bytes", "slots_per_run", "stride"),
     [

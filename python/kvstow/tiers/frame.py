@@ -150,10 +150,10 @@ def words_of(frames: Frames) -> Words:
     return frames.view(np.uint64).reshape(len(frames), FRAME_BYTES // 8)
 
 
-def taken(frames: Frames, at: npt.NDArray[np.int64]) -> Frames:
-    """Return copies of the frames at these positions."""
-    frames_there: Frames = words_of(frames)[at].reshape(-1).view(FRAME)
-    return frames_there
+def taken(words: Words, at: npt.NDArray[np.int64]) -> Frames:
+    """Return copies of the frames at these positions of `words_of` frames."""
+    frames: Frames = words[at].reshape(-1).view(FRAME)
+    return frames
 
 
 def seal(frames: Frames, checksums: Sums) -> None:
@@ -196,7 +196,7 @@ _KEY_MASK = _key_mask()
 def match(frames: Frames, expected: Frames) -> Bools:
     """Return which frames are of the expected block, whatever their sequence, parent and data."""
     differences = (words_of(frames) ^ words_of(expected)) & _KEY_MASK
-    fits: Bools = np.logical_not(np.any(differences, axis=1))
+    fits: Bools = np.bitwise_or.reduce(differences, axis=1) == 0
     return fits
 
 

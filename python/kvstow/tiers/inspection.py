@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import FRAME_BYTES, Context, Fingerprint, Frames, taken
+from kvstow.tiers.frame import FRAME_BYTES, Context, Fingerprint, Frames, taken, words_of
 from kvstow.tiers.opening import INDEX_SUFFIX, index_bytes
 from kvstow.tiers.slot_calls import SlotCalls
 from kvstow.tiers.slot_index import (
@@ -108,7 +108,7 @@ class Inspection:
                     slots[at], host, report=lambda _: None, may_go_on=lambda: True
                 )
                 last = error or last
-                sound = row_digests(rows, host) == taken(self.frames, at)["checksum"]
+                sound = row_digests(rows, host) == self.frames["checksum"][at]
                 bad += slots[at[~(arrived & sound)]].tolist()
             return Verified(len(slots) - len(bad), bad, last)
         finally:
@@ -193,7 +193,7 @@ def _read(files: Files, index: int, path: str) -> Inspection:
     return Inspection(
         path,
         header,
-        taken(frames, used),
+        taken(words_of(frames), used),
         num_dropped,
         sum(sizes),
         on_disk,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import TransferError
-from kvstow.tiers.frame import Bools, Context, Frames
+from kvstow.tiers.frame import Bools, Context, Frames, taken, words_of
 from kvstow.tiers.ticket import TierTicket
 from kvstow.transfer.mover import Index
 
@@ -23,12 +23,12 @@ class Job:
     Attributes:
         kind: what to do.
         frames: shape [n], the frames that the blocks have or should have.
-        slots: shape [n], their slots.
+        slots: shape [n], their slots, which ascend after `keep`.
         host: shape [n], their host slots; none for other kinds than put and get.
         context: the generation in which the job began.
         ticket: reports the end.
-        at: positions of the blocks that may be carried out, in the order of their slots.
-        ok: shape [n], what the ticket will report.
+        at: shape [n], where each block is in the ticket.
+        ok: what the ticket will report, for all of its blocks.
         num_left: pieces that have not ended.
         num_mismatched: blocks that a get found to be something else.
         error: why blocks failed together.
@@ -40,7 +40,7 @@ class Job:
     host: Index
     context: Context
     ticket: TierTicket
-    at: Index = field(default_factory=lambda: np.empty(0, np.int64))
+    at: Index = field(init=False)
     ok: Bools = field(init=False)
     num_left: int = 0
     num_mismatched: int = 0
@@ -48,7 +48,18 @@ class Job:
 
     def __post_init__(self) -> None:
         """Begin with no block done."""
-        self.ok = np.zeros(len(self.slots), np.bool_)
+        self.at = np.arange(len(self.slots))
+        self.ok = np.zeros(self.ticket.num_blocks, np.bool_)
+
+    def keep(self, free: Bools) -> None:
+        """Leave out the blocks that are not free, and sort the others by their slots."""
+        if free.all() and (self.slots[1:] > self.slots[:-1]).all():
+            return
+        at = np.flatnonzero(free)
+        self.at = at = at[np.argsort(self.slots[at], kind="stable")]
+        self.frames, self.slots = taken(words_of(self.frames), at), self.slots[at]
+        if len(self.host):
+            self.host = self.host[at]
 
 
 class Marks:

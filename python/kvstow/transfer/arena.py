@@ -51,6 +51,8 @@ _SUM_BYTES_PER_SLOT = 3 * 8
 class HostArena(Closing):
     """Memory for `num_slots` blocks. A page takes no memory until it is first written or read.
 
+    A page has 2 MiB where the system has such pages to give, else 4 KiB.
+
     Slots are 0 to `num_slots - 1`, all usable. Use the arena as a context manager, or call `close`.
 
     A forked child does not have the memory. Its arena is closed, and a view from before the fork
@@ -124,6 +126,7 @@ class HostArena(Closing):
         self._is_forked = False
         self._map = self._map_memory(file, shared)
         _keep_private(self._map)
+        _prefer_large_pages(self._map)
         memory = np.frombuffer(self._map, dtype=np.uint8)
         if shared is None:
             memory = memory[-self.num_bytes :]
@@ -338,6 +341,12 @@ def _keep_private(memory: mmap.mmap) -> None:
     except OSError:  # the memory is that of a file
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_DONTFORK)
+
+
+def _prefer_large_pages(memory: mmap.mmap) -> None:
+    """Ask for pages of 2 MiB. Direct I/O pins each page, and a copy looks up its address."""
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _touch_pages(memory: npt.NDArray[np.uint8], num_threads: int, cpus: Collection[int]) -> None:
