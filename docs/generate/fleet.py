@@ -51,7 +51,7 @@ def table() -> str:
 
 
 def per_request() -> dict[str, float]:
-    """Return the blocks that a request costs the store, with most servers in turn."""
+    """Return what a request costs the store, in blocks: in the largest fleet, round-robin."""
     figures = result()["round-robin"]
     shared = figures["rows"][-1]["shared"]
     return {

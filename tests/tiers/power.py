@@ -212,7 +212,7 @@ class PowerLoss:
         for path, content in files.image.items():
             Path(path).write_bytes(content)
         self._epoch, was_renewed = files.at_cut
-        # Nobody knows whether the weights of a renewed generation come back.
+        # It is unknown whether the weights of a renewed generation come back.
         self._epoch += was_renewed
         self.num_renewed += was_renewed
 

@@ -1,4 +1,4 @@
-"""Random calls to a shared tier, which must serve no wrong block, whatever happens below it."""
+"""Random calls to a shared tier, which must serve no wrong block, also when the store fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tier does, whatever its medium."""
+"""What every tier does, on each medium."""
 
 from __future__ import annotations
 

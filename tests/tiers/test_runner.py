@@ -1,4 +1,4 @@
-"""The runner of tier jobs reports each job once, after the tier let go of its host slots."""
+"""The runner of tier jobs reports each job once, once the tier uses its host slots no more."""
 
 from __future__ import annotations
 

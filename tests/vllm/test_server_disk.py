@@ -1,6 +1,6 @@
 """vLLM's server with a disk below the host, whose processes end and start again.
 
-After SIGTERM and after SIGKILL alike, the first request of the next server hits the disk, and its
+After SIGTERM, and after SIGKILL, the first request of the next server hits the disk, and its
 answer is that of a server that computes everything.
 """
 

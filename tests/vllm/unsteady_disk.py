@@ -63,7 +63,7 @@ class UnsteadyRunner(TierRunner):
 def below(engine: Engine, num_slots: int | None) -> Iterator[None]:
     """Let an engine that has a disk use so many of its slots in this run; None: no disk.
 
-    The engine starts over after that, because the tiers are made anew then.
+    The engine starts over after that, because the tiers are built again then.
     """
     tier, worker = engine.half.tier, engine.worker.disk
     disk = tier.disk

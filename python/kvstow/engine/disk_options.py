@@ -1,4 +1,4 @@
-"""The options of an engine's disk tier, and how its files are told apart from those of others."""
+"""The options of an engine's disk tier, and the fingerprint of its files."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ class DiskOptions:
     """How an engine uses its disk tier.
 
     Attributes:
-        identity: the model whose KV this is, and whatever shapes it or its hashes. A file of
+        identity: the model whose KV this is, and all that shapes it or its hashes. A file of
             another identity is not used.
         weights_version: version of the model's weights, under the same rule.
         admit: "all" writes every stored block to the disk. "returned" writes blocks that were hit,

@@ -549,7 +549,7 @@ class Engine(Closing):
                 not have.
             to: `HOST`, or the path of a file. A complete file replaces one that has this name, and
                 the host memory is released.
-            identity: the model whose KV this is, and whatever shapes it. `wake` must pass the same
+            identity: the model whose KV this is, and all that shapes it. `wake` must pass the same
                 one. A file needs it, because the file may outlive this process.
             weights_version: version of the model's weights, under the same rules.
             timeout_s: seconds that copies in flight may take to end. Later ones have failed, and

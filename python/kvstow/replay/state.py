@@ -164,7 +164,7 @@ def _disk_options(config: ReplayConfig, model: ReplayModel) -> DiskOptions | Non
     if config.disk is None:
         return None
     return DiskOptions(
-        # The bytes of a block follow from its key, whatever the trace.
+        # The bytes of a block follow from its key in every trace.
         identity=f"replay of {model.name}",
         weights_version="1",
         admit=config.disk_admit,

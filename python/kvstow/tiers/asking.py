@@ -62,7 +62,7 @@ class Store(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the connection to the store."""
 
 
 class TierStore:
@@ -290,7 +290,7 @@ class Asker(Closing):
         store: Store | None = None
         while (call := self._queue.get()) is not None:
             if call.epoch != self.epoch or self.clock() >= call.until_s:
-                self._end(call, None)  # nobody waits for it any more
+                self._end(call, None)  # no question waits for it
                 continue
             try:
                 store = store or self._connect()

@@ -66,7 +66,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Whatever shapes the bytes of a block: equal fingerprints mean interchangeable KV.
+    """All that shapes the bytes of a block: equal fingerprints mean interchangeable KV.
 
     Name the model, the version of its weights, dtype, layout, block size, groups, rank and world
     size, and how hashes are made. The names and values are kept as text, so that a mismatch can be

@@ -60,7 +60,7 @@ class SlotCalls:
         report: Callable[[OSError | None], None],
         may_go_on: Callable[[], bool],
     ) -> tuple[Bools, OSError | None]:
-        """Read slots, which ascend, into host slots. A slot that fails spares its run.
+        """Read slots, which ascend, into host slots. A slot that fails ends no other.
 
         Args:
             slots: shape [n].

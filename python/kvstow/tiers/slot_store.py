@@ -232,7 +232,7 @@ class SlotStore:
             raise
 
     def _mark_again(self) -> None:
-        """Find out anew what the jobs have in use."""
+        """Compute again which slots the jobs have in use."""
         self._slots_in_use.clear()
         self._host_in_use.clear()
         for job in self._jobs:
@@ -411,7 +411,7 @@ class _Piece:
         self.num_bytes = num_blocks * store.header.slot_bytes
 
     def run(self) -> None:
-        """Carry it out. Whatever it raises ends the piece, not the thread."""
+        """Carry it out. An error ends the piece, and the thread goes on."""
         error = None
         try:
             self._store.carry_out(self._job, self._part)

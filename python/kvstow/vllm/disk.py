@@ -25,7 +25,7 @@ How a wrong block could be served, and what prevents it:
   key in it, by the same write: each write has a number above those of all records.
 - A promoted block is loaded before it has arrived. `OffloadScheduler` withholds its key until then.
 - A late copy overwrites a slot that has another block. Slots stay reserved until every rank has
-  reported, and a rank reports when its file has let go of them.
+  reported, and a rank reports once its file uses them no more.
 - An adapter changes under its name. The hashes do not show it, so requests with adapters promote
   nothing.
 """
@@ -212,7 +212,7 @@ class DiskTier:
         return DiskJob.of(job, self._sequence)
 
     def expired(self, job_ids: Iterable[int]) -> None:
-        """Take the ids of late jobs. They end when every rank has let go of their slots."""
+        """Take the ids of late jobs. They end when no rank uses their slots any more."""
         for job_id in job_ids:
             self._in_flight.discard(job_id)
             logger.warning(

@@ -10,7 +10,7 @@ vLLM calls all methods from its scheduler's thread. A chunk of its CPU tier is o
 
 ```
 submit_store   free slots, then those of the oldest keys --> put --> ended: the key is in `_slots`
-submit_load    the slots of the keys, which nobody may take --> get --> ended: failed keys go
+submit_load    the slots of the keys, which are not taken --> get --> ended: failed keys go
 ```
 
 How a wrong block could be served, and what prevents it:
@@ -21,8 +21,8 @@ How a wrong block could be served, and what prevents it:
   when its ticket has ended. So a read that never returns keeps its request waiting.
 - Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
   goes, durably, unless the file of `weights_version_path` has not changed.
-- Other weights, sizes or parallel ranks after a restart: the fingerprint. Where nobody knows the
-  content of the weights, the file begins empty.
+- Other weights, sizes or parallel ranks after a restart: the fingerprint. Where the
+  content of the weights is unknown, the file begins empty.
 """
 
 from __future__ import annotations

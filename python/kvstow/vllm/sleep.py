@@ -4,7 +4,7 @@ vLLM sleeps in three calls: it pauses its requests, asks `may_rest` until the an
 resets its caches. The device memory goes after that. So `may_rest` begins what must be done before.
 
 A reset empties the tier, unless `preserve_on_sleep` is set and `WeightsVersion` finds no change.
-It empties the disk tier below, too, for good: the disk closes until a new generation is durable.
+It empties the disk tier below, too. The disk closes until a new generation is durable.
 The workers keep the host memory mapped either way.
 """
 

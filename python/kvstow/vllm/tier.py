@@ -45,9 +45,8 @@ class HostTier:
         options: the user's options.
         world_size: workers that report each job and their capacity.
         horizon_blocks: in lazy mode, how many free blocks are stored ahead of their eviction.
-        gathered_tokens: of a full-attention model, the stores of a step wait for those of the next
-            steps until the steps have had this many tokens, or blocks of an eighth of what stores
-            may hold. 0: they never wait.
+        gathered_tokens: in a full-attention model, stores wait until this many tokens are
+            computed, or the blocks of an eighth of what stores may hold. 0: they never wait.
         events: whether to keep block and transfer events.
         clock: seconds, monotonic.
         offload: None until every rank has reported its capacity, and once the tier is off.

@@ -45,7 +45,7 @@ impl Sightings {
         Ok(Some(Self { sets: vec![[0; WAYS]; num_counts.div_ceil(WAYS)], threshold }))
     }
 
-    /// A table that tells whether a block was seen at all.
+    /// A table that counts no further than 1: whether a block was seen.
     pub(super) fn of_any(num_blocks: usize) -> Result<Self> {
         let num_counts = num_blocks.max(MIN_COUNTS);
         check_memory(num_counts, size_of::<u64>())?;

@@ -1,4 +1,4 @@
-//! The disk tier over played media: every rank has a host and a disk that hold names instead of
+//! The disk tier over simulated media: every rank has a host and a disk that hold names instead of
 //! bytes. Each copy of a job takes place at a random moment between its plan and its report, also
 //! after its deadline. Every load must deliver what its keys name, in the current epoch: a reset
 //! begins a new one, as if the weights had changed.

@@ -249,7 +249,7 @@ class Lane:
                 # Of some other job. The caller needs the ticket of this one, and its polls go on.
                 pass
             except BaseException as interrupt:
-                # Nobody gets the ticket, so the job must not move more bytes.
+                # The caller gets no ticket, so the job must not move more bytes.
                 job.error = failure(interrupt)
                 job.batches = job.batches[: job.num_queued]
                 raise

@@ -123,7 +123,7 @@ impl OffloadScheduler {
         let (mut rest, mut taken) = (slots.as_slice(), Vec::new());
         let mut filling = Filling::default();
         for (at, &key) in keys.iter().enumerate() {
-            // Each time anew, because a list may hold a key twice.
+            // Computed each time, because a list may hold a key twice.
             if disk.tier.resident_or_filling(&key).is_some() {
                 continue;
             }

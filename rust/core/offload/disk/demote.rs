@@ -34,7 +34,7 @@ impl Disk {
     }
 
     /// Lets a resident host slot become due, after those above it: a chain without its first blocks
-    /// serves nobody.
+    /// serves no request.
     fn push(&mut self, host: &Tier, slot: BlockId) {
         let above = |slot: &BlockId| Some(host.parent(*slot)).filter(|parent| !parent.is_null());
         let is_due =

@@ -12,7 +12,7 @@
 //! - Without a job, a request or an image, no slot is in use but those that a lookup finds.
 //! - No request waits for ever.
 //!
-//! `tests/model/seeded_bugs.py` takes one wait, pin or fence after the other out of a copy of the
+//! `tests/model/seeded_bugs.py` removes one wait, pin or fence at a time from a copy of the
 //! scheduler, and the search finds each of these bugs.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 #![expect(clippy::print_stderr, reason = "a search reports its size")]
@@ -62,7 +62,7 @@ fn search(name: &str, in_ci: Options, full: Options) {
     }
 }
 
-/// Two ranks: a store counts only if both have copied it, and late copies harm nobody.
+/// Two ranks: a store counts only if both have copied it, and late copies do no harm.
 #[test]
 fn ranks() {
     let in_ci = Options {

@@ -1,4 +1,4 @@
-//! The canonical form of a scheduler: two schedulers with one form behave alike from now on.
+//! The canonical form of a scheduler: two schedulers with one form behave equally from now on.
 //!
 //! Slots, device blocks and jobs have names, and their order is nothing. So each gets the number of
 //! its first appearance. Left out are counters, deadlines (jobs are late in the order of their ids),

@@ -68,7 +68,7 @@ pub(super) struct Tier {
     /// whose store has failed. When it changes, requests compare what they have stored with the
     /// tier again, and loads compare what their lookup has found.
     pub(super) num_losses: u64,
-    /// The keys that were evicted for room since the caller took them. None if nobody takes them.
+    /// The keys that were evicted for room since the caller took them. None if they are not kept.
     pub(super) evicted: Option<Vec<BlockKey>>,
 }
 

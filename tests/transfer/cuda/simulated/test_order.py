@@ -1,7 +1,7 @@
 """Nothing that a job touches lacks an order, and without any one wait something does.
 
 The simulated GPU compares each access with the events that order it, not with the order that ran.
-So one run stands for all orders of the device's work, as long as the host polls alike.
+So one run stands for all orders of the device's work, as long as the host polls at the same points.
 """
 
 from __future__ import annotations
