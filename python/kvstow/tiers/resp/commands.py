@@ -59,16 +59,16 @@ def put(
     """
     rows, sums = memory
     num_bytes = rows.shape[1]
-    checksums = row_checksums(rows, part.slots).tolist()
-    ok = sums.are_sound(np.array(part.slots, np.int64))  # after the checksums, see `sums`
-    named = zip(part.keys, part.groups, part.hashes, part.slots, checksums, ok, strict=True)
+    ok = np.zeros(len(part.keys), np.bool_)
 
     def parts() -> Iterable[Buffer]:
-        for key, group, digest, slot, checksum, is_sound in named:
-            if not is_sound:
-                continue
-            header = namespace.header(group, digest, num_bytes, checksum)
-            yield from set_command(key, [header, memoryview(rows[slot])], options)
+        named = zip(part.keys, part.groups, part.hashes, part.slots, strict=True)
+        for at, (key, group, digest, slot) in enumerate(named):
+            checksum = int(row_checksums(rows, [slot])[0])
+            ok[at] = sums.are_sound(np.array([slot]))[0]  # after the checksum, see `sums`
+            if ok[at]:
+                header = namespace.header(group, digest, num_bytes, checksum)
+                yield from set_command(key, [header, memoryview(rows[slot])], options)
 
     wire.send(parts())
     sound = np.flatnonzero(ok)
@@ -87,8 +87,8 @@ def get(
     num_bytes = rows.shape[1]
     wire.send([b"".join(command(b"GET", key) for key in part.keys)])
     refusal, header = None, bytearray(HEADER_BYTES)
+    ok = np.zeros(len(part.keys), np.bool_)
     wrong: list[int] = []
-    arrived: list[tuple[int, int]] = []
     for at, slot in enumerate(part.slots):
         size = wire.bulk_size()
         if isinstance(size, Refusal):
@@ -96,24 +96,17 @@ def get(
             continue
         if size is None:
             continue
-        checksum = None
         if size == HEADER_BYTES + num_bytes:
             wire.into(memoryview(header))
             wire.into(memoryview(rows[slot]))
             given = bytes(header)
             checksum = namespace.checksum(given, part.groups[at], part.hashes[at], num_bytes)
+            # Now, while the bytes are in the processor's caches.
+            ok[at] = checksum is not None and row_checksums(rows, [slot])[0] == checksum
         else:
             wire.skip(size)
         wire.end_bulk()
-        if checksum is None:
-            wrong.append(at)
-        else:
-            arrived.append((at, checksum))
-    found = row_checksums(rows, [part.slots[at] for at, _ in arrived]).tolist()
-    ok = np.zeros(len(part.keys), np.bool_)
-    for (at, checksum), seen in zip(arrived, found, strict=True):
-        ok[at] = checksum == seen
-        if checksum != seen:
+        if not ok[at]:
             wrong.append(at)
     if wrong:
         wire.send([b"".join(command(b"DEL", part.keys[at]) for at in wrong)])

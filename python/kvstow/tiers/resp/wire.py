@@ -9,21 +9,25 @@ be on the way: close it. So nothing arrives in a host slot after a call has rais
 
 from __future__ import annotations
 
-import itertools
+import select
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 Buffer: TypeAlias = bytes | memoryview
+_T = TypeVar("_T")
 
 _AHEAD_BYTES: Final = 64 << 10
+# The line of a value, and the header of a block. More of a value would have to be copied.
+_VALUE_AHEAD_BYTES: Final = 128
 _MAX_LINE_BYTES: Final = 4 << 10
 _MAX_SIZE_DIGITS: Final = 19
 # Linux takes 1,024 parts in one call.
 _MAX_PARTS: Final = 1024
-_MIN_TIMEOUT_S: Final = 1e-3
+# Parts that are made while others are sent are still in the processor's caches when they are sent.
+_BYTES_PER_CALL: Final = 256 << 10
 # The system refuses a wait of centuries.
 _MAX_TIMEOUT_S: Final = 86400.0
 
@@ -70,6 +74,7 @@ class Wire:
         connection.connect()
         # redis-py has no public name for it.
         self._socket: socket.socket = connection._sock  # type: ignore[attr-defined]
+        self._socket.setblocking(False)
         self._is_plain = not isinstance(self._socket, ssl.SSLSocket)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._begin = self._end = 0
@@ -84,19 +89,22 @@ class Wire:
         self._until_s = until_s
 
     def send(self, parts: Iterable[Buffer]) -> None:
-        """Send all parts."""
-        waiting = iter(parts)
-        while batch := [memoryview(part) for part in itertools.islice(waiting, _MAX_PARTS)]:
-            self._send_batch(batch)
+        """Send all parts, the first ones before the last ones are made."""
+        batch: list[memoryview] = []
+        num_bytes = 0
+        for part in parts:
+            batch.append(memoryview(part))
+            num_bytes += len(part)
+            if num_bytes >= _BYTES_PER_CALL or len(batch) == _MAX_PARTS:
+                self._send_batch(batch)
+                num_bytes = 0
+        self._send_batch(batch)
 
     def _send_batch(self, batch: list[memoryview]) -> None:
+        """Send all parts, and take them out of the list."""
         while batch:
             try:
-                self._wait_at_most()
-                if self._is_plain:
-                    num_sent = self._socket.sendmsg(batch)
-                else:
-                    num_sent = self._socket.send(batch[0])
+                num_sent = self._when_ready(self._send_some, batch)
             except OSError as error:
                 raise WireError(f"sending failed: {error}") from error
             at = 0
@@ -107,7 +115,7 @@ class Wire:
             if num_sent:
                 batch[0] = batch[0][num_sent:]
 
-    def line(self) -> bytes:
+    def _line(self, ahead_bytes: int = _AHEAD_BYTES) -> bytes:
         """Return the next line of an answer, without its end."""
         while True:
             waiting = bytes(self._ahead[self._begin : self._end])
@@ -117,18 +125,20 @@ class Wire:
                 return waiting[:end]
             if len(waiting) > _MAX_LINE_BYTES:
                 raise WireError("the server sent a line without an end")
-            self._receive_ahead(waiting)
+            self._receive_ahead(ahead_bytes)
 
-    def peek(self, num_bytes: int) -> memoryview:
+    def peek(self, num_bytes: int, ahead_bytes: int = _AHEAD_BYTES) -> memoryview:
         """Return the next bytes of an answer, up to 64 KiB, and leave them to the next call."""
         while self._end - self._begin < num_bytes:
-            self._receive_ahead(bytes(self._ahead[self._begin : self._end]))
+            self._receive_ahead(ahead_bytes)
         return self._ahead[self._begin : self._begin + num_bytes]
 
-    def _receive_ahead(self, waiting: bytes) -> None:
+    def _receive_ahead(self, num_bytes: int) -> None:
+        """Receive up to `num_bytes` more than those that wait, as far as they fit."""
+        waiting = bytes(self._ahead[self._begin : self._end])
         self._ahead[: len(waiting)] = waiting
         self._begin, self._end = 0, len(waiting)
-        self._end += self._receive(self._ahead[self._end :])
+        self._end += self._receive(self._ahead[self._end :][:num_bytes])
 
     def into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes of an answer."""
@@ -148,25 +158,43 @@ class Wire:
 
     def _receive(self, target: memoryview) -> int:
         try:
-            self._wait_at_most()
-            num = self._socket.recv_into(target)
+            num = self._when_ready(self._socket.recv_into, target)
         except OSError as error:
             raise WireError(f"receiving failed: {error}") from error
         if not num:
             raise WireError("the server closed the connection")
         return num
 
-    def _wait_at_most(self) -> None:
-        left_s = self._until_s - self._clock()
-        if left_s <= 0:
-            raise WireError("the server did not answer in time")
-        self._socket.settimeout(min(max(left_s, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S))
+    def _send_some(self, batch: list[memoryview]) -> int:
+        return self._socket.sendmsg(batch) if self._is_plain else self._socket.send(batch[0])
+
+    def _when_ready(self, call: Callable[[_T], int], argument: _T) -> int:
+        """Return what `call` returns once the socket is ready for it.
+
+        A socket with a timeout asks the system three times for each call. Most calls need no wait.
+        """
+        while True:
+            left_s = self._until_s - self._clock()
+            if left_s <= 0:
+                raise WireError("the server did not answer in time")
+            try:
+                return call(argument)
+            except BlockingIOError:
+                event = select.POLLOUT if call == self._send_some else select.POLLIN
+            # TLS may have to read before it sends, and the other way round.
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            ready = select.poll()
+            ready.register(self._socket, event)
+            ready.poll(1000 * min(left_s, _MAX_TIMEOUT_S))
 
     # -- answers -------------------------------------------------------------------------------
 
     def status(self) -> bytes | Refusal:
         """Return a status or a number as the server wrote it, or the error that it answered."""
-        line = self.line()
+        line = self._line()
         if line[:1] == b"-":
             return Refusal(line[1:])
         if line[:1] not in (b"+", b":"):
@@ -175,7 +203,7 @@ class Wire:
 
     def bulk_size(self) -> int | Refusal | None:
         """Return the bytes of a value that follows; None for no value."""
-        line = self.line()
+        line = self._line(_VALUE_AHEAD_BYTES)
         if line[:1] == b"-":
             return Refusal(line[1:])
         if line == b"$-1":
@@ -186,10 +214,9 @@ class Wire:
 
     def end_bulk(self) -> None:
         """Read what follows a value."""
-        end = bytearray(2)
-        self.into(memoryview(end))
-        if end != b"\r\n":
+        if bytes(self.peek(2, _VALUE_AHEAD_BYTES)) != b"\r\n":
             raise WireError("a value is longer than the server said")
+        self._begin += 2
 
 
 def command(*words: bytes) -> bytes:
