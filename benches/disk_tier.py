@@ -2,12 +2,14 @@
 
     .venv/bin/python -m benches.disk_tier FOLDER [--mib 512] [--rounds 5] [--json]
 
-All sides move the same host slots with direct I/O, and read what they wrote. They take turns, and
-the best turn of each counts. Processor time is that of the whole process, user and system.
+All sides move host slots with direct I/O, and read what they wrote. They take turns, and the best
+turn of each counts. Processor time is that of the whole process, user and system.
 
 - kvstow: jobs of 16 blocks, or of one, on a `SlotFile` with its four threads and its checksums.
-- vLLM: jobs of as many blocks for the functions of its `fs` tier, on its pool of 2 x 16 threads. A
-  file holds one block. Nothing is checked.
+- vllm: jobs of as many blocks for the functions of its `fs` tier, on its pool of 2 x 16 threads. A
+  file holds one block. Nothing is checked. The slots lie in vLLM's own `SharedOffloadRegion`.
+- vllm-arena: the same in the arena of kvstow, whose pages have 2 MiB where the system gives them.
+  Direct I/O pins each page, so it costs less there. No condition names this side.
 - plain: `os.pwritev` and `os.preadv` of as many blocks in one call, on four threads. Nothing is
   checked.
 
@@ -85,7 +87,7 @@ class Kvstow:
         self.tier.close()
 
 
-class Vllm:
+class VllmInArena:
     """The functions of vLLM's `fs` tier, on its threads."""
 
     def __init__(self, folder: Path, arena: HostArena) -> None:
@@ -94,7 +96,7 @@ class Vllm:
         self.io, self.size = io, arena.slot_bytes
         self.pool = thread_pool.DualQueueThreadPool(16, 16)
         self.view = arena.memory.data
-        self.folder = folder / "files"
+        self.folder = folder / type(self).__name__
         # As the tier does: at most 4,096 folders of 256.
         self.paths = [
             str(self.folder / f"{at % 4096:03x}" / f"{at % 256:02x}_g0" / f"{at:064x}.bin")
@@ -129,6 +131,26 @@ class Vllm:
     def close(self) -> None:
         self.pool.shutdown()
         self.forget()
+
+
+class Vllm(VllmInArena):
+    """The same on host memory as vLLM's worker takes it."""
+
+    def __init__(self, folder: Path, arena: HostArena) -> None:
+        from vllm.v1.kv_offload.cpu.shared_offload_region import (  # noqa: PLC0415
+            SharedOffloadRegion,
+        )
+
+        super().__init__(folder, arena)
+        name, num = f"kvstow-bench-{os.getpid()}", arena.num_slots
+        self.region = SharedOffloadRegion(name, num, None, self.size, self.size)
+        self.view = self.region.create_kv_memoryview()
+        np.frombuffer(self.view, np.uint8)[:] = arena.memory
+
+    def close(self) -> None:
+        super().close()
+        del self.view
+        self.region.cleanup()
 
 
 class Plain:
@@ -180,7 +202,10 @@ def measured(
         arena.memory.reshape(num, -1)[:] = np.random.default_rng(0).integers(
             0, 256, block_bytes, np.uint8
         )
-        sides = {kind.__name__.lower(): kind(folder, arena) for kind in (Kvstow, Vllm, Plain)}
+        kinds: dict[str, Any] = {
+            "kvstow": Kvstow, "vllm": Vllm, "vllm-arena": VllmInArena, "plain": Plain
+        }  # fmt: skip
+        sides = {name: kind(folder, arena) for name, kind in kinds.items()}
         best: dict[tuple[str, str], tuple[float, float]] = {}
         for _ in range(rounds):
             for name, side in sides.items():
@@ -287,10 +312,10 @@ def main() -> int:
         }
         print(json.dumps(result, indent=2))
         return bool(missed)
-    print("block KiB  blocks/job  what   side    GB/s    CPU us/block")
+    print("block KiB  blocks/job  what   side         GB/s    CPU us/block")
     for row in rows:
         print(
-            f"{row['block_kib']:9}  {row['blocks_per_job']:10}  {row['what']:5}  {row['side']:6}  "
+            f"{row['block_kib']:9}  {row['blocks_per_job']:10}  {row['what']:5}  {row['side']:10}  "
             f"{row['gb_per_s']:5.2f}   {row['cpu_us_per_block']:8.1f}"
             f"{'' if row['direct'] else '   through the page cache'}"
         )
