@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.vllm.engine import REST_S
 from tests.vllm.halves import (
     BLOCK_SIZE,
     FULL,
@@ -149,11 +151,10 @@ class Server:
 
     def settle(self) -> None:
         """Step until nothing is under way."""
-        for _ in range(20_000):
-            if self.half.may_rest():
-                return
+        end_s = time.monotonic() + REST_S
+        while not self.half.may_rest():
             self.step()
-        raise AssertionError("the connector does not come to rest")
+            assert time.monotonic() < end_s, "the connector does not come to rest"
 
     # -- bytes ----------------------------------------------------------------------------------
 
