@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstow import cli
@@ -177,6 +178,31 @@ def charts_of(page: Path) -> dict[str, Any]:
     )
     assert found is not None
     return {chart["title"]: chart for chart in json.loads(found[1])}
+
+
+def test_chart_and_sketch_show_what_the_table_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host tier that is smaller than the device's cache lowers no hits."""
+    trace, page = tmp_path / "trace", tmp_path / "page.html"
+    with trace.open("w") as file:  # ten prompts of four blocks, three times
+        for at in range(30):
+            ids = [4 * (at % 10) + block for block in range(4)]
+            row = {"timestamp": 1000 * at, "input_length": 63, "output_length": 1, "hash_ids": ids}
+            print(json.dumps(row), file=file)
+    sizes = [option for gib in (0.01, 0.2) for option in ("--host-gib", str(gib))]
+    given = ["plan", str(trace), "--block-size", "16", "--model", "llama-3.1-8b"]
+    given += ["--device-blocks", "64", *sizes, "--html", str(page)]
+    assert cli.main([*given, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["sizes"]
+    [curve] = [series for chart in charts_of(page).values() for series in chart["series"]][:1]
+    for row in rows:
+        drawn = np.interp(row["host_gib"], curve["x"], curve["y"])
+        assert drawn == pytest.approx(row["hit_ratio"], rel=0.01)
+    assert rows[0]["host_hit_ratio"] == 0 < rows[0]["device_hit_ratio"]
+    assert cli.main(given) == 0
+    lines = re.findall(r"^ *[\d.]+% \|(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert lines and " " not in lines[-1], "the device alone hits something"
 
 
 def test_pages_have_the_charts_that_they_promise(pages: dict[str, Path]) -> None:

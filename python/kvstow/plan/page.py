@@ -11,6 +11,7 @@ from kvstow.plan.report import (
     about,
     flag,
     knee_gib,
+    least_hits,
     row_figures,
     sentence,
     size,
@@ -58,7 +59,7 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
 
 
 def _hits_chart(plan: Plan, choice: Choice) -> Chart:
-    curves = choice.curves
+    curves, least = choice.curves, least_hits(plan, choice)
     places = np.unique(
         np.concatenate(
             [
@@ -72,7 +73,7 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         return Series(
             name,
             [round(plan.gib(int(at)), 6) for at in np.asarray(capacities)],
-            [round(plan.hit_ratio(int(number)), 6) for number in np.asarray(hits)],
+            [round(plan.hit_ratio(max(int(number), least)), 6) for number in np.asarray(hits)],
             dots,
         )
 
@@ -96,13 +97,14 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     marks = [(knee_gib(plan, choice), "knee")]
     if choice.tiers is not None:
         marks.append((choice.tiers.host_gib, "recommended"))
-    beside = ""
+    beside, point = "", "Each point is a cache of that size."
     if choice.device_gib is not None:
         beside = f", beside {size(choice.device_gib)} on each GPU"
+        point = "A host tier that is no larger than the device's cache adds nothing."
     return Chart(
         f"Hits against memory{beside}",
-        "Each point is a cache of that size. No policy can hit more than the best possible one, "
-        "which knows all later requests."
+        f"{point} No policy can hit more than the best possible one, which knows all later "
+        "requests."
         if curves.is_exact
         else "Each point is a simulation of the host tier with that size.",
         lines,

@@ -140,10 +140,19 @@ def _curve_json(plan: Plan, choice: Choice) -> dict[str, object]:
 
 def knee_gib(plan: Plan, choice: Choice) -> float:
     """Return the size at the knee of the curve beside the device."""
-    num_device = 0
-    if choice.device_gib is not None:
-        num_device = int(choice.device_gib * GIB // plan.geometry.device_block_bytes) - 1
-    return plan.gib(choice.curves.beside(num_device).knee)
+    return plan.gib(choice.curves.beside(_num_device(plan, choice)).knee)
+
+
+def least_hits(plan: Plan, choice: Choice) -> int:
+    """Return the hits of the device, which a smaller host tier does not lower."""
+    # Simulated curves have them.
+    return choice.curves.at(_num_device(plan, choice)) if choice.curves.is_exact else 0
+
+
+def _num_device(plan: Plan, choice: Choice) -> int:
+    if choice.device_gib is None:
+        return 0
+    return int(choice.device_gib * GIB // plan.geometry.device_block_bytes) - 1
 
 
 def plan_csv(plan: Plan) -> str:
@@ -291,7 +300,7 @@ def sketch(plan: Plan, choice: Choice) -> str:
     curves = choice.curves
     last = int(curves.capacities[-1]) or 1
     at = np.linspace(last / _SKETCH_COLUMNS, last, _SKETCH_COLUMNS).astype(np.int64)
-    hits = np.interp(at, curves.capacities, curves.hits)
+    hits = np.maximum(np.interp(at, curves.capacities, curves.hits), least_hits(plan, choice))
     eighths = _EIGHTHS if _can_print(_EIGHTHS) else "    #####"
     levels = np.rint(hits / (curves.infinite or 1) * _SKETCH_ROWS * 8).astype(np.int64)
     lines = []
