@@ -22,6 +22,8 @@ from kvstow.vllm.options import Options
 EXAMPLES = ROOT / "examples"
 COMPOSE = EXAMPLES / "compose.yaml"
 MANIFEST = EXAMPLES / "kubernetes.yaml"
+SHARED_COMPOSE = EXAMPLES / "compose-shared.yaml"
+SHARED_MANIFEST = EXAMPLES / "kubernetes-shared.yaml"
 UNIT = EXAMPLES / "vllm-kvstow.service"
 GIB = 1 << 30
 
@@ -31,15 +33,15 @@ def run(*command: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def compose() -> dict[str, Any]:
-    found = yaml.safe_load(COMPOSE.read_text())
+def compose(path: Path = COMPOSE) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text())
     assert isinstance(found, dict)
     return found
 
 
-def manifest_arguments() -> list[str]:
-    (deployment,) = (
-        part for part in yaml.safe_load_all(MANIFEST.read_text()) if part["kind"] == "Deployment"
+def manifest_arguments(path: Path = MANIFEST) -> list[str]:
+    deployment, *_ = (
+        part for part in yaml.safe_load_all(path.read_text()) if part["kind"] == "Deployment"
     )
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     return [*container["command"], *container["args"]]
@@ -57,6 +59,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     vllm = compose()["services"]["vllm"]
     yield "compose", [*vllm["entrypoint"], *vllm["command"]]
     yield "kubernetes", manifest_arguments()
+    for server in ("vllm-1", "vllm-2"):
+        vllm = compose(SHARED_COMPOSE)["services"][server]
+        yield f"{server} of two", [*vllm["entrypoint"], *vllm["command"]]
+    yield "kubernetes, two", manifest_arguments(SHARED_MANIFEST)
     # shlex and systemd agree about single quotes.
     yield "systemd", shlex.split(unit()["ExecStart"])
 
@@ -82,9 +88,13 @@ def grace_s(where: str) -> int:
     """Return how long a deployment lets the server end by itself."""
     if where == "compose":
         return int(compose()["services"]["vllm"]["stop_grace_period"].removesuffix("s"))
+    if where.startswith("vllm-"):
+        server = compose(SHARED_COMPOSE)["services"][where.split(maxsplit=1)[0]]
+        return int(server["stop_grace_period"].removesuffix("s"))
     if where == "systemd":
         return int(unit()["TimeoutStopSec"])
-    (found,) = re.findall(r"terminationGracePeriodSeconds: (\d+)", MANIFEST.read_text())
+    path = SHARED_MANIFEST if where.endswith("two") else MANIFEST
+    (found,) = re.findall(r"terminationGracePeriodSeconds: (\d+)", path.read_text())
     return int(found)
 
 
@@ -97,10 +107,11 @@ def test_each_deployment_lets_kvstow_pin_its_memory() -> None:
 # -- compose -----------------------------------------------------------------------------------
 
 
-def test_the_compose_file_fits_its_published_schema() -> None:
+@pytest.mark.parametrize("path", [COMPOSE, SHARED_COMPOSE])
+def test_the_compose_file_fits_its_published_schema(path: Path) -> None:
     run(
         *(sys.executable, "-m", "check_jsonschema"),
-        *("--builtin-schema", "vendor.compose-spec", COMPOSE),
+        *("--builtin-schema", "vendor.compose-spec", path),
     )
 
 
@@ -152,19 +163,54 @@ def test_the_compose_file_builds_the_image_that_the_dockerfile_describes() -> No
 # -- Kubernetes --------------------------------------------------------------------------------
 
 
-def test_the_manifest_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes() -> None:
+@pytest.mark.parametrize("path", [MANIFEST, SHARED_MANIFEST])
+def test_the_manifest_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(path: Path) -> None:
     import kubernetes_validate  # type: ignore[import-untyped] # noqa: PLC0415 - slow
     from kubernetes_validate.utils import (  # type: ignore[import-untyped] # noqa: PLC0415
         all_versions,
     )
 
     versions = all_versions()
-    for part in yaml.safe_load_all(MANIFEST.read_text()):
+    for part in yaml.safe_load_all(path.read_text()):
         for version in (versions[0], versions[-1]):
             kubernetes_validate.validate(part, version, strict=True)
         part["spec"]["replicaz"] = 1  # the negative control
         with pytest.raises(kubernetes_validate.ValidationError, match="replicaz"):
             kubernetes_validate.validate(part, versions[-1], strict=True)
+
+
+# -- two servers that share blocks -------------------------------------------------------------
+
+
+def test_the_servers_name_the_store_that_is_beside_them() -> None:
+    services = compose(SHARED_COMPOSE)["services"]
+    assert shared_of(services["vllm-1"]["command"]) == "redis://valkey:6379"
+    assert "valkey" in services and "ports" not in services["valkey"]
+    ports = [port for service in services.values() for port in service.get("ports", ())]
+    assert len(ports) == 2 and all(port.startswith("127.0.0.1:") for port in ports)
+    parts = {
+        (part["kind"], part["metadata"]["name"]): part
+        for part in yaml.safe_load_all(SHARED_MANIFEST.read_text())
+    }
+    assert shared_of(manifest_arguments(SHARED_MANIFEST)) == "redis://kvstow-valkey:6379"
+    assert ("Service", "kvstow-valkey") in parts
+    policy = parts["NetworkPolicy", "kvstow-valkey"]["spec"]
+    store = parts["Deployment", "kvstow-valkey"]["spec"]["template"]["metadata"]["labels"]
+    servers = parts["Deployment", "vllm-kvstow"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"] == store
+    assert policy["ingress"][0]["from"] == [{"podSelector": {"matchLabels": servers}}]
+
+
+def shared_of(command: list[str]) -> str | None:
+    flag = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return Options.parse(flag["kv_connector_extra_config"]).shared
+
+
+@pytest.mark.parametrize("path", [SHARED_COMPOSE, SHARED_MANIFEST])
+def test_the_store_has_a_bound_and_a_password_that_no_file_holds(path: Path) -> None:
+    text = path.read_text()
+    assert "--maxmemory\n" in text and "allkeys-lru" in text and "--requirepass" in text
+    assert not re.search(r"redis://[^\s\"]*@", text)
 
 
 # -- systemd -----------------------------------------------------------------------------------

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
+from tests.tiers.resp.server import Server as Store
 
 if TYPE_CHECKING:
+    from tests.vllm.disked import Server
     from tests.vllm.engine import Engine
 
 
@@ -57,3 +59,28 @@ def engine(shared: Engine) -> Iterator[Engine]:
     yield shared
     shared.settle()
     shared.check_idle()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store that servers share."""
+    with Store(tmp_path, "--maxmemory", "500mb") as store:
+        yield store
+
+
+@pytest.fixture
+def started(store: Store, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers on one store, without an engine. They run beside each other."""
+    from tests.vllm.disked import Server  # noqa: PLC0415 - takes seconds
+    from tests.vllm.sharing import LONG_S  # noqa: PLC0415
+
+    servers: list[Server] = []
+
+    def start(**settings: Any) -> Server:
+        given: dict[str, Any] = {"shared": store.url, "shared_ask_timeout_s": LONG_S} | settings
+        servers.append(Server(tmp_path, **given))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

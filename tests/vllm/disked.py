@@ -1,4 +1,4 @@
-"""Both halves with a disk below the host, in one process, over memory whose bytes tests can check.
+"""Both halves with a tier below the host, in one process, over memory whose bytes tests can check.
 
 The content of a device block follows from its rank, its key and the version of the weights. So a
 load of a foreign, stale or torn block is seen.
@@ -34,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstow.tiers import Fingerprint
+from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.messages import StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -51,6 +52,10 @@ class Whose:
     weights: str
     rank: int
     is_warm: bool = True
+
+    @property
+    def why_private(self) -> str:
+        return "" if self.is_warm else "the test says so"
 
     def fingerprint(self, model: Model, kv_caches: Any) -> Fingerprint:
         return Fingerprint({"weights": self.weights, "rank": self.rank})
@@ -94,19 +99,21 @@ class Server:
         **more: Any,
     ) -> None:
         specs = specs or (FULL,)
+        disk = {
+            "disk_path": str(folder),
+            "disk_bytes_to_use": num_ranks * (4096 + num_disk_slots * (4096 + 128)),
+        }
         options: dict[str, Any] = {
             "num_cpu_blocks": num_host_blocks,
-            "disk_path": str(folder),
             "min_promote_tokens": 0,
-            "disk_bytes_to_use": num_ranks * (4096 + num_disk_slots * (4096 + 128)),
-        } | more
+            **({} if "shared" in more else disk),
+            **more,
+        }
         self.weights = weights
         self.scheduler = Scheduler(
             *specs, world_size=num_ranks, num_host_blocks=None, retention=None, **options
         )
         self.half = self.scheduler.half
-        assert self.half.tier.disk is not None
-        self.disk = self.half.tier.disk
         config = cache_config(*specs)
         self.ranks = []
         for rank in range(num_ranks):
@@ -126,6 +133,11 @@ class Server:
                 storage[at].set_(device.untyped_storage(), 0, (views.shape[1],))
             worker.register({str(at): storage[at] for at in range(len(specs))})
         self.reports: list[StepReports] = []
+
+    @property
+    def disk(self) -> DiskTier:
+        assert isinstance(self.half.tier.below, DiskTier)
+        return self.half.tier.below
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -252,5 +264,6 @@ class Server:
         return self.half.stats()
 
     def close(self) -> None:
+        self.half.close()
         for rank in self.ranks:
             rank.worker.close()

@@ -35,6 +35,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from kvstow.vllm.disk import DiskTier
+
 NUM_TOKENS = 24
 MAX_REQUESTS = 6
 MAX_SESSIONS = 3
@@ -442,8 +444,8 @@ class Run:
         Unsteady.failing = self.dice.choice([0.0, 0.0, 0.15])
         half = self.engine.half
         half.tier.options = replace(half.tier.options, load_timeout_s=self.dice.choice([2.5, 1e4]))
-        if half.tier.disk is not None:
-            half.tier.disk.options = replace(
+        if half.tier.below is not None:
+            half.tier.below.options = replace(
                 half.tier.options, promote_timeout_s=self.dice.choice([3, 50])
             )
 
@@ -453,13 +455,14 @@ class Run:
         assert arena is not None
         for slot in self.dice.sample(range(arena.num_slots), arena.num_slots // 10):
             arena.slots[slot, self.dice.randrange(arena.slots.shape[1])] ^= 0x10
-        if (disk := self.engine.half.tier.disk) is not None:
+        disk = self.engine.half.tier.below
+        if isinstance(disk, DiskTier):
             damage_file(self.engine, disk.num_slots)
 
     def rot(self) -> None:
         """Flip a bit in each slot of the file: the tests of the tests only."""
-        disk = self.engine.half.tier.disk
-        assert disk is not None
+        disk = self.engine.half.tier.below
+        assert isinstance(disk, DiskTier)
         damage_file(self.engine, disk.num_slots, 1.0)
 
 

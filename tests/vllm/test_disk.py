@@ -333,7 +333,7 @@ def test_a_job_in_flight_at_a_reset_has_no_effect(started: Started) -> None:
 
 def hold(server: Server, direction: str) -> list[Callable[[], None]]:
     """Hold up the jobs of one direction on rank 0, until `release` lets them go."""
-    worker = server.ranks[0].worker.disk
+    worker = server.ranks[0].worker.below
     assert worker is not None
     begin = worker._runner.begin
     held: list[Callable[[], None]] = []
@@ -350,7 +350,7 @@ def hold(server: Server, direction: str) -> list[Callable[[], None]]:
 
 def release(server: Server, held: list[Callable[[], None]]) -> None:
     """Let held jobs go on, and later jobs at once."""
-    worker = server.ranks[0].worker.disk
+    worker = server.ranks[0].worker.below
     assert worker is not None
     del worker._runner.begin
     for go in held:

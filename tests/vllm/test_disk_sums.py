@@ -14,7 +14,7 @@ from kvstow.transfer import HostArena
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.verified import have_device_sums, record_device_sums
 from kvstow.vllm.disk_worker import DiskWorker, Place
-from kvstow.vllm.messages import DiskJob, DiskOrders
+from kvstow.vllm.messages import LowerJob, LowerOrders
 from kvstow.vllm.options import Options
 
 NUM_BYTES = 4096
@@ -29,7 +29,7 @@ def disk() -> Iterator[Path]:
 def run(worker: DiskWorker, direction: str, host_slot: int, job_id: int) -> bool:
     blocks = TierBlocks([b"k" * 16], np.zeros(1, np.int32), None, np.array([3], np.int32), job_id)
     slots = np.array([host_slot], np.int32)
-    worker.take(DiskOrders([DiskJob(job_id, direction, slots, blocks)]))  # type: ignore[arg-type]
+    worker.take(LowerOrders([LowerJob(job_id, direction, slots, blocks)]))  # type: ignore[arg-type]
     worker._runner.wait()
     report = worker.report(is_asked=False)
     assert report is not None

@@ -1,4 +1,4 @@
-"""What makes the disk of a model cold: weights that the digest of its files does not cover."""
+"""What makes a model's blocks private: weights that the digest of its files does not cover."""
 
 from __future__ import annotations
 
@@ -44,29 +44,31 @@ def identity(model: str, **more: Any) -> Identity:
     return Identity(cast(VllmConfig, SimpleNamespace(**config)), options, 0)
 
 
-def test_a_model_in_the_cache_of_the_hub_is_warm(cached: Path) -> None:
-    assert identity(REPOSITORY).is_warm
+def test_a_model_in_the_cache_of_the_hub_is_not_private(cached: Path) -> None:
+    assert not identity(REPOSITORY).why_private
 
 
-def test_weights_in_a_folder_of_their_own_are_not_warm(cached: Path) -> None:
+def test_weights_in_a_folder_of_their_own_are_private(cached: Path) -> None:
     """The hub's cache has only the configuration then, which a new version need not change."""
-    assert not identity(REPOSITORY, load={"download_dir": "/downloads"}).is_warm
-    assert identity(str(cached), load={"download_dir": "/downloads"}).is_warm, "nothing is loaded"
+    assert identity(REPOSITORY, load={"download_dir": "/downloads"}).why_private
+    assert not identity(str(cached), load={"download_dir": "/downloads"}).why_private, (
+        "nothing is loaded"
+    )
 
 
 @pytest.mark.parametrize("value", ["1", "True"])
-def test_a_model_of_another_hub_is_not_warm(
+def test_a_model_of_another_hub_is_private(
     cached: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", value)
-    assert not identity(REPOSITORY).is_warm
+    assert identity(REPOSITORY).why_private
 
 
-def test_weights_that_a_trainer_sends_are_not_warm(cached: Path) -> None:
-    assert not identity(str(cached), weight_transfer_config=object()).is_warm
+def test_weights_that_a_trainer_sends_are_private(cached: Path) -> None:
+    assert identity(str(cached), weight_transfer_config=object()).why_private
 
 
-def test_a_model_with_parts_from_other_repositories_is_not_warm(cached: Path) -> None:
+def test_a_model_with_parts_from_other_repositories_is_private(cached: Path) -> None:
     """As Ultravox, whose language model has a name only."""
-    assert identity(str(cached), hf_config={"text_model_id": None}).is_warm
-    assert not identity(str(cached), hf_config={"text_model_id": "someone/else"}).is_warm
+    assert not identity(str(cached), hf_config={"text_model_id": None}).why_private
+    assert identity(str(cached), hf_config={"text_model_id": "someone/else"}).why_private

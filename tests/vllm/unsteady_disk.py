@@ -17,6 +17,7 @@ from tests.vllm.movers import Unsteady
 
 from kvstow.tiers import Fingerprint, TierTicket
 from kvstow.tiers.runner import TierRunner
+from kvstow.vllm.disk_worker import DiskWorker
 
 
 @dataclass
@@ -65,9 +66,9 @@ def below(engine: Engine, num_slots: int | None) -> Iterator[None]:
 
     The engine starts over after that, because the tiers are built again then.
     """
-    tier, worker = engine.half.tier, engine.worker.disk
-    disk = tier.disk
-    assert worker is not None and disk is not None
+    tier, worker = engine.half.tier, engine.worker.below
+    disk = tier.below
+    assert isinstance(worker, DiskWorker) and disk is not None
     runner, renew = worker._runner, worker.tier.renew
     before, options, clock = dict(disk._ranks), disk.options, disk.clock
 
@@ -80,7 +81,7 @@ def below(engine: Engine, num_slots: int | None) -> Iterator[None]:
     patch.setattr(worker.tier, "renew", renew_at_once)
     patch.setattr(worker, "_runner", UnsteadyRunner(runner))
     if num_slots is None:
-        tier.disk = None
+        tier.below = None
     else:
         disk._ranks = {rank: replace(each, num_slots=num_slots) for rank, each in before.items()}
         disk.clock = tier.clock
@@ -88,15 +89,15 @@ def below(engine: Engine, num_slots: int | None) -> Iterator[None]:
     try:
         yield
     finally:
-        tier.disk = disk
+        tier.below = disk
         disk._ranks, disk.options, disk.clock = before, options, clock
         patch.undo()
 
 
 def damage_file(engine: Engine, num_slots: int, share: float = 0.1) -> None:
     """Flip a bit in a share of the file's slots, past its checks."""
-    worker = engine.worker.disk
-    assert worker is not None
+    worker = engine.worker.below
+    assert isinstance(worker, DiskWorker)
     size = worker.tier.slot_bytes
     with open(worker.tier.path, "r+b") as file:
         for slot in Unsteady.dice.sample(range(num_slots), int(num_slots * share)):

@@ -64,6 +64,7 @@ class Metric(NamedTuple):
             "wrong": "hint",
             "0": "gib",
             "demote": "direction",
+            "late": "reason",
         }
         return labels.get(next(iter(self.keys)), "")
 
@@ -271,6 +272,65 @@ CONNECTOR_METRICS: Final = (
         "What the disk tier does: 2 reads and writes, 1 only reads, 0 nothing, because it is "
         "opening, a disk has failed, or there is none.",
         {"": "disk_mode"},
+    ),
+    Metric(
+        "kvstow_shared_hit_tokens_total",
+        "Prompt tokens that requests took from the host because the shared store had brought them.",
+        {"": "shared_hit_tokens"},
+    ),
+    Metric(
+        "kvstow_shared_asked_blocks_total",
+        "Blocks for which the server asked the store. A block counts again for another request, "
+        "unless the last answer is a second old at most.",
+        {"": "shared_asked_blocks"},
+    ),
+    Metric(
+        "kvstow_shared_found_blocks_total",
+        "Of the blocks asked for, those that the store said it had.",
+        {"": "shared_found_blocks"},
+    ),
+    Metric(
+        "kvstow_shared_unanswered_questions_total",
+        "Questions of requests that went on without an answer: it was late, or the store failed "
+        "or was left alone because it had failed.",
+        {"late": "shared_late_questions", "failed": "shared_failed_questions"},
+    ),
+    Metric(
+        "kvstow_shared_blocks_total",
+        "Blocks that demotes put into the store and promotes got from it.",
+        {"demote": "shared_demoted_blocks", "promote": "shared_promoted_blocks"},
+    ),
+    Metric(
+        "kvstow_shared_bytes_total",
+        "Bytes that demotes put and promotes got, on all ranks together.",
+        {"demote": "shared_demoted_bytes", "promote": "shared_promoted_bytes"},
+    ),
+    Metric(
+        "kvstow_shared_failed_blocks_total",
+        "Blocks whose demote or promote failed, was late, found no room in the queue, or found "
+        "something else.",
+        {"demote": "shared_failed_demotes", "promote": "shared_failed_promotes"},
+    ),
+    Metric(
+        "kvstow_shared_mismatched_blocks_total",
+        "Blocks that a rank got from the store, and that were not what it had asked for.",
+        {"": "shared_mismatched_blocks"},
+    ),
+    Metric(
+        "kvstow_shared_dropped_blocks_total",
+        "Blocks for which a promote found no room on the host.",
+        {"": "shared_dropped"},
+    ),
+    Metric(
+        "kvstow_shared_known_blocks",
+        "Blocks that this server knows the store to have.",
+        {"": "shared_resident_blocks"},
+    ),
+    Metric(
+        "kvstow_shared_mode",
+        "What the shared tier does: 2 reads and writes, 0 nothing, because there is none. A store "
+        "that fails is tried again, so it does not count.",
+        {"": "shared_mode"},
     ),
     Metric(
         "kvstow_hit_ratio",

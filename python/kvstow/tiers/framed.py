@@ -10,6 +10,7 @@ it. So a block of another schema, model, group, key or length is a miss, and so 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 from dataclasses import dataclass
@@ -66,3 +67,8 @@ class Namespace:
             return None
         checksum: int = _SUM.unpack_from(header, _FIELDS.size - _SUM.size)[0]
         return checksum if header == self.header(group, digest, num_bytes, checksum) else None
+
+
+def salted(digest: bytes, salt: bytes) -> bytes:
+    """Return the digest of a namespace of its own for a model, for each salt."""
+    return hashlib.sha256(digest + salt).digest()[:NAMESPACE_BYTES]

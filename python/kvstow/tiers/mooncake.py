@@ -100,7 +100,7 @@ class MooncakeTier(QueuedTier):
             num_threads=num_threads,
             max_queued_bytes=max_queued_bytes,
         )
-        self.address: Final = _parse(url)
+        self.address: Final = parse(url)
         if protocol not in ("tcp", "rdma"):
             raise ConfigError(f"protocol is {protocol!r}, and it must be tcp or rdma")
         checked_int("segment_bytes", segment_bytes, 0, 2**63 - 1, "pass bytes, 0 for no memory")
@@ -272,7 +272,7 @@ def connect(url: str, host: str = "127.0.0.1", protocol: str = "tcp") -> Iterato
         ConfigError: `url` names no master, or Mooncake is not installed.
         TransferError: the master does not answer.
     """
-    address, store = _parse(url), _store_class()()
+    address, store = parse(url), _store_class()()
     if code := store.setup(host, "P2PHANDSHAKE", 0, _LOCAL_BUFFER_BYTES, protocol, "", address):
         raise TransferError(f"Mooncake at {address} cannot be reached ({code})")
     try:
@@ -281,14 +281,19 @@ def connect(url: str, host: str = "127.0.0.1", protocol: str = "tcp") -> Iterato
         store.close()
 
 
-def _parse(url: str) -> str:
+def parse(url: str) -> str:
+    """Return the host and port of the master that a URL names.
+
+    Raises:
+        ConfigError: it names none, or contains credentials.
+    """
     try:
         found = urlsplit(url)
         port = DEFAULT_PORT if found.port is None else found.port
-    except ValueError as error:
+    except ValueError:  # whose message may show a part of a password
         raise ConfigError(
-            f"the URL of the shared tier is no URL ({error}): use mooncake://HOST:PORT"
-        ) from error
+            "the URL of the shared tier has no valid port: use mooncake://HOST:PORT"
+        ) from None
     if found.scheme != "mooncake" or not found.hostname or found.path.strip("/") or found.query:
         raise ConfigError(
             f"{found.scheme}://{found.hostname or ''}{found.path} is no Mooncake master: use "

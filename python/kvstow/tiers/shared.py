@@ -9,8 +9,9 @@ from typing import Final
 from kvstow._core import ConfigError
 from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.mooncake import parse as parse_mooncake
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S
-from kvstow.tiers.resp import Credentials, RespTier, Security
+from kvstow.tiers.resp import Address, Credentials, RespTier, Security
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import HostArena
 
@@ -56,6 +57,33 @@ class SharedStore:
     protocol: str = "tcp"
     devices: str = ""
 
+    def check(self) -> None:
+        """Check the URL and the credentials, without a connection.
+
+        Raises:
+            ConfigError: the URL names no store, or the password file cannot be read.
+        """
+        if self._scheme() == "mooncake":
+            parse_mooncake(self.url)
+            return
+        Address.parse(self.url)
+        Credentials.find(self.password_file)
+
+    def _scheme(self) -> str:
+        """Return the scheme of the URL.
+
+        Raises:
+            ConfigError: it is not one of `SCHEMES`.
+        """
+        given: object = self.url
+        scheme = given.split("://", 1)[0] if isinstance(given, str) and "://" in given else ""
+        if scheme not in SCHEMES:
+            raise ConfigError(
+                f"shared names {scheme or 'no scheme'}, expected a URL that begins with "
+                f"{', '.join(SCHEMES)}: pass redis://HOST:PORT or mooncake://HOST:PORT"
+            )
+        return scheme
+
     def open(self, arena: HostArena, fingerprint: Fingerprint) -> SharedTier:
         """Return a tier between an arena and the store. It connects when the first job comes.
 
@@ -67,14 +95,7 @@ class SharedStore:
             ConfigError: the URL names no store, an option is wrong, or a library is missing.
             StateError: the arena is closed.
         """
-        given: object = self.url
-        scheme = given.split("://", 1)[0] if isinstance(given, str) and "://" in given else ""
-        if scheme not in SCHEMES:
-            raise ConfigError(
-                f"shared names {scheme or 'no scheme'}, expected a URL that begins with "
-                f"{', '.join(SCHEMES)}: pass redis://HOST:PORT or mooncake://HOST:PORT"
-            )
-        if scheme == "mooncake":
+        if self._scheme() == "mooncake":
             return MooncakeTier(
                 arena,
                 self.url,

@@ -20,76 +20,50 @@ How a wrong block could be served, and what prevents it:
 - Weights change in place, and a server reads what it wrote before. Each reset that empties the host
   tier draws a new generation on every rank, which is durable before anything moves again. Records
   that were collected before the reset are dropped. A reset before the first step counts, too.
-- A block is whole on one rank only. A job ends when every rank has reported it, and each block
-  counts only if it arrived on all. After a restart a slot counts only if all ranks hold the same
+- A block is whole on one rank only. After a restart a slot counts only if all ranks hold the same
   key in it, by the same write: each write has a number above those of all records.
-- A promoted block is loaded before it has arrived. `OffloadScheduler` withholds its key until then.
-- A late copy overwrites a slot that has another block. Slots stay reserved until every rank has
-  reported, and a rank reports once its file uses them no more.
-- An adapter changes under its name. The hashes do not show it, so requests with adapters promote
-  nothing.
+- What the jobs could do wrong: `below`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 from vllm.v1.request import Request
 
-from kvstow import OffloadScheduler, TierJob
+from kvstow import OffloadScheduler
 from kvstow.tiers import SlotRecords
-from kvstow.tiers.tier import Mode
 from kvstow.tiers.warm import adopt, agreed
-from kvstow.vllm.messages import RECORDS_PER_STEP, DiskJob, DiskOrders, DiskReport
-from kvstow.vllm.options import Options
+from kvstow.vllm.below import MODES, LowerTier
+from kvstow.vllm.messages import RECORDS_PER_STEP, LowerOrders, LowerReport
 
 logger = logging.getLogger("vllm." + __name__)
 
 Phase: TypeAlias = Literal["absent", "warming", "renewing", "on"]
 
-_MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
-# Bytes that a rank demotes at a time, and as many that it promotes.
-_MAX_IN_FLIGHT_BYTES: Final = 128 << 20
-
 
 @dataclass
-class DiskTier:
-    """Plans demotes and promotes, and opens the disk of a new scheduler, or after a reset.
+class DiskTier(LowerTier):
+    """Opens the disk of a new scheduler, or after a reset.
 
     Attributes:
-        options: the user's options.
-        world_size: workers that report each job. Those without a file of their own copy nothing.
-        clock: seconds, monotonic.
         phase: see the head of this file.
-        is_due: blocks may be due that no step has planned.
     """
 
-    options: Options
-    world_size: int
-    clock: Callable[[], float]
+    name: ClassVar[str] = "disk"
+
     phase: Phase = "absent"
-    is_due: bool = False
-    _offload: OffloadScheduler | None = None
-    # By rank, the first report, and what each file still does.
-    _ranks: dict[int, DiskReport] = field(default_factory=dict)
-    _modes: dict[int, Mode] = field(default_factory=dict)
-    _in_flight: set[int] = field(default_factory=set)
-    _sequence: int = 0
     # While the phase is not "on": vLLM goes on stepping until then.
     _until: float = 0.0
-    _flush_until: float = 0.0
     _renewal: int = 0
     _confirmed: set[int] = field(default_factory=set)
     _next_slot: int = 0
     _parts: dict[int, SlotRecords] = field(default_factory=dict)
     _agreed: list[SlotRecords] = field(default_factory=list)
     _to_adopt: SlotRecords | None = None
-    _allowance: float = 0.0
-    _allowed_at: float = 0.0
 
     # -- the start and resets -----------------------------------------------------------------
 
@@ -98,13 +72,9 @@ class DiskTier:
         """Slots that every file has; 0 if no rank has reported a file."""
         return min((report.num_slots for report in self._ranks.values()), default=0)
 
-    def max_in_flight(self, num_host_blocks: int) -> int:
-        """Return the most slots that demotes, or promotes, copy at a time.
-
-        They are not more than a quarter of the host, because the host cannot evict them meanwhile.
-        """
-        slot_bytes = max((report.slot_bytes for report in self._ranks.values()), default=1)
-        return max(1, min(_MAX_IN_FLIGHT_BYTES // slot_bytes, num_host_blocks // 4))
+    def num_blocks(self, num_host_blocks: int) -> int:
+        """Return the slots that every file has."""
+        return self.num_slots
 
     def begin(self, offload: OffloadScheduler) -> None:
         """Open the disk of a new scheduler.
@@ -120,10 +90,7 @@ class DiskTier:
             self.reset()
 
     def reset(self) -> None:
-        """Draw a new generation: `OffloadScheduler.reset` has emptied and closed the disk.
-
-        Without a scheduler there is nothing to empty yet, and `begin` draws the generation.
-        """
+        """Draw a new generation; see `LowerTier.reset`. Without a scheduler, `begin` draws it."""
         self._renewal += 1
         self._confirmed.clear()
         self._forget_records()
@@ -139,107 +106,32 @@ class DiskTier:
         self._parts.clear()
         self._agreed.clear()
 
-    # -- lookups ------------------------------------------------------------------------------
-
-    def lookup(
-        self, request: Request, num_local_tokens: int, end: int, *, may_wait: bool
-    ) -> int | None:
-        """Look up a prefix on the host; None while the disk brings more of it.
-
-        Args:
-            request: the request.
-            num_local_tokens: tokens of the local hit.
-            end: upper bound for the whole request, the local hit included.
-            may_wait: whether the request has time left to wait for the disk.
-        """
-        assert self._offload is not None, "there is no lookup before `begin`"
-        may_wait = may_wait and request.lora_request is None
-        if may_wait and self.phase == "warming" and self.clock() < self._until:
-            return None
-        name = request.request_id
-        return self._offload.lookup(name, num_local_tokens, end, promote=may_wait)
+    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
+        """Whether the records of an earlier server are still to come."""
+        return self.phase == "warming" and self.clock() < self._until
 
     # -- steps --------------------------------------------------------------------------------
 
-    def build(self, *, is_idle: bool) -> DiskOrders | None:
-        """Return what the ranks do in this step; None for nothing.
-
-        Args:
-            is_idle: the step computes no token. Then demotes go on for `disk_flush_s` only.
-        """
-        if self._offload is None or self.phase == "absent":
-            return None
-        now = self.clock()
-        if not is_idle:
-            self._flush_until = now + self.options.disk_flush_s
+    def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
+        """Return the jobs of a step, or what opens the disk."""
         if self.phase == "renewing":
-            return DiskOrders(renewal=self._renewal)
+            return LowerOrders(renewal=self._renewal)
         if self.phase == "warming":
-            return None if self._to_adopt is not None else DiskOrders(records_from=self._next_slot)
-        deadline = now + self.options.load_timeout_s
-        jobs = [self._offload.promote(deadline=deadline)]
-        if now < self._flush_until:
-            jobs.append(self._demote(now, deadline))
-        planned = [self._begin(job) for job in jobs if job is not None]
-        return DiskOrders(planned) if planned else None
+            no_more = self._to_adopt is not None
+            return None if no_more else LowerOrders(records_from=self._next_slot)
+        if self.phase == "absent":
+            return None
+        planned = self._plan(offload, now)
+        return LowerOrders(planned) if planned else None
 
-    def _demote(self, now: float, deadline: float) -> TierJob | None:
-        """Plan a demote, within what `disk_max_write_bytes_per_s` allows."""
-        assert self._offload is not None, "a disk that is on has a scheduler"
-        rate, max_blocks = self.options.disk_max_write_bytes_per_s, None
-        bytes_per_block = sum(report.slot_bytes for report in self._ranks.values())
-        if rate is not None:
-            earned = rate * (now - self._allowed_at)
-            self._allowance = min(max(rate, bytes_per_block), self._allowance + earned)
-            self._allowed_at = now
-            max_blocks = int(self._allowance // bytes_per_block)
-            if not max_blocks:
-                return None
-        job = self._offload.demote(max_blocks=max_blocks, deadline=deadline)
-        if job is None:
-            self.is_due = bool(self._in_flight)  # which may take all the room for jobs
-        else:
-            self._allowance -= len(job) * bytes_per_block
-        return job
-
-    def _begin(self, job: TierJob) -> DiskJob:
-        assert self._offload is not None, "a disk that is on has a scheduler"
-        self._sequence += 1
-        self._in_flight.add(job.job_id)
-        for rank in range(self.world_size):
-            if rank not in self._ranks:  # it shares the memory of a rank that has a file
-                self._offload.complete(job.job_id, rank=rank)
-        return DiskJob.of(job, self._sequence)
-
-    def expired(self, job_ids: Iterable[int]) -> None:
-        """Take the ids of late jobs. They end when no rank uses their slots any more."""
-        for job_id in job_ids:
-            self._in_flight.discard(job_id)
-            logger.warning(
-                "kvstow: job %d of the disk tier has not ended within load_timeout_s (%g s), so it "
-                "counts as failed. If this repeats, check the disk",
-                job_id,
-                self.options.load_timeout_s,
-            )
-
-    def processed(self, reports: Mapping[int, DiskReport]) -> None:
-        """Take the reports of a step: sizes, ends of jobs, records, and confirmed generations."""
-        for rank, report in reports.items():
-            self._ranks.setdefault(rank, report)
-            self._modes[rank] = report.mode
-            if self._offload is None:
-                continue
-            for job_id, ok in report.ends:
-                if self._offload.complete(job_id, ok=ok, rank=rank) is not None:
-                    self._in_flight.discard(job_id)
-            if report.renewal == self._renewal:
-                self._confirmed.add(rank)
-            if report.records is not None and self.phase == "warming":
-                first, records = report.records
-                if first == self._next_slot:
-                    self._parts[rank] = records
-        if self._offload is not None:
-            self._advance(self._offload)
+    def _reported(self, rank: int, report: LowerReport) -> None:
+        """Take records, and confirmed generations."""
+        if report.renewal == self._renewal:
+            self._confirmed.add(rank)
+        if report.records is not None and self.phase == "warming":
+            first, records = report.records
+            if first == self._next_slot:
+                self._parts[rank] = records
 
     def _advance(self, offload: OffloadScheduler) -> None:
         """Go on to open the disk, and follow what the files still do."""
@@ -248,9 +140,7 @@ class DiskTier:
         if self.phase == "warming":
             self._warm(offload)
         if self.phase == "on":
-            mode = min(self._modes.values(), key=_MODES.index)
-            if mode != offload.disk_mode:
-                offload.set_disk(mode)
+            self._follow(offload)
 
     def _warm(self, offload: OffloadScheduler) -> None:
         """Agree on a part of the records, or adopt a part of what is agreed."""
@@ -273,13 +163,15 @@ class DiskTier:
                 self._forget_records()
                 self.phase = "on"
 
+    # -- figures ------------------------------------------------------------------------------
+
     def stats(self) -> dict[str, int]:
         """Return the counters and gauges of the disk."""
         if self._offload is None:
             return {}
         own = {"disk_capacity_blocks": self.num_slots}
         if (mode := self._offload.disk_mode) is not None:
-            own["disk_mode"] = _MODES.index(mode)
+            own["disk_mode"] = MODES.index(mode)
         return {**self._offload.disk_stats(), **own}
 
     @property
@@ -287,10 +179,7 @@ class DiskTier:
         """Whether vLLM must go on stepping, for copies to land and for the disk to open."""
         if self.phase == "absent":
             return False
-        now = self.clock()
-        if self.phase != "on":
-            return now < self._until
-        return bool(self._in_flight) or (self.is_due and now < self._flush_until)
+        return super().has_work if self.phase == "on" else self.clock() < self._until
 
 
 def _part(records: SlotRecords, at: slice) -> SlotRecords:

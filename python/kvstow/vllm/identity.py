@@ -1,20 +1,24 @@
-"""Whose KV a slot file holds: everything that shapes the bytes of a block, as a fingerprint.
+"""Whose KV a lower tier holds: everything that shapes the bytes of a block, as a fingerprint.
 
-A restarted server reads the blocks of the server before it. Its block hashes cover tokens,
+A server reads blocks of an earlier server, or of another one. Its block hashes cover tokens,
 adapters' names, images and salts, and nothing else. How a block of something else could be served,
 and what prevents it:
 
 - Other weights under the same path or name: the digest of the content of all files of the model.
 - Other weights that are not in these files (a loader that fetches them, a remote store, a folder of
   their own for downloads, another repository for a part of the model, or a trainer that sends
-  them): the file is never warm, so the server begins with an empty disk (`Identity.is_warm`).
-- Weights that changed in place: a reset, which draws a new generation (`disk`).
-- Another adapter under the same name: requests with adapters take nothing from the disk
-  (`DiskTier.lookup`).
+  them): the blocks are private, so the server begins with an empty disk, and shares nothing
+  (`Identity.why_private`).
+- Weights that changed in place: a reset, which draws a new generation (`disk`) or new names
+  (`shared`).
+- Another adapter under the same name: requests with adapters take nothing from below
+  (`LowerTier.lookup`).
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
   version of vLLM): the fields below, and the shapes of vLLM's tensors.
-- KV scales that vLLM computes from the first request: never warm.
-- Hashes from a random start: no lookup finds them, so the file is not warm either.
+- Another order of the numbers in tensors of one shape, as vLLM's CPU kernels have it for each
+  instruction set: the kernels' names.
+- KV scales that vLLM computes from the first request: private.
+- Hashes from a random start: no lookup finds them, so they are private, too.
 """
 
 from __future__ import annotations
@@ -69,11 +73,12 @@ class Identity:
 
     @classmethod
     def of(cls, config: VllmConfig, options: Options) -> Identity | None:
-        """Return the identity of a worker of this configuration; None without a disk tier."""
+        """Return the identity of a worker of this configuration; None without a lower tier."""
         parallel = config.parallel_config
         # With data parallelism vLLM may number the ranks of all engines.
         rank = parallel.rank % parallel.world_size
-        return None if options.disk_path is None else cls(config, options, rank)
+        has_lower = options.disk_path is not None or options.shared is not None
+        return cls(config, options, rank) if has_lower else None
 
     @property
     def path(self) -> str:
@@ -84,20 +89,35 @@ class Identity:
         return os.path.join(str(self.options.disk_path), name)
 
     @property
-    def is_warm(self) -> bool:
-        """Whether a later server can know that its KV is the same."""
+    def why_private(self) -> str:
+        """Why no other server may read this one's blocks; empty if one of the same identity may."""
         cache, load = self.config.cache_config, self.config.load_config
+        hashing = cache.prefix_caching_hash_algo
         has_seed = os.environ.get("PYTHONHASHSEED") is not None
-        return (
-            str(load.load_format) in _FROM_FILES
-            and not load.model_loader_extra_config
-            and not getattr(self.config.model_config, "model_weights", None)
-            and not getattr(self.config, "weight_transfer_config", None)
-            and not getattr(cache, "calculate_kv_scales", False)
-            and (has_seed or cache.prefix_caching_hash_algo.startswith("sha256"))
-            and all(folder is not None for folder in self._folders.values())
-            and not any(has_parts_elsewhere(model) for model in self._models.values())
-        )
+        reasons = {
+            f"the loader {load.load_format} may take weights from more than the model's files": (
+                str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
+            ),
+            "its weights have a place of their own": getattr(
+                self.config.model_config, "model_weights", None
+            ),
+            "a trainer may send it other weights": getattr(
+                self.config, "weight_transfer_config", None
+            ),
+            "it computes the scales of its KV from its first request": getattr(
+                cache, "calculate_kv_scales", False
+            ),
+            f"its {hashing} chains start at random: set PYTHONHASHSEED to one value everywhere": (
+                not has_seed and not hashing.startswith("sha256")
+            ),
+            "the files of its weights are not known": any(
+                folder is None for folder in self._folders.values()
+            ),
+            "a part of it comes from another repository": any(
+                has_parts_elsewhere(model) for model in self._models.values()
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def fingerprint(self, model: Model, kv_caches: Mapping[str, torch.Tensor]) -> Fingerprint:
         """Return the fingerprint of this rank's blocks. Reads all files of the model.
@@ -110,6 +130,7 @@ class Identity:
         fields: dict[str, str | int] = {
             "vllm": vllm_version.__version__,
             "device": _device(kv_caches),
+            "kernels": _digest(_kernels(config, kv_caches)),
             "model": _digest(
                 [
                     (own.compute_hash(), own.hf_config.to_json_string(), own.multimodal_config)
@@ -142,7 +163,8 @@ class Identity:
             "hash_block": getattr(cache, "hash_block_size", None) or 0,
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
-        memory = Path(str(self.options.disk_path)) / _MEMORY
+        disk = self.options.disk_path
+        memory = None if disk is None else Path(disk) / _MEMORY
         for name, folder in self._folders.items():
             fields[name] = "unknown" if folder is None else content_of(folder, memory)
         version = self.options.weights_version_path
@@ -190,19 +212,20 @@ def has_parts_elsewhere(model: Any) -> bool:
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
 
-def content_of(path: Path, memory: Path) -> str:
+def content_of(path: Path, memory: Path | None) -> str:
     """Return the digest of a model's files.
 
     Args:
         path: its folder, or its file.
-        memory: the file that keeps the digests of files that do not change.
+        memory: the file that keeps the digests of files that do not change; None for none.
 
     Raises:
         ConfigError: a file cannot be read.
     """
     known: dict[str, list[Any]] = {}
-    with suppress(OSError, ValueError):
-        known = dict(json.loads(memory.read_text()))
+    if memory is not None:
+        with suppress(OSError, ValueError):
+            known = dict(json.loads(memory.read_text()))
     found: dict[str, list[Any]] = {}
     lines = []
     for name, file in _files(path):
@@ -215,13 +238,13 @@ def content_of(path: Path, memory: Path) -> str:
             is_old = time.time() - stat.st_ctime > _FRESH_S
         except OSError as error:
             raise ConfigError(
-                f"{file} cannot be read ({error.strerror}), and the disk tier needs the "
-                "content of all files of the model: make it readable, or remove the tier"
+                f"{file} cannot be read ({error.strerror}), and the tier below the host "
+                "needs the content of all files of the model: make it readable, or remove the tier"
             ) from error
         if is_old:
             found[str(file)] = [*state, digest]
         lines.append((name, stat.st_size, digest))
-    if any(known.get(name) != state for name, state in found.items()):
+    if memory is not None and any(known.get(name) != state for name, state in found.items()):
         _remember(memory, known | found)
     return _digest(lines)
 
@@ -266,7 +289,21 @@ def _device(kv_caches: Mapping[str, torch.Tensor]) -> str:
     import torch  # noqa: PLC0415 - vLLM has it
 
     device = next(iter(kv_caches.values())).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    able = torch.cpu.get_capabilities()
+    abilities = sorted(name for name, value in able.items() if value is True)
+    return f"{device.type} {able.get('architecture')} {_digest(abilities)}"
+
+
+def _kernels(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Return the attention backend of each layer. vLLM chooses it by what is installed."""
+    layers: Mapping[str, Any] = config.compilation_config.static_forward_context
+    return [
+        (name, layers[name].get_attn_backend().full_cls_name())
+        for name in sorted(kv_caches)
+        if name in layers
+    ]
 
 
 def _shapes(model: Model, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -294,7 +331,7 @@ def _read(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"{WHERE}.weights_version_path is {path!r}, which cannot be read ({error.strerror}): "
-            "with disk_path, each worker reads it"
+            "with disk_path or shared, each worker reads it"
         ) from error
 
 

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from kvstow import KvstowError
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below import LowerTier
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
@@ -59,10 +59,10 @@ class Loads:
             return 0
         # At least one token is left to compute.
         end = min(request.num_tokens - 1, num_local_tokens + tracked.max_load_tokens)
-        if self.tier.disk is None:
+        if self.tier.below is None:
             found = offload.lookup(request.request_id, num_local_tokens, end)
         else:
-            found = self._lookup_below(self.tier.disk, tracked, end)
+            found = self._lookup_below(self.tier.below, tracked, end)
         tracked.was_offered_idle = bool(found) and self._is_idle()
         if found is not None and end == request.num_tokens - 1 and any(model.is_window):
             # Where prompts part, vLLM keeps what a later hit needs of a window or a state, but only
@@ -72,11 +72,11 @@ class Loads:
                 request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared)
         return found
 
-    def _lookup_below(self, disk: DiskTier, tracked: TrackedRequest, end: int) -> int | None:
-        """Look up a prefix on the host and the disk, for which the request waits for a while."""
+    def _lookup_below(self, below: LowerTier, tracked: TrackedRequest, end: int) -> int | None:
+        """Look up a prefix on the host and below, for which the request waits for a while."""
         now, until = self.tier.clock(), tracked.promote_until
         may_wait = until is None or now < until
-        found = disk.lookup(tracked.request, tracked.num_local_tokens, end, may_wait=may_wait)
+        found = below.lookup(tracked.request, tracked.num_local_tokens, end, may_wait=may_wait)
         if found is None and until is None:
             tracked.promote_until = now + self.tier.options.promote_timeout_s
         return found

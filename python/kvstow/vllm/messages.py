@@ -36,8 +36,8 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class DiskJob:
-    """One demote or promote: `host_slots[i]` to or from the slot of block i in the slot file."""
+class LowerJob:
+    """One demote or promote: `host_slots[i]` to or from the place of block i in the lower tier."""
 
     job_id: int
     direction: Literal["demote", "promote"]
@@ -45,43 +45,49 @@ class DiskJob:
     blocks: TierBlocks
 
     @classmethod
-    def of(cls, job: TierJob, sequence: int) -> DiskJob:
+    def of(cls, job: TierJob, sequence: int) -> LowerJob:
         """Return what a worker needs of a job; `sequence` is the number of the write."""
         blocks = TierBlocks(job.hashes, job.groups, job.parents, job.disk_slots, sequence)
         return cls(job.job_id, job.direction, job.host_slots, blocks)
 
 
 @dataclass
-class DiskOrders:
-    """Scheduler to workers: what the disk tier is to do in this step.
+class LowerOrders:
+    """Scheduler to workers: what the tier below the host is to do in this step.
 
     Attributes:
         jobs: the demotes and promotes to begin.
-        records_from: the first slot whose record is wanted; -1 for none.
-        renewal: number of the generation that each rank is to have drawn; 0 for none.
+        records_from: of a disk: the first slot whose record is wanted; -1 for none.
+        renewal: of a disk: number of the generation that each rank is to have drawn; 0 for none.
+        salt: of a shared store: what the names of these jobs' blocks depend on.
     """
 
-    jobs: list[DiskJob] = field(default_factory=list)
+    jobs: list[LowerJob] = field(default_factory=list)
     records_from: int = -1
     renewal: int = 0
+    salt: bytes = b""
 
 
 @dataclass
-class DiskReport:
-    """A worker to the scheduler: the state of its slot file.
+class LowerReport:
+    """A worker to the scheduler: the state of its part of the tier below the host.
 
     Attributes:
-        num_slots: slots of the file.
         slot_bytes: bytes of a slot.
-        mode: what the file still does.
+        mode: what the tier still does.
+        num_slots: of a disk: slots of the file.
+        fingerprint: of a shared store: digest of what the bytes of this rank's blocks depend on.
+        is_private: of a shared store: other servers may have other bytes under this fingerprint.
         ends: demotes and promotes that have ended, as (job id, success of each block).
-        records: a slot, and the records of an earlier server from this slot on.
-        renewal: number of the generation that is durable; 0 for no news.
+        records: of a disk: a slot, and the records of an earlier server from this slot on.
+        renewal: of a disk: number of the generation that is durable; 0 for no news.
     """
 
-    num_slots: int
     slot_bytes: int
     mode: Mode
+    num_slots: int = 0
+    fingerprint: bytes = b""
+    is_private: bool = False
     ends: list[tuple[int, list[bool]]] = field(default_factory=list)
     records: tuple[int, SlotRecords] | None = None
     renewal: int = 0
@@ -96,14 +102,14 @@ class StepJobs(KVConnectorMetadata):
         stores: jobs that copy to the host.
         failed_request_ids: requests whose loads have failed.
         asks_capacity: whether each rank is to report its number of host blocks.
-        disk: what the disk tier is to do; None without one.
+        below: what the tier below the host is to do; None for nothing.
     """
 
     loads: list[Copies] = field(default_factory=list)
     stores: list[Copies] = field(default_factory=list)
     failed_request_ids: list[str] = field(default_factory=list)
     asks_capacity: bool = False
-    disk: DiskOrders | None = None
+    below: LowerOrders | None = None
 
 
 @dataclass
@@ -116,13 +122,13 @@ class StepReports(KVConnectorWorkerMetadata):
         released: stores that no longer need their blocks, once per rank: it has read them and its
             copy has not ended, or another rank stores them for it.
         capacities: the number of host blocks by rank, if the step's jobs ask for it.
-        disk: the state of the slot files, by rank, if there is news of them.
+        below: the state of each rank's part of the tier below the host, if there is news of it.
     """
 
     reports: list[tuple[int, int, bool | list[bool]]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     capacities: dict[int, int] = field(default_factory=dict)
-    disk: dict[int, DiskReport] = field(default_factory=dict)
+    below: dict[int, LowerReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return the reports of both."""
@@ -131,5 +137,5 @@ class StepReports(KVConnectorWorkerMetadata):
             self.reports + other.reports,
             self.released + other.released,
             self.capacities | other.capacities,
-            self.disk | other.disk,
+            self.below | other.below,
         )

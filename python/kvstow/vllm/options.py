@@ -8,10 +8,13 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from reprlib import repr as short_repr
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow import ConfigError
 from kvstow.sizes import parse_bytes
+from kvstow.tiers.asking import DEFAULT_WAIT_S
+from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S
+from kvstow.tiers.shared import SharedStore
 from kvstow.transfer.layout import MAX_BLOCKS
 
 DEFAULT_BYTES = 8 << 30
@@ -106,6 +109,13 @@ def read_text(name: str, value: object) -> str:
     return value
 
 
+def read_url(name: str, value: object) -> str:
+    """Return a text with a scheme. The message of an error does not show it: it may be a secret."""
+    if not isinstance(value, str) or "://" not in value:
+        raise ConfigError(f"{name} is no URL: write redis://HOST:PORT or mooncake://HOST:PORT")
+    return value
+
+
 def read_choice(*choices: str) -> _Reader:
     """Return a reader of one of these texts."""
 
@@ -117,38 +127,51 @@ def read_choice(*choices: str) -> _Reader:
     return read
 
 
-_OF_DISK = (
-    "disk_bytes_to_use",
-    "disk_admit",
-    "disk_max_write_bytes_per_s",
-    "min_promote_tokens",
-    "promote_timeout_s",
-    "disk_on_mismatch",
-    "disk_flush_s",
-)
+_OF_BOTH = ("min_promote_tokens", "promote_timeout_s")
 
 
-def _check_disk(options: Options, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless each option of the disk tier has its partner."""
-    if options.disk_path is None:
-        for name in _OF_DISK:
-            if given.get(name) is not None:
-                raise ConfigError(
-                    f"{WHERE}.{name} is {given[name]!r}, and it has an effect only with disk_path: "
-                    f"add disk_path, or remove {name}"
-                )
-        return
-    if options.disk_bytes_to_use is None:
+class Lower(NamedTuple):
+    """What both kinds of a tier below the host have: see the options of the same names."""
+
+    admit: Literal["all", "returned"]
+    max_write_bytes_per_s: int | None
+    flush_s: float
+
+
+def _check_below(options: Options, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless each option of a tier below the host has its partner."""
+    has = {"disk_path": options.disk_path is not None, "shared": options.shared is not None}
+    for name, value in given.items():
+        partners = [tier for tier in has if name.startswith(f"{tier.removesuffix('_path')}_")]
+        partners = [*has] if name in _OF_BOTH else partners
+        if value is not None and partners and not any(has[tier] for tier in partners):
+            either = " or ".join(partners)
+            raise ConfigError(
+                f"{WHERE}.{name} is {value!r}, and it has an effect only with {either}: add "
+                f"{either}, or remove {name}"
+            )
+    if all(has.values()):
+        raise ConfigError(
+            f"{WHERE} has disk_path and shared, and a server has one tier below the host: remove "
+            "one of the two"
+        )
+    if has["disk_path"] and options.disk_bytes_to_use is None:
         raise ConfigError(
             f"{WHERE}.disk_path is {options.disk_path!r}, and disk_bytes_to_use is missing: add "
             'the disk space of the server, for example disk_bytes_to_use: "500GiB"'
         )
-    if options.preserve_on_sleep and options.weights_version_path is None:
-        raise ConfigError(
-            f"{WHERE} has disk_path and preserve_on_sleep without weights_version_path. vLLM does "
-            "not say whether it resets its caches for other weights, and a disk outlives the "
-            "server: add weights_version_path, or remove one of the two"
-        )
+    for tier, is_there in has.items():
+        if is_there and options.preserve_on_sleep and options.weights_version_path is None:
+            raise ConfigError(
+                f"{WHERE} has {tier} and preserve_on_sleep without weights_version_path. vLLM does "
+                "not say whether it resets its caches for other weights, and the tier outlives the "
+                "server: add weights_version_path, or remove one of the two"
+            )
+    if options.shared is not None:
+        try:
+            options.store.check()
+        except ConfigError as error:
+            raise ConfigError(f"{WHERE}.shared: {error}") from error
 
 
 def _refused(name: str, value: object, rule: str) -> ConfigError:
@@ -209,6 +232,28 @@ class Options:
             them, and logs what differs. "refuse" ends the start with an error.
         disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
             that are due. vLLM rests, sleeps or shuts down after that.
+        shared: URL of a store for what falls off host memory, which servers of one model share:
+            "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT". Not together with
+            `disk_path`. A URL with a password is refused.
+        shared_password_file: a file with the store's password. Without it, the environment
+            variables KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD count.
+        shared_ca_file: certificates that vouch for the store. The default is those of the system.
+        shared_certificate_file: the server's own certificate, if the store asks for one.
+        shared_key_file: its key.
+        shared_ask_timeout_s: the most seconds that a request waits for the store to say what it
+            has.
+        shared_timeout_s: the most seconds for a read or a write.
+        shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
+        shared_index_blocks: blocks that each server remembers the store to have, 100 bytes each.
+            The default is 8 times those of the host.
+        shared_queue_bytes: bytes of each rank that may wait for a write. More are dropped.
+        shared_admit: as `disk_admit`.
+        shared_max_write_bytes_per_s: as `disk_max_write_bytes_per_s`.
+        shared_flush_s: as `disk_flush_s`.
+        shared_host: Mooncake only: the name by which other machines reach this one.
+        shared_segment_bytes: Mooncake only: memory of each rank that the store may fill.
+        shared_protocol: Mooncake only: "tcp" or "rdma".
+        shared_devices: Mooncake only: the RDMA devices, separated by commas.
     """
 
     cpu_bytes_to_use: int | None = option(None, read_size)
@@ -238,6 +283,23 @@ class Options:
     promote_timeout_s: float = option(5.0, read_seconds)
     disk_on_mismatch: Literal["refuse", "reset"] = option("reset", read_choice("refuse", "reset"))
     disk_flush_s: float = option(3.0, read_seconds)
+    shared: str | None = option(None, read_url)
+    shared_password_file: str | None = option(None, read_text)
+    shared_ca_file: str | None = option(None, read_text)
+    shared_certificate_file: str | None = option(None, read_text)
+    shared_key_file: str | None = option(None, read_text)
+    shared_ask_timeout_s: float = option(DEFAULT_WAIT_S, read_seconds)
+    shared_timeout_s: float = option(DEFAULT_TIMEOUT_S, read_seconds)
+    shared_ttl_s: int | None = option(None, read_count(1))
+    shared_index_blocks: int | None = option(None, read_count(1, MAX_BLOCKS - 1))
+    shared_queue_bytes: int = option(DEFAULT_QUEUED_BYTES, read_size)
+    shared_admit: Literal["all", "returned"] = option("all", read_choice("all", "returned"))
+    shared_max_write_bytes_per_s: int | None = option(None, read_size)
+    shared_flush_s: float = option(3.0, read_seconds)
+    shared_host: str = option("127.0.0.1", read_text)
+    shared_segment_bytes: int = option(0, read_size)
+    shared_protocol: Literal["tcp", "rdma"] = option("tcp", read_choice("tcp", "rdma"))
+    shared_devices: str = option("", read_text)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
@@ -262,8 +324,36 @@ class Options:
                 "effect only with preserve_on_sleep, because otherwise every reset empties the "
                 "tier: add preserve_on_sleep: true, or remove weights_version_path"
             )
-        _check_disk(options, values)
+        _check_below(options, values)
         return options
+
+    @property
+    def lower(self) -> Lower:
+        """The options of the tier below the host."""
+        if self.shared is None:
+            rate = self.disk_max_write_bytes_per_s
+            return Lower(self.disk_admit, rate, self.disk_flush_s)
+        rate = self.shared_max_write_bytes_per_s
+        return Lower(self.shared_admit, rate, self.shared_flush_s)
+
+    @property
+    def store(self) -> SharedStore:
+        """The store that `shared` names."""
+        assert self.shared is not None, "only a server with a shared tier has a store"
+        return SharedStore(
+            self.shared,
+            password_file=self.shared_password_file,
+            ca_file=self.shared_ca_file,
+            certificate_file=self.shared_certificate_file,
+            key_file=self.shared_key_file,
+            ttl_s=self.shared_ttl_s,
+            timeout_s=self.shared_timeout_s,
+            max_queued_bytes=self.shared_queue_bytes,
+            host=self.shared_host,
+            segment_bytes=self.shared_segment_bytes,
+            protocol=self.shared_protocol,
+            devices=self.shared_devices,
+        )
 
     def total_bytes(self, slot_stride_bytes: int, world_size: int) -> int:
         """Return the bytes of the tier on all ranks."""

@@ -4,7 +4,8 @@ vLLM sleeps in three calls: it pauses its requests, asks `may_rest` until the an
 resets its caches. The device memory goes after that. So `may_rest` begins what must be done before.
 
 A reset empties the tier, unless `preserve_on_sleep` is set and `WeightsVersion` finds no change.
-It empties the disk tier below, too. The disk closes until a new generation is durable.
+It empties the tier below, too. A disk closes until a new generation is durable, and the names of
+the blocks in a shared store change.
 The workers keep the host memory mapped either way.
 """
 
@@ -73,8 +74,8 @@ class Sleep:
             return True
         if self.tier.offload is not None:
             self.tier.offload.reset()
-        if self.tier.disk is not None:
-            self.tier.disk.reset()
+        if self.tier.below is not None:
+            self.tier.below.reset()
         for tracked in self.requests.tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
         return False
@@ -90,8 +91,9 @@ class Sleep:
         self.stores.store_gathered()
         tracked = list(self.requests.tracked.values())
         may_go = all([self._settle(each) for each in tracked])
-        disk = self.tier.disk
-        return may_go and not (self.transfers.is_work_left or (disk is not None and disk.has_work))
+        below = self.tier.below
+        has_work = below is not None and below.has_work
+        return may_go and not (self.transfers.is_work_left or has_work)
 
     def _settle(self, tracked: TrackedRequest) -> bool:
         """Store or free the blocks of a paused request; return whether its blocks may go."""

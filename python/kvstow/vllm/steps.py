@@ -40,8 +40,8 @@ class Steps:
             self.stores.store_gathered()
         self.transfers.expire()
         jobs = self.transfers.take_jobs()
-        if self.tier.disk is not None:
-            jobs.disk = self.tier.disk.build(is_idle=not scheduled.total_num_scheduled_tokens)
+        if self.tier.below is not None:
+            jobs.below = self.tier.below.build(is_idle=not scheduled.total_num_scheduled_tokens)
         return jobs
 
     def evict_unwritten(self, request_id: str, tracked: TrackedRequest) -> None:
@@ -69,8 +69,8 @@ class Steps:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""
         reports = output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
-            if self.tier.disk is not None:
-                self.tier.disk.processed(reports.disk)
+            if self.tier.below is not None:
+                self.tier.below.processed(reports.below)
             self.tier.add_capacities(reports.capacities, self.requests.tracked)
             for job_id, rank, _ in reports.reports:
                 if job_id in self.transfers.in_flight:
@@ -86,8 +86,8 @@ class Steps:
             ]
             self.transfers.released(reports.released)
             self.transfers.end(ends, output)
-            if ends and self.tier.disk is not None:
-                self.tier.disk.is_due = True
+            if ends and self.tier.below is not None:
+                self.tier.below.is_due = True
         for request_id in output.finished_recving or ():
             if request_id in self.requests.tracked:
                 self.requests.tracked[request_id].is_load_reported = True

@@ -25,10 +25,12 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvstow import OffloadScheduler, StateError
 from kvstow.observability.events import BlockEvent, TransferEvent
+from kvstow.vllm.below import LowerTier
 from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.shared import SharedTier
 
 # Per group, the block table of each request.
 Tables: TypeAlias = Sequence[Mapping[str, list[KVCacheBlock]]]
@@ -55,7 +57,7 @@ class HostTier:
             copies keep vLLM stepping.
         manager: vLLM's accounting, from `bind` on.
         tables: per group, vLLM's block table of each request, from `bind` on.
-        disk: the tier below; None without `disk_path`, and once the tier is off.
+        below: the tier below; None without `disk_path` and `shared`, and once the tier is off.
         counts: statistics of the connector beside those of `offload`.
     """
 
@@ -69,7 +71,7 @@ class HostTier:
     offload: OffloadScheduler | None = None
     lazy: LazyQueue | None = None
     off_until: float | None = None
-    disk: DiskTier | None = field(init=False)
+    below: LowerTier | None = field(init=False)
     manager: KVCacheManager = field(init=False)
     tables: Tables = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
@@ -79,8 +81,12 @@ class HostTier:
     _has_warned: bool = False
 
     def __post_init__(self) -> None:
-        has_disk = self.options.disk_path is not None
-        self.disk = DiskTier(self.options, self.world_size, self.clock) if has_disk else None
+        options, parts = self.options, (self.options, self.world_size, self.clock)
+        self.below = None
+        if options.disk_path is not None:
+            self.below = DiskTier(*parts)
+        elif options.shared is not None:
+            self.below = SharedTier(*parts)
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's accounting, whose blocks jobs hold, and how it cuts the hits of drafts."""
@@ -161,7 +167,7 @@ class HostTier:
 
         It numbers its jobs from the start, so no job of an earlier tier may be in flight.
         """
-        disk, num_disk_blocks = self.disk, 0 if self.disk is None else self.disk.num_slots
+        below = self.below
         self.offload = OffloadScheduler(
             num_host_blocks,
             self.model.groups,
@@ -171,13 +177,13 @@ class HostTier:
             num_device_blocks=self.model.num_blocks,
             events=self.events,
             store_threshold=self.options.store_threshold,
-            num_disk_blocks=num_disk_blocks,
-            disk_admit=self.options.disk_admit,
-            max_disk_blocks_in_flight=1 if disk is None else disk.max_in_flight(num_host_blocks),
+            num_disk_blocks=0 if below is None else below.num_blocks(num_host_blocks),
+            disk_admit=self.options.lower.admit,
+            max_disk_blocks_in_flight=1 if below is None else below.max_in_flight(num_host_blocks),
             min_promote_tokens=self.options.min_promote_tokens,
         )
-        if disk is not None:
-            disk.begin(self.offload)
+        if below is not None:
+            below.begin(self.offload)
         for request_id in request_ids:
             self.offload.add(request_id, [])
 
@@ -190,7 +196,9 @@ class HostTier:
     def turn_off(self) -> None:
         """Give the tier up for good."""
         self.off_until = self.deadline()
-        self.offload = self.lazy = self.disk = None
+        below, self.offload, self.lazy, self.below = self.below, None, None, None
+        if below is not None:
+            below.close()
 
     def deadline(self) -> float:
         """Return the time by which a job that begins now must have ended."""
@@ -200,16 +208,16 @@ class HostTier:
         """Return the tier's counters and gauges; empty unless the tier is on."""
         if self.offload is None:
             return {}
-        of_disk = {} if self.disk is None else self.disk.stats()
-        return {**self.counts, **self.offload.stats(), **of_disk}
+        of_below = {} if self.below is None else self.below.stats()
+        return {**self.counts, **self.offload.stats(), **of_below}
 
     def take_events(self) -> Sequence[BlockEvent]:
         """Return the events of the tier's blocks since the last call."""
         if self.offload is None:
             return []
         events: list[BlockEvent] = self.offload.take_events()
-        if self.disk is not None:
-            events += self.offload.take_disk_events()
+        if self.below is not None:
+            events += self.below.take_events()
         return events
 
     def take_transfer_events(self) -> Sequence[TransferEvent]:
@@ -220,3 +228,5 @@ class HostTier:
         """End all jobs, because workers report no more."""
         if self.offload is not None:
             self.offload.end_all()
+        if self.below is not None:
+            self.below.close()

@@ -144,12 +144,12 @@ class Transfers:
 
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
-        offload, disk = self.tier.offload, self.tier.disk
-        if offload is None or not (self.in_flight or disk is not None):
+        offload, below = self.tier.offload, self.tier.below
+        if offload is None or not (self.in_flight or below is not None):
             return
         late = offload.expire(self.tier.clock())
-        if disk is not None:
-            disk.expired(job_id for job_id in late if job_id not in self.in_flight)
+        if below is not None:
+            below.expired(job_id for job_id in late if job_id not in self.in_flight)
         for job_id in late:
             if job_id not in self.in_flight:
                 continue

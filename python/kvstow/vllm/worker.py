@@ -31,12 +31,14 @@ from kvstow.transfer import (
 )
 from kvstow.transfer.arena import shared_bytes
 from kvstow.transfer.shared import SharedMemory
+from kvstow.vllm.below_worker import LowerWorker
 from kvstow.vllm.disk_worker import DiskWorker, Place
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.replicas import Replicas
+from kvstow.vllm.shared_worker import Membership, SharedWorker
 from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ class WorkerHalf:
             `register` and after `close`.
         movers: one for each group that has layers on this rank. Groups that lie in the same bytes
             share a mover. Empty while vLLM sleeps.
-        disk: this rank's slot file. None without a disk tier, and if another rank has the file.
+        below: this rank's part of the tier below the host. None without one, and if another rank
+            has it.
     """
 
     def __init__(  # noqa: PLR0913 - the rank's place among the others
@@ -95,7 +98,7 @@ class WorkerHalf:
             world_size: workers of the engine.
             num_local_ranks: workers on this machine, those of other engines included.
             replicas: the ranks with which this one may share its part of the host tier.
-            identity: whose KV this rank has; None without a disk tier.
+            identity: whose KV this rank has; None without a tier below the host.
         """
         self._model = model
         self._options = options
@@ -106,7 +109,7 @@ class WorkerHalf:
         # would count twice.
         self._num_local_ranks, self._free_bytes = num_local_ranks, free_memory()
         self._identity = identity
-        self.disk: DiskWorker | None = None
+        self.below: LowerWorker | None = None
         self.arena: HostArena | None = None
         self.movers: list[Mover] = []
         self._open: list[Mover] = []
@@ -149,7 +152,7 @@ class WorkerHalf:
             # Kept when vLLM registers again, because the scheduler half relies on its content.
             self.arena = self._map(layouts)
             if self._identity is not None and self._is_writer:
-                self.disk = self._open_disk(self._identity, kv_caches, layouts)
+                self.below = self._open_below(self._identity, kv_caches, layouts)
         self._layouts = layouts
         self.restore()
         logger.info(
@@ -162,24 +165,24 @@ class WorkerHalf:
             "stored lazily" if self._options.lazy_offload else "stored eagerly",
         )
 
-    def _open_disk(
+    def _open_below(
         self,
         identity: Identity,
         kv_caches: Mapping[str, torch.Tensor],
         layouts: tuple[BlockLayout, ...],
-    ) -> DiskWorker:
-        """Open this rank's slot file, which holds the blocks of all ranks that share the arena."""
+    ) -> LowerWorker:
+        """Open this rank's part of the tier below, for all ranks that share the arena."""
         assert self.arena is not None, "a rank with layouts has an arena"
         own = dict(zip(self._model.local_groups, layouts, strict=True))
-        num_bytes = self._options.disk_bytes_to_use or 0
-        place = Place(
-            identity.path,
-            num_bytes // self._world_size * self._num_sharing,
-            identity.fingerprint(self._model, kv_caches),
-            identity.is_warm,
-        )
         sizes = [own[g].slot_bytes if g in own else 0 for g in range(len(self._model.groups))]
-        return DiskWorker(place, self._options, self.arena, rank=self._rank, slot_bytes=sizes)
+        fingerprint = identity.fingerprint(self._model, kv_caches)
+        options, rank, why = self._options, self._rank, identity.why_private
+        if options.shared is not None:
+            member = Membership(fingerprint, why)
+            return SharedWorker(member, options, self.arena, rank=rank, slot_bytes=sizes)
+        num_bytes = (options.disk_bytes_to_use or 0) // self._world_size * self._num_sharing
+        place = Place(identity.path, num_bytes, fingerprint, is_warm=not why)
+        return DiskWorker(place, options, self.arena, rank=rank, slot_bytes=sizes)
 
     def _map(self, layouts: tuple[BlockLayout, ...]) -> HostArena:
         """Map the host memory, with the ranks that have equal KV if they can share it."""
@@ -231,9 +234,9 @@ class WorkerHalf:
         jobs.failed_request_ids += self._jobs.failed_request_ids
         self._jobs = jobs
         self._before_step = None
-        if self.disk is not None and jobs.disk is not None:
-            self.disk.take(jobs.disk)
-            jobs.disk = None
+        if self.below is not None and jobs.below is not None:
+            self.below.take(jobs.below)
+            jobs.below = None
 
     def _drop_step(self) -> None:
         """Fail the jobs of the last step that an error has kept from beginning."""
@@ -305,11 +308,11 @@ class WorkerHalf:
         self._poll()
         reports = self._reports
         is_asked = self._jobs.asks_capacity
-        if self.disk is not None and (news := self.disk.report(is_asked=is_asked)) is not None:
-            reports.disk[self._rank] = news
+        if self.below is not None and (news := self.below.report(is_asked=is_asked)) is not None:
+            reports.below[self._rank] = news
         if is_asked:
             reports.capacities[self._rank] = self._num_host_blocks
-        elif not (reports.reports or reports.released or reports.disk):
+        elif not (reports.reports or reports.released or reports.below):
             return None
         self._reports = StepReports()
         return reports
@@ -318,8 +321,8 @@ class WorkerHalf:
         """Return what was copied since the last call."""
         # vLLM calls this before `reports`, so count what `reports` is about to return.
         self._poll()
-        if self.disk is not None:
-            self._stats.data.update(self.disk.counted())
+        if self.below is not None:
+            self._stats.data.update(self.below.counted())
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, ConnectorStats()
@@ -349,9 +352,9 @@ class WorkerHalf:
         self._layouts = ()
         try:
             self._stop()
-            if self.disk is not None:
-                self.disk.close()
-                self.disk = None
+            if self.below is not None:
+                self.below.close()
+                self.below = None
         finally:
             if self.arena is not None:
                 self.arena.close()

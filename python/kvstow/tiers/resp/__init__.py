@@ -7,7 +7,7 @@ host slots without a copy.
 May import: kvstow._core, kvstow.arguments, kvstow.tiers, kvstow.transfer.
 """
 
-from kvstow.tiers.resp.address import Credentials, Security
+from kvstow.tiers.resp.address import Address, Credentials, Security
 from kvstow.tiers.resp.tier import RespTier
 
-__all__ = ["Credentials", "RespTier", "Security"]
+__all__ = ["Address", "Credentials", "RespTier", "Security"]

@@ -140,8 +140,8 @@ def _parse_one(url: str) -> Address:
     try:
         found = urlsplit(url)
         port = found.port
-    except ValueError as error:
-        raise ConfigError(f"a URL of the shared tier is no URL ({error}): use {FORMS}") from error
+    except ValueError:  # whose message may show a part of a password
+        raise ConfigError(f"a URL of the shared tier has no valid port: use {FORMS}") from None
     if found.username or found.password:
         raise ConfigError(
             f"the URL of {found.hostname} contains credentials, which logs and process lists would "

@@ -1,0 +1,231 @@
+"""The scheduler half of a tier below the host: its jobs, and what the ranks report of them.
+
+`disk` and `shared` say when the tier opens, what a reset does, and what a lookup waits for.
+
+How a wrong block could be served, and what prevents it:
+
+- A block is whole on one rank only. A job ends when every rank has reported it, and each block
+  counts only if it arrived on all.
+- A promoted block is loaded before it has arrived. `OffloadScheduler` withholds its key until then.
+- A late copy overwrites a slot that has another block. Slots stay reserved until every rank has
+  reported, and a rank reports once its tier uses them no more.
+- An adapter changes under its name. The hashes do not show it, so requests with adapters promote
+  nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+from vllm.v1.request import Request
+
+from kvstow import OffloadScheduler, TierJob
+from kvstow.observability.events import BlockEvent
+from kvstow.tiers.tier import Mode
+from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
+from kvstow.vllm.options import Lower, Options
+
+logger = logging.getLogger("vllm." + __name__)
+
+MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
+# Bytes that a rank demotes at a time, and as many that it promotes.
+_MAX_IN_FLIGHT_BYTES: Final = 128 << 20
+
+
+@dataclass
+class LowerTier(ABC):
+    """Plans demotes and promotes.
+
+    Attributes:
+        options: the user's options.
+        world_size: workers that report each job. Those without a part of their own copy nothing.
+        clock: seconds, monotonic.
+        is_due: blocks may be due that no step has planned.
+    """
+
+    name: ClassVar[str]
+
+    options: Options
+    world_size: int
+    clock: Callable[[], float]
+    is_due: bool = False
+    _offload: OffloadScheduler | None = None
+    # By rank, the first report, and what each part of the tier still does.
+    _ranks: dict[int, LowerReport] = field(default_factory=dict)
+    _modes: dict[int, Mode] = field(default_factory=dict)
+    _in_flight: set[int] = field(default_factory=set)
+    _sequence: int = 0
+    # Until when an idle server goes on writing.
+    _flush_until: float = 0.0
+    _allowance: float = 0.0
+    _allowed_at: float = 0.0
+
+    # -- the start and resets -----------------------------------------------------------------
+
+    @abstractmethod
+    def num_blocks(self, num_host_blocks: int) -> int:
+        """Return the slots of the tier's index; 0 if no rank has reported a part of the tier."""
+
+    @abstractmethod
+    def begin(self, offload: OffloadScheduler) -> None:
+        """Open the tier of a new scheduler."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Let nothing of before be read: `OffloadScheduler.reset` has emptied and closed the tier.
+
+        Without a scheduler there is nothing to empty yet, and the reset counts all the same.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most tiers have nothing of their own
+        """Let go of what the scheduler half itself holds of the tier."""
+
+    @property
+    def lower(self) -> Lower:
+        """The options of this tier."""
+        return self.options.lower
+
+    def max_in_flight(self, num_host_blocks: int) -> int:
+        """Return the most slots that demotes, or promotes, copy at a time.
+
+        They are not more than a quarter of the host, because the host cannot evict them meanwhile.
+        """
+        slot_bytes = max((report.slot_bytes for report in self._ranks.values()), default=1)
+        return max(1, min(_MAX_IN_FLIGHT_BYTES // slot_bytes, num_host_blocks // 4))
+
+    # -- lookups ------------------------------------------------------------------------------
+
+    def lookup(
+        self, request: Request, num_local_tokens: int, end: int, *, may_wait: bool
+    ) -> int | None:
+        """Look up a prefix on the host; None while the tier brings more of it.
+
+        Args:
+            request: the request.
+            num_local_tokens: tokens of the local hit.
+            end: upper bound for the whole request, the local hit included.
+            may_wait: whether the request has time left to wait for the tier.
+        """
+        assert self._offload is not None, "there is no lookup before `begin`"
+        may_wait = may_wait and request.lora_request is None
+        if may_wait and self._is_awaited(request, num_local_tokens, end):
+            return None
+        name = request.request_id
+        return self._offload.lookup(name, num_local_tokens, end, promote=may_wait)
+
+    @abstractmethod
+    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
+        """Whether the index still lacks what the tier has of a request."""
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def build(self, *, is_idle: bool) -> LowerOrders | None:
+        """Return what the ranks do in this step; None for nothing.
+
+        Args:
+            is_idle: the step computes no token. Then demotes go on for `flush_s` only.
+        """
+        if self._offload is None or not self._ranks:
+            return None
+        now = self.clock()
+        if not is_idle:
+            self._flush_until = now + self.lower.flush_s
+        return self._orders(self._offload, now)
+
+    @abstractmethod
+    def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
+        """Return what the ranks do in this step."""
+
+    def _plan(self, offload: OffloadScheduler, now: float) -> list[LowerJob]:
+        """Plan the jobs of a step."""
+        deadline = now + self.options.load_timeout_s
+        jobs = [offload.promote(deadline=deadline)]
+        if now < self._flush_until:
+            jobs.append(self._demote(offload, now, deadline))
+        return [self._begin(offload, job) for job in jobs if job is not None]
+
+    def _demote(self, offload: OffloadScheduler, now: float, deadline: float) -> TierJob | None:
+        """Plan a demote, within what `max_write_bytes_per_s` allows."""
+        rate, max_blocks = self.lower.max_write_bytes_per_s, None
+        bytes_per_block = sum(report.slot_bytes for report in self._ranks.values())
+        if rate is not None:
+            earned = rate * (now - self._allowed_at)
+            self._allowance = min(max(rate, bytes_per_block), self._allowance + earned)
+            self._allowed_at = now
+            max_blocks = int(self._allowance // bytes_per_block)
+            if not max_blocks:
+                return None
+        job = offload.demote(max_blocks=max_blocks, deadline=deadline)
+        if job is None:
+            self.is_due = bool(self._in_flight)  # which may take all the room for jobs
+        else:
+            self._allowance -= len(job) * bytes_per_block
+        return job
+
+    def _begin(self, offload: OffloadScheduler, job: TierJob) -> LowerJob:
+        self._sequence += 1
+        self._in_flight.add(job.job_id)
+        for rank in range(self.world_size):
+            if rank not in self._ranks:  # it shares the memory of a rank that has a part
+                offload.complete(job.job_id, rank=rank)
+        return LowerJob.of(job, self._sequence)
+
+    def expired(self, job_ids: Iterable[int]) -> None:
+        """Take the ids of late jobs. They end when no rank uses their slots any more."""
+        for job_id in job_ids:
+            self._in_flight.discard(job_id)
+            logger.warning(
+                "kvstow: job %d of the %s tier has not ended within load_timeout_s (%g s), so it "
+                "counts as failed. If this repeats, check the %s",
+                job_id,
+                self.name,
+                self.options.load_timeout_s,
+                self.name,
+            )
+
+    def processed(self, reports: Mapping[int, LowerReport]) -> None:
+        """Take the reports of a step: sizes, ends of jobs, and what the kind of tier adds."""
+        for rank, report in reports.items():
+            self._ranks.setdefault(rank, report)
+            self._modes[rank] = report.mode
+            if self._offload is None:
+                continue
+            for job_id, ok in report.ends:
+                if self._offload.complete(job_id, ok=ok, rank=rank) is not None:
+                    self._in_flight.discard(job_id)
+            self._reported(rank, report)
+        if self._offload is not None:
+            self._advance(self._offload)
+
+    def _reported(self, rank: int, report: LowerReport) -> None:  # noqa: B027 - a hook
+        """Take what only this kind of tier reports."""
+
+    @abstractmethod
+    def _advance(self, offload: OffloadScheduler) -> None:
+        """Go on to open the tier, and follow what its parts still do."""
+
+    def _follow(self, offload: OffloadScheduler) -> None:
+        """Let an open tier do what all of its parts still do."""
+        mode = min(self._modes.values(), key=MODES.index)
+        if mode != offload.disk_mode:
+            offload.set_disk(mode)
+
+    # -- figures ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Return the counters and gauges of the tier."""
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return the events of the tier's blocks since the last call."""
+        events: list[BlockEvent] = [] if self._offload is None else self._offload.take_disk_events()
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM must go on stepping, for copies to land."""
+        return bool(self._in_flight) or (self.is_due and self.clock() < self._flush_until)

@@ -1,0 +1,246 @@
+"""The scheduler half of the shared tier: it asks the store what it has, once for each request.
+
+```
+lookup -- first time --> ask the store -- answer, or too late --> claim what it has --> lookup
+            pending ........................................ then as for a disk: promote, load
+```
+
+The index of `OffloadScheduler` has what the store is known to have: what this server has put there,
+and what a question has found. A claim that is wrong costs a read, and never a wrong block, because
+the tier proves each block that it reads.
+
+The names of the blocks in the store depend on the fingerprint of the rank, on the start of vLLM's
+hash chains, and on the salt. Every order to the ranks has the salt, so there is no moment at which
+a job of new blocks uses an old name.
+
+How a wrong block could be served, and what prevents it:
+
+- Weights change in place. Each reset that empties the host tier draws a random salt, drops the
+  index and fences questions under way. So this server reads only what it computes from then on, and
+  shares nothing until it starts again. Nothing here sees what it puts between a change and the
+  reset: the page of the shared tier asks for a reset before the change.
+- Two servers have unequal hashes of equal tokens, or equal hashes of unequal tokens: the start of
+  the chains and the name of the algorithm are part of the names. A start that is random is private.
+- The fingerprint does not cover the weights (`Identity.why_private`): the salt is random.
+- A request asks, and another one with its id gets the answer: answers are kept by request object.
+- What the jobs could do wrong: `below`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+
+from kvstow import OffloadScheduler
+from kvstow.observability.events import BlockEvent
+from kvstow.tiers import Fingerprint
+from kvstow.tiers.asking import Asker, Key, Question, TierStore
+from kvstow.tiers.framed import NAMESPACE_BYTES, salted
+from kvstow.transfer import HostArena
+from kvstow.vllm.below import MODES, LowerTier
+from kvstow.vllm.messages import LowerOrders
+from kvstow.vllm.shared_worker import opened
+from kvstow.vllm.stats import of_shared
+
+logger = logging.getLogger("vllm." + __name__)
+
+# Claims for each slot of the host, unless `shared_index_blocks` says how many.
+_CLAIMS_PER_SLOT: Final = 8
+# The arena of a client that moves no blocks.
+_NO_BYTES: Final = 4096
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a request has asked for, and the question.
+
+    Attributes:
+        end: the tokens up to which it has asked.
+        question: None once it is answered, or if there was nothing to ask.
+    """
+
+    end: int
+    hashes: list[bytes]
+    groups: npt.NDArray[np.int32]
+    parents: list[bytes | None]
+    question: Question | None
+
+    def found(
+        self, answer: list[bool]
+    ) -> tuple[list[bytes], npt.NDArray[np.int32], list[bytes | None]]:
+        """Return the blocks that the store has."""
+        at = np.flatnonzero(answer)
+        return [self.hashes[i] for i in at], self.groups[at], [self.parents[i] for i in at]
+
+
+@dataclass
+class SharedTier(LowerTier):
+    """Asks the store, and lets the ranks put and get blocks under the names that it chooses."""
+
+    name: ClassVar[str] = "shared"
+
+    _salt: bytes = b""
+    # Whose blocks the store is asked for: those of the first rank.
+    _namespace: bytes = b""
+    _asked: WeakKeyDictionary[Request, _Asked] = field(default_factory=WeakKeyDictionary)
+    _asker: Asker = field(init=False)
+    _client: _Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._client = _Client(self)
+        self._asker = Asker(lambda: self._client, wait_s=self.options.shared_ask_timeout_s)
+
+    # -- the start and resets -----------------------------------------------------------------
+
+    def num_blocks(self, num_host_blocks: int) -> int:
+        """Return the number of blocks that the store may be known to have."""
+        given = self.options.shared_index_blocks or _CLAIMS_PER_SLOT * num_host_blocks
+        return given if self._ranks else 0
+
+    def begin(self, offload: OffloadScheduler) -> None:
+        """Open the tier. vLLM has chosen the start of its hash chains by now."""
+        self._offload = offload
+        self._in_flight.clear()
+        self._asked.clear()
+        if not self._ranks:
+            return
+        if not self._salt:
+            is_private = any(report.is_private for report in self._ranks.values())
+            self._salt = _random() if is_private else hash_start()
+        self._namespace = min(self.namespaces().items())[1]
+        offload.set_disk("on")
+        for rank, name in self.namespaces().items():
+            logger.info("kvstow: rank %d shares blocks under the fingerprint %s", rank, name.hex())
+
+    def reset(self) -> None:
+        """Take new names; see `LowerTier.reset`."""
+        self._salt = _random()
+        if self._offload is not None and self._ranks:
+            self._namespace = min(self.namespaces().items())[1]
+            self._offload.set_disk("on")
+        self._asker.reset()  # after the new name: see `_Client`
+        self._asked.clear()
+
+    def namespaces(self) -> dict[int, bytes]:
+        """Return what the names of each rank's blocks begin with."""
+        return {
+            rank: salted(report.fingerprint, self._salt) for rank, report in self._ranks.items()
+        }
+
+    def close(self) -> None:
+        """Ask no more, and close the connection."""
+        self._asker.close()
+        self._client.close()
+
+    # -- lookups ------------------------------------------------------------------------------
+
+    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
+        """Whether the store is still to say what it has of a request. Ask it the first time."""
+        assert self._offload is not None, "there is no lookup before `begin`"
+        if self._offload.disk_mode != "on":
+            return False
+        asked = self._asked.get(request)
+        if asked is None or asked.end != end:  # a session goes on, or was preempted
+            asked = self._asked[request] = self._ask(request, num_local_tokens, end)
+        if asked.question is None:
+            return False
+        if not asked.question.poll():
+            return True
+        self._offload.claim(*asked.found(asked.question.found))
+        self._asked[request] = _nothing(end)
+        return False
+
+    def _ask(self, request: Request, num_local_tokens: int, end: int) -> _Asked:
+        assert self._offload is not None, "there is no lookup before `begin`"
+        name = request.request_id
+        hashes, groups, parents = self._offload.unclaimed(name, num_local_tokens, end)
+        if not hashes:
+            return _nothing(end)
+        question = self._asker.ask(list(zip(hashes, groups.tolist(), strict=True)))
+        return _Asked(end, hashes, groups, parents, question)
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
+        """Return the jobs of a step, with the salt of their names."""
+        planned = self._plan(offload, now)
+        return LowerOrders(planned, salt=self._salt) if planned else None
+
+    def _advance(self, offload: OffloadScheduler) -> None:
+        """Follow what the connections still do."""
+        if self._modes:
+            self._follow(offload)
+
+    # -- figures ------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters and gauges of the shared tier."""
+        if self._offload is None:
+            return {}
+        mode, asker = self._offload.disk_mode, self._asker.stats
+        return of_shared(self._offload.disk_stats()) | {
+            "shared_mode": 0 if mode is None else MODES.index(mode),
+            "shared_asked_blocks": asker.asked_keys,
+            "shared_found_blocks": asker.found_keys,
+            "shared_late_questions": asker.late_questions,
+            "shared_failed_questions": asker.failed_questions + asker.refused_questions,
+        }
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return nothing: the blocks of a store are not this server's."""
+        super().take_events()
+        return []
+
+
+class _Client:
+    """Asks the store under the name that the scheduler half has now, on the asker's thread.
+
+    A question from before a reset may be asked under the new name, and its answer does not count. A
+    question from after a reset finds the new name.
+    """
+
+    def __init__(self, tier: SharedTier) -> None:
+        """Open a tier that moves no bytes.
+
+        Raises:
+            ConfigError: an option does not fit, or a library is missing.
+        """
+        self._half = tier
+        self._arena = HostArena(1, _NO_BYTES)
+        store = replace(
+            tier.options.store, num_threads=1, max_queued_bytes=_NO_BYTES, segment_bytes=0
+        )
+        self._tier = opened(store, self._arena, Fingerprint({"asks": "only"}))
+
+    def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
+        """Return which of the keys the first rank has put into the store."""
+        self._tier.rename(self._half._namespace)
+        return TierStore(self._tier).found(keys, limit_s)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._tier.close()
+        self._arena.close()
+
+
+def hash_start() -> bytes:
+    """Return the start of vLLM's hash chains in this process: 16 bytes or more."""
+    start: bytes = kv_cache_utils.NONE_HASH
+    return start
+
+
+def _nothing(end: int) -> _Asked:
+    return _Asked(end, [], np.empty(0, np.int32), [], None)
+
+
+def _random() -> bytes:
+    return os.urandom(NAMESPACE_BYTES)

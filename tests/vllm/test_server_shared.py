@@ -1,0 +1,258 @@
+"""Two of vLLM's servers on one store: what the first computed, the second loads.
+
+Their answers are compared with those of a server that computes everything. The store then has wrong
+values, and goes away in several ways. `test_engine_shared` has the controls that switch checks off.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiers.mooncake_master import Master, missing
+from tests.tiers.resp.server import Server as Store
+from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, NUM_TOKENS, Server, check, prompts, server
+from tests.vllm.sharing import redis_of
+
+from kvstow.tiers.framed import HEADER_BYTES, NAMESPACE_BYTES, Namespace
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
+
+IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
+NUM_BLOCKS = NUM_HIT // BLOCK_SIZE
+ASK_S, PROMOTE_S = 0.5, 2.0
+# A request that waits for a store that is gone may take this much longer than without a store.
+PATIENCE_S = 20.0
+HITS = "kvstow_shared_hit_tokens_total"
+PUTS = ("kvstow_shared_blocks_total", 'direction="demote"')
+
+
+def options(url: str, **more: Any) -> dict[str, Any]:
+    return {
+        "num_cpu_blocks": 200,
+        "shared": url,
+        "min_promote_tokens": 0,
+        "shared_ask_timeout_s": ASK_S,
+        "promote_timeout_s": PROMOTE_S,
+        "shared_timeout_s": PROMOTE_S,
+        **more,
+    }
+
+
+@dataclass
+class Fleet:
+    """Servers of one model on one store.
+
+    Attributes:
+        servers: those that run.
+        num_put: blocks that the first has put so far.
+    """
+
+    folder: Path
+    logs: Path
+    url: str
+    servers: list[Server] = field(default_factory=list)
+    num_put: int = 0
+
+    def compute(self, prompt: list[int]) -> Any:
+        """Let the first server compute a prompt, and wait until its blocks are in the store."""
+        answer = self.servers[0].answer(prompt)
+        assert answer[2] == 0, "the prompt is not new"
+        self.num_put += NUM_BLOCKS
+        self.servers[0].wait_for(PUTS[0], self.num_put, PUTS[1])
+        return answer
+
+    def hits(self, at: int, prompt: list[int], expected: Any) -> int:
+        """Let a server answer a new prompt, compare, and return the tokens that it has loaded."""
+        found = self.servers[at].answer(prompt)
+        check(found, expected)
+        return found[2]
+
+
+@contextmanager
+def fleet(folder: Path, logs: Path, url: str, num: int, **more: Any) -> Iterator[Fleet]:
+    """Start servers beside each other."""
+    with ExitStack() as running, ThreadPoolExecutor(num) as starting:
+        made = [
+            starting.submit(Server, folder, logs / f"server{at}", options(url, **more))
+            for at in range(num)
+        ]
+        servers = []
+        try:
+            for each in made:
+                servers.append(each.result())
+                running.callback(servers[-1].kill)
+        except BaseException:
+            for each in made:
+                if each.exception() is None:
+                    each.result().kill()
+            raise
+        yield Fleet(folder, logs, url, servers)
+
+
+def damaged(key: bytes, values: dict[bytes, bytes], kind: str) -> bytes:
+    """Return what lies under the key of a block instead of the block."""
+    right = values[key]
+    if kind == "another valid block":
+        return next(each for other, each in values.items() if other != key)
+    if kind == "a flipped bit":
+        return right[:-5] + bytes([right[-5] ^ 4]) + right[-4:]
+    # What the server of another model would put: a whole frame of its own.
+    payload = bytes(byte ^ 0x55 for byte in right[HEADER_BYTES:])
+    _, _, group, digest = key.split(b":", 3)
+    namespace = Namespace(b"m" * NAMESPACE_BYTES)
+    return namespace.header(int(group), digest, len(payload), zlib.crc32(payload)) + payload
+
+
+DAMAGE = ["another valid block", "a flipped bit", "another model's"]
+
+
+def test_what_one_server_computed_the_others_load(
+    folder: Path, tmp_path: Path, store: Store
+) -> None:
+    asked = prompts(2 + len(DAMAGE))
+    with fleet(folder, tmp_path, store.url, 2) as two:
+        redis = redis_of(store)
+        expected, known, written = [], set[bytes](), []
+        for prompt in asked:
+            expected.append(two.compute(prompt))
+            own = {*redis.keys("kvstow:*")} - known
+            known |= own
+            written.append({key: redis.get(key) for key in own})
+        assert two.hits(1, asked[0], expected[0]) == NUM_HIT
+        for at, kind in enumerate(DAMAGE, 1):
+            for key in written[at]:
+                redis.set(key, damaged(key, written[at], kind))
+            assert two.hits(1, asked[at], expected[at]) == 0, kind
+        assert two.servers[1].metric("kvstow_shared_mismatched_blocks_total") >= len(DAMAGE)
+        two.servers[1].kill()
+        with server(folder, tmp_path / "third", options(store.url)) as third:
+            check(third.answer(asked[-1 - len(DAMAGE)]), expected[-1 - len(DAMAGE)])
+            third.wait_for(HITS, NUM_HIT)
+
+
+class Asking:
+    """Asks a server for new prompts all the time, and keeps what takes long or fails."""
+
+    def __init__(self, running: Server, asked: list[list[int]], expected: list[Any]) -> None:
+        self._running, self._asked, self._expected = running, asked, expected
+        self._must_end = threading.Event()
+        self.seconds: list[float] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def _ask(self) -> None:
+        try:
+            while not self._must_end.is_set():
+                for prompt, expected in zip(self._asked, self._expected, strict=True):
+                    begin = time.monotonic()
+                    check(self._running.answer(prompt), expected)
+                    self.seconds.append(time.monotonic() - begin)
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._must_end.set()
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+def stop_for(seconds: float) -> Callable[[Store], None]:
+    def fault(store: Store) -> None:
+        store.pause()
+        time.sleep(seconds)
+        store.resume()
+
+    return fault
+
+
+def kill(store: Store) -> None:
+    store.kill()
+    time.sleep(5)
+    store.start()
+
+
+def fill(store: Store) -> None:
+    """Let the store refuse all puts for a while."""
+    redis = redis_of(store)
+    redis.config_set("maxmemory-policy", "noeviction")
+    redis.config_set("maxmemory", 1)
+    time.sleep(5)
+    redis.config_set("maxmemory", "500mb")
+
+
+FAULTS: dict[str, Callable[[Store], None]] = {
+    "pause of 5 s": stop_for(5),
+    "SIGSTOP, longer than all deadlines": stop_for(12),
+    "SIGKILL, and empty when it is back": kill,
+    "full": fill,
+}
+
+
+@pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+def test_no_request_waits_longer_for_a_store_that_fails(
+    folder: Path, tmp_path: Path, store: Store
+) -> None:
+    """Both servers have room for two prompts on the host, so that they read the store again."""
+    asked = prompts(24)
+    with fleet(folder, tmp_path, store.url, 2, num_cpu_blocks=24) as two:
+        expected = [two.compute(prompt) for prompt in asked[:8]]
+        for name, fault in FAULTS.items():
+            with ExitStack() as running:
+                asking = [
+                    running.enter_context(Asking(each, asked[:8], expected)) for each in two.servers
+                ]
+                fault(store)
+                begin = time.monotonic()
+                # Some prompts go on both sides of the breaker's pauses.
+                while time.monotonic() < begin + 5:
+                    time.sleep(0.1)
+            seconds = [each for one in asking for each in one.seconds]
+            print(f"{name}: {len(seconds)} requests, {max(seconds):.2f} s at most")
+            assert max(seconds) < ASK_S + PROMOTE_S + PATIENCE_S
+            wait_until_shared(two, f"after {name}")
+
+
+def wait_until_shared(two: Fleet, when: str) -> None:
+    """Wait until the second server loads what the first computes: no server starts again."""
+    end = time.monotonic() + 60
+    dice = random.Random(hash(when))
+    while time.monotonic() < end:
+        prompt = [dice.randrange(3, 1000) for _ in range(NUM_TOKENS)]
+        answer = two.servers[0].answer(prompt)
+        time.sleep(1)
+        if two.hits(1, prompt, answer) == NUM_HIT:
+            return
+    raise AssertionError(f"the servers share nothing {when}")
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "Mooncake runs here")
+@pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+def test_two_servers_share_a_mooncake_store(folder: Path, tmp_path: Path) -> None:
+    asked = prompts(3)
+    master = Master(tmp_path)
+    try:
+        more = {"shared_segment_bytes": "256MiB"}
+        with fleet(folder, tmp_path, master.url, 2, **more) as two:
+            expected = [two.compute(prompt) for prompt in asked]
+            for prompt, known in zip(asked[:2], expected, strict=False):
+                assert two.hits(1, prompt, known) == NUM_HIT
+            master.kill()
+            check(two.servers[1].answer(asked[2]), expected[2])
+    finally:
+        master.kill()
