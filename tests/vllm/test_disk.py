@@ -113,7 +113,7 @@ def test_the_write_rate_is_bounded_and_an_idle_server_rests(started: Started) ->
     while scheduled is None:
         server.step()
         scheduled = server.half.lookup(request, 0)
-    clock, disk = server.scheduler, server.half.tier.disk
+    clock, disk = server.scheduler, server.half.tier.below
     assert disk is not None
     original = server.half.may_rest
     seen = []
