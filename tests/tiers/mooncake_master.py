@@ -27,8 +27,9 @@ def missing() -> str:
 class Master:
     """A master process, which knows where blocks are."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start it."""
+    def __init__(self, folder: Path, lease_ms: int = 200) -> None:
+        """Start it. A block that was read stays for `lease_ms`."""
+        self._lease_ms = lease_ms
         self.port, self._metrics_port = free_port(), free_port()
         self._log = folder / "master.log"
         self.start()
@@ -48,7 +49,7 @@ class Master:
             "rpc_port": self.port,
             "metrics_port": self._metrics_port,
             "client_ttl": 2,
-            "default_kv_lease_ttl": 200,
+            "default_kv_lease_ttl": self._lease_ms,
         }
         args = [f"--{name}={value}" for name, value in options.items()]
         with self._log.open("a") as log:

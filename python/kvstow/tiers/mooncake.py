@@ -59,6 +59,7 @@ class MooncakeTier(QueuedTier):
 
     Attributes:
         address: host and port of the master.
+        base_address: where host slot 0 is in memory.
     """
 
     def __init__(  # noqa: PLR0913 - options, each with a default
@@ -104,6 +105,7 @@ class MooncakeTier(QueuedTier):
         if protocol not in ("tcp", "rdma"):
             raise ConfigError(f"protocol is {protocol!r}, and it must be tcp or rdma")
         checked_int("segment_bytes", segment_bytes, 0, 2**63 - 1, "pass bytes, 0 for no memory")
+        self.base_address: Final = self._rows.ctypes.data
         self._make = _store_class()
         # As Mooncake's `setup` takes it.
         self._setup = (host, "P2PHANDSHAKE", segment_bytes, _LOCAL_BUFFER_BYTES, protocol, devices)
@@ -202,10 +204,10 @@ class _Calls:
         if not self._is_registered:
             tier.register(store, self._headers)
             self._is_registered = True
-        rows, slots = tier._rows, [int(job.host_slots[at]) for at in part]
-        num_bytes = tier.slot_bytes
+        rows, slots = tier._rows, job.host_slots[part.start : part.stop].tolist()
+        num_bytes, base, headers = tier.slot_bytes, tier.base_address, self._headers.ctypes.data
         pointers = [
-            [self._headers[at].ctypes.data, rows[slot].ctypes.data] for at, slot in enumerate(slots)
+            [headers + at * HEADER_BYTES, base + slot * num_bytes] for at, slot in enumerate(slots)
         ]
         sizes = [[HEADER_BYTES, num_bytes]] * len(keys)
         codes: Sequence[int]
