@@ -15,6 +15,7 @@ and what prevents it:
   (`LowerTier.lookup`).
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
   version of vLLM): the fields below, and the shapes of vLLM's tensors.
+- Another order of the layers in a slot, by another version of kvstow: its version.
 - Another order of the numbers in tensors of one shape, as vLLM's CPU kernels have it for each
   instruction set: the kernels' names.
 - KV scales that vLLM computes from the first request: private.
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from vllm import version as vllm_version
 
-from kvstow import ConfigError
+from kvstow import ConfigError, __version__
 from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.model import Model
@@ -129,6 +130,7 @@ class Identity:
         cache, parallel, load = config.cache_config, config.parallel_config, config.load_config
         fields: dict[str, str | int] = {
             "vllm": vllm_version.__version__,
+            "kvstow": __version__,
             "device": _device(kv_caches),
             "kernels": _digest(_kernels(config, kv_caches)),
             "model": _digest(

@@ -1,0 +1,178 @@
+"""What keeps the blocks of two servers apart: each thing that shapes their bytes, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, cache_config
+from vllm import version as vllm_version
+from vllm.config import VllmConfig
+
+from kvstow import ConfigError
+from kvstow.vllm import identity as identity_module
+from kvstow.vllm.identity import Identity
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+
+Change = Callable[["World"], object]
+
+
+class _Json(SimpleNamespace):
+    def to_json_string(self) -> str:
+        return repr(sorted(vars(self).items()))
+
+
+class World:
+    """A server's configuration and memory, which a test changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.specs: tuple[Any, ...] = (FULL, WINDOW)
+        self.num_blocks = NUM_BLOCKS
+        self.rank = 0
+        self.options: dict[str, Any] = {"shared": "redis://kv.example"}
+        self.backend = "Flash"
+        folder.mkdir(exist_ok=True)
+        (folder / "weights").write_text("weights")
+        model = SimpleNamespace(
+            model=str(folder),
+            revision=None,
+            dtype=torch.float32,
+            hf_config=_Json(layers=2),
+            multimodal_config=None,
+            compute_hash=lambda: "hash",
+        )
+        self.config = SimpleNamespace(
+            model_config=model,
+            cache_config=SimpleNamespace(
+                cache_dtype="auto", prefix_caching_hash_algo="sha256", hash_block_size=None
+            ),
+            parallel_config=SimpleNamespace(
+                world_size=2,
+                rank=0,
+                tensor_parallel_size=2,
+                pipeline_parallel_size=1,
+                data_parallel_index=0,
+            ),
+            load_config=SimpleNamespace(
+                load_format="auto", model_loader_extra_config={}, download_dir=None
+            ),
+            speculative_config=None,
+            attention_config=None,
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+
+    def digest(self) -> bytes:
+        cache = cache_config(*self.specs, num_blocks=self.num_blocks)
+        layer = SimpleNamespace(
+            get_attn_backend=lambda: SimpleNamespace(full_cls_name=lambda: self.backend)
+        )
+        self.config.compilation_config.static_forward_context = {"0": layer}
+        size = self.num_blocks, PAGE_BYTES
+        caches = {str(at): torch.zeros(size, dtype=torch.uint8) for at in range(len(self.specs))}
+        own = Identity(cast(VllmConfig, self.config), Options.parse(self.options), self.rank)
+        return own.fingerprint(Model.of(cache), caches).digest
+
+
+@pytest.fixture
+def worlds(tmp_path: Path) -> tuple[World, World]:
+    """Two servers on two machines, whose models lie under one path."""
+    return World(tmp_path / "model"), World(tmp_path / "model")
+
+
+def of(path: str, value: object) -> Change:
+    """Return what sets a part of the configuration."""
+
+    def change(world: World) -> None:
+        *parts, last = path.split(".")
+        target: Any = world
+        for part in parts:
+            target = getattr(target, part)
+        setattr(target, last, value)
+
+    return change
+
+
+OTHERS: dict[str, Change] = {
+    "rank": of("rank", 1),
+    "number of ranks": of("config.parallel_config.world_size", 4),
+    "tensor parallelism": of("config.parallel_config.tensor_parallel_size", 1),
+    "pipeline parallelism": of("config.parallel_config.pipeline_parallel_size", 2),
+    "dtype": of("config.model_config.dtype", torch.bfloat16),
+    "dtype of the KV": of("config.cache_config.cache_dtype", "fp8"),
+    "hash algorithm": of("config.cache_config.prefix_caching_hash_algo", "xxhash"),
+    "tokens of a hash": of("config.cache_config.hash_block_size", 8),
+    "configuration of the model": of("config.model_config.hf_config", _Json(layers=3)),
+    "weights": lambda world: (world.folder / "weights").write_text("WEIGHTS"),
+    "a file more": lambda world: (world.folder / "more").write_text("x"),
+    "loader": of("config.load_config.load_format", "safetensors"),
+    "groups": of("specs", (FULL, FULL)),
+    "kernels": of("backend", "FlashInfer"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_servers_that_differ_do_not_share(worlds: tuple[World, World], name: str) -> None:
+    first, second = worlds
+    before = first.digest()
+    assert second.digest() == before
+    OTHERS[name](second)
+    assert second.digest() != before
+
+
+@pytest.mark.parametrize("variable", ["PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT"])
+def test_the_environment_counts(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    before = worlds[0].digest()
+    monkeypatch.setenv(variable, "17")
+    assert worlds[1].digest() != before
+
+
+@pytest.mark.parametrize(("owner", "whose"), [(identity_module, "kvstow"), (vllm_version, "vLLM")])
+def test_the_versions_count(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, owner: Any, whose: str
+) -> None:
+    """Another version of kvstow may lay the layers of a slot out in another order."""
+    before = worlds[0].digest()
+    monkeypatch.setattr(owner, "__version__", "0.0.1")
+    assert worlds[1].digest() != before, whose
+
+
+def test_what_the_operator_says_of_the_weights_counts(
+    worlds: tuple[World, World], tmp_path: Path
+) -> None:
+    (tmp_path / "version").write_text("one")
+    for world in worlds:
+        path = str(tmp_path / "version")
+        world.options |= {"preserve_on_sleep": True, "weights_version_path": path}
+    before = worlds[0].digest()
+    assert worlds[1].digest() == before
+    (tmp_path / "version").write_text("two")
+    assert worlds[1].digest() != before
+
+
+SAME: dict[str, Change] = {
+    "number of blocks": of("num_blocks", NUM_BLOCKS // 2),
+    "data-parallel engine": of("config.parallel_config.data_parallel_index", 1),
+    "options of kvstow": lambda world: world.options.update(num_cpu_blocks=7),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_servers_that_compute_the_same_bytes_share(worlds: tuple[World, World], name: str) -> None:
+    SAME[name](worlds[1])
+    assert worlds[1].digest() == worlds[0].digest()
+
+
+def test_a_file_that_cannot_be_read_ends_the_start(worlds: tuple[World, World]) -> None:
+    (worlds[0].folder / "link").symlink_to("link")
+    (worlds[0].folder / "weights").unlink()
+    (worlds[0].folder / "weights").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigError, match=r"cannot be read .* the tier below the host needs"):
+        worlds[0].digest()
