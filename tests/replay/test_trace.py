@@ -212,6 +212,7 @@ def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_p
     ("line", "problem"),
     [
         ("{", "not a JSON object: Expecting"),
+        ("time,prompt\n", "not a JSON object: Expecting value: line 1 column 1 (char 0); each"),
         ("[1, 2]", "not a JSON object but a list"),
         ("7", "not a JSON object but 7"),
         ("null", "not a JSON object but null"),

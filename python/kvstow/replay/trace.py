@@ -147,8 +147,10 @@ class TraceReader:
         try:
             row = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            cut = "" if text.endswith(b"\n") else "; the file may be cut off here"
-            self._fail(line, f"not a JSON object: {error}{cut}")
+            way_out = f"; each line must be an object with {self._FIELDS}"
+            if not text.endswith(b"\n"):
+                way_out = "; the file may be cut off here"
+            self._fail(line, f"not a JSON object: {error}{way_out}")
         if not isinstance(row, dict):
             self._fail(line, f"not a JSON object but {_kind(row)}")
         return row
