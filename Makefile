@@ -232,7 +232,7 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run
 	$(INSTALL) --group docs
 	@touch $@
 
-$(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/.run
+$(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/uv
 	$(INSTALL) --group release
 	@touch $@
 
