@@ -220,10 +220,7 @@ def test_no_request_waits_longer_for_a_store_that_fails(
                     running.enter_context(Asking(each, asked[:8], expected)) for each in two.servers
                 ]
                 fault(store)
-                begin = time.monotonic()
-                # Some prompts go on both sides of the breaker's pauses.
-                while time.monotonic() < begin + 5:
-                    time.sleep(0.1)
+                time.sleep(5)
             seconds = [each for one in asking for each in one.seconds]
             print(f"{name}: {len(seconds)} requests, {max(seconds):.2f} s at most")
             assert max(seconds) < ASK_S + PROMOTE_S + PATIENCE_S
