@@ -28,12 +28,13 @@ def plot() -> str:
         rows = result()[routing]["rows"]
         return [(float(row["servers"]), 100 * row[kind]["hit_ratio"]) for row in rows]
 
-    series = [
-        ("shared tier, round-robin", points("round-robin", "shared")),
-        ("alone, round-robin", points("round-robin", "alone")),
-        ("shared tier, prefix", points("prefix", "shared")),
-        ("alone, prefix", points("prefix", "alone")),
-    ]
+    series = []
+    for kind, name in ("shared", "shared tier"), ("alone", "alone"):
+        # Equal lines would hide each other, so one stands for both.
+        routings: dict[tuple[tuple[float, float], ...], list[str]] = {}
+        for routing in result():
+            routings.setdefault(tuple(points(routing, kind)), []).append(routing)
+        series += [(f"{name}, {' and '.join(same)}", line) for line, same in routings.items()]
     return Lines("Prompt blocks that were not computed", "servers", series).svg()
 
 

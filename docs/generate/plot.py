@@ -31,9 +31,10 @@ text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 13px; fill:
   .note { fill: #adbac7; }
 }
 """
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 20, 64, 56
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 36, 64, 56
 _BAR_PX = 26
 _MAX_STEPS = 6
+_MAX_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Lines:
             y = at_y(tick * step)
             parts.append(_rule(_LEFT, y, WIDTH - _RIGHT, y))
             parts.append(_text(_LEFT - 8, y + 4, f"{tick * step} %", "note", "end"))
-        for size in _ticks(min(xs), max(xs)):
+        for size in _ticks(xs):
             parts.append(_rule(at_x(size), _TOP, at_x(size), bottom))
             parts.append(_text(at_x(size), bottom + 18, f"{size:,.0f}", "note", "middle"))
         parts.append(_text((WIDTH + _LEFT) / 2, bottom + 40, self.x_label, "note", "middle"))
@@ -84,7 +85,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars over a logarithmic axis that begins at 1.
+    """Bars over a linear axis that begins at 0.
 
     Attributes:
         title: what it shows.
@@ -100,7 +101,7 @@ class Bars:
         parts = []
         for at, (name, value, text) in enumerate(self.rows):
             y = 44 + at * _BAR_PX
-            length = _share(value, 1, most) * (WIDTH - begin - 80)
+            length = value / most * (WIDTH - begin - 80)
             parts.append(_text(begin - 8, y + 13, name, "note", "end"))
             parts.append(
                 f'<rect class="c0" x="{begin}" y="{y}" width="{length:.1f}" height="16" rx="2"/>'
@@ -113,9 +114,12 @@ def _share(value: float, least: float, most: float) -> float:
     return (log10(value) - log10(least)) / (log10(most) - log10(least))
 
 
-def _ticks(least: float, most: float) -> list[float]:
+def _ticks(xs: Sequence[float]) -> list[float]:
+    """Return the places of the points, if they are few."""
+    if len(set(xs)) <= _MAX_PLACES:
+        return sorted(set(xs))
     steps: list[float] = [base * 10**power for power in range(9) for base in (1, 2, 5)]
-    return [step for step in steps if least <= step <= most]
+    return [step for step in steps if min(xs) <= step <= max(xs)]
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
