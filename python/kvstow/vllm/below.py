@@ -226,6 +226,11 @@ class LowerTier(ABC):
         return events
 
     @property
+    def has_jobs(self) -> bool:
+        """Whether a job may still end or be late."""
+        return bool(self._in_flight)
+
+    @property
     def has_work(self) -> bool:
         """Whether vLLM must go on stepping, for copies to land."""
         return bool(self._in_flight) or (self.is_due and self.clock() < self._flush_until)

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -327,7 +328,7 @@ class Options:
         _check_below(options, values)
         return options
 
-    @property
+    @cached_property  # each step asks
     def lower(self) -> Lower:
         """The options of the tier below the host."""
         if self.shared is None:

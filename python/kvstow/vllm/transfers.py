@@ -145,7 +145,7 @@ class Transfers:
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
         offload, below = self.tier.offload, self.tier.below
-        if offload is None or not (self.in_flight or below is not None):
+        if offload is None or not (self.in_flight or (below is not None and below.has_jobs)):
             return
         late = offload.expire(self.tier.clock())
         if below is not None:
