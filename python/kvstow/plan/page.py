@@ -100,7 +100,7 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     beside, point = "", "Each point is a cache of that size."
     if choice.device_gib is not None:
         beside = f", beside {size(choice.device_gib)} on each GPU"
-        point = "A host tier that is no larger than the device's cache adds nothing."
+        point = "With LRU, a host tier no larger than the device's cache adds nothing."
     return Chart(
         f"Hits against memory{beside}",
         f"{point} No policy can hit more than the best possible one, which knows all later "

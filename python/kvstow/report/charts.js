@@ -213,7 +213,8 @@
       const at = this.toX(x);
       const { left, right, top, bottom } = this.box;
       node(this.svg, "line", { class: "mark", x1: at, x2: at, y1: top, y2: bottom });
-      const isLeft = at > (left + right) / 2;
+      // The names of two marks grow away from each other, where there is room.
+      const isLeft = (row === 0 && at > left + 60) || at > right - 100;
       node(this.svg, "text", {
         class: "marked",
         x: at + (isLeft ? -5 : 5),
