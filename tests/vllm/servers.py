@@ -43,6 +43,7 @@ class Server:
         environment |= {
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "XDG_CACHE_HOME": str(log.parent / "cache"),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
         }
         self.address, self.log = f"http://127.0.0.1:{port}", log

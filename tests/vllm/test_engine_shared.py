@@ -83,6 +83,7 @@ def test_what_one_engine_computed_the_next_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = models.make_model(MODELS[kind[0]][0], tmp_path_factory.mktemp(kind[0]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     engine = start(folder, kind, store)
     expected, num_loaded = answers(engine)
     assert num_loaded == 0 and not any(each.num_cached for each in expected)
@@ -102,13 +103,13 @@ def test_what_one_engine_computed_the_next_loads(
     engine.close()
 
     damage_all(store)
-    monkeypatch.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
-    engine = start(folder, kind, store)
-    found, num_loaded = answers(engine)
-    assert num_loaded > 0, "the control reads what is damaged"
-    assert difference(found, expected) > DAMAGE
-    engine.close()
-    monkeypatch.undo()
+    with monkeypatch.context() as control:
+        control.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
+        engine = start(folder, kind, store)
+        found, num_loaded = answers(engine)
+        assert num_loaded > 0, "the control reads what is damaged"
+        assert difference(found, expected) > DAMAGE
+        engine.close()
 
     # The control has put nothing, because the index says that the store has all.
     engine = start(folder, kind, store)

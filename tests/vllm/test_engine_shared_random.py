@@ -142,7 +142,8 @@ def bench(
     if request.param != "llama" and not IS_FULL:
         pytest.skip(f"{request.param} runs in make test-vllm-full")
     folder = tmp_path_factory.mktemp(request.param)
-    with Store(folder, "--maxmemory", "500mb") as store:
+    with Store(folder, "--maxmemory", "500mb") as store, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         bench = Bench(folder, request.param, store)
         yield bench
         bench.close()

@@ -80,8 +80,9 @@ class World:
 
 
 @pytest.fixture
-def worlds(tmp_path: Path) -> tuple[World, World]:
+def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, World]:
     """Two servers on two machines, whose models lie under one path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return World(tmp_path / "model"), World(tmp_path / "model")
 
 
@@ -168,6 +169,43 @@ SAME: dict[str, Change] = {
 def test_servers_that_compute_the_same_bytes_share(worlds: tuple[World, World], name: str) -> None:
     SAME[name](worlds[1])
     assert worlds[1].digest() == worlds[0].digest()
+
+
+def test_files_that_have_not_changed_are_read_once(
+    worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_module, "_FRESH_S", -1.0)  # as if the files were older
+    read = []
+    real = identity_module._content_digest
+
+    def counted(file: Path) -> str:
+        read.append(file.name)
+        return real(file)
+
+    monkeypatch.setattr(identity_module, "_content_digest", counted)
+    before = worlds[0].digest()
+    assert read == ["weights"] and (tmp_path / "cache/kvstow/weights.json").exists()
+    assert worlds[1].digest() == before and read == ["weights"]
+    (worlds[0].folder / "weights").write_text("WEIGHTS")
+    assert worlds[1].digest() != before and read == ["weights"] * 2
+
+
+@pytest.mark.parametrize("place", ["a file", "no home"])
+def test_without_a_place_for_digests_the_files_are_read_each_time(
+    worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    before = worlds[0].digest()
+    if place == "a file":
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", refuse_home)
+    assert worlds[1].digest() == before
+
+
+def refuse_home() -> Path:
+    raise RuntimeError("the test has no home folder")
 
 
 def test_a_file_that_cannot_be_read_ends_the_start(worlds: tuple[World, World]) -> None:

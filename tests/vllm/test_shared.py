@@ -79,11 +79,20 @@ def test_a_block_that_fell_off_the_host_comes_back_without_a_question(started: S
     assert stat(server, "asked_blocks") == asked, "the index knows that the store has it"
 
 
-def test_a_request_asks_once(started: Started) -> None:
+def test_a_request_asks_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = started(), started()
+    assert serve(a, "o") == 0
+    asked, ask = [], SharedTier._ask
+
+    def counted(self: SharedTier, request: Any, *args: Any) -> Any:
+        asked.append(request.request_id)
+        return ask(self, request, *args)
+
+    monkeypatch.setattr(SharedTier, "_ask", counted)
     for name in "pqr":
         assert serve(a, name) == 0
         assert serve(b, name) == NUM_HIT
+    assert asked == ["p", "p", "q", "q", "r", "r"], "one question of each server"
     assert stat(b, "asked_blocks") == 3 * NUM_BLOCKS
 
 

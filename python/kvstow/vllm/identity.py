@@ -165,14 +165,26 @@ class Identity:
             "hash_block": getattr(cache, "hash_block_size", None) or 0,
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
-        disk = self.options.disk_path
-        memory = None if disk is None else Path(disk) / _MEMORY
+        memory = self._memory
         for name, folder in self._folders.items():
             fields[name] = "unknown" if folder is None else content_of(folder, memory)
         version = self.options.weights_version_path
         if version is not None:
             fields["weights_version"] = _digest(_read(version))
         return Fingerprint(fields)
+
+    @property
+    def _memory(self) -> Path | None:
+        """The file that keeps the digests of files; None without a place for it."""
+        if self.options.disk_path is not None:
+            return Path(self.options.disk_path) / _MEMORY
+        try:
+            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            folder = Path(cache) / "kvstow"
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # no home folder, or one that nobody may write
+            return None
+        return folder / _MEMORY
 
     @property
     def _models(self) -> dict[str, Any]:
