@@ -475,6 +475,26 @@ def test_host_memory_of_other_slots_is_not_touched(tmp_path: Path, arena: HostAr
         assert (arena.slots[rest] == 170).all()
 
 
+@pytest.mark.parametrize("per_piece", [1, 5, NUM_SLOTS])
+def test_damaged_blocks_are_the_only_misses_of_a_job(
+    tmp_path: Path, arena: HostArena, per_piece: int
+) -> None:
+    fill(tmp_path, arena)
+    damaged, foreign = {3, 16, 17, 30}, {8, 18}
+    data = bytearray((tmp_path / "slots").read_bytes())
+    for slot in damaged:
+        data[slot * SLOT_BYTES + 100] ^= 4
+    (tmp_path / "slots").write_bytes(data)
+    order = np.random.default_rng(1).permutation(NUM_SLOTS).tolist()
+    keys = [key_of(1000 + at) if at in foreign else KEYS[at] for at in order]
+    bounds: dict[str, Any] = {"num_threads": 1, "max_in_flight_bytes": per_piece * SLOT_BYTES}
+    with open_file(tmp_path, arena, **bounds) as tier:
+        assert get(tier, keys, order) == [at not in damaged | foreign for at in order]
+        assert tier.stats().mismatched_blocks == len(damaged | foreign)
+        left = sorted(set(range(NUM_SLOTS)) - damaged)
+        assert tier.records().slots.tolist() == left, "a damaged block is known no more"
+
+
 def test_records_name_no_block_from_before_a_reset(tmp_path: Path, arena: HostArena) -> None:
     with open_file(tmp_path, arena) as tier:
         assert all(put(tier, KEYS[:4], range(4)))
