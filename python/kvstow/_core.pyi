@@ -1448,7 +1448,10 @@ class OffloadScheduler:
             demoting_blocks, promoting_blocks: in jobs, late ones included.
         """
     def take_disk_events(self) -> list[_Event]:
-        """Return the disk tier's events since the last call; none without `events=True`."""
+        """Return the disk tier's events since the last call; none without `events=True`.
+
+        Blocks of `claim` have none, because another server may have put them into the store.
+        """
     def take_events(self) -> list[_Event]:
         """Return the events since the last call, oldest first. Empty without `events=True`."""
     def take_transfer_events(self) -> list[_TransferEvent]:

@@ -239,7 +239,7 @@ def test_events_name_no_block_of_the_store(server: Server) -> None:
 def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> None:
     both = {"disk": slot_file(tmp_path / "slots"), "disk_options": disk_options()}
     for given, message in (
-        (both, "an engine has one tier below the host, so leave out disk or shared"),
+        (both, "shared_options count for the disk too if there are both tiers"),
         ({"shared": SharedStore(server.url), "shared_options": None}, "a shared tier needs both"),
         ({"shared": None}, "a shared tier needs both"),
         ({"shared": SharedStore("http://host")}, "shared names http, expected a URL"),

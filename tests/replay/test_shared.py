@@ -54,7 +54,18 @@ def test_the_table_has_the_hits_of_the_store(
         assert name in shown
 
 
-def test_a_disk_and_a_store_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    both = ["--disk", str(tmp_path / "slots"), "--disk-blocks", "9", "--shared", "redis://host"]
-    assert main(["replay", *SMALL, *both]) == 2
-    assert "leave out --disk or --shared" in capsys.readouterr().err
+def test_a_replay_takes_a_disk_and_a_store(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shared = ["--shared", server.url]
+    first = figures(capsys, *shared)
+    both = ["--disk", str(tmp_path / "slots"), "--disk-blocks", "2000", *shared]
+    second, third = figures(capsys, *both), figures(capsys, *both)
+    assert second["recomputed_blocks"] < first["recomputed_blocks"]
+    assert second["shared_got_blocks"] > 0
+    assert third["hit_blocks"]["disk_and_shared"] > 0
+    assert third["shared_got_blocks"] < second["shared_got_blocks"], "the disk has them now"
+    assert main(["replay", *SMALL, *both]) == 0
+    shown = capsys.readouterr().out
+    for name in ("hit on disk or store", "found in the store", "evicted, disk"):
+        assert name in shown

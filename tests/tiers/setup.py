@@ -11,8 +11,10 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from tests.tiers.memory import MemoryTier
+from tests.tiers.memory_store import MemoryStore
 
 from kvstow.tiers import (
+    BothTier,
     Fingerprint,
     SlotFile,
     SlotTier,
@@ -84,6 +86,7 @@ Open: TypeAlias = Callable[[Path, HostArena], Tier]
 KINDS: Final[dict[str, Open]] = {
     "memory": lambda _, arena: MemoryTier(arena, NUM_SLOTS),
     "slot_file": open_file,
+    "both": lambda path, arena: BothTier(open_file(path, arena), MemoryStore(arena, keeps=False)),
 }
 
 

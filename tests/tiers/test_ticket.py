@@ -9,6 +9,7 @@ import pytest
 
 from kvstow import ConfigError, StateError, TransferError
 from kvstow.tiers import TierTicket
+from kvstow.tiers.ticket import tickets_made
 from kvstow.transfer import TransferTimeout
 
 LONG_S = 60.0
@@ -104,3 +105,15 @@ def test_wait_returns_at_the_end_or_at_the_deadline() -> None:
 def test_deadline_that_is_not_a_number_is_a_config_error(bad: float) -> None:
     with pytest.raises(ConfigError, match="deadline is"):
         TierTicket(1, bad)
+
+
+def test_watch_within_a_watch_leaves_the_rest_to_the_outer_one() -> None:
+    outer: list[TierTicket] = []
+    inner: list[TierTicket] = []
+    with tickets_made(outer):
+        first = TierTicket(1)
+        with tickets_made(inner):
+            second = TierTicket(1)
+        third = TierTicket(1)
+    TierTicket(1)
+    assert (outer, inner) == ([first, third], [second])

@@ -45,7 +45,7 @@ from kvstow.transfer import BlockLayout, HostArena, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-_MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
+MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
 _ALL: Final = 2**31 - 1
 _GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
@@ -77,6 +77,7 @@ class Disk(Closing):
         self._files, self._fingerprints = files, fingerprints
         self._runners: list[TierRunner] = []
         self._has_reset = self._must_renew = False
+        self._budget = _Budget(options.write_bytes_per_s())
         self._open(arenas)
         self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
@@ -86,7 +87,6 @@ class Disk(Closing):
         self._renewals: list[TierTicket] = []
         self._mode: Mode = "off"
         self._warned: set[Mode] = set()
-        self._budget = _Budget(options.write_bytes_per_s())
         self._sums = dict.fromkeys(("demoted_bytes", "promoted_bytes"), 0)
         # Those of the schedulers before this one.
         self._counts: dict[str, int] = {}
@@ -160,7 +160,7 @@ class Disk(Closing):
         if common is not None:
             adopt(state.scheduler, common)
         self._attached = state.scheduler
-        for tier, own in zip(self._tiers, ranks, strict=False):
+        for tier, own in zip(self._slot_tiers, ranks, strict=False):
             if common is not None and len(dropped := disagreed(own, common)):
                 tier.delete(dropped)
         self._watch(state)
@@ -349,7 +349,7 @@ class Disk(Closing):
     def _file_mode(self) -> Mode:
         if not self._runners:
             return "off"
-        return min((tier.mode for tier in self._tiers), key=_MODES.index)
+        return min((tier.mode for tier in self._tiers), key=MODES.index)
 
     def _warn(self, mode: Mode, error: KvstowError | None) -> None:
         if mode not in self._warned:
@@ -370,7 +370,7 @@ class Disk(Closing):
             "disk_capacity_blocks": self.num_blocks,
             "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
             "disk_quarantined_bytes": sum(own.quarantined_bytes for own in tiers),
-            "disk_mode": _MODES.index(self._mode),
+            "disk_mode": MODES.index(self._mode),
         }
 
     def _counters(self, scheduler: OffloadScheduler) -> dict[str, int]:
@@ -427,3 +427,10 @@ class _Budget:
     def spend(self, num_bytes: int) -> None:
         """Count bytes that are about to be written."""
         self._left -= num_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        """Return whether this many bytes may be written now, and count them if so."""
+        if self._bytes_per_s is not None and num_bytes > self._left:
+            return False
+        self.spend(num_bytes)
+        return True

@@ -43,12 +43,13 @@ from kvstow.engine.arguments import (
     checked_limit_s,
     checked_names,
 )
+from kvstow.engine.below import checked_below
 from kvstow.engine.copies import Copies
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
 from kvstow.engine.ranks import MakeMover, RankLayouts, Ranks, build_arenas, checked_layouts
 from kvstow.engine.recovery import recover, settle
-from kvstow.engine.shared import SharedOptions, checked_below
+from kvstow.engine.shared import SharedOptions
 from kvstow.engine.sleep import BlockIds, NewDevice, awaken, fall_asleep, restart
 from kvstow.engine.snapshot_file import HOST, Model, To
 from kvstow.engine.state import Blueprint, Ints, State
@@ -101,10 +102,12 @@ class Engine(Closing):
         events: keep events for `take_events` and `take_transfer_events`.
         disk: where the disk tier lies: a slot file, with several ranks one for each. It keeps what
             the host evicts, also when the process ends. None for no disk tier.
-        disk_options: how the engine uses the disk tier. A disk tier needs them.
+        disk_options: how the engine uses the disk tier. A disk tier needs them, unless there is a
+            shared tier too.
         shared: a store that engines of one model share. Each finds what any of them has stored.
-            None for no shared tier. An engine with a disk tier takes none.
-        shared_options: how the engine uses the shared tier. A shared tier needs them.
+            None for no shared tier. With a disk tier, the store is asked for what the disk lacks.
+        shared_options: how the engine uses the shared tier, and a disk tier beside it. A shared
+            tier needs them.
         events_path: file to which all events are appended, in the form that
             `kvstow.observability.events` describes.
         mover: makes the mover of a group. The engine calls it for each group, rank by rank. By
@@ -507,6 +510,10 @@ class Engine(Closing):
         shared_found_blocks (of questions to the store), shared_late_questions (requests that went
         on without an answer), and shared_failed_questions (not answered, or not asked because the
         store had failed).
+
+        With both, those of a disk tier, whose blocks are then those of both, the four of questions,
+        shared_mode, and shared_put_blocks, shared_got_blocks and shared_mismatched_blocks (of the
+        store, on all ranks).
 
         You may call it from any thread.
         """

@@ -22,21 +22,19 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, OffloadScheduler, StateError
+from kvstow._core import OffloadScheduler, StateError
 from kvstow.arguments import checked_int
-from kvstow.engine.disk import Disk, open_disk
-from kvstow.engine.disk_options import DiskOptions, checked_files, fingerprints
+from kvstow.engine.disk import Disk
+from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.state import Blueprint, Request, State
-from kvstow.tiers import SlotFile
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES
 from kvstow.tiers.runner import TierRunner
@@ -191,9 +189,12 @@ class Shared(Disk):
         if self._must_renew:
             self._salt = os.urandom(NAMESPACE_BYTES)
             self._rename()
-            self._asker.reset()
-            self._asked.clear()
+            self._forget_answers()
             self._must_renew = False
+
+    def _forget_answers(self) -> None:
+        self._asker.reset()
+        self._asked.clear()
 
     def attach(self, state: State) -> None:
         """Let a new scheduler use the tier. It knows nothing yet of what the store has."""
@@ -265,44 +266,15 @@ class Shared(Disk):
     def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
         """Return what the scheduler, the store's client and the asker have counted."""
         own = super().stats(scheduler)
+        renamed = {name.replace("disk_", "shared_"): value for name, value in own.items()}
+        return renamed | self.question_stats()
+
+    def question_stats(self) -> dict[str, float]:
+        """Return what the asker has counted."""
         asker = self._asker.stats
-        return {name.replace("disk_", "shared_"): value for name, value in own.items()} | {
+        return {
             "shared_asked_blocks": asker.asked_keys,
             "shared_found_blocks": asker.found_keys,
             "shared_late_questions": asker.late_questions,
             "shared_failed_questions": asker.failed_questions + asker.refused_questions,
         }
-
-
-OpenBelow: TypeAlias = Callable[
-    [Blueprint, Sequence[Sequence[BlockLayout]], Sequence[HostArena]], Disk | None
-]
-"""Opens the tier below the host of an engine; None without one."""
-
-
-def checked_below(
-    disk: SlotFile | Sequence[SlotFile] | None,
-    disk_options: DiskOptions | None,
-    store: SharedStore | None,
-    options: SharedOptions | None,
-    world_size: int,
-) -> OpenBelow:
-    """Return what opens the tier below the host.
-
-    Raises:
-        ConfigError: a tier without its options, options without a tier, or two tiers.
-    """
-    files = checked_files(disk, disk_options, world_size)
-    if files and store is not None:
-        raise ConfigError(
-            f"shared is {store!r}, but this engine has a disk tier: an engine has one tier below "
-            "the host, so leave out disk or shared"
-        )
-    if store is None and options is None:
-        return partial(open_disk, files, disk_options)
-    if not isinstance(store, SharedStore) or not isinstance(options, SharedOptions):
-        raise ConfigError(
-            f"shared is {store!r} and shared_options {options!r}; a shared tier needs both, so "
-            "pass SharedStore(url) and SharedOptions(identity=..., weights_version=...), or neither"
-        )
-    return partial(Shared, store, options)

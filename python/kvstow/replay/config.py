@@ -219,7 +219,8 @@ class ReplayConfig:
     shared: str | None = _option(
         None,
         "Share blocks below the host through the store URL, such as redis://HOST:PORT. A second "
-        "replay finds there what the first one stored.",
+        "replay finds there what the first one stored. With --disk, the store has what the disk "
+        "lacks.",
         str,
         metavar="URL",
     )
@@ -268,11 +269,6 @@ class ReplayConfig:
                 f"disk is {self.disk} and disk-blocks {self.disk_blocks}; a disk tier needs both, "
                 "so pass --disk PATH and --disk-blocks N, or neither"
             )
-        if self.disk is not None and self.shared is not None:
-            raise ConfigError(
-                "disk and shared are both given; a replay has one tier below the host, so leave "
-                "out --disk or --shared"
-            )
         if self.mover == "cuda" and self.faults is not None:
             raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
 
@@ -306,9 +302,11 @@ class ReplayConfig:
         return stride_bytes * self.blocks_per_slot
 
     @property
-    def below(self) -> Literal["disk", "shared"] | None:
-        """Which tier lies below the host."""
-        return "disk" if self.disk is not None else None if self.shared is None else "shared"
+    def below(self) -> Literal["disk", "shared", "disk and shared"] | None:
+        """Which tiers lie below the host."""
+        if self.shared is None:
+            return None if self.disk is None else "disk"
+        return "shared" if self.disk is None else "disk and shared"
 
     def disk_files(self, model: ReplayModel) -> list[SlotFile] | None:
         """Return the files of the disk tier, one for each rank."""

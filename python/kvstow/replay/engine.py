@@ -38,7 +38,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 # How often an admission may wait for the tier below the host.
-_WAITS = {None: 0, "disk": 1, "shared": 2}
+_WAITS = {None: 0, "disk": 1, "shared": 2, "disk and shared": 2}
 
 
 class ReplayEngine(ReplayState):

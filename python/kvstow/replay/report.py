@@ -14,6 +14,8 @@ from kvstow.replay.state import ReplayState
 if TYPE_CHECKING:
     from rich.table import Table
 
+# The tiers below the host, as the JSON form names them.
+_KEYS = {"disk": "disk", "shared": "shared", "disk and shared": "disk_and_shared"}
 # Counters that the JSON form gives in other terms.
 _GROUPED = {"device_hits", "host_hits", "disk_hits", "resumed_hits", "published", "accounting_us"}
 
@@ -111,7 +113,8 @@ def _hit_rows(replay: ReplayState) -> _Rows:
     num_host = figures.host_hits - figures.disk_hits
     yield "hit on the host", f"{num_host:,}", share(num_host)
     if (below := replay.config.below) is not None:
-        name = {"disk": "hit on the disk", "shared": "hit in the store"}[below]
+        names = {"disk": "hit on the disk", "shared": "hit in the store"}
+        name = names.get(below, "hit on disk or store")
         yield name, f"{figures.disk_hits:,}", share(figures.disk_hits)
     yield "recomputed", f"{figures.recomputed_blocks:,}", share(figures.recomputed_blocks)
 
@@ -177,21 +180,23 @@ def _below_rows(replay: ReplayState) -> _Rows:
             f"{figures[f'{name}_blocks']:,}",
             f"{num_bytes:,.1f} MiB {moved} here",
         )
-    if config.below == "disk":
+    if config.disk_blocks is not None:
         number = f"{figures['disk_evicted_blocks']:,}"
         of = f"from {config.disk_blocks:,} slots, admits {config.disk_admit}"
         yield "evicted, disk", number, of
-    else:
+    if config.shared is not None:
         asked = f"of {figures['shared_asked_blocks']:,} slots asked for"
         yield "found in the store", f"{figures['shared_found_blocks']:,}", asked
-    if num_failed := figures[f"failed_{config.below}_blocks"]:
+    if "shared_got_blocks" in figures:
+        yield "read from the store", f"{figures['shared_got_blocks']:,}", "slots, on all ranks"
+    if config.below and (num_failed := figures[f"failed_{_KEYS[config.below]}_blocks"]):
         yield f"failed, {config.below}", f"{num_failed:,}", "slots, which count as misses"
 
 
 def _below_hits(replay: ReplayState) -> dict[str, int]:
     """Return the hits of the tier below the host, by its name."""
     below = replay.config.below
-    return {} if below is None else {below: replay.figures.disk_hits}
+    return {} if below is None else {_KEYS[below]: replay.figures.disk_hits}
 
 
 def _below_figures(replay: ReplayState) -> dict[str, float]:
@@ -200,17 +205,16 @@ def _below_figures(replay: ReplayState) -> dict[str, float]:
     if below is None:
         return {}
     stats = replay.kv.stats()
-    own = {
-        "disk": ["disk_evicted_blocks"],
-        "shared": ["shared_asked_blocks", "shared_found_blocks"],
-    }
+    own = [] if replay.config.disk is None else ["disk_evicted_blocks"]
+    own += [] if replay.config.shared is None else ["shared_asked_blocks", "shared_found_blocks"]
+    own += ["shared_got_blocks"] if below == "disk and shared" else []
     return {
         "demoted_blocks": stats["demoted_blocks"],
         "promoted_blocks": stats["promoted_blocks"],
         "bytes_demoted": stats["demoted_bytes"],
         "bytes_promoted": stats["promoted_bytes"],
-        **{name: stats[name] for name in own[below]},
-        f"failed_{below}_blocks": stats["failed_demotes"] + stats["failed_promotes"],
+        **{name: stats[name] for name in own},
+        f"failed_{_KEYS[below]}_blocks": stats["failed_demotes"] + stats["failed_promotes"],
     }
 
 

@@ -144,13 +144,14 @@ class ReplayState(Closing):
 
 
 def _shared_options(config: ReplayConfig, model: ReplayModel) -> SharedOptions | None:
-    """Return how the engine uses the shared tier, whose calls take no virtual time."""
+    """Return how the engine uses a shared tier, and a disk beside it, in no virtual time."""
     if config.shared is None:
         return None
     return SharedOptions(
         # The store may hold blocks of other sizes, whose bytes differ.
         identity=f"replay of {model.name}, {model.block_size} tokens a block",
         weights_version="1",
+        admit=config.disk_admit,
         policy=config.policy,
         promote_timeout_s=None,
         timeout_s=_PATIENCE_S,
@@ -161,7 +162,7 @@ def _shared_options(config: ReplayConfig, model: ReplayModel) -> SharedOptions |
 
 def _disk_options(config: ReplayConfig, model: ReplayModel) -> DiskOptions | None:
     """Return how the engine uses the disk tier. Its reads and writes take no virtual time."""
-    if config.disk is None:
+    if config.below != "disk":
         return None
     return DiskOptions(
         # The bytes of a block follow from its key in every trace.

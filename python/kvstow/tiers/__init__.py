@@ -7,6 +7,7 @@ May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.output, kvsto
 kvstow.transfer.
 """
 
+from kvstow.tiers.both import BothTier
 from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.shared import SharedStore
 from kvstow.tiers.slot_file import SlotFile, SlotTier
@@ -15,6 +16,7 @@ from kvstow.tiers.ticket import TierTicket
 from kvstow.tiers.tier import SharedTier, Tier, TierBlocks, TierStats
 
 __all__ = [
+    "BothTier",
     "Fingerprint",
     "SharedStore",
     "SharedTier",

@@ -23,7 +23,7 @@ from kvstow._core import ConfigError, TransferError
 from kvstow.arguments import checked_int
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import MAX_LENGTH, Fingerprint
+from kvstow.tiers.frame import MAX_LENGTH, Bools, Fingerprint
 from kvstow.tiers.opening import Opened, Wanted, index_bytes, open_slot_file
 from kvstow.tiers.slot_index import SlotRecords, records_of
 from kvstow.tiers.slot_store import SlotStore
@@ -173,6 +173,10 @@ class SlotTier(Tier):
         """
         self._check_open()
         return records_of(self._store.held())
+
+    def holds(self, blocks: Checked) -> Bools:
+        """Return which blocks the file has in their slots now, as far as the frames say."""
+        return self._store.holds(blocks)
 
     def renew(self, fingerprint: Fingerprint | None = None) -> TierTicket:
         """Drop every block, durably: draw a new generation, and sync it.

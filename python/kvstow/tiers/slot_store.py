@@ -161,6 +161,11 @@ class SlotStore:
                 self._words[~are_of(self.frames, self.context)] = 0
             return self.frames
 
+    def holds(self, blocks: Checked) -> Bools:
+        """Return which blocks have a frame in their slots. A `get` proves them."""
+        assert blocks.slots is not None, "a slot file has slots"
+        return match(taken(self.frames, blocks.slots), expected_frames(blocks, self.context))
+
     # -- jobs ------------------------------------------------------------------------------------
 
     def submit(

@@ -39,13 +39,14 @@ _watched = _Watched()
 def tickets_made(tickets: list[TierTicket]) -> Iterator[None]:
     """Append to `tickets` each ticket that this thread makes.
 
-    So a caller knows the ticket of a call that raises, for example by Ctrl-C.
+    So a caller knows the ticket of a call that raises, for example by Ctrl-C. While a call within
+    it watches too, only that one gets the tickets.
     """
-    _watched.tickets = tickets
+    before, _watched.tickets = _watched.tickets, tickets
     try:
         yield
     finally:
-        _watched.tickets = None
+        _watched.tickets = before
 
 
 class TierTicket:

@@ -815,6 +815,8 @@ impl OffloadScheduler {
     }
 
     /// Return the disk tier's events since the last call; none without `events=True`.
+    ///
+    /// Blocks of `claim` have none, because another server may have put them into the store.
     fn take_disk_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (events, width) = {
             let mut scheduler = lock(&self.0);

@@ -205,7 +205,9 @@ impl World {
         self.scheduler.check().unwrap();
         self.read_events();
         let num_resident = self.scheduler.disk_stats().disk_resident_blocks;
-        assert_eq!(self.on_disk.len(), num_resident, "events report what the disk holds");
+        let num_claims = self.scheduler.num_claims();
+        let num_reported = self.on_disk.len();
+        assert_eq!(num_reported + num_claims, num_resident, "events report what the disk holds");
         let (mut num_demoting, mut num_promoting) = (0, 0);
         for flight in &self.flights {
             match &flight.copies {
@@ -794,11 +796,13 @@ impl World {
         let num = self.scheduler.claim(&hashes(&names), &groups, &parents).unwrap();
         assert!(num <= names.len());
         self.read_events();
+        let claimed = hashes(&names);
+        for (&hash, &group) in claimed.as_slice().iter().zip(&groups) {
+            assert!(!self.on_disk.contains(&BlockKey { hash, group }), "a claim has no event");
+        }
         if self.options.num_disk > 100 {
-            let claimed = hashes(&names);
-            for (&hash, &group) in claimed.as_slice().iter().zip(&groups) {
-                assert!(self.on_disk.contains(&BlockKey { hash, group }));
-            }
+            let again = self.scheduler.claim(&claimed, &groups, &parents).unwrap();
+            assert_eq!(again, 0, "what there is room for is claimed");
         }
     }
 

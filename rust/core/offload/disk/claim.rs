@@ -135,7 +135,11 @@ impl OffloadScheduler {
             filling.parents.push(parent(at));
         }
         disk.tier.slots.pool.free(rest)?;
-        let num_claimed = disk.tier.publish(&taken, &filling, slot_model)?;
+        let claimed = taken.iter().filter_map(|&slot| disk.tier.slots.key(slot));
+        let claimed: Vec<BlockKey> = claimed.collect();
+        let num_claimed = disk.events.without(&mut disk.tier, claimed.into_iter(), |tier| {
+            tier.publish(&taken, &filling, slot_model)
+        })?;
         disk.counters.claimed_blocks += num_claimed;
         Ok(num_claimed)
     }

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! `queue` holds the host slots that are due for a demote, `demote` and `promote` plan the jobs,
-//! `job` ends them, `adopt` fills the index of a warm disk, `claim` that of a shared store, and
-//! `union` searches both tiers.
+//! `job` ends them, `adopt` fills the index of a warm disk, `claim` that of a shared store, `events`
+//! leaves claims out of the events, and `union` searches both tiers.
 //!
 //! A wrong block could reach a request in these ways, and each has its guard:
 //!
@@ -26,6 +26,7 @@ mod adopt;
 mod claim;
 mod config;
 mod demote;
+mod events;
 mod job;
 mod promote;
 mod queue;
@@ -45,13 +46,13 @@ pub(super) use view_tests::TierJobView;
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::error::{Error, Result};
-use crate::event::Event;
 use crate::ids::{BlockId, JobId};
 
 use super::OffloadScheduler;
 use super::sightings::Sightings;
 use super::tier::Tier;
 
+use events::DiskEvents;
 use job::TierInFlight;
 use promote::Want;
 use queue::DemoteQueue;
@@ -76,6 +77,7 @@ pub(super) struct Disk {
     num_promoting: usize,
     /// Its gauges stay 0.
     pub(super) counters: DiskStats,
+    events: DiskEvents,
 }
 
 impl Disk {
@@ -96,6 +98,7 @@ impl Disk {
             num_demoting: 0,
             num_promoting: 0,
             counters: DiskStats::default(),
+            events: DiskEvents::default(),
         })
     }
 
@@ -145,11 +148,6 @@ impl OffloadScheduler {
             self.stop_waiting();
         }
         Ok(())
-    }
-
-    /// The events of the disk tier since the last call, oldest first.
-    pub fn take_disk_events(&mut self) -> Vec<Event> {
-        self.disk.as_mut().map_or(Vec::new(), |disk| disk.tier.slots.pool.take_events())
     }
 
     /// Empties and closes the disk tier. Its jobs end without effect.

@@ -67,6 +67,7 @@ impl Disk {
             num_demoting: _,  // sums over the jobs, which `check` compares
             num_promoting: _, // likewise
             counters: _,
+            events: _,
         } = self;
         assert!(evicted.is_none(), "the test admits all blocks");
         (*mode, queue.due().collect())

@@ -1,0 +1,141 @@
+"""A disk tier and a shared tier of one engine: what the disk lacks comes from the store.
+
+The scheduler's index has the slots of the slot file. A question to the store claims slots for what
+the store has. `BothTier` says how a wrong block could be served there. Here one could come back
+after a reset, if only one of the two forgets: each rank's tier renews both in one call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+from kvstow._core import OffloadScheduler
+from kvstow.engine.disk import MODES, Disk
+from kvstow.engine.shared import Shared, SharedOptions
+from kvstow.engine.state import Blueprint, State
+from kvstow.tiers import BothTier, SlotFile, SlotTier
+from kvstow.tiers.framed import NAMESPACE_BYTES
+from kvstow.tiers.runner import TierRunner
+from kvstow.tiers.shared import SharedStore
+from kvstow.tiers.slot_index import SlotRecords
+from kvstow.tiers.tier import Mode, SharedTier
+from kvstow.transfer import BlockLayout, HostArena
+
+
+class Both(Shared):
+    """Runs the jobs of an engine's disk and shared tier, and asks the store what it has."""
+
+    _name: ClassVar[str] = "disk"
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what `Shared` takes, and the files
+        self,
+        files: Sequence[SlotFile],
+        store: SharedStore,
+        options: SharedOptions,
+        blueprint: Blueprint,
+        layouts: Sequence[Sequence[BlockLayout]],
+        arenas: Sequence[HostArena],
+    ) -> None:
+        """Open the file of each rank, and a tier of the store; see `Disk` and `Shared`."""
+        self._slot_files = files
+        # What the tiers of the store had done when they were closed.
+        self._shared_sums: Counter[str] = Counter()
+        super().__init__(store, options, blueprint, layouts, arenas)
+
+    def below(self, blueprint: Blueprint) -> Blueprint:
+        """Return a blueprint whose scheduler has this tier below the host.
+
+        Its events are of this server's disk, because the scheduler reports no claims.
+        """
+        return Disk.below(self, blueprint)
+
+    @property
+    def _both_tiers(self) -> list[BothTier]:
+        return [tier for tier in self._tiers if isinstance(tier, BothTier)]
+
+    @property
+    def _slot_tiers(self) -> list[SlotTier]:
+        return [tier.disk for tier in self._both_tiers]
+
+    @property
+    def _shared_tiers(self) -> list[SharedTier]:
+        return [tier.shared for tier in self._both_tiers]
+
+    def _num_slots(self) -> int:
+        return Disk._num_slots(self)
+
+    def _records(self) -> list[SlotRecords]:
+        return Disk._records(self)
+
+    def _open(self, arenas: Sequence[HostArena]) -> None:
+        with ExitStack() as opened:
+            runners = []
+            for file, fingerprint, arena in zip(
+                self._slot_files, self._fingerprints, arenas, strict=True
+            ):
+                disk = opened.enter_context(file.open(arena, fingerprint))
+                shared = opened.enter_context(self._store.open(arena, fingerprint))
+                tier = BothTier(disk, shared, may_keep=self._budget.take)
+                runners.append(TierRunner(tier))
+            opened.pop_all()
+        self._runners, self._must_renew = runners, self._has_reset
+        self._rename()
+
+    def _renew(self) -> None:
+        if self._must_renew:
+            self._forget_answers()
+            self._salt = os.urandom(NAMESPACE_BYTES)
+            for tier, namespace in zip(self._both_tiers, self._namespaces(), strict=False):
+                self._renewals.append(tier.renew(namespace))
+            self._must_renew = False
+        if all(ticket.has_ended for ticket in self._renewals):
+            self._renewals = []
+
+    def close(self) -> None:
+        """Carry out every job, and close files and connections."""
+        sums = self._shared_counts()
+        super().close()
+        if not self._runners:
+            self._shared_sums = sums
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def _watch(self, state: State) -> None:
+        super()._watch(state)
+        if self._must_renew or self._renewals:
+            return
+        for tier in self._slot_tiers:
+            if tier.mode != "on" and tier.mode == self._disk_mode():
+                self._warn(tier.mode, tier.error)
+
+    def _disk_mode(self) -> Mode:
+        """Return what all files still do."""
+        return min((tier.mode for tier in self._slot_tiers), key=MODES.index, default="off")
+
+    def _shared_counts(self) -> Counter[str]:
+        counts = self._shared_sums.copy()
+        for own in (tier.stats() for tier in self._shared_tiers):
+            counts["shared_put_blocks"] += own.put_blocks
+            counts["shared_got_blocks"] += own.got_blocks
+            counts["shared_mismatched_blocks"] += own.mismatched_blocks
+        return counts
+
+    def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
+        """Return what `Disk.stats` does, and what the store's client and the asker have counted."""
+        files = [tier.stats() for tier in self._slot_tiers]
+        counts = self._shared_counts()
+        return {
+            **Disk.stats(self, scheduler),
+            "disk_mismatched_blocks": sum(own.mismatched_blocks for own in files),
+            "disk_mode": min(MODES.index(self._mode), MODES.index(self._disk_mode())),
+            "shared_mode": MODES.index(self._mode),
+            **{name: counts[name] for name in _COUNTED},
+            **self.question_stats(),
+        }
+
+
+_COUNTED = ("shared_put_blocks", "shared_got_blocks", "shared_mismatched_blocks")

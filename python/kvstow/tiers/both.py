@@ -1,0 +1,318 @@
+r"""A slot file and a shared store as one tier, which has the slots of the file.
+
+```
+put   host slot --+--> the file --> True, also if the store failed
+                  +--> the store
+get   the file has the block in its slot? -- yes --> read it from there
+                                          \- no ---> ask the store --> proven --> True, and the
+                                                                  file keeps it in that slot
+```
+
+A *claim* is a slot whose block only the store has. The file may hold another block there, or none.
+A half that fails spares the other. While a call to the disk is late, the file is left alone.
+
+How a wrong block could be served, and what prevents it:
+
+- Foreign: a claimed slot holds another block in the file. The frame there names its key, so the
+  store is asked.
+- Torn: both halves write one host slot. Each block is asked of one half, and of no other after it.
+- Never computed: the file keeps a block that the store did not prove, or whose host slot changed.
+  Only proven blocks are written, and the job ends when the write has ended.
+- Stale: a get from before a reset writes its block into the file after it, as one of the new
+  generation. `renew` cancels what is still to be written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from kvstow._core import ConfigError, KvstowError, TransferError
+from kvstow.closing import call_all
+from kvstow.tiers.slot_file import SlotTier
+from kvstow.tiers.slot_index import SlotRecords
+from kvstow.tiers.ticket import Bools, TierTicket, tickets_made
+from kvstow.tiers.tier import Checked, Mode, SharedTier, Tier, TierBlocks, TierStats
+from kvstow.transfer import TransferTimeout
+from kvstow.transfer.mover import Index
+from kvstow.transfer.ticket import checked_timeout_s, late
+
+
+class BothTier(Tier):
+    """A slot file before a shared store. `close` closes both.
+
+    `shared.contains` asks what the store has. Give its blocks slots of the file, as claims. Give a
+    get a `sequence` too, because the file may keep what it brings.
+
+    Attributes:
+        disk: the slot file.
+        shared: the store.
+        num_slots: slots of the file.
+    """
+
+    def __init__(
+        self,
+        disk: SlotTier,
+        shared: SharedTier,
+        *,
+        may_keep: Callable[[int], bool] = lambda num_bytes: True,
+    ) -> None:
+        """Take two open tiers of one arena.
+
+        Args:
+            disk: the slot file.
+            shared: the store.
+            may_keep: whether the file may keep this many bytes that a get brought from the store.
+
+        Raises:
+            ConfigError: the tiers have different arenas.
+            StateError: the arena is closed.
+        """
+        if shared.arena is not disk.arena:
+            raise ConfigError("disk and shared have different arenas: open both over one")
+        super().__init__(disk.arena, disk.num_slots)
+        self.disk: Final = disk
+        self.shared: Final = shared
+        self.num_slots: Final = disk.num_slots
+        self._may_keep = may_keep
+        # Calls to the disk that had not ended when it was last looked.
+        self._at_disk: list[TierTicket] = []
+        self._num_renewals = 0
+
+    # -- as a slot file --------------------------------------------------------------------------
+
+    def records(self) -> SlotRecords:
+        """Return what the file holds; see `SlotTier.records`."""
+        return self.disk.records()
+
+    def renew(self, namespace: bytes) -> TierTicket:
+        """Drop every block of the file, durably, and use another namespace of the store.
+
+        Call it when weights change in place.
+
+        Args:
+            namespace: 16 bytes, new on all ranks.
+
+        Returns:
+            The ticket of `SlotTier.renew`. Until it is True, put and get nothing.
+
+        Raises:
+            ConfigError: the namespace is not 16 bytes.
+            StateError: the tier is closed, or belongs to the parent process.
+        """
+        self._check_open()
+        self._num_renewals += 1
+        self.shared.rename(namespace)
+        return self.disk.renew()
+
+    # -- as a tier -------------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> Mode:
+        """What the tier still does. A disk that has failed does not lower it."""
+        return "on" if "on" in (self.disk.mode, self.shared.mode) else self.disk.mode
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the file is not on; None while it is."""
+        return self.disk.error
+
+    def stats(self) -> TierStats:
+        """Return the sums of both, but of puts only those into the file."""
+        disk, shared = self.disk.stats(), self.shared.stats()
+        of_file = {"put_blocks", "put_bytes", "failed_puts"}
+        names = [field.name for field in fields(TierStats)]
+        return TierStats(
+            *(
+                getattr(disk, name) + (0 if name in of_file else getattr(shared, name))
+                for name in names
+            )
+        )
+
+    def close(self) -> None:
+        """Carry out what has begun, and close both; see `Tier.close`."""
+        call_all([self.shared.close, self.disk.close])
+
+    def _check_open(self) -> None:
+        self.disk._check_open()
+        self.shared._check_open()
+
+    def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
+        job = _Job(blocks, host_slots, deadline)
+        ticket, every = BothTicket(len(blocks), deadline), np.arange(len(blocks))
+        with tickets_made(ticket.made):
+            if self._may_use_disk():
+                ticket.ask(self._move("put", self.disk, job, every), every)
+            self._move("put", self.shared, job, every)
+        return ticket
+
+    def _get(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
+        job = _Job(blocks, host_slots, deadline)
+        ticket, number = BothTicket(len(blocks), deadline), self._num_renewals
+        in_file = self._are_in_file(blocks)
+        here, there = np.flatnonzero(in_file), np.flatnonzero(~in_file)
+
+        def keep() -> None:
+            at = there[ticket.ok_of(there)]
+            is_over = deadline is not None and time.monotonic() >= deadline
+            may_write = number == self._num_renewals and not is_over and self._may_use_disk()
+            if len(at) and may_write and self._may_keep(len(at) * self.slot_bytes):
+                self._move("put", self.disk, job, at)
+
+        with tickets_made(ticket.made):
+            ticket.ask(self._move("get", self.disk, job, here), here)
+            ticket.ask(self._move("get", self.shared, job, there), there)
+            ticket.then = keep
+        return ticket
+
+    def _delete(self, blocks: Checked) -> TierTicket:
+        ticket = BothTicket(len(blocks), None)
+        every = np.arange(len(blocks))
+        given = _part(blocks, every)
+        with tickets_made(ticket.made):
+            ticket.ask(self.disk.delete(given), every)
+            ticket.ask(self.shared.delete(given), every)
+        return ticket
+
+    # -- the halves ------------------------------------------------------------------------------
+
+    def _are_in_file(self, blocks: Checked) -> Bools:
+        """Return which blocks to read from the file."""
+        if self.disk.mode == "off" or self._is_stuck():
+            return np.zeros(len(blocks), np.bool_)
+        return self.disk.holds(blocks)
+
+    def _may_use_disk(self) -> bool:
+        """Return whether to write into the file."""
+        return self.disk.mode == "on" and not self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        """Return whether a call to the disk is late and has not ended."""
+        self._at_disk = [ticket for ticket in self._at_disk if not ticket.has_ended]
+        return any(ticket.poll() for ticket in self._at_disk)
+
+    def _move(
+        self, kind: Literal["put", "get"], half: Tier, job: _Job, at: Index
+    ) -> TierTicket | None:
+        """Begin a half's part of a job. None if it has no block, or refuses the part."""
+        if not len(at):
+            return None
+        call = half.put if kind == "put" else half.get
+        # The store gets half of the time, so that a late store does not make the whole job late.
+        limit_s = _halfway(job.deadline) if half is self.shared else job.deadline
+        with suppress(KvstowError):
+            ticket = call(_part(job.blocks, at), job.host_slots[at], deadline=limit_s)
+            if half is self.disk:
+                self._at_disk.append(ticket)
+            return ticket
+        return None
+
+
+class _Job(NamedTuple):
+    """What a put or a get was asked for."""
+
+    blocks: Checked
+    host_slots: Index
+    deadline: float | None
+
+
+class BothTicket(TierTicket):
+    """A job on both halves. It goes on whenever the caller looks at it.
+
+    Attributes:
+        made: the tickets of its halves.
+        then: what begins when these have ended; None for nothing.
+    """
+
+    def __init__(self, num_blocks: int, deadline: float | None) -> None:
+        """Begin without halves."""
+        super().__init__(num_blocks, deadline)
+        self.made: list[TierTicket] = []
+        self.then: Callable[[], None] | None = None
+        self._asked: list[tuple[TierTicket | None, Index]] = []
+
+    def ask(self, ticket: TierTicket | None, at: Index) -> None:
+        """Let a half decide which of the blocks `at` are ok; None for none of them."""
+        self._asked.append((ticket, at))
+
+    def ok_of(self, at: Index) -> Bools:
+        """Return which of the blocks `at` are ok, as far as halves have decided."""
+        ok = np.zeros(self.num_blocks, np.bool_)
+        is_new = np.ones(self.num_blocks, np.bool_)
+        for ticket, theirs in self._asked:
+            own = np.zeros(len(theirs), np.bool_) if ticket is None else ticket.ok
+            ok[theirs] = own & (is_new[theirs] | ok[theirs])
+            is_new[theirs] = False
+        return ok[at]
+
+    def poll(self) -> bool:
+        """Go on, and return whether there is an answer."""
+        self._go_on()
+        return super().poll()
+
+    @property
+    def has_ended(self) -> bool:
+        """Go on, and return whether both halves touch the host slots no more."""
+        self._go_on()
+        return super().has_ended
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until there is an answer; see `TierTicket.wait`."""
+        limit_s = math.inf if self.deadline is None else self.deadline
+        self._wait_for(self.poll, timeout_s, limit_s)
+
+    def wait_until_ended(self, timeout_s: float | None = None) -> None:
+        """Block until both halves have ended; see `TierTicket.wait_until_ended`."""
+        self._wait_for(lambda: self.has_ended, timeout_s, math.inf)
+
+    def _wait_for(
+        self, is_over: Callable[[], bool], timeout_s: float | None, limit_s: float
+    ) -> None:
+        patience_s = math.inf if timeout_s is None else checked_timeout_s(timeout_s)
+        end_s = self._clock() + patience_s
+        while not is_over():
+            now_s = self._clock()
+            if now_s >= end_s:
+                raise late(timeout_s)
+            left_s = min(end_s, limit_s) - now_s
+            for part in [part for part in self.made if not part.has_ended][:1]:
+                with suppress(TransferTimeout):
+                    part.wait_until_ended(None if math.isinf(left_s) else left_s)
+
+    def _go_on(self) -> None:
+        while not self._moment.poll() and self._have_parts_ended():
+            if self.then is None:
+                errors = [part.error for part in self.made if part.error is not None]
+                self.end(self.ok_of(np.arange(self.num_blocks)), next(iter(errors), None))
+            else:
+                then, self.then = self.then, None  # once, also if it is interrupted
+                with tickets_made(self.made):
+                    then()
+
+    def _have_parts_ended(self) -> bool:
+        return all(part.has_ended for part in self.made)
+
+    def _has_passed(self) -> bool:
+        # The caller may look late at a job that ended in time.
+        was_late = any(part.is_late or not part.has_ended for part in self.made)
+        return was_late and super()._has_passed()
+
+
+def _part(blocks: Checked, at: Index) -> TierBlocks:
+    """Return some blocks of a job."""
+    assert blocks.slots is not None, "a tier with a slot file has slots"
+    parents = None if blocks.parents is None else [blocks.parents[one] for one in at]
+    hashes = [blocks.hashes[one] for one in at]
+    return TierBlocks(hashes, blocks.groups[at], parents, blocks.slots[at], blocks.sequence)
+
+
+def _halfway(deadline: float | None) -> float | None:
+    """Return the time half way to a deadline."""
+    now_s = time.monotonic()
+    return None if deadline is None else now_s + (deadline - now_s) / 2
