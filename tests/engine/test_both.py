@@ -153,6 +153,21 @@ def test_a_reset_empties_both(server: Server, tmp_path: Path) -> None:
         assert serve(a, "old weights", DOCUMENT) == NUM_WHOLE, "the store has those of version 1"
 
 
+def test_named_weights_are_shared_and_warm(server: Server, tmp_path: Path) -> None:
+    two = options(weights_version="2")
+    with world(tmp_path / "a", server.url) as a:
+        assert serve(a, "old", DOCUMENT) == 0
+        a.engine.reset(weights_version="2")
+        settle(a)
+        forget_device(a)
+        assert serve(a, "new", DOCUMENT) == 0, "a block of version 1 was served"
+    with world(tmp_path / "b", server.url, shared_options=two) as b:
+        assert serve(b, "shares", DOCUMENT) == NUM_WHOLE
+    server.command("FLUSHALL")
+    with world(tmp_path / "a", server.url, shared_options=two) as a:
+        assert serve(a, "warm", DOCUMENT) == NUM_WHOLE
+
+
 def test_a_store_that_fails_leaves_the_disk_on(server: Server, tmp_path: Path) -> None:
     short = options(ask_timeout_s=0.05, timeout_s=1.0)
     store = SharedStore(server.url, timeout_s=0.3)

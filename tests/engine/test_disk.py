@@ -169,6 +169,20 @@ def test_reset_empties_the_disk_for_good(tmp_path: Path, calls: Calls) -> None:
         assert it.engine.stats()["disk_resident_blocks"] == 0, "the weights may have changed"
 
 
+def test_disk_is_warm_under_the_name_of_its_new_weights(tmp_path: Path) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        it.engine.reset(weights_version="2")
+        settle(it)
+        assert serve(it, "reader", DOCUMENT) == 0, "a block of version 1 was served"
+        with pytest.raises(ConfigError, match="the disk tier keeps blocks of 'm' and '2'"):
+            it.engine.sleep(after=READY, **WHO)
+    with world(tmp_path / "disk", disk_options=options(weights_version="2")) as it:
+        assert serve(it, "warm", DOCUMENT) == len(DOCUMENT) - BLOCK
+    with pytest.raises(SlotFileMismatch), world(tmp_path / "disk"):
+        pass
+
+
 class Interrupted:
     """A scheduler whose reset is interrupted when it has taken place."""
 

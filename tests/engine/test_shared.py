@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tests.engine.disk_world import NUM_HOST, forget_device, serve, settle, slot_file
 from tests.engine.disk_world import options as disk_options
-from tests.engine.world import BLOCK, DOCUMENT, World
+from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
 from tests.tiers.resp.server import Server, free_port
 
-from kvstow import ConfigError, SharedOptions
+from kvstow import ConfigError, SharedOptions, StateError
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
 from kvstow.transfer import READY, BlockLayout, mover_for
@@ -158,6 +158,50 @@ def test_a_reset_leaves_the_namespace(server: Server) -> None:
         num_keys = len(keys(server))
         assert num_keys == 2 * len(DOCUMENT) // BLOCK
         assert serve(b, "old weights", DOCUMENT) == NUM_WHOLE
+
+
+def test_engines_that_name_their_new_weights_share_again(server: Server) -> None:
+    new = {"weights_version": "2"}
+    with world(server.url) as a, world(server.url) as b:
+        assert serve(a, "writer", DOCUMENT) == 0
+        for it in (a, b):
+            it.engine.reset(weights_version="2")
+            settle(it)
+            forget_device(it)
+        assert serve(b, "first", DOCUMENT) == 0, "a block of version 1 was served"
+        assert serve(a, "second", DOCUMENT) == NUM_WHOLE
+        with world(server.url, shared_options=options(**new)) as late:
+            assert serve(late, "third", DOCUMENT) == NUM_WHOLE
+        # Without a name, an engine is alone.
+        a.engine.reset()
+        settle(a)
+        forget_device(a)
+        assert serve(a, "alone", DOCUMENT) == 0
+        a.engine.reset(weights_version="3")
+        settle(a)
+        forget_device(a)
+        assert serve(a, "version 3", DOCUMENT) == 0, "a block of version 2 was served"
+
+
+def test_weights_are_named_once_and_between_requests(server: Server) -> None:
+    with world(server.url) as a:
+        until_s = time.monotonic() + LONG_S
+        while a.admit("runs", DOCUMENT).state is not RUNS:
+            assert time.monotonic() < until_s, "an admission does not come"
+            a.engine.poll()
+        with pytest.raises(StateError, match="1 requests hold blocks of the weights before '2'"):
+            a.engine.reset(weights_version="2")
+        a.compute("runs", DOCUMENT)
+        a.engine.finish("runs")
+        settle(a)
+        for name, message in (("1", "which this engine has had"), ("", "weights_version is ''")):
+            with pytest.raises(ConfigError, match=message):
+                a.engine.reset(weights_version=name)
+        forget_device(a)
+        assert serve(a, "again", DOCUMENT) == NUM_WHOLE, "a refusal has changed something"
+        a.engine.reset(weights_version="2")
+        with pytest.raises(ConfigError, match="which this engine has had"):
+            a.engine.reset(weights_version="2")
 
 
 def test_a_reset_fences_a_question_under_way(server: Server) -> None:

@@ -1,5 +1,7 @@
 """Random requests on engines that share a store, which loses, damages and mixes up blocks.
 
+Half of the runs have disks below their hosts too, which engines open again while the others run.
+
 `serve` compares every token that a request loads. `KVSTOW_SEEDS=N` runs N seeds, and
 `KVSTOW_SEED=N` repeats one.
 """
@@ -10,10 +12,13 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.engine.disk_world import forget_device, serve, settle
+from tests.engine.disk_world import forget_device, serve, settle, slot_file
 from tests.engine.test_shared import keys, stat, value, world
+from tests.engine.world import World
 from tests.tiers.resp.server import Server
 
 from kvstow._core import row_checksums
@@ -52,13 +57,35 @@ def harm(draw: random.Random, server: Server) -> None:
         server.command("SET", key, bytes(kept[: len(kept) - (kind == "cut")]))
 
 
-def run(seed: int, server: Server) -> float:
-    """Run a seed, and return the blocks that came from the store."""
+def open_worlds(
+    draw: random.Random, url: str, folder: Path | None, opened: ExitStack
+) -> list[World]:
+    """Open the engines, with small disks in a folder if there is one."""
+    worlds = []
+    for number in range(NUM_ENGINES):
+        below: dict[str, Any] = {}
+        if folder is not None:
+            # Fewer slots than blocks, so that claims take the places of what the disk has.
+            below["disk"] = slot_file(folder / f"disk {number}", draw.choice([6, 20]))
+        worlds.append(opened.enter_context(world(url, **below)))
+    return worlds
+
+
+def run(seed: int, server: Server, folder: Path | None = None) -> float:
+    """Run a seed, and return the blocks that came from the store or a disk."""
     draw = random.Random(seed)
     server.command("FLUSHALL")
+    num_promoted = 0.0
+    for _ in range(1 if folder is None else 3):
+        num_promoted += live(draw, server, folder)
+    return num_promoted
+
+
+def live(draw: random.Random, server: Server, folder: Path | None) -> float:
+    """Run engines from their start to their end."""
     with ExitStack() as opened:
-        worlds = [opened.enter_context(world(server.url)) for _ in range(NUM_ENGINES)]
-        for number in range(30):
+        worlds = open_worlds(draw, server.url, folder, opened)
+        for number in range(30 if folder is None else 15):
             it, action = draw.choice(worlds), draw.random()
             if action < 0.7:
                 serve(it, f"request {number}", prompt(draw))
@@ -74,13 +101,17 @@ def run(seed: int, server: Server) -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_wrong_block_is_loaded(seed: int, server: Server) -> None:
-    run(seed, server)
+@pytest.mark.parametrize("has_disks", [False, True], ids=["store", "disks and store"])
+def test_no_wrong_block_is_loaded(
+    seed: int, has_disks: bool, server: Server, tmp_path: Path
+) -> None:
+    run(seed, server, tmp_path if has_disks else None)
 
 
-def test_the_runs_load_from_the_store(server: Server) -> None:
+def test_the_runs_load_from_the_store(server: Server, tmp_path: Path) -> None:
     """Ensure that the runs above try what they claim."""
     assert sum(run(seed, server) for seed in range(3)) > 20
+    assert run(3, server, tmp_path) > 20
 
 
 def test_without_its_proofs_a_wrong_block_is_loaded(
@@ -98,3 +129,20 @@ def test_without_its_proofs_a_wrong_block_is_loaded(
         except AssertionError:
             return
     pytest.fail("no damage was loaded in 30 seeds")
+
+
+def test_without_the_frames_of_the_disk_a_wrong_block_is_loaded(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The negative control for claims whose slots hold other blocks."""
+    monkeypatch.setattr(
+        "kvstow.tiers.slot_store.match", lambda frames, expected: frames["digest"] != 0
+    )
+    for seed in range(100, 130):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        try:
+            run(seed, server, folder)
+        except AssertionError:
+            return
+    pytest.fail("no other block was loaded in 30 seeds")

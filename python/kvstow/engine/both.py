@@ -7,7 +7,6 @@ after a reset, if only one of the two forgets: each rank's tier renews both in o
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ from kvstow.engine.disk import MODES, Disk
 from kvstow.engine.shared import Shared, SharedOptions
 from kvstow.engine.state import Blueprint, State
 from kvstow.tiers import BothTier, SlotFile, SlotTier
-from kvstow.tiers.framed import NAMESPACE_BYTES
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore
 from kvstow.tiers.slot_index import SlotRecords
@@ -88,9 +86,11 @@ class Both(Shared):
     def _renew(self) -> None:
         if self._must_renew:
             self._forget_answers()
-            self._salt = os.urandom(NAMESPACE_BYTES)
-            for tier, namespace in zip(self._both_tiers, self._namespaces(), strict=False):
-                self._renewals.append(tier.renew(namespace))
+            self._salt = self._new_salt()
+            prints = self._fingerprints if self._is_named else [None] * len(self._fingerprints)
+            for given in zip(self._both_tiers, self._namespaces(), prints, strict=False):
+                tier, namespace, fingerprint = given
+                self._renewals.append(tier.renew(namespace, fingerprint))
             self._must_renew = False
         if all(ticket.has_ended for ticket in self._renewals):
             self._renewals = []

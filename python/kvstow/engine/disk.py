@@ -34,6 +34,7 @@ from typing import ClassVar, Final, Literal
 
 from kvstow._core import ConfigError, KvstowError, OffloadScheduler, TierJob, TransferError
 from kvstow.closing import Closing, call_all
+from kvstow.engine.budget import ALL, Budget
 from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.state import Blueprint, State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
@@ -46,7 +47,6 @@ from kvstow.transfer import BlockLayout, HostArena, TransferTimeout
 logger = logging.getLogger(__name__)
 
 MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
-_ALL: Final = 2**31 - 1
 _GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
 
@@ -73,11 +73,14 @@ class Disk(Closing):
             ConfigError: a file is unsuitable, or of something else.
             StateError: a file is open already.
         """
-        self.options: Final = options
+        self.options = options
         self._files, self._fingerprints = files, fingerprints
         self._runners: list[TierRunner] = []
         self._has_reset = self._must_renew = False
-        self._budget = _Budget(options.write_bytes_per_s())
+        # Whether the caller has named the weights since the last reset, and all names so far.
+        self._is_named = True
+        self._names = {options.weights_version}
+        self._budget = Budget(options.write_bytes_per_s())
         self._open(arenas)
         self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
@@ -203,7 +206,7 @@ class Disk(Closing):
         self._renew()
         self._watch(state)
         if self._mode != "off":
-            self._begin(state, "promote", now_s, _ALL)
+            self._begin(state, "promote", now_s, ALL)
         if self._mode == "on":
             self._begin(state, "demote", now_s, self._budget.num_blocks(self._slot_bytes, now_s))
 
@@ -267,7 +270,7 @@ class Disk(Closing):
         """
         end_s = time.monotonic() + self.options.flush_s
         while self._mode == "on" and (left_s := end_s - time.monotonic()) > 0:
-            num_begun = self._begin(state, "demote", None, _ALL)
+            num_begun = self._begin(state, "demote", None, ALL)
             if not num_begun and not self.running:
                 break
             for runner in self._runners:
@@ -319,17 +322,40 @@ class Disk(Closing):
 
     # -- resets and faults ---------------------------------------------------------------------
 
-    def reset(self, state: State) -> None:
-        """Empty the tier with the host. It is off until the new generation is durable."""
+    def reset(self, state: State, weights_version: str | None) -> None:
+        """Empty the tier with the host. It is off until the new generation is durable.
+
+        Args:
+            state: what else to empty.
+            weights_version: the weights from now on; None if they are not known.
+
+        Raises:
+            ConfigError: the version is no name, or the engine has had it.
+        """
+        options = self.options
+        if weights_version is not None:
+            options = replace(options, weights_version=weights_version)
+        if weights_version in self._names:
+            raise ConfigError(
+                f"weights_version is {weights_version!r}, which this engine has had, so blocks "
+                "from before the reset would come back; pass a new name, or none"
+            )
         self._has_reset = self._must_renew = True
         self._mode = "off"
         state.scheduler.reset()
+        self._is_named = weights_version is not None
+        self.options, version = options, options.weights_version
+        self._fingerprints = [
+            Fingerprint({**print.fields, "weights_version": version})
+            for print in self._fingerprints
+        ]
+        self._names.add(version)
         self._renew()
 
     def _renew(self) -> None:
         if self._must_renew:
-            for tier in self._slot_tiers:
-                self._renewals.append(tier.renew())
+            for tier, fingerprint in zip(self._slot_tiers, self._fingerprints, strict=False):
+                self._renewals.append(tier.renew(fingerprint if self._is_named else None))
             self._must_renew = False
         if all(ticket.has_ended for ticket in self._renewals):
             self._renewals = []
@@ -404,33 +430,3 @@ def open_disk(
         return None
     prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
     return Disk(files, prints, options, arenas)
-
-
-class _Budget:
-    """Bounds the bytes that are written per second. It saves up at most a second's bytes."""
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._left = float(bytes_per_s or 0)
-        self._at_s: float | None = None
-
-    def num_blocks(self, block_bytes: int, now_s: float) -> int:
-        """Return the blocks that may be written now."""
-        if self._bytes_per_s is None:
-            return _ALL
-        passed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
-        self._at_s = now_s
-        most = float(max(self._bytes_per_s, block_bytes))
-        self._left = min(most, self._left + passed_s * self._bytes_per_s)
-        return int(self._left // block_bytes)
-
-    def spend(self, num_bytes: int) -> None:
-        """Count bytes that are about to be written."""
-        self._left -= num_bytes
-
-    def take(self, num_bytes: int) -> bool:
-        """Return whether this many bytes may be written now, and count them if so."""
-        if self._bytes_per_s is not None and num_bytes > self._left:
-            return False
-        self.spend(num_bytes)
-        return True

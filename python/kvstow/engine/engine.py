@@ -451,23 +451,38 @@ class Engine(Closing):
 
     # -- the whole -----------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget every prefix, on the device, on the host and on the disk, at any moment.
+    def reset(self, *, weights_version: str | None = None) -> None:
+        """Forget every prefix, on the device, on the host and below it, at any moment.
 
         Requests keep their blocks. Copies in flight go on without effect, and a request that waits
         for one recomputes. Blocks that running requests compute from now on are cached again. To
         avoid that, `preempt` or `finish` the requests first.
 
         The disk tier is off until `poll` finds that no loss of power can bring back its blocks.
-        What it keeps from then on is not warm after a restart, because the weights may have
-        changed.
+        Without `weights_version`, what it keeps from then on is not warm after a restart, and a
+        shared tier shares nothing with other servers, because the weights may have changed.
+
+        Args:
+            weights_version: name of the weights from now on. Call this when they are in place. The
+                disk is warm under this name after a restart, and engines share blocks again that
+                have the same name. Each version needs another name.
+
+        Raises:
+            ConfigError: the engine has had this name.
+            StateError: a request holds blocks of the weights before, or this engine is closed.
         """
         self._check_open()
         state = self._state
+        num_holding = sum(request.state != "added" for request in state.requests.values())
+        if weights_version is not None and num_holding:
+            raise StateError(
+                f"{num_holding} requests hold blocks of the weights before {weights_version!r}: "
+                "preempt or finish them first"
+            )
         if self._copies.disk is None:
             state.scheduler.reset()
         else:
-            self._copies.disk.reset(state)
+            self._copies.disk.reset(state, weights_version)
         if not state.pool.reset():
             state.pool.evict(np.arange(1, state.pool.num_blocks))
 

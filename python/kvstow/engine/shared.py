@@ -12,8 +12,11 @@ How a wrong block could be served, and what prevents it:
 
 - The store has the block of another model, of other weights, or under another key: the tier proves
   each block that it reads.
-- A block from before a reset: a reset takes a new random namespace, drops the index, and fences
-  questions under way. A put from before it ends under its own namespace.
+- A block from before a reset: a reset takes a new namespace, random unless the caller names the new
+  weights. It drops the index, and fences questions under way. A put from before it ends under its
+  own namespace.
+- A request that runs across a named reset shares KV of two versions of the weights: the engine
+  refuses to name them while a request holds blocks.
 - A rank's part is missing: a block counts only if every rank has read its own.
 """
 
@@ -187,10 +190,14 @@ class Shared(Disk):
 
     def _renew(self) -> None:
         if self._must_renew:
-            self._salt = os.urandom(NAMESPACE_BYTES)
+            self._salt = self._new_salt()
             self._rename()
             self._forget_answers()
             self._must_renew = False
+
+    def _new_salt(self) -> bytes:
+        """Return what keeps the blocks apart from those of other weights of the same name."""
+        return b"" if self._is_named else os.urandom(NAMESPACE_BYTES)
 
     def _forget_answers(self) -> None:
         self._asker.reset()

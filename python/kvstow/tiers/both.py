@@ -35,6 +35,7 @@ import numpy as np
 
 from kvstow._core import ConfigError, KvstowError, TransferError
 from kvstow.closing import call_all
+from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.slot_file import SlotTier
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.ticket import Bools, TierTicket, tickets_made
@@ -91,13 +92,14 @@ class BothTier(Tier):
         """Return what the file holds; see `SlotTier.records`."""
         return self.disk.records()
 
-    def renew(self, namespace: bytes) -> TierTicket:
+    def renew(self, namespace: bytes, fingerprint: Fingerprint | None = None) -> TierTicket:
         """Drop every block of the file, durably, and use another namespace of the store.
 
         Call it when weights change in place.
 
         Args:
             namespace: 16 bytes, new on all ranks.
+            fingerprint: what the blocks of the file are from now on, if that is known.
 
         Returns:
             The ticket of `SlotTier.renew`. Until it is True, put and get nothing.
@@ -109,7 +111,7 @@ class BothTier(Tier):
         self._check_open()
         self._num_renewals += 1
         self.shared.rename(namespace)
-        return self.disk.renew()
+        return self.disk.renew(fingerprint)
 
     # -- as a tier -------------------------------------------------------------------------------
 
