@@ -20,11 +20,7 @@ LAST_PAUSE_S: Final = 30.0
 
 
 class Breaker:
-    """Decides whether callers may ask a store. Any thread may use it.
-
-    Attributes:
-        num_openings: how often it has opened.
-    """
+    """Decides whether callers may ask a store. Any thread may use it."""
 
     def __init__(
         self, num_failures: int = 3, *, clock: Callable[[], float] = time.monotonic
@@ -36,7 +32,6 @@ class Breaker:
         self._num_failed = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until = 0.0
-        self.num_openings = 0
 
     @property
     def is_open(self) -> bool:
@@ -73,5 +68,4 @@ class Breaker:
             is_first = self._num_failed == self._num_allowed
             self._open_until = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
-            self.num_openings += is_first
         return is_first
