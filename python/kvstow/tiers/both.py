@@ -9,7 +9,7 @@ get   the file has the block in its slot? -- yes --> read it from there
 ```
 
 A *claim* is a slot whose block only the store has. The file may hold another block there, or none.
-A half that fails spares the other. While a call to the disk is late, the file is left alone.
+If one half fails, the other goes on. While a call to the disk is late, the file is left alone.
 
 How a wrong block could be served, and what prevents it:
 

@@ -82,7 +82,7 @@ class LowerTier(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing of their own
-        """Let go of what the scheduler half itself holds of the tier."""
+        """Release what the scheduler half itself holds of the tier."""
 
     @property
     def lower(self) -> Lower:
