@@ -7,6 +7,9 @@
 //! ```
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{Error, Result};
 use crate::group::Attention;
@@ -33,7 +36,30 @@ pub(super) struct Computed {
 }
 
 /// For each device block, the last KV that was computed into it.
-pub(super) type ComputedBlocks = HashMap<BlockId, Computed>;
+pub(super) type ComputedBlocks = HashMap<BlockId, Computed, BuildHasherDefault<IdHasher>>;
+
+/// A hasher for block ids. Neighbours lie side by side in the table, because requests hold runs of
+/// neighbours.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    #[inline]
+    fn write_u32(&mut self, id: u32) {
+        // The low bits choose the place in the table. Its places are told apart by the highest.
+        let mixed = u64::from(id).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = mixed & !u64::from(u32::MAX) | u64::from(id);
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = xxh3_64(bytes);
+    }
+
+    #[inline]
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
 
 impl OffloadScheduler {
     /// Plans the stores of `candidates`, blocks that the device will evict next, each with its key.
@@ -69,26 +95,20 @@ impl OffloadScheduler {
                 due.push((id, *known));
             }
         }
-        // Duplicates share a key.
-        let mut keys: Vec<BlockKey> = due.iter().map(|(_, computed)| computed.key).collect();
-        keys.sort_unstable();
-        keys.dedup();
+        let all = due.clone();
+        keep_first_of_each_key(&mut due);
         let parents = self.resident_parents(&due);
         self.host.pin(&parents)?;
-        let slots = self.host.reserve(keys.len());
+        let slots = self.host.reserve(due.len());
         self.host.unpin(&parents)?;
-        let mut slots = slots?.into_iter();
+        let slots = slots?;
         let mut parts = vec![Part::default(); self.model.groups().len()];
         let has_events = self.host.slots.pool.has_events();
         let mut low_priority = Vec::new();
-        for &(id, Computed { key, parent, is_low_priority, .. }) in &due {
-            if self.host.resident_or_filling(&key).is_some() {
-                continue;
-            }
-            let Some(slot) = slots.next() else {
-                self.forget_seen(id);
-                continue;
-            };
+        // The device evicts a prompt's tail first. In reverse, few blocks await their parents, and
+        // the root becomes the most recent.
+        for (&(id, computed), &slot) in due.iter().zip(&slots).rev() {
+            let Computed { key, parent, is_low_priority, .. } = computed;
             self.host.fill_below(slot, key, parent.filter(|_| self.is_chained(&key)));
             let part = &mut parts[usize::from(key.group.0)];
             part.block_ids.push(id);
@@ -99,9 +119,13 @@ impl OffloadScheduler {
             }
             low_priority.extend(is_low_priority.then_some(slot));
         }
-        // The device evicts a prompt's tail first. The root becomes the most recent.
-        parts.iter_mut().for_each(Part::reverse);
-        low_priority.reverse();
+        if slots.len() < due.len() {
+            for (id, computed) in all {
+                if self.host.resident_or_filling(&computed.key).is_none() {
+                    self.forget_seen(id);
+                }
+            }
+        }
         Ok(self.begin_store(parts, Ranks { low_priority, ..Ranks::default() }, deadline))
     }
 
@@ -156,15 +180,32 @@ impl OffloadScheduler {
 
     /// The slots of these blocks' parents, which must not be evicted for them.
     fn resident_parents(&self, due: &[(BlockId, Computed)]) -> Vec<BlockId> {
-        let parent = |(_, computed): &(BlockId, Computed)| {
+        let parent = |(at, (_, computed)): (usize, &(BlockId, Computed))| {
             let key = BlockKey { hash: computed.parent?, group: computed.key.group };
-            self.host.resident_or_filling(&key)
+            // Most often it comes right behind its child, and is not in the tier either.
+            let is_due = due.get(at + 1).is_some_and(|(_, next)| next.key == key);
+            if is_due { None } else { self.host.resident_or_filling(&key) }
         };
-        due.iter().filter_map(parent).collect()
+        due.iter().enumerate().filter_map(parent).collect()
     }
 
     fn is_chained(&self, key: &BlockKey) -> bool {
         let group = self.model.groups().get(usize::from(key.group.0));
         group.is_some_and(|group| group.attention == Attention::Full)
     }
+}
+
+/// Drops the blocks whose key a block before them has.
+fn keep_first_of_each_key(due: &mut Vec<(BlockId, Computed)>) {
+    let mut keys: Vec<(BlockKey, usize)> =
+        due.iter().enumerate().map(|(at, (_, computed))| (computed.key, at)).collect();
+    keys.sort_unstable();
+    let mut repeated: Vec<usize> =
+        keys.windows(2).filter(|pair| pair[0].0 == pair[1].0).map(|pair| pair[1].1).collect();
+    if repeated.is_empty() {
+        return;
+    }
+    repeated.sort_unstable();
+    let mut at = 0..;
+    due.retain(|_| at.next().is_none_or(|at| repeated.binary_search(&at).is_err()));
 }

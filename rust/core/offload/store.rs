@@ -49,14 +49,6 @@ impl Part {
         let ends = self.filling.ends.iter().copied();
         ends.zip(self.slots.iter().copied()).skip(num_slots)
     }
-
-    /// Puts the last slot first. Requires slots of one block.
-    pub(super) fn reverse(&mut self) {
-        self.block_ids.reverse();
-        self.slots.reverse();
-        self.filling.ends.reverse();
-        self.filling.parents.reverse();
-    }
 }
 
 impl OffloadScheduler {
