@@ -13,6 +13,24 @@ from kvstow.vllm.lazy_queue import LazyQueue
 NUM_BLOCKS = 60
 
 
+def with_ids(blocks: list[KVCacheBlock]) -> tuple[list[int], list[KVCacheBlock]]:
+    return [block.block_id for block in blocks], blocks
+
+
+def offered(
+    num_blocks: int, horizon_blocks: int = NUM_BLOCKS
+) -> tuple[BlockPool, LazyQueue, list[KVCacheBlock]]:
+    """Return a pool of computed free blocks, and those that the view has offered."""
+    pool = BlockPool(num_blocks + 1, enable_caching=True, hash_block_size=16)
+    lazy = LazyQueue(pool, horizon_blocks)
+    blocks = pool.get_new_blocks(num_blocks)
+    for block in blocks:
+        block.set_block_hash(bytes([block.block_id]) * 32 + bytes(4), num_tokens=16)
+    lazy.computed(*with_ids(blocks))
+    pool.free_blocks(blocks)
+    return pool, lazy, lazy.evictable()
+
+
 class Pool:
     """vLLM's pool with a lazy queue, and the order that vLLM's queue must have."""
 
@@ -43,7 +61,7 @@ class Pool:
         for block in blocks[:num_keyed]:
             self.num_keys += 1
             block.set_block_hash(b"%031d0000" % self.num_keys, num_tokens=16)
-        self.lazy.computed(blocks[: num_keyed - self.dice.randrange(num_keyed + 1)])
+        self.lazy.computed(*with_ids(blocks[: num_keyed - self.dice.randrange(num_keyed + 1)]))
         self.due |= {b for b, key in self.lazy._computed.items() if self._is(b, key)}
         self.used.append(blocks)
         self.num_changed += len(blocks)
@@ -100,9 +118,6 @@ class Pool:
         assert not within & self.due - self.held, "blocks due within the horizon were not offered"
         store = [block for block in found if self.dice.random() < 0.8]
         if store:
-            for block in store:
-                self.pool.free_block_queue.remove(block)
-                block.ref_cnt += 1
             self.lazy.hold(store)
             self.held |= {block.block_id for block in store}
             self.stores.append(store)
@@ -154,7 +169,7 @@ def test_a_step_visits_only_blocks_that_changed() -> None:
     for block in blocks:
         block.set_block_hash(b"%031d0000" % block.block_id, num_tokens=16)
     lazy = LazyQueue(pool, horizon_blocks=9_000)
-    lazy.computed(blocks)
+    lazy.computed(*with_ids(blocks))
     pool.free_blocks(blocks)
     assert len(lazy.evictable()) == 9_000
     for _ in range(20):
@@ -162,7 +177,7 @@ def test_a_step_visits_only_blocks_that_changed() -> None:
         taken = pool.get_new_blocks(16)
         for block in taken:
             block.set_block_hash(b"%031d0000" % block.block_id, num_tokens=16)
-        lazy.computed(taken)
+        lazy.computed(*with_ids(taken))
         pool.free_blocks(taken)
         assert len(lazy.evictable()) == 16
         assert lazy.num_visited - before <= 2 * 16
@@ -178,7 +193,7 @@ def test_a_block_that_was_only_granted_is_not_offered() -> None:
             # The keys are equal, but are other objects, as in vLLM.
             block.set_block_hash(bytes([block.block_id]) * 32 + bytes(4), num_tokens=16)
         if is_computed:
-            lazy.computed(blocks)
+            lazy.computed(*with_ids(blocks))
         pool.free_blocks(blocks)
         if not is_computed:
             assert lazy.evictable() == []
@@ -190,11 +205,73 @@ def test_a_block_that_was_computed_is_offered_once() -> None:
     blocks = pool.get_new_blocks(3)
     for block in blocks:
         block.set_block_hash(bytes([block.block_id]) * 32 + bytes(4), num_tokens=16)
-    lazy.computed(blocks)
+    lazy.computed(*with_ids(blocks))
     pool.free_blocks(blocks)
     assert lazy.evictable() == blocks
     assert lazy.evictable() == []
     pool.touch(blocks[:1])
-    lazy.computed(blocks[:1])
+    lazy.computed(*with_ids(blocks[:1]))
     pool.free_blocks(blocks[:1])
     assert lazy.evictable() == blocks[:1], "offered again, because the host may have evicted it"
+
+
+def test_a_block_that_lost_its_key_is_not_put_back() -> None:
+    """vLLM drops the key of a block whose load has failed, and wants it at the queue's head."""
+    pool, lazy, blocks = offered(3)
+    lazy.hold(blocks)
+    pool.evict_blocks({blocks[1].block_id})
+    assert lazy.put_back(blocks) == blocks[1:2]
+    assert pool.free_block_queue.get_all_free_blocks() == [blocks[0], blocks[2]]
+
+
+def test_blocks_put_back_leave_the_view_with_the_queue() -> None:
+    """Even if another store holds blocks all the time."""
+    pool, lazy, blocks = offered(20, horizon_blocks=8)
+    lazy.hold(blocks[:4])
+    lazy.hold(blocks[4:])
+    pool.get_new_blocks(2)
+    lazy.evictable()
+    assert lazy.put_back(blocks[:4]) == []
+    assert pool.get_new_blocks(4) == blocks[:4]
+    lazy.evictable()
+    queue = pool.free_block_queue.get_all_free_blocks()
+    viewed = [block for block in lazy._blocks[lazy._start :] if block is not None]
+    assert viewed == blocks[4:] + queue[:4]
+
+
+def test_a_block_that_a_request_uses_is_not_put_back() -> None:
+    """Nor if the view was not told: vLLM would give the block to another request."""
+    pool, lazy, blocks = offered(3)
+    lazy.hold(blocks)
+    pool.touch(blocks[1:2])
+    assert lazy.put_back(blocks) == blocks[1:2]
+    assert pool.free_block_queue.get_all_free_blocks() == [blocks[0], blocks[2]]
+    assert blocks[1].ref_cnt == 2, "the caller drops the reference of the store"
+
+
+def test_the_view_keeps_no_place_for_blocks_that_left_it() -> None:
+    """Requests hit one block after the other, and vLLM never takes one from the head."""
+    pool, lazy, _ = offered(39, horizon_blocks=8)
+    blocks = pool.blocks[1:]
+    for at in range(1, 200):
+        hit = blocks[1 + at % 38]
+        pool.touch([hit])
+        lazy.used([hit])
+        pool.free_blocks([hit])
+        lazy.evictable()
+        assert len(lazy._blocks) <= 4 * lazy.horizon_blocks
+    queue = pool.free_block_queue.get_all_free_blocks()
+    assert [block for block in lazy._blocks if block is not None] == queue[:8]
+
+
+def test_an_interrupted_store_gives_its_blocks_back() -> None:
+    pool = BlockPool(5, enable_caching=True, hash_block_size=16)
+    lazy = LazyQueue(pool, horizon_blocks=4)
+    blocks = pool.free_block_queue.get_all_free_blocks()
+    outside = KVCacheBlock(block_id=4)  # it is in no queue, so that its removal raises
+    with pytest.raises(AttributeError):
+        lazy.hold([*blocks[:2], outside])
+    assert [block.ref_cnt for block in blocks] == [0] * 4
+    free = pool.free_block_queue.get_all_free_blocks()
+    assert len(free) == pool.get_num_free_blocks() == 4
+    assert set(map(id, free)) == set(map(id, blocks))

@@ -210,7 +210,7 @@ def test_an_error_in_any_call_turns_off_only_the_tier(
     assert not errors
     names = ["add", "extend", "lookup", "load", "store", "complete", "finish", "stats", "release"]
     assert {f"offload.{name}" for name in names} <= set(calls)
-    modes = ["queue.remove", "lazy.put_back", "offload.store_candidates"] if lazy else []
+    modes = ["lazy.hold", "lazy.put_back", "offload.store_candidates"] if lazy else []
     assert set(modes or ["pool.free_blocks", "offload.restart"]) <= set(calls)
     for at, name in enumerate(calls):
         if after and not name.startswith("offload."):

@@ -12,33 +12,37 @@ leave its front, it takes in as many behind its end.
 
 vLLM takes blocks from the head, and out of the middle when a request hits them. It appends blocks
 that have a key when it frees them, and puts those without one at the head.
+
+Each block passes through the view, so the work on one must be small. The view is two flat lists,
+and a block that leaves its middle leaves a gap there:
+
+```
+_blocks   [unused][p][a][B][gap][c][d]        _keys has the key that each had when it entered
+             _start^                            _places[id] is a block's index, counted from _base
+```
+
+How a wrong block could be offered or put back, and what prevents it:
+
+- vLLM has overwritten a block since it entered the view. vLLM makes a new key object for each block
+  that it caches, so the view compares objects. It holds the old one, so no new one is the same.
+- Only a granted block has a key whose KV is not written. `_computed` has the key objects of blocks
+  that were computed.
+- A request uses a block that a store holds. It is put back only if the store has the one reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-
-class _Node:
-    """A block's place in the view."""
-
-    __slots__ = ("after", "before", "block", "is_held", "key", "place")
-
-    before: _Node
-    after: _Node
-
-    def __init__(self, block: KVCacheBlock, place: int) -> None:
-        self.block = block
-        # vLLM makes a new key object for each block that it caches, even if the keys are equal.
-        self.key = block.block_hash
-        self.place = place
-        self.is_held = False
-        self.before = self.after = self
+# The place of a block that was never in the view.
+_NOWHERE = -sys.maxsize
 
 
 class LazyQueue:
@@ -48,72 +52,114 @@ class LazyQueue:
         """View the first `horizon_blocks` of the pool's free queue."""
         self._pool = pool
         self.horizon_blocks = horizon_blocks
-        self._nodes: dict[int, _Node] = {}
-        # Stands before the first node and after the last one.
-        self._ends = _Node(pool.null_block, 0)
-        # Nodes at the front get ever lower places, nodes at the end ever higher ones.
-        self._lowest = self._highest = 0
+        self._blocks: list[KVCacheBlock | None] = []
+        self._keys: list[bytes | None] = []
+        self._places = [_NOWHERE] * len(pool.blocks)
+        self._base = 0
+        self._start = 0
+        # The blocks before this index are held, or have left the queue.
+        self._passed = 0
+        # No block of the view behind this index is in the queue.
+        self._last = -1
+        self._num_gaps = 0
+        # The ids of blocks that stores hold.
+        self._held: set[int] = set()
         # By block id, the key under which a block was computed, until the block is offered.
         self._computed: dict[int, bytes] = {}
         # Blocks of the view that `evictable` has not looked at yet.
         self._unseen: list[KVCacheBlock] = []
-        # Nodes that all walks have passed so far.
+        # Blocks that walks of the view have looked at so far, without the last of each.
         self.num_visited = 0
 
-    def computed(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def computed(self, ids: Sequence[int], blocks: Sequence[KVCacheBlock]) -> None:
         """Take blocks whose KV a request has computed: they may be offered once more.
 
         vLLM keys a block when it grants it, so the key alone does not prove that the KV is written.
         The view remembers the key object. vLLM makes another one when it caches the block again.
+
+        Args:
+            ids: the id of each block; 0 for those not to be offered.
+            blocks: the blocks.
         """
-        for block in blocks:
-            if block.block_hash is not None:
-                self._computed[block.block_id] = block.block_hash
+        self._computed.update(zip(ids, [block._block_hash for block in blocks], strict=True))
         self.used(blocks)
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop blocks that a request uses: vLLM took them out of the queue."""
-        for block in blocks:
-            node = self._nodes.get(block.block_id)
-            if node is not None:
-                self._drop(node)
+        places, first = self._places, self._base + self._start
+        for block in [block for block in blocks if places[block.block_id] >= first]:
+            at = self._index(block)
+            if at is not None:
+                self._drop(at)
 
     def evictable(self) -> list[KVCacheBlock]:
         """Return the computed blocks within the horizon that were not offered before."""
         self._follow_head()
-        candidates, self._unseen = self._unseen, []
-        queue = self._pool.free_block_queue
-        block = self._after(self._in_place(self._ends.before, backwards=True))
-        while len(self._nodes) < self.horizon_blocks and block is not queue.fake_free_list_tail:
-            self._highest += 1
-            self._link(block, self._highest, before=self._ends)
-            candidates.append(block)
-            block = block.next_free_block
-        found = []
-        for block in candidates:
-            key = block.block_hash
-            is_due = key is not None and self._computed.get(block.block_id) is key
-            if is_due and not block.ref_cnt:
-                del self._computed[block.block_id]
-                found.append(block)
+        found: list[KVCacheBlock] = []
+        if self._unseen:
+            unseen, self._unseen = self._unseen, []
+            self._offer(unseen, [block._block_hash for block in unseen], found)
+        num_left = self.horizon_blocks - self._num_viewed()
+        if num_left > 0:
+            entered: list[KVCacheBlock] = []
+            tail = self._pool.free_block_queue.fake_free_list_tail
+            self._last = self._last_in_place(self._last + 1)
+            block = self._queued(self._last).next_free_block
+            while num_left and block is not tail:
+                num_left -= 1
+                entered.append(block)
+                block = block.next_free_block
+            if entered:
+                self._offer(entered, self._enter_end(entered), found)
+                self._forget_unused()
         return found
 
-    def hold(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Keep the places of blocks that a store takes out of the queue."""
-        for block in blocks:
-            node = self._nodes.get(block.block_id)
-            if node is not None:
-                node.is_held = True
+    def _offer(
+        self,
+        blocks: list[KVCacheBlock],
+        keys: list[bytes | None],
+        found: list[KVCacheBlock],
+    ) -> None:
+        """Add those of these blocks to `found` that are free, computed and not offered yet."""
+        computed = self._computed
+        for block, key in zip(blocks, keys, strict=True):
+            block_id = block.block_id
+            if computed.get(block_id) is key is not None and not block.ref_cnt:
+                del computed[block_id]
+                found.append(block)
+
+    def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take a reference to each block for a store. A free one leaves the queue, not the view.
+
+        It does what `BlockPool.touch` does, but counts no access, because a copy is none.
+        """
+        queue, num_removed = self._pool.free_block_queue, 0
+        try:
+            for block in blocks:
+                num_refs = block.ref_cnt
+                if not num_refs:
+                    before, after = block.prev_free_block, block.next_free_block
+                    before.next_free_block, after.prev_free_block = after, before
+                    block.prev_free_block = block.next_free_block = None
+                    num_removed += 1
+                block.ref_cnt = num_refs + 1
+        except BaseException:
+            queue.num_free_blocks -= num_removed
+            self._pool.free_blocks(takewhile(lambda held: held is not block, blocks))
+            raise
+        queue.num_free_blocks -= num_removed
+        self._held.update([block.block_id for block in blocks])
 
     def offer_again(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Offer blocks once more, because their store has failed."""
         for block in blocks:
-            node = self._nodes.get(block.block_id)
-            if node is not None and node.key is not None and node.key is block.block_hash:
-                self._computed[block.block_id] = node.key
+            at = self._index(block)
+            key = None if at is None else self._keys[at]
+            if key is not None and key is block._block_hash:
+                self._computed[block.block_id] = key
                 self._unseen.append(block)
 
-    def put_back(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
+    def put_back(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Put the blocks of a store back where they would be in the queue without the store.
 
         vLLM would append them. It would then overwrite them last, and blocks that were used later
@@ -124,97 +170,175 @@ class LazyQueue:
             them.
         """
         self._follow_head()
-        unused, used = [], []
+        viewed, keys, held, places = self._blocks, self._keys, self._held, self._places
+        base, start, end = self._base, self._start, len(viewed)
+        unused: list[int] = []
+        used: list[KVCacheBlock] = []
         for block in blocks:
-            node = self._nodes.get(block.block_id)
-            if node is not None and node.is_held and node.key is block.block_hash:
-                unused.append(node)
-            else:
-                used.append(block)
-        # From the last block to the first, so that each goes right before the one put back.
-        for node in sorted(unused, key=lambda node: node.place, reverse=True):
-            after = self._in_place(node.after)
-            if after is self._ends:
-                before = self._in_place(node.before, backwards=True)
-                self._insert(node.block, self._after(before))
-            else:
-                self._insert(node.block, after.block)
-            node.is_held = False
+            at = places[block.block_id] - base
+            is_viewed = start <= at < end and viewed[at] is block
+            if is_viewed and keys[at] is block._block_hash and block.ref_cnt == 1:
+                unused.append(at)
+                continue
+            used.append(block)
+            if is_viewed:
+                self._drop(at)
+        held.difference_update([block.block_id for block in blocks])
+        if unused:
+            unused.sort()
+            self._insert(unused)
         return used
+
+    def _insert(self, indexes: list[int]) -> None:
+        """Insert blocks of the view into the queue. vLLM itself only appends and prepends."""
+        last = -2
+        before = following = self._queued(-1)
+        for at in indexes:
+            if at != last + 1:
+                before = self._queued(self._last_in_place(at))
+                following = before.next_free_block
+            block = self._queued(at)
+            block.ref_cnt = 0
+            before.next_free_block = following.prev_free_block = block
+            block.prev_free_block, block.next_free_block = before, following
+            before, last = block, at
+        self._passed = min(self._passed, indexes[0])
+        self._last = max(self._last, last)
+        self._pool.free_block_queue.num_free_blocks += len(indexes)
 
     # -- the view -------------------------------------------------------------------------------
 
     def _follow_head(self) -> None:
         """Drop blocks that have left the queue's head, and take in blocks that were put there."""
         queue = self._pool.free_block_queue
-        block = queue.fake_free_list_head.next_free_block
-        first, num_put_there = self._ends, 0
+        block, passed = queue.fake_free_list_head.next_free_block, self._passed
+        is_first = passed < len(self._blocks) and self._blocks[passed] is block
+        if is_first and self._keys[passed] is block._block_hash:
+            return  # most steps take no block
+        first, num_put_there = len(self._blocks), 0
         new: list[KVCacheBlock] = []
         while block is not queue.fake_free_list_tail and len(new) < self.horizon_blocks:
-            node = self._nodes.get(block.block_id)
-            if node is not None and self._is_in_place(node):
-                first, num_put_there = node, len(new)
+            at = self._index(block)
+            if at is not None and self._keys[at] is block._block_hash:
+                first, num_put_there = at, len(new)
                 break
-            if block.block_hash is None and num_put_there == len(new):
+            if block._block_hash is None and num_put_there == len(new):
                 num_put_there += 1
             new.append(block)
             block = block.next_free_block
-        # vLLM takes blocks from the head, so the nodes before the first one in place are gone.
-        node = self._ends.after
-        while node is not first:
-            after = node.after
+        self._leave_front(first)
+        # If no block is in place, the new ones with a key come from beyond the end of the view.
+        if num_put_there:
+            self._enter_front(new[:num_put_there])
+            self._unseen += new[:num_put_there]
+
+    def _leave_front(self, first: int) -> None:
+        """Drop what is before the first block in place: vLLM takes blocks from the head."""
+        viewed, held = self._blocks, self._held
+        passed = max(self._start, self._passed)
+        self.num_visited += max(0, first - passed)
+        num_gaps, keys = 0, self._keys
+        for at in range(passed, first) if held else ():
+            block = viewed[at]
+            if block is not None and block.block_id not in held:
+                viewed[at] = keys[at] = None
+                num_gaps += 1
+        self._num_gaps += num_gaps
+        self._passed = start = first
+        if held:
+            start = self._start
+            while start < first and viewed[start] is None:
+                start += 1
+        if self._num_gaps:
+            self._num_gaps -= sum(block is None for block in viewed[self._start : start])
+        self._start = start
+
+    def _enter_front(self, new: list[KVCacheBlock]) -> None:
+        """Take in blocks before the first one."""
+        self.used(new)
+        if self._start < len(new):
+            unused = [None] * (len(new) + len(self._blocks))
+            self._blocks[:0], self._keys[:0] = unused, unused
+            self._shift(len(unused))
+        end = self._start
+        start = self._start = self._passed = end - len(new)
+        self._blocks[start:end] = new
+        self._keys[start:end] = [block._block_hash for block in new]
+        self._note_places(new, start)
+        self.num_visited += len(new)
+        self._last = max(self._last, end - 1)
+
+    def _enter_end(self, new: list[KVCacheBlock]) -> list[bytes | None]:
+        """Take in blocks behind the last one. Returns their keys."""
+        self.used(new)
+        start = len(self._blocks)
+        self._blocks += new
+        keys = [block._block_hash for block in new]
+        self._keys += keys
+        self._note_places(new, start)
+        self.num_visited += len(new)
+        self._last = len(self._blocks) - 1
+        return keys
+
+    def _note_places(self, new: list[KVCacheBlock], start: int) -> None:
+        places = self._places
+        for place, block in enumerate(new, self._base + start):
+            places[block.block_id] = place
+
+    def _last_in_place(self, end: int) -> int:
+        """Return the index of the last block before `end` that is in the queue; -1 for none.
+
+        Forgets the blocks behind it that have left the queue without a call of `used`.
+        """
+        viewed, keys = self._blocks, self._keys
+        for at in range(end - 1, self._start - 1, -1):
+            block = viewed[at]
+            if block is None:
+                continue
+            if block.next_free_block is not None and block._block_hash is keys[at]:
+                return at
             self.num_visited += 1
-            if not node.is_held:
-                self._drop(node)
-            node = after
-        # If no node is in place, the new blocks with a key come from beyond the end of the view.
-        following = self._ends.after
-        for block in reversed(new[:num_put_there]):
-            self._lowest -= 1
-            following = self._link(block, self._lowest, before=following)
-        self._unseen += new[:num_put_there]
+            if block.block_id not in self._held:
+                self._drop(at)
+        return -1
 
-    def _in_place(self, node: _Node, *, backwards: bool = False) -> _Node:
-        """Return the nearest node, from `node` on, whose block is in the queue, or the ends."""
-        while node is not self._ends and not self._is_in_place(node):
-            following = node.before if backwards else node.after
-            self.num_visited += 1
-            if not node.is_held:
-                self._drop(node)  # it has left the queue without a call of `used`
-            node = following
-        return node
+    def _queued(self, at: int) -> KVCacheBlock:
+        """Return the block at an index, or what stands before the queue's first one for -1."""
+        block = None if at < 0 else self._blocks[at]
+        return self._pool.free_block_queue.fake_free_list_head if block is None else block
 
-    @staticmethod
-    def _is_in_place(node: _Node) -> bool:
-        block = node.block
-        is_queued = block.next_free_block is not None
-        return is_queued and not node.is_held and block.block_hash is node.key
+    def _index(self, block: KVCacheBlock) -> int | None:
+        """Return the index of a block in the lists, or None if it is not in the view."""
+        at = self._places[block.block_id] - self._base
+        is_viewed = self._start <= at < len(self._blocks) and self._blocks[at] is block
+        return at if is_viewed else None
 
-    def _after(self, node: _Node) -> KVCacheBlock:
-        """Return the block after a node in the queue, or the queue's first block after the ends."""
-        queue = self._pool.free_block_queue
-        block = queue.fake_free_list_head if node is self._ends else node.block
-        return block.next_free_block
+    def _num_viewed(self) -> int:
+        return len(self._blocks) - self._start - self._num_gaps
 
-    def _insert(self, block: KVCacheBlock, following: KVCacheBlock) -> None:
-        """Insert a block into the queue. vLLM itself only appends and prepends."""
-        block.ref_cnt = 0
-        before = following.prev_free_block
-        before.next_free_block = following.prev_free_block = block
-        block.prev_free_block, block.next_free_block = before, following
-        self._pool.free_block_queue.num_free_blocks += 1
+    def _drop(self, at: int) -> None:
+        self._blocks[at] = self._keys[at] = None
+        self._num_gaps += 1
 
-    def _link(self, block: KVCacheBlock, place: int, *, before: _Node) -> _Node:
-        self.num_visited += 1
-        stale = self._nodes.get(block.block_id)
-        if stale is not None:
-            before = before.after if stale is before else before
-            self._drop(stale)
-        node = self._nodes[block.block_id] = _Node(block, place)
-        node.before, node.after = before.before, before
-        node.before.after = before.before = node
-        return node
+    def _shift(self, num_places: int) -> None:
+        """Note that each block has moved this far towards the end of the lists."""
+        self._base -= num_places
+        self._start += num_places
+        self._passed += num_places
+        self._last += num_places
 
-    def _drop(self, node: _Node) -> None:
-        del self._nodes[node.block.block_id]
-        node.before.after, node.after.before = node.after, node.before
+    def _forget_unused(self) -> None:
+        """Shorten the lists if less than half of them is in use."""
+        num_viewed = self._num_viewed()
+        if self._num_gaps > num_viewed:
+            all_pairs = zip(self._blocks[self._start :], self._keys[self._start :], strict=True)
+            pairs = [(block, key) for block, key in all_pairs if block is not None]
+            kept = [block for block, _ in pairs]
+            self._blocks, self._keys = [*kept], [key for _, key in pairs]
+            self._start = self._passed = self._num_gaps = 0
+            self._last = len(kept) - 1
+            self._note_places(kept, 0)
+        elif self._start > len(self._blocks) // 2:
+            num_unused = self._start
+            del self._blocks[:num_unused], self._keys[:num_unused]
+            self._shift(-num_unused)

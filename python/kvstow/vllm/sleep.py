@@ -126,9 +126,10 @@ class Sleep:
             return
         tracked.num_settled_tokens = num_computed
         tables = self.tier.manager.get_blocks(tracked.request.request_id).blocks
-        self.stores.store_cached(
+        written = [
             block
             for group, table in zip(tracked.model.groups, tables, strict=True)
             for block in table[: num_computed // group.block_size]
             if block.block_hash is not None
-        )
+        ]
+        self.stores.store_cached(written)

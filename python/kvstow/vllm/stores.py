@@ -132,7 +132,7 @@ class Stores:
             ids = [block.block_id for block in filled]
         if self.tier.lazy is not None:
             # Also blocks that were stored before, because the host may have evicted them.
-            self.tier.lazy.computed(b for b, at in zip(filled, ids, strict=True) if at)
+            self.tier.lazy.computed(ids, filled)
         if self.host_events is not None:
             request, first = tracked.request, tracked.num_reported[g]
             stored = [
@@ -156,6 +156,8 @@ class Stores:
         if self.tier.lazy is None:
             return
         blocks = self.tier.lazy.evictable()
+        if not blocks:
+            return
         num_storable = self.transfers.num_storable()
         if len(blocks) > num_storable:
             blocks, too_many = blocks[:num_storable], blocks[num_storable:]
@@ -163,17 +165,20 @@ class Stores:
             self.tier.counts["postponed_blocks"] += len(too_many)
         self.store_cached(blocks)
 
-    def store_cached(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def store_cached(self, blocks: list[KVCacheBlock]) -> None:
         """Plan the stores of those of these cached blocks that the host does not have."""
         assert self.tier.offload is not None
         by_group: dict[bytes, list[KVCacheBlock]] = {}
-        for block in blocks:
-            by_group.setdefault(block.block_hash[-4:], []).append(block)
+        if len(self.tier.model.groups) == 1:
+            by_group[bytes(4)] = blocks
+        else:
+            for block in blocks:
+                by_group.setdefault(block.block_hash[-4:], []).append(block)
         for suffix, cached in by_group.items():
             ids = [block.block_id for block in cached]
             job = self.tier.offload.store_candidates(
                 ids,
-                [block.block_hash[:-4] for block in cached],
+                [block._block_hash[:-4] for block in cached],
                 group=int.from_bytes(suffix, "big"),
                 deadline=self.tier.deadline(),
             )

@@ -87,12 +87,14 @@ class Transfers:
         if own_ids != ids:
             blocks = list(map(self.tier.pool.blocks.__getitem__, own_ids))
         copies, transfer = Copies.of(job), Transfer("store", blocks)
-        self._hold(transfer)
+        if self.tier.lazy is None:
+            self._hold(transfer)
+        else:
+            self.tier.lazy.hold(blocks)
+            transfer.held = blocks
         self.in_flight[job.job_id] = transfer
         self.jobs.stores.append(copies)
         self._num_storing += 1
-        if self.tier.lazy is not None:
-            self.tier.lazy.hold(blocks)
 
     def fail_load(self, request_id: str) -> None:
         """Have the workers report to vLLM that the load of a request has failed."""
