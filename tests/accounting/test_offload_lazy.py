@@ -110,6 +110,21 @@ def test_lazy_stores_the_next_evictions_if_slots_are_short() -> None:
     assert rig.store(5) == [3, 4]
 
 
+def test_lazy_looks_again_at_each_block_that_got_no_slot() -> None:
+    """Also at one that has the key of a block before it, which the device may overwrite first."""
+    scheduler = OffloadScheduler(1, [GROUP], mode="lazy")
+    for block_id, prompt in enumerate("xaa", 1):
+        scheduler.add("request", hashes(prompt))
+        scheduler.store(["request"], [BLOCK_SIZE], [block_id], [0, 1])
+        scheduler.finish("request")
+    first = some(scheduler.store_candidates([1, 2, 3], [hashes(it)[0] for it in "xaa"]))
+    assert first.block_ids.tolist() == [1]
+    scheduler.complete(first.job_id)
+    again = some(scheduler.store_candidates([3], hashes("a")))
+    assert again.block_ids.tolist() == [3]
+    scheduler.check()
+
+
 def test_lazy_never_evicts_the_parent_of_a_stored_block() -> None:
     """A prompt's tail reaches the host before its root, and is evicted before it."""
     rig = LazyRig(9, 4)
