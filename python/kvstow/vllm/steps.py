@@ -67,8 +67,10 @@ class Steps:
 
     def processed(self, output: KVConnectorOutput) -> None:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""
-        reports = output.kv_connector_worker_meta
-        if isinstance(reports, StepReports):
+        sent = output.kv_connector_worker_meta
+        # Most steps report nothing, and the check for a subclass of an abstract class is slow.
+        reports = sent if sent is not None and isinstance(sent, StepReports) else None
+        if reports is not None:
             if self.tier.below is not None:
                 self.tier.below.processed(reports.below)
             self.tier.add_capacities(reports.capacities, self.requests.tracked)
@@ -78,7 +80,7 @@ class Steps:
         if self.tier.is_off:
             self.transfers.end_reported()
         offload = self.tier.offload
-        if isinstance(reports, StepReports) and offload is not None:
+        if reports is not None and offload is not None:
             ends = [
                 end
                 for job_id, rank, ok in reports.reports
