@@ -153,6 +153,21 @@ def test_a_reset_empties_both(server: Server, tmp_path: Path) -> None:
         assert serve(a, "old weights", DOCUMENT) == NUM_WHOLE, "the store has those of version 1"
 
 
+def test_a_reset_fences_a_question_under_way(server: Server, tmp_path: Path) -> None:
+    with world(tmp_path / "a", server.url) as a:
+        assert serve(a, "writer", DOCUMENT) == 0
+    with world(tmp_path / "b", server.url) as b:
+        serve(b, "connects", list(range(500, 504)))
+        server.pause()
+        assert b.admit("reader", DOCUMENT).state is PENDING
+        time.sleep(0.05)  # the question is on its way to the server
+        b.engine.reset()
+        server.resume()
+        settle(b)
+        assert serve(b, "reader", DOCUMENT) == 0
+        assert stat(b, "claimed_blocks") == 0, "an answer from before the reset counts"
+
+
 def test_named_weights_are_shared_and_warm(server: Server, tmp_path: Path) -> None:
     two = options(weights_version="2")
     with world(tmp_path / "a", server.url) as a:
