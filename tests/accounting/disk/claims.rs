@@ -78,6 +78,18 @@ fn the_first_blocks_of_a_prompt_get_the_room_of_the_index() {
 }
 
 #[test]
+fn a_claim_does_not_evict_the_block_before_it() {
+    let mut scheduler = open(8, DiskConfig::new(2));
+    assert_eq!(claim(&mut scheduler, &[1]), 1);
+    assert_eq!(claim(&mut scheduler, &[11]), 1);
+    let parent = &chained(&[1, 2])[1..];
+    assert_eq!(scheduler.claim(&hashes(&[2]), &[GroupId(0)], parent), Ok(1));
+    scheduler.check().unwrap();
+    scheduler.add("a", &hashes(&[1, 2])).unwrap();
+    assert_eq!(unclaimed(&scheduler, "a"), [], "block 11 made room, not block 1");
+}
+
+#[test]
 fn nothing_is_asked_that_no_promote_would_bring() {
     let prompt = [1, 2, 3];
     let disk = DiskConfig { min_promote_tokens: 3 * BLOCK_SIZE, ..DiskConfig::new(8) };
