@@ -1118,6 +1118,22 @@ class OffloadScheduler:
             ConfigError: a slot outside the disk, an unknown group, a parent in a group that skips
                 blocks, hashes of another width, or lists of different lengths.
         """
+    def unsaved(
+        self, *, max_blocks: int = 16384
+    ) -> tuple[_Ids, _Ids, list[bytes], _Ids, list[bytes | None]]:
+        """Return the blocks that only the host has, the most recent first, each with a disk slot.
+
+        They are lost when the host memory goes. Nothing changes, and no job reserves the slots:
+        they are the empty ones, then those that the disk evicts first. So copy the blocks only when
+        no other job begins any more, and leave out each slot that a job has used since this call.
+
+        Args:
+            max_blocks: how many of the most recent blocks of the host to look at.
+
+        Returns:
+            The host slot of each block, its disk slot, its hash, its group, and the hash before it
+            or None. No blocks unless the disk is "on".
+        """
     def unclaimed(
         self,
         request_id: str,

@@ -207,20 +207,21 @@ pub(crate) fn to_tier_job(
     width: HashWidth,
 ) -> PyResult<TierJob> {
     let offload::TierJob { job_id, direction, host_slots, disk_slots, keys, parents } = job;
-    // Slots are below 2^31: a tier has no more.
-    let array = |slots: Vec<u32>| -> Py<PyArray1<i32>> {
-        slots.into_iter().map(u32::cast_signed).collect::<Vec<i32>>().into_pyarray(py).unbind()
-    };
     let (hashes, groups, parents) = key_columns(py, &keys, &parents, width)?;
     Ok(TierJob {
         job_id: job_id.0,
         direction: name(direction),
-        host_slots: array(host_slots),
-        disk_slots: array(disk_slots),
+        host_slots: slots(py, host_slots),
+        disk_slots: slots(py, disk_slots),
         hashes,
         groups,
         parents,
     })
+}
+
+/// Slots of a tier, which are below 2^31: a tier has no more.
+pub(crate) fn slots(py: Python<'_>, slots: Vec<u32>) -> Py<PyArray1<i32>> {
+    slots.into_iter().map(u32::cast_signed).collect::<Vec<i32>>().into_pyarray(py).unbind()
 }
 
 /// The hashes, groups and parents of blocks.

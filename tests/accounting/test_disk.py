@@ -218,6 +218,23 @@ def test_a_scheduler_without_a_disk_has_nothing_to_copy() -> None:
         tier.set_disk("open")  # type: ignore[arg-type]
 
 
+def test_what_only_the_host_has_comes_with_places_on_the_disk() -> None:
+    tier = scheduler(disk_admit="returned")
+    tier.adopt_disk([0, 1], NAMES[:2], [0, 0], [None, NAMES[0]])
+    store(tier, "a", NAMES[:3])
+    host, disk, hashes, groups, parents = tier.unsaved()
+    assert (hashes, groups.tolist(), parents) == (NAMES[2:3], [0], NAMES[1:2])
+    for column in (host, disk, groups):
+        assert column.dtype == np.int32
+    assert disk.tolist() == [2], "an empty slot"
+    assert 0 <= host[0] < 4
+    assert tier.unsaved(max_blocks=0)[2] == []
+    assert tier.disk_stats()["disk_resident_blocks"] == 2, "nothing has changed"
+    tier.check()
+    tier.set_disk("off")
+    assert tier.unsaved()[2] == OffloadScheduler(4, [FULL]).unsaved()[2] == []
+
+
 def test_what_a_shared_store_has_is_claimed_and_promoted() -> None:
     tier = scheduler()
     tier.add("a", NAMES[:3])

@@ -3,13 +3,14 @@
 use kvstow_core::ids::GroupId;
 use kvstow_core::key::{BlockHash, HashesBuilder};
 use kvstow_core::offload::{self, DiskConfig, EvictionPolicy};
+use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
 use crate::convert::{Count, counts, group_id};
 use crate::error::{ConfigError, to_py};
 use crate::hashes::hashes;
-use crate::job::{KeyColumns, TierJob, key_columns, to_tier_job};
+use crate::job::{KeyColumns, TierJob, key_columns, slots, to_tier_job};
 use crate::lock::{Mutex, lock};
 
 use super::values::check_time;
@@ -54,6 +55,24 @@ pub(super) fn plan(
         (job.map_err(to_py)?, scheduler.hash_width())
     };
     job.map(|job| to_tier_job(py, job, width)).transpose()
+}
+
+/// The host slots, disk slots, hashes, groups and parents of blocks.
+pub(super) type UnsavedColumns =
+    (Py<PyArray1<i32>>, Py<PyArray1<i32>>, Py<PyList>, Py<PyArray1<i32>>, Py<PyList>);
+
+/// The blocks that only the host has.
+pub(super) fn unsaved(
+    py: Python<'_>,
+    scheduler: &Mutex<offload::OffloadScheduler>,
+    max_blocks: usize,
+) -> PyResult<UnsavedColumns> {
+    let (found, width) = {
+        let scheduler = lock(scheduler);
+        (scheduler.unsaved(max_blocks), scheduler.hash_width())
+    };
+    let (hashes, groups, parents) = key_columns(py, &found.keys, &found.parents, width)?;
+    Ok((slots(py, found.host_slots), slots(py, found.disk_slots), hashes, groups, parents))
 }
 
 /// Adds records of a warm disk.

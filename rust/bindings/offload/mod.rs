@@ -388,6 +388,26 @@ impl OffloadScheduler {
         disk::adopt(&self.0, slots, hashes, groups, parents)
     }
 
+    /// Return the blocks that only the host has, the most recent first, each with a disk slot.
+    ///
+    /// They are lost when the host memory goes. Nothing changes, and no job reserves the slots:
+    /// they are the empty ones, then those that the disk evicts first. So copy the blocks only when
+    /// no other job begins any more, and leave out each slot that a job has used since this call.
+    ///
+    /// Args:
+    ///     max_blocks: how many of the most recent blocks of the host to look at.
+    ///
+    /// Returns:
+    ///     The host slot of each block, its disk slot, its hash, its group, and the hash before it
+    ///     or None. No blocks unless the disk is "on".
+    #[pyo3(
+        signature = (*, max_blocks = Count(16384)),
+        text_signature = "($self, *, max_blocks=16384)"
+    )]
+    fn unsaved(&self, py: Python<'_>, max_blocks: Count) -> PyResult<disk::UnsavedColumns> {
+        disk::unsaved(py, &self.0, max_blocks.0)
+    }
+
     /// Return the blocks of a request to ask a shared store for, in the order of their prompt.
     ///
     /// Neither the host nor the disk tier has them, and they could lengthen the request's hit. Pass

@@ -26,7 +26,7 @@ mod tier;
 mod transfer_event;
 
 pub use config::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE, Mode, OffloadConfig};
-pub use disk::{Admit, DiskConfig, DiskMode, DiskStats, TierJob, Unclaimed};
+pub use disk::{Admit, DiskConfig, DiskMode, DiskStats, TierJob, Unclaimed, Unsaved};
 pub use job::{Job, JobEnd, Outcome};
 pub(crate) use record::SchedulerRecord;
 pub use stats::OffloadStats;

@@ -6,7 +6,8 @@ use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::{BlockHash, Hashes};
 use kvstow_core::ledger::BlockLedger;
 use kvstow_core::offload::{
-    DiskConfig, DiskMode, OffloadConfig, OffloadScheduler, Outcome, Progress, TierJob,
+    Admit, DiskConfig, DiskMode, OffloadConfig, OffloadScheduler, Outcome, Progress, TierJob,
+    Unsaved,
 };
 
 use super::super::hashes;
@@ -346,4 +347,42 @@ fn a_disk_of_no_blocks_or_no_jobs_is_refused() {
         (none.disk_mode(), none.demote(9, None), none.promote(9, None)),
         (None, Ok(None), Ok(None))
     );
+}
+
+#[test]
+fn unsaved_blocks_are_the_most_recent_of_the_host_and_take_the_coldest_places() {
+    let mut scheduler = open(8, DiskConfig { admit: Admit::Returned, ..DiskConfig::new(4) });
+    let groups = [GroupId(0); 3];
+    scheduler.adopt_disk(&[0, 1, 3], &hashes(&[1, 2, 9]), &groups, &[]).unwrap();
+    assert_eq!(scheduler.unsaved(8), Unsaved::default(), "the host is empty");
+    store(&mut scheduler, "a", &[5, 6], 1);
+    store(&mut scheduler, "b", &[1, 7], 11);
+    let found = scheduler.unsaved(8);
+    let names = |found: &Unsaved| -> Vec<u16> {
+        found.keys.iter().map(|key| u16::from_be_bytes([key.hash[6], key.hash[7]])).collect()
+    };
+    // The disk has block 1, and keeps it for block 7.
+    assert_eq!(names(&found), [7, 5, 6]);
+    assert_eq!(found.disk_slots, [2, 1, 3]);
+    assert_eq!(found.parents[0], Some(hashes(&[1]).as_slice()[0]));
+    assert_eq!(found.parents[1], None);
+    assert_eq!(scheduler.unsaved(8), found, "nothing has changed");
+    assert_eq!(names(&scheduler.unsaved(2)), [7], "of blocks 1 and 7");
+    scheduler.set_disk(DiskMode::ReadOnly).unwrap();
+    assert_eq!(scheduler.unsaved(8), Unsaved::default());
+    scheduler.check().unwrap();
+}
+
+#[test]
+fn unsaved_blocks_take_no_place_of_a_job() {
+    let mut scheduler = open(8, DiskConfig::new(3));
+    scheduler.adopt_disk(&[0], &hashes(&[9]), &[GroupId(0)], &[]).unwrap();
+    store(&mut scheduler, "a", &[1, 2, 3], 1);
+    let job = scheduler.demote(1, None).unwrap().unwrap();
+    assert_eq!(ask(&mut scheduler, "b", &[9]), None);
+    let promote = scheduler.promote(1, None).unwrap().unwrap();
+    let found = scheduler.unsaved(8);
+    assert_eq!(found.disk_slots.len(), 1, "one place is neither written nor read");
+    assert!(!found.disk_slots.contains(&job.disk_slots[0]));
+    assert!(!found.disk_slots.contains(&promote.disk_slots[0]));
 }

@@ -223,6 +223,30 @@ impl World {
         let num_late = self.flights.iter().filter(|flight| flight.is_late).count();
         assert_eq!(self.scheduler.stats().quarantined_jobs, num_late);
         assert_eq!(self.scheduler.stats().jobs_in_flight, self.flights.len() - num_late);
+        self.check_unsaved();
+    }
+
+    /// What only the host has is there on every rank, and no job uses the disk slots for it.
+    fn check_unsaved(&self) {
+        let found = self.scheduler.unsaved(usize::MAX);
+        let mut in_use: BTreeSet<u32> = BTreeSet::new();
+        for flight in &self.flights {
+            if let Copies::Demote(job) | Copies::Promote(job) = &flight.copies {
+                in_use.extend(&job.disk_slots);
+            }
+        }
+        let per_slot = self.options.blocks_per_slot;
+        for ((&host, &disk), key) in found.host_slots.iter().zip(&found.disk_slots).zip(&found.keys)
+        {
+            assert!(in_use.insert(disk), "a disk slot for two blocks");
+            assert!(!self.on_disk.contains(key));
+            let last = (host as usize + 1) * per_slot - 1;
+            let name = u16::from_be_bytes([key.hash[6], key.hash[7]]);
+            let whole = Held::Whole((usize::from(key.group.0), name, self.epoch));
+            for memory in &self.host {
+                assert!([whole, Held::Damaged].contains(&memory[last]), "{:?}", memory[last]);
+            }
+        }
     }
 
     /// Follows what the disk's events report.

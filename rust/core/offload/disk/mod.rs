@@ -7,7 +7,8 @@
 //!
 //! `queue` holds the host slots that are due for a demote, `demote` and `promote` plan the jobs,
 //! `job` ends them, `adopt` fills the index of a warm disk, `claim` that of a shared store, `events`
-//! leaves claims out of the events, and `union` searches both tiers.
+//! leaves claims out of the events, and `union` searches both tiers. `unsaved` names what only the
+//! host has.
 //!
 //! A wrong block could reach a request in these ways, and each has its guard:
 //!
@@ -32,6 +33,7 @@ mod promote;
 mod queue;
 mod stats;
 mod union;
+mod unsaved;
 #[cfg(test)]
 mod view_tests;
 
@@ -40,6 +42,7 @@ pub use config::{Admit, DiskConfig, DiskMode};
 pub use job::TierJob;
 pub(super) use promote::Waiting;
 pub use stats::DiskStats;
+pub use unsaved::Unsaved;
 #[cfg(test)]
 pub(super) use view_tests::TierJobView;
 

@@ -1,7 +1,10 @@
 //! Room for stores: which slots may be evicted, and their eviction.
 
+use std::iter::successors;
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::pool::FreeQueue;
 
 use super::Tier;
 use super::chains::Chains;
@@ -52,6 +55,40 @@ impl Tier {
         }
         let is_evictable = |slot: &BlockId| self.policy.contains(*slot) && !stays[slot.index()];
         self.slots.iter().filter(is_evictable).count()
+    }
+
+    /// The most recent resident slots, at most `max_slots` of them.
+    pub(in crate::offload) fn most_recent(&self, max_slots: usize) -> Vec<BlockId> {
+        with_policy!(&self.policy, policy => {
+            let queues: Vec<&FreeQueue> = policy.queues().collect();
+            let newest = queues.iter().rev().flat_map(|queue| {
+                let before = |&slot: &BlockId| Some(queue.prev(slot));
+                successors(before(&BlockId::NULL), before).take_while(|slot| !slot.is_null())
+            });
+            newest.take(max_slots).collect()
+        })
+    }
+
+    /// Slots that [`reserve`](Self::reserve) could give, at most `num_slots`: the empty ones, then
+    /// those to evict first. Leaves out pinned slots, and `kept` and all slots above them.
+    pub(in crate::offload) fn first_places(
+        &self,
+        num_slots: usize,
+        kept: &[BlockId],
+    ) -> Vec<BlockId> {
+        let mut stays = vec![false; self.slots.len() + 1];
+        stays[0] = true;
+        for &slot in kept {
+            let mut at = slot;
+            while !std::mem::replace(&mut stays[at.index()], true) {
+                at = self.chains.parent(at);
+            }
+        }
+        let may_go = |slot: &BlockId| !stays[slot.index()] && self.slots.pool.num_pins(*slot) == 0;
+        with_policy!(&self.policy, policy => {
+            let oldest = policy.queues().flat_map(FreeQueue::iter);
+            self.slots.pool.free_order().chain(oldest).filter(may_go).take(num_slots).collect()
+        })
     }
 
     /// Reserves at most `num_slots` slots, evicting for them. The caller fills each, or gives it

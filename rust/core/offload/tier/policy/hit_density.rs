@@ -26,6 +26,7 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
+use crate::pool::FreeQueue;
 
 use super::Policy;
 use super::ghosts::{Ghost, Ghosts, fingerprint};
@@ -213,6 +214,10 @@ impl Policy for HitDensity {
 
     fn len(&self) -> usize {
         self.orders.iter().map(|order| order.queue().len()).sum()
+    }
+
+    fn queues(&self) -> impl Iterator<Item = &FreeQueue> {
+        self.orders.iter().map(EvictionOrder::queue)
     }
 
     fn contains(&self, slot: BlockId) -> bool {

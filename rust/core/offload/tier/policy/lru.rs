@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
+use crate::pool::FreeQueue;
 
 use super::Policy;
 use super::order::EvictionOrder;
@@ -180,6 +181,10 @@ impl Policy for Lru {
 
     fn len(&self) -> usize {
         self.order.queue().len()
+    }
+
+    fn queues(&self) -> impl Iterator<Item = &FreeQueue> {
+        std::iter::once(self.order.queue())
     }
 
     fn contains(&self, slot: BlockId) -> bool {

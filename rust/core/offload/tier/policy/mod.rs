@@ -21,6 +21,7 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
+use crate::pool::FreeQueue;
 
 use hit_density::HitDensity;
 use lru::Lru;
@@ -155,6 +156,10 @@ pub(super) trait Policy {
 
     /// Number of resident slots.
     fn len(&self) -> usize;
+
+    /// The resident slots, each queue with its least recent first. Those of the first queue are
+    /// worth less.
+    fn queues(&self) -> impl Iterator<Item = &FreeQueue>;
 
     /// Whether `slot` is resident.
     fn contains(&self, slot: BlockId) -> bool;
