@@ -152,6 +152,25 @@ def test_blocks_come_back_from_the_disk_also_after_a_restart(
     engine.close()
 
 
+def test_an_orderly_end_saves_what_only_the_host_has(
+    kind: tuple[str, str], reference: tuple[Path, list[Answer]], disk: Path
+) -> None:
+    folder, expected = reference
+    engine = start(folder, kind, disk, disk_admit="returned")
+    one_by_one(engine, PROMPTS[:2])
+    assert engine.half.stats()["demoted_blocks"] == 0
+    engine.close()
+    engine = start(folder, kind, disk)
+    for at in (1, 0):
+        found = engine.generate(PROMPTS[at : at + 1])
+        assert found[0].num_cached > 0
+        assert difference(found, expected[at : at + 1]) < TOLERANCE
+    assert engine.half.stats()["failed_promotes"] == 0
+    engine.settle()
+    engine.check_idle()
+    engine.close()
+
+
 def test_sleep_keeps_the_disk_and_a_reset_empties_it(
     kind: tuple[str, str], reference: tuple[Path, list[Answer]], disk: Path, tmp_path: Path
 ) -> None:

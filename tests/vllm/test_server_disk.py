@@ -1,7 +1,7 @@
 """vLLM's server with a disk below the host, whose processes end and start again.
 
 After SIGTERM, and after SIGKILL, the first request of the next server hits the disk, and its
-answer is that of a server that computes everything.
+answer is that of a server that computes everything. SIGTERM saves what only the host has, too.
 """
 
 from __future__ import annotations
@@ -18,24 +18,32 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of wh
 IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 
 
+NUM_RANKS = [
+    1,
+    pytest.param(2, marks=pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")),
+]
+
+
+def options_of(disk: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "num_cpu_blocks": 24,
+        "disk_path": str(disk),
+        "disk_bytes_to_use": "200MiB",
+        "min_promote_tokens": 0,
+        "promote_timeout_s": 60,
+        **more,
+    }
+
+
 @pytest.mark.parametrize("way", ["SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize(
-    "num_ranks",
-    [1, pytest.param(2, marks=pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full"))],
-)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_restarted_server_hits_the_disk_with_its_first_requests(
     folder: Path, tmp_path: Path, num_ranks: int, way: str
 ) -> None:
     flags = ("--tensor-parallel-size", str(num_ranks))
     asked = prompts(6)
     with folder_on_disk() as disk:
-        options = {
-            "num_cpu_blocks": 24,
-            "disk_path": str(disk),
-            "disk_bytes_to_use": "200MiB",
-            "min_promote_tokens": 0,
-            "promote_timeout_s": 60,
-        }
+        options = options_of(disk)
         with server(folder, tmp_path / "first", options, *flags) as first:
             # Computed: each prompt is new.
             expected = [first.answer(prompt) for prompt in asked]
@@ -55,3 +63,27 @@ def test_a_restarted_server_hits_the_disk_with_its_first_requests(
         assert {path.name for path in disk.iterdir()} <= names
         size = sum((disk / name).stat().st_size for name in names - {"weights.json"})
         assert size <= 200 << 20, "never more than disk_bytes_to_use"
+
+
+@pytest.mark.parametrize("way", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_an_orderly_end_saves_what_only_the_host_has(
+    folder: Path, tmp_path: Path, num_ranks: int, way: str
+) -> None:
+    flags = ("--tensor-parallel-size", str(num_ranks))
+    asked = prompts(3)
+    with folder_on_disk() as disk:
+        # Nothing is hit, so nothing is demoted.
+        options = options_of(disk, num_cpu_blocks=40, disk_admit="returned")
+        with server(folder, tmp_path / "first", options, *flags) as first:
+            expected = [first.answer(prompt) for prompt in asked]
+            first.wait_for("kvstow_cached_blocks", len(asked) * NUM_HIT // BLOCK_SIZE)
+            assert first.metric("kvstow_disk_cached_blocks") == 0
+            first.end(way)
+        with server(folder, tmp_path / "again", options, *flags) as again:
+            for prompt, known in zip(asked, expected, strict=True):
+                check(again.answer(prompt), known)
+            if way == "SIGTERM":
+                again.wait_for("kvstow_disk_hit_tokens_total", len(asked) * NUM_HIT)
+            else:
+                assert again.metric("kvstow_disk_hit_tokens_total") == 0, "the negative control"

@@ -61,6 +61,8 @@ class LowerTier(ABC):
     _sequence: int = 0
     # Until when an idle server goes on writing.
     _flush_until: float = 0.0
+    # Whether the present step neither computes nor stores nor loads.
+    _is_at_rest: bool = False
     _allowance: float = 0.0
     _allowed_at: float = 0.0
 
@@ -123,17 +125,19 @@ class LowerTier(ABC):
 
     # -- steps --------------------------------------------------------------------------------
 
-    def build(self, *, is_idle: bool) -> LowerOrders | None:
+    def build(self, *, is_idle: bool, is_copying: bool) -> LowerOrders | None:
         """Return what the ranks do in this step; None for nothing.
 
         Args:
             is_idle: the step computes no token. Then demotes go on for `flush_s` only.
+            is_copying: a store or a load is under way.
         """
         if self._offload is None or not self._ranks:
             return None
         now = self.clock()
         if not is_idle:
             self._flush_until = now + self.lower.flush_s
+        self._is_at_rest = is_idle and not is_copying
         return self._orders(self._offload, now)
 
     @abstractmethod
@@ -151,7 +155,7 @@ class LowerTier(ABC):
     def _demote(self, offload: OffloadScheduler, now: float, deadline: float) -> TierJob | None:
         """Plan a demote, within what `max_write_bytes_per_s` allows."""
         rate, max_blocks = self.lower.max_write_bytes_per_s, None
-        bytes_per_block = sum(report.slot_bytes for report in self._ranks.values())
+        bytes_per_block = self._bytes_per_block
         if rate is not None:
             earned = rate * (now - self._allowed_at)
             self._allowance = min(max(rate, bytes_per_block), self._allowance + earned)
@@ -165,6 +169,11 @@ class LowerTier(ABC):
         else:
             self._allowance -= len(job) * bytes_per_block
         return job
+
+    @property
+    def _bytes_per_block(self) -> int:
+        """Bytes of a block on all ranks."""
+        return sum(report.slot_bytes for report in self._ranks.values())
 
     def _begin(self, offload: OffloadScheduler, job: TierJob) -> LowerJob:
         self._sequence += 1

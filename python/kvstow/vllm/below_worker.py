@@ -65,14 +65,16 @@ class LowerWorker:
     def take(self, orders: LowerOrders) -> None:
         """Begin a step's jobs."""
         for job in orders.jobs:
-            self._jobs[job.job_id] = job
-            self._runner.begin(
-                job.direction,
-                job.job_id,
-                job.blocks,
-                job.host_slots,
-                deadline=monotonic() + self._timeout_s,
-            )
+            self._begin(job, monotonic() + self._timeout_s)
+
+    def used(self, host_slots: npt.NDArray[np.int32]) -> None:
+        """Note that a store writes to these host slots from now on."""
+
+    def _begin(self, job: LowerJob, deadline: float) -> None:
+        self._jobs[job.job_id] = job
+        self._runner.begin(
+            job.direction, job.job_id, job.blocks, job.host_slots, deadline=deadline
+        )
 
     def report(self, *, is_asked: bool) -> LowerReport | None:
         """Return what has happened since the last report; None if it is nothing.

@@ -22,6 +22,8 @@ How a wrong block could be served, and what prevents it:
   that were collected before the reset are dropped. A reset before the first step counts, too.
 - A block is whole on one rank only. After a restart a slot counts only if all ranks hold the same
   key in it, by the same write: each write has a number above those of all records.
+- The server ends, and a rank writes what only the host has (`DiskWorker`), while another rank has
+  other plans: each plan has numbers of its own, so the ranks do not agree on these slots.
 - What the jobs could do wrong: `below`.
 """
 
@@ -29,20 +31,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler
-from kvstow.tiers import SlotRecords
+from kvstow.tiers import SlotRecords, TierBlocks
 from kvstow.tiers.warm import adopt, agreed
 from kvstow.vllm.below import MODES, LowerTier
-from kvstow.vllm.messages import RECORDS_PER_STEP, LowerOrders, LowerReport
+from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 
 logger = logging.getLogger("vllm." + __name__)
 
 Phase: TypeAlias = Literal["absent", "warming", "renewing", "on"]
+
+# The most host blocks that a plan for the server's end looks at.
+_MAX_LAST_BLOCKS: Final = RECORDS_PER_STEP
 
 
 @dataclass
@@ -64,6 +69,9 @@ class DiskTier(LowerTier):
     _parts: dict[int, SlotRecords] = field(default_factory=dict)
     _agreed: list[SlotRecords] = field(default_factory=list)
     _to_adopt: SlotRecords | None = None
+    # Whether the workers' plan for the end is out of date, and whether they have one.
+    _must_plan: bool = False
+    _has_plan: bool = False
 
     # -- the start and resets -----------------------------------------------------------------
 
@@ -114,6 +122,7 @@ class DiskTier(LowerTier):
 
     def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
         """Return the jobs of a step, or what opens the disk."""
+        self._must_plan = self._must_plan or not self._is_at_rest
         if self.phase == "renewing":
             return LowerOrders(renewal=self._renewal)
         if self.phase == "warming":
@@ -122,7 +131,36 @@ class DiskTier(LowerTier):
         if self.phase == "absent":
             return None
         planned = self._plan(offload, now)
-        return LowerOrders(planned) if planned else None
+        last = self._plan_last(offload) if self._is_at_rest else None
+        return None if not planned and last is None else LowerOrders(planned, last=last)
+
+    def _plan_last(self, offload: OffloadScheduler) -> list[LowerJob] | None:
+        """Return what the ranks write if the server ends now; None if they have that plan.
+
+        The blocks of a generation that a reset has drawn are of no use to the next server.
+        """
+        if not self._must_plan or super().has_work:
+            return None
+        self._must_plan = False
+        is_warm = not self._renewal and all(report.is_warm for report in self._ranks.values())
+        rate, max_blocks = self.lower.max_write_bytes_per_s, _MAX_LAST_BLOCKS
+        if rate is not None:
+            max_blocks = min(max_blocks, int(rate * self.lower.flush_s // self._bytes_per_block))
+        host, slots, hashes, groups, parents = offload.unsaved(
+            max_blocks=max_blocks if is_warm else 0
+        )
+        per_job, jobs = self.max_in_flight(offload.num_host_blocks), []
+        begins = range(0, len(host), per_job)
+        self._sequence += len(begins)
+        for at, begin in enumerate(begins):
+            part = slice(begin, begin + per_job)
+            # The first are the most recent, and get the highest number.
+            blocks = TierBlocks(
+                hashes[part], groups[part], parents[part], slots[part], self._sequence - at
+            )
+            jobs.append(LowerJob(-1 - at, "demote", host[part], blocks))
+        had_plan, self._has_plan = self._has_plan, bool(jobs)
+        return jobs if jobs or had_plan else None
 
     def _reported(self, rank: int, report: LowerReport) -> None:
         """Take records, and confirmed generations."""
@@ -179,7 +217,9 @@ class DiskTier(LowerTier):
         """Whether vLLM must go on stepping, for copies to land and for the disk to open."""
         if self.phase == "absent":
             return False
-        return super().has_work if self.phase == "on" else self.clock() < self._until
+        if self.phase == "on":
+            return super().has_work or self._must_plan
+        return self.clock() < self._until
 
 
 def _part(records: SlotRecords, at: slice) -> SlotRecords:

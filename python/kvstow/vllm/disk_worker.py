@@ -4,13 +4,20 @@
 open      the file, once vLLM has registered the KV caches; an unsuitable place ends the start
 take      a step's orders: demotes, promotes, a new generation, records of the last server
 report    what has ended since, once a step
+close     what only the host has, as the last plan of the scheduler half says, and the file
 ```
+
+vLLM ends the workers before its scheduler, so they write the last blocks alone.
 
 How a wrong block could be served, and what prevents it:
 
 - A file of another model, rank or layout: its fingerprint (`identity`).
 - A step's report is lost or doubled, because steps overlap: the scheduler half names the first slot
   whose record it wants, and the number of the generation that it wants, until it has them.
+- A host slot gets another block after the plan for the end: the worker sees each job that writes to
+  a slot, and leaves the slot out. The same holds for slots of the file.
+- The plan for the end is older than a reset: its blocks are of the weights with which the server
+  started, and so is the generation of the file. A worker that draws a new one drops the plan.
 - Blocks that are written between a reset and the new generation: the scheduler half sends no job
   until every rank has confirmed the new generation.
 """
@@ -19,7 +26,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -35,8 +43,8 @@ from kvstow.tiers import (
     TierTicket,
 )
 from kvstow.transfer import HostArena
-from kvstow.vllm.below_worker import LowerWorker
-from kvstow.vllm.messages import RECORDS_PER_STEP, LowerOrders, LowerReport
+from kvstow.vllm.below_worker import LowerWorker, some_of
+from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import WHERE, Options
 
 logger = logging.getLogger("vllm." + __name__)
@@ -49,6 +57,10 @@ NO_RECORDS: Final = SlotRecords(
     np.empty((0, 0), np.uint8),
     np.empty(0, np.bool_),
 )
+
+
+# When the time for the last blocks is over, calls are still under way.
+_LAST_CALLS_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,14 @@ class DiskWorker(LowerWorker):
             StateError: another process has the file open.
         """
         tier = _open(place, options, arena)
+        self._is_warm = place.is_warm
         super().__init__(
             tier, "disk", rank=rank, slot_bytes=slot_bytes, timeout_s=options.load_timeout_s
         )
+        self._flush_s, self._last = options.disk_flush_s, list[LowerJob]()
+        # Which slots no job has used since the plan for the end, on the host and in the file.
+        self._unused_on_host = np.zeros(tier.num_host_slots, np.bool_)
+        self._unused_in_file = np.zeros(tier.num_slots, np.bool_)
         self._renewal: TierTicket | None = None
         self._renewal_number = 0
         self._must_confirm = False
@@ -129,11 +146,22 @@ class DiskWorker(LowerWorker):
         """Begin a step's jobs, and what else the scheduler half asks for."""
         if orders.renewal > self._renewal_number:
             self._renewal_number, self._records = orders.renewal, None
-            self._renewal = self.tier.renew()
+            self._renewal, self._last = self.tier.renew(), []
         self._must_confirm = self._must_confirm or orders.renewal > 0
         if orders.records_from >= 0:
             self._report.records = self._part(orders.records_from)
+        if orders.last is not None:
+            self._last = orders.last
+            self._unused_on_host.fill(True)
+            self._unused_in_file.fill(True)
+        for job in orders.jobs:
+            self.used(job.host_slots)
+            self._unused_in_file[job.blocks.slots] = False
         super().take(orders)
+
+    def used(self, host_slots: npt.NDArray[np.int32]) -> None:
+        """Leave these slots out of what is written at the end, because a job uses them now."""
+        self._unused_on_host[host_slots] = False
 
     def _part(self, first: int) -> tuple[int, SlotRecords] | None:
         """Return the records of the slots from `first` on; None until the file is ready."""
@@ -158,7 +186,50 @@ class DiskWorker(LowerWorker):
 
     def _new_report(self) -> LowerReport:
         tier = self.tier
-        return LowerReport(tier.slot_bytes, tier.mode, num_slots=tier.num_slots)
+        return LowerReport(
+            tier.slot_bytes, tier.mode, num_slots=tier.num_slots, is_warm=self._is_warm
+        )
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Carry out every job that has begun, write what only the host has, and close the file."""
+        self._flush()
+        super().close()
+
+    def _flush(self) -> None:
+        """Write what only the host has, the most recent first, for at most `disk_flush_s`."""
+        last, self._last = self._last, []
+        if not last:
+            return
+        end, num_written = monotonic() + self._flush_s, 0
+        for job in map(self._still_true, last):
+            if (left_s := end - monotonic()) <= 0 or self.tier.mode != "on":
+                break
+            self._begin(job, end)
+            if not self._runner.wait(left_s + _LAST_CALLS_S):
+                break
+            for job_id, ok in self._runner.poll():
+                # The file may have a block that counts as failed because it was late.
+                ended, is_own = self._jobs.pop(job_id), job_id == job.job_id
+                self._checked(ended, [True] * len(ok) if is_own else ok)
+                num_written += sum(ok) if is_own else 0
+        logger.info(
+            "kvstow: rank %d has written %d of %d blocks that only the host had",
+            self._rank,
+            num_written,
+            sum(len(job.blocks) for job in last),
+        )
+
+    def _still_true(self, job: LowerJob) -> LowerJob:
+        """Return a job of the plan for the end without the slots that jobs have used since."""
+        blocks, parents = job.blocks, job.blocks.parents
+        assert parents is not None, "a plan has parents"
+        kept = np.flatnonzero(
+            self._unused_on_host[job.host_slots] & self._unused_in_file[blocks.slots]
+        )
+        some = replace(some_of(blocks, kept), parents=[parents[at] for at in kept])
+        return replace(job, host_slots=job.host_slots[kept], blocks=some)
 
 
 def _open(place: Place, options: Options, arena: HostArena) -> SlotTier:

@@ -60,12 +60,15 @@ class LowerOrders:
         records_from: of a disk: the first slot whose record is wanted; -1 for none.
         renewal: of a disk: number of the generation that each rank is to have drawn; 0 for none.
         salt: of a shared store: what the names of these jobs' blocks depend on.
+        last: of a disk: the demotes to carry out when the server ends, the most important first.
+            None: those of an earlier step stand.
     """
 
     jobs: list[LowerJob] = field(default_factory=list)
     records_from: int = -1
     renewal: int = 0
     salt: bytes = b""
+    last: list[LowerJob] | None = None
 
 
 @dataclass
@@ -76,6 +79,7 @@ class LowerReport:
         slot_bytes: bytes of a slot.
         mode: what the tier still does.
         num_slots: of a disk: slots of the file.
+        is_warm: of a disk: whether the next server may find its blocks.
         fingerprint: of a shared store: digest of what the bytes of this rank's blocks depend on.
         is_private: of a shared store: other servers may have other bytes under this fingerprint.
         ends: demotes and promotes that have ended, as (job id, success of each block).
@@ -86,6 +90,7 @@ class LowerReport:
     slot_bytes: int
     mode: Mode
     num_slots: int = 0
+    is_warm: bool = False
     fingerprint: bytes = b""
     is_private: bool = False
     ends: list[tuple[int, list[bool]]] = field(default_factory=list)

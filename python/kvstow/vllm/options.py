@@ -232,7 +232,8 @@ class Options:
         disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
             them, and logs what differs. "refuse" ends the start with an error.
         disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
-            that are due. vLLM rests, sleeps or shuts down after that.
+            that are due. vLLM rests or sleeps after that. When the server ends, its workers write
+            for as long what only the host has, if vLLM lets them (`--shutdown-timeout`).
         shared: URL of a store for what falls off host memory, which servers of one model share:
             "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT". Not together with
             `disk_path`. A URL with a password is refused.
@@ -250,7 +251,7 @@ class Options:
         shared_queue_bytes: bytes of each rank that may wait for a write. More are dropped.
         shared_admit: as `disk_admit`.
         shared_max_write_bytes_per_s: as `disk_max_write_bytes_per_s`.
-        shared_flush_s: as `disk_flush_s`.
+        shared_flush_s: as `disk_flush_s`, except that workers write nothing when the server ends.
         shared_host: Mooncake only: the name by which other machines reach this one.
         shared_segment_bytes: Mooncake only: memory of each rank that the store may fill.
         shared_protocol: Mooncake only: "tcp" or "rdma".

@@ -41,7 +41,9 @@ class Steps:
         self.transfers.expire()
         jobs = self.transfers.take_jobs()
         if self.tier.below is not None:
-            jobs.below = self.tier.below.build(is_idle=not scheduled.total_num_scheduled_tokens)
+            is_copying = self.transfers.is_work_left or self.transfers.is_loading
+            is_idle = not scheduled.total_num_scheduled_tokens
+            jobs.below = self.tier.below.build(is_idle=is_idle, is_copying=is_copying)
         return jobs
 
     def evict_unwritten(self, request_id: str, tracked: TrackedRequest) -> None:

@@ -237,6 +237,9 @@ class WorkerHalf:
         if self.below is not None and jobs.below is not None:
             self.below.take(jobs.below)
             jobs.below = None
+        if self.below is not None:
+            for copies in jobs.stores:
+                self.below.used(copies.host_slots)
 
     def _drop_step(self) -> None:
         """Fail the jobs of the last step that an error has kept from beginning."""
