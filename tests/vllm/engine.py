@@ -34,7 +34,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.interface import PauseState
 
 from kvstow.transfer import Mover
-from kvstow.vllm import KVStowConnector
+from kvstow.vllm import KVStowConnector, identity
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
 
@@ -190,6 +190,8 @@ class Engine:
             self._patch.setattr(dispatcher, "vars", _vars, raising=False)
         if scheduling == "async":
             _schedule_asynchronously(self._patch)
+        # Tests write their models in this process.
+        self._patch.setattr(identity, "process_began", lambda: float("inf"))
         settings = _install_kernels(model, self._patch) | settings
         if options is not None:
             settings["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": options}

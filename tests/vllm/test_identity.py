@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import huggingface_hub
+import psutil
 import pytest
+import torch
+from tests.vllm.disked import folder_on_disk
+from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, cache_config
 from vllm.config import VllmConfig
 
-from kvstow.vllm.identity import Identity
+from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, TierBlocks
+from kvstow.transfer import HostArena
+from kvstow.vllm import identity as identity_module
+from kvstow.vllm.identity import Identity, process_began
+from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 
 REPOSITORY = "someone/something"
+
+
+@pytest.fixture(autouse=True)
+def _began_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests write their models in this process."""
+    monkeypatch.setattr(identity_module, "process_began", lambda: float("inf"))
 
 
 @pytest.fixture
@@ -72,3 +91,149 @@ def test_a_model_with_parts_from_other_repositories_is_private(cached: Path) -> 
     """As Ultravox, whose language model has a name only."""
     assert not identity(str(cached), hf_config={"text_model_id": None}).why_private
     assert identity(str(cached), hf_config={"text_model_id": "someone/else"}).why_private
+
+
+# -- files that change while vLLM loads them -------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "models" / "model"
+    (folder / "part").mkdir(parents=True)
+    for name in ("config.json", "part/weights.safetensors"):
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.fixture
+def began(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets the process begin now. Files and folders that exist are older than the margin."""
+
+    def begin() -> None:
+        time.sleep(0.02)  # the clock of a file system is coarse
+        now = time.time() + identity_module._FRESH_S
+        monkeypatch.setattr(identity_module, "process_began", lambda: now)
+        time.sleep(0.02)
+
+    return begin
+
+
+def replace_file(model: Path) -> None:
+    new = model / "new"
+    new.write_text("other weights")
+    new.rename(model / "part/weights.safetensors")
+
+
+def rewrite_file(model: Path) -> None:
+    file = model / "part/weights.safetensors"
+    times = file.stat()
+    file.write_text("other weights")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def remove_file(model: Path) -> None:
+    (model / "part/weights.safetensors").unlink()
+
+
+def rename_folder(model: Path) -> None:
+    model.rename(model.with_name("old"))
+    model.with_name("other").rename(model)
+
+
+def rename_folder_above(model: Path) -> None:
+    above = model.parent
+    above.rename(above.with_name("old"))
+    (above.with_name("old-models")).rename(above)
+
+
+CHANGES = [replace_file, rewrite_file, remove_file, rename_folder, rename_folder_above]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_that_changed_since_the_process_began_are_private(
+    model: Path, began: Callable[[], None], change: Callable[[Path], None], log: list[str]
+) -> None:
+    shutil.copytree(model, model.with_name("other"))
+    shutil.copytree(model.parent, model.parent.with_name("old-models"))
+    began()
+    (model.parent.with_name("logs")).write_text("a folder above gets a new file")
+    assert not identity(str(model)).why_private
+    change(model)
+    assert identity(str(model)).why_private
+    assert any("have changed since this process began" in line for line in log)
+
+
+def test_a_link_to_other_files_is_a_change(model: Path, began: Callable[[], None]) -> None:
+    link = model.with_name("current")
+    shutil.copytree(model, model.with_name("other"))
+    link.symlink_to(model)
+    began()
+    assert not identity(str(link)).why_private
+    link.unlink()
+    link.symlink_to(model.with_name("other"))
+    assert identity(str(link)).why_private
+
+
+def test_a_revision_that_moved_is_a_change(cached: Path, began: Callable[[], None]) -> None:
+    refs = cached.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    began()
+    (cached / "model.safetensors").write_text("downloaded by this process")
+    assert not identity(REPOSITORY).why_private, "a file of the cache does not change under its name"
+    (refs / "main").write_text("4567")
+    assert identity(REPOSITORY).why_private
+
+
+def test_the_time_at_which_a_process_began_is_that_of_the_system() -> None:
+    assert abs(process_began() - psutil.Process().create_time()) < 2.0
+
+
+# -- hashes ----------------------------------------------------------------------------------------
+
+
+def fingerprint(model: Path, algorithm: str = "sha256") -> Fingerprint:
+    known = SimpleNamespace(
+        model=str(model),
+        revision=None,
+        dtype="float32",
+        compute_hash=lambda: "hash",
+        multimodal_config=None,
+        hf_config=SimpleNamespace(to_json_string=lambda: "{}"),
+    )
+    sizes = {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    whose = identity(
+        str(model),
+        model_config=known,
+        parallel_config=SimpleNamespace(**sizes),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, cache_dtype="auto"),
+    )
+    groups = Model.of(cache_config(FULL))
+    return whose.fingerprint(groups, {"0": torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("seed", "algorithm"), [("1", "sha256"), (None, "sha256"), ("0", "sha256_cbor")]
+)
+def test_a_file_of_other_hashes_is_refused_or_emptied(
+    model: Path, monkeypatch: pytest.MonkeyPatch, seed: str | None, algorithm: str
+) -> None:
+    """vLLM's chains start from NONE_HASH, which follows from the algorithm and the seed."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    first = fingerprint(model)
+    assert fingerprint(model).digest == first.digest
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED")
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    other = fingerprint(model, algorithm)
+    with folder_on_disk() as disk, HostArena(2, 4096) as arena:
+        file = SlotFile(disk / "rank0", 1 << 20)
+        with file.open(arena, first) as tier:
+            tier.put(TierBlocks([b"k" * 32], [0], None, [0]), [0]).wait()
+        with file.open(arena, first) as tier:
+            assert len(tier.records()) == 1
+        with pytest.raises(SlotFileMismatch, match="hash"):
+            file.open(arena, other)
+        with replace(file, on_mismatch="reset").open(arena, other) as tier:
+            assert len(tier.records()) == 0

@@ -6,11 +6,13 @@ What moves chunks between the GPU and the CPU tier needs a GPU, and is vLLM's ow
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -44,12 +46,14 @@ from kvstow.tiers import SlotFile
 from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.borrowed import BorrowedArena
+from kvstow.vllm import identity, secondary_tier
 from kvstow.vllm.secondary_tier import KVStowDisk
 
 CHUNK = 8192
 NUM_CHUNKS = 4
 NUM_SLOTS = 8
 LONG_S = 20.0
+HOUR_S = 3600.0
 KEYS = [make_offload_key(bytes([number]) * 32, number % 2) for number in range(40)]
 
 
@@ -79,7 +83,7 @@ class Spec:
 class World:
     """vLLM's CPU tier of four chunks, and a slot file below it."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, name: str | None = None, **options: Any) -> None:
         model = folder / "model"
         model.mkdir(exist_ok=True)
         if not any(model.iterdir()):
@@ -95,7 +99,7 @@ class World:
         }
         try:
             disk = SecondaryTierFactory.create_secondary_tier(
-                config | options, self.view, Spec(str(model))
+                config | options, self.view, Spec(name or str(model))
             )
         except BaseException:
             self.primary.shutdown()
@@ -161,6 +165,12 @@ class World:
 
 
 Make = Callable[..., World]
+
+
+@pytest.fixture(autouse=True)
+def _began_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests write their models in this process."""
+    monkeypatch.setattr(identity, "process_began", lambda: float("inf"))
 
 
 @pytest.fixture
@@ -253,6 +263,51 @@ def test_other_weights_at_the_same_path_are_refused(make: Make, tmp_path: Path) 
         make()
     again = make(on_mismatch="reset")
     assert not any(again.has(key) for key in KEYS)
+
+
+def restarted(make: Make, name: str | None = None) -> World:
+    """Store a chunk, and start the server again."""
+    first = make(name=name)
+    first.store(KEYS[:1])
+    first.wait()
+    assert first.has(KEYS[0])
+    first.close()
+    return make(name=name)
+
+
+def test_revision_of_a_repository_is_not_known(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does not say which revision it serves, and the cache of the hub may have several."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "config.json").write_text("{}")
+    found = str(snapshot / "config.json")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: found)
+    assert not restarted(make, "someone/something").has(KEYS[0])
+
+
+def test_revision_of_a_repository_would_be_seen(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: the files that lie in the cache count as those that vLLM serves."""
+    monkeypatch.setattr(secondary_tier.Path, "exists", lambda _: True)
+    monkeypatch.setattr(secondary_tier, "content_of", lambda *_: "the main revision")
+    monkeypatch.setattr(secondary_tier, "may_have_changed", lambda *_: False)
+    assert restarted(make, "someone/something").has(KEYS[0])
+
+
+def test_weights_that_changed_while_they_were_loaded_are_not_known(
+    make: Make, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    began = time.time() + 2 * identity._FRESH_S
+    monkeypatch.setattr(identity, "process_began", lambda: began)
+    world = restarted(make)
+    assert world.has(KEYS[0])
+    world.close()
+    monkeypatch.setattr(identity, "process_began", lambda: began - HOUR_S)
+    assert not make().has(KEYS[0])
+    assert any("have changed since this process began" in line for line in log)
 
 
 def test_damaged_chunk_is_a_miss_and_the_others_load(make: Make, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ and what prevents it:
   their own for downloads, another repository for a part of the model, or a trainer that sends
   them): the blocks are private, so the server begins with an empty disk, and shares nothing
   (`Identity.why_private`).
+- Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded:
+  private, if anything changed since the process began (`last_change`).
 - Weights that changed in place: a reset, which draws a new generation (`disk`) or new names
   (`shared`).
 - Another adapter under the same name: requests with adapters take nothing from below
@@ -26,7 +28,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -46,6 +51,8 @@ from kvstow.vllm.options import WHERE, Options
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm." + __name__)
 
 _MEMORY: Final = "weights.json"
 _OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
@@ -113,6 +120,10 @@ class Identity:
             ),
             "the files of its weights are not known": any(
                 folder is None for folder in self._folders.values()
+            ),
+            "the files of its weights have changed since this process began": any(
+                may_have_changed(str(model.model), self._folders[name])
+                for name, model in self._models.items()
             ),
             "a part of it comes from another repository": any(
                 has_parts_elsewhere(model) for model in self._models.values()
@@ -220,6 +231,70 @@ def local_model(model: Any, download_dir: str | None) -> Path | None:
     return None
 
 
+def may_have_changed(name: str, folder: Path | None) -> bool:
+    """Whether a file of a model has changed since the process began, with a warning.
+
+    vLLM builds connectors when the weights are loaded. So nobody knows whether the change came
+    before, and of which files the digest is.
+
+    Args:
+        name: the path of the model, or the name of a repository.
+        folder: its files; None if they are not known.
+    """
+    if folder is None:
+        return False
+    try:
+        changed = last_change(name, folder)
+    except OSError:  # a file goes while this looks
+        changed = math.inf
+    if changed <= process_began() - _FRESH_S:
+        return False
+    logger.warning(
+        "kvstow: the files in %s have changed since this process began, perhaps while vLLM loaded "
+        "them. So this server uses the disk, and neither finds the blocks of the last server nor "
+        "keeps its own for the next one. Start it again to keep them",
+        folder,
+    )
+    return True
+
+
+def last_change(name: str, folder: Path) -> float:
+    """Return when the files of a model last changed, or the names on the way to them.
+
+    In the cache of a hub no file changes under its name, so only the names of revisions count.
+    """
+    path = Path(name)
+    if not path.exists():
+        return max(
+            (os.lstat(it).st_ctime for it in folder.parent.parent.glob("refs/**/*")), default=0
+        )
+    folders = (Path(folder) for folder, _, _ in os.walk(path, followlinks=True))
+    seen = [each for each in folders if not each.relative_to(path).as_posix().startswith(".")]
+    found = {path, *seen, *(file for _, file in _files(path))}
+    above = {each for it in (path, path.resolve()) for each in it.absolute().parents}
+    times = [call(file).st_ctime for file in found for call in (os.stat, os.lstat)]
+    return max(times + [_renamed(os.lstat(each)) for each in above])
+
+
+def _renamed(found: os.stat_result) -> float:
+    """Return when a link was made, or when a folder was renamed, as far as that is known.
+
+    A new entry changes both times of a folder.
+    """
+    is_new_entry = stat.S_ISDIR(found.st_mode) and found.st_ctime_ns == found.st_mtime_ns
+    return 0.0 if is_new_entry else found.st_ctime
+
+
+def process_began() -> float:
+    """Return the time of the clock at which this process began; 0 if that is not known."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the system's start
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+
+
 def has_parts_elsewhere(model: Any) -> bool:
     """Whether a model names another one for a part of it, as Ultravox does."""
     own = vars(model.hf_config)
@@ -244,12 +319,12 @@ def content_of(path: Path, memory: Path | None) -> str:
     lines = []
     for name, file in _files(path):
         try:
-            stat = os.stat(file)
-            state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            now = os.stat(file)
+            state = [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
             kept = known.get(str(file))
             is_kept = isinstance(kept, list) and kept[:-1] == state
             digest = str(kept[-1]) if kept is not None and is_kept else _content_digest(file)
-            is_old = time.time() - stat.st_ctime > _FRESH_S
+            is_old = time.time() - now.st_ctime > _FRESH_S
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be read ({error.strerror}), and the tier below the host "
@@ -257,7 +332,7 @@ def content_of(path: Path, memory: Path | None) -> str:
             ) from error
         if is_old:
             found[str(file)] = [*state, digest]
-        lines.append((name, stat.st_size, digest))
+        lines.append((name, now.st_size, digest))
     if memory is not None and any(known.get(name) != state for name, state in found.items()):
         _remember(memory, known | found)
     return _digest(lines)

@@ -21,8 +21,8 @@ How a wrong block could be served, and what prevents it:
   when its ticket has ended. So a read that never returns keeps its request waiting.
 - Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
   goes, durably, unless the file of `weights_version_path` has not changed.
-- Other weights, sizes or parallel ranks after a restart: the fingerprint. Where the
-  content of the weights is unknown, the file begins empty.
+- Other weights, sizes or parallel ranks after a restart: the fingerprint. Where the content of the
+  weights is unknown, or may have changed while vLLM loaded it, the file begins empty.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm.identity import content_of
+from kvstow.vllm.identity import content_of, may_have_changed
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ logger = logging.getLogger("vllm." + __name__)
 # vLLM's name for a chunk: the hash of its last block, and the group.
 Key: TypeAlias = bytes
 
+# vLLM 0.30 does not count them.
+_COUNTS_BYTES: Final = "transfer_bytes" in {it.name for it in dataclasses.fields(JobResult)}
 # A write that hangs must not hold up the requests that ask for its chunks.
 _PATIENCE_S: Final = 1.0
 
@@ -125,7 +127,7 @@ class KVStowDisk(SecondaryTierManager):
             offloading_spec: vLLM's configuration.
             primary_kv_view: vLLM's CPU tier, a row for each chunk.
             tier_type: vLLM's name of this tier.
-            backpressure_detector: vLLM's own.
+            backpressure_detector: vLLM's own, from vLLM 0.31 on.
             path: the slot file, on a local disk. Data-parallel engines add their number to it.
             max_bytes: bytes of the file and its index, at most, such as "200GiB".
             on_mismatch: "refuse" a file of another model, or "reset" (empty) it.
@@ -140,7 +142,8 @@ class KVStowDisk(SecondaryTierManager):
             ConfigError: a key is missing or wrong, or the place is unsuitable.
             StateError: the file is in use.
         """
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        detectors = [] if backpressure_detector is None else [backpressure_detector]
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detectors)
         for name, value in (("path", path), ("max_bytes", max_bytes)):
             if value is None:
                 raise ConfigError(
@@ -338,7 +341,7 @@ class KVStowDisk(SecondaryTierManager):
             success=job.is_whole and len(good) == len(job.keys),
             successful_keys=tuple(good) if job.is_load and good else None,
             transfer_time=time.monotonic() - job.since_s,
-            transfer_bytes=len(good) * self.block_size_bytes,
+            **({"transfer_bytes": len(good) * self.tier.slot_bytes} if _COUNTS_BYTES else {}),
         )
 
     def _publish(self, keys: list[Key], *, removed: bool) -> None:
@@ -376,6 +379,8 @@ def _fingerprint(
     }
     # vLLM does not say which revision of a repository it serves, nor from which folder.
     folder = model if (model := Path(config.model.name)).exists() else None
+    if may_have_changed(config.model.name, folder):
+        folder = None
     is_known = folder is not None
     fields["weights"] = (
         secrets.token_hex(16)
