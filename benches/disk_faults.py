@@ -26,130 +26,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 import numpy as np
+from benches.disk_kills import SCENES, kill_in_demote, kill_in_promote, leaks_of, lose_frames
+from benches.faulty_disk import KEYS, LATE_S, NUM, OTHER, Bad, Disk, Seen
 from tests.tiers.damage import all_proven, flip
 from tests.tiers.setup import (
-    MODEL,
     SLOT_BYTES,
-    Here,
     blocks_of,
     bytes_of,
     key_of,
     new_arena,
-    open_file,
 )
 
 from kvstow import KvstowError
-from kvstow.tiers import Fingerprint, SlotTier
-from kvstow.tiers.files import Buffers, Files
+from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME, FRAME_BYTES, Frames
 from kvstow.tiers.slot_index import HEADER_BYTES
 from kvstow.tiers.slot_store import SlotStore
-from kvstow.transfer import HostArena
-
-NUM: Final = 8
-KEYS: Final = [key_of(number) for number in range(NUM)]
-OTHER: Final = Fingerprint({"model": "b", "rank": 0, "world_size": 1})
-LATE_S: Final = 0.2
-
-
-class Bad(Here):
-    """File calls that fail as a row asks."""
-
-    read_error = write_error = 0
-    loses_data = tears_data = False
-    shift_s = 0.0
-    gate: threading.Event | None = None
-
-    def now(self) -> float:
-        return super().now() + self.shift_s
-
-    def read(self, file: int, buffers: Buffers, offset: int) -> int:
-        if self.gate is not None:
-            self.gate.wait(20)
-        if self.read_error:
-            raise OSError(self.read_error, os.strerror(self.read_error))
-        return super().read(file, buffers, offset)
-
-    def write(self, file: int, buffers: Buffers, offset: int) -> int:
-        if self.write_error:
-            raise OSError(self.write_error, os.strerror(self.write_error))
-        num_bytes = sum(map(len, buffers))
-        is_data = num_bytes % SLOT_BYTES == 0
-        if is_data and self.loses_data:
-            return num_bytes
-        if is_data and self.tears_data:
-            super().write(file, [buffers[0][: num_bytes // 2]], offset)
-            return num_bytes
-        return super().write(file, buffers, offset)
-
-
-@dataclass
-class Seen:
-    """What a request sees.
-
-    Attributes:
-        hits: blocks that came back.
-        wrong: of these, blocks with other bytes.
-        error: what an opening or a call raised; empty for nothing.
-        leaks: what is still in use at the end.
-        recover_ms: until everything works again; None where that was not tried.
-    """
-
-    hits: int = 0
-    wrong: int = 0
-    error: str = ""
-    leaks: int = 0
-    recover_ms: float | None = None
-
-    def text(self) -> str:
-        return self.error or f"{self.hits} hit, {NUM - self.hits} miss"
-
-
-class Disk:
-    """A slot file of a row."""
-
-    def __init__(self, folder: Path, arena: HostArena) -> None:
-        self.folder, self.arena, self.files = folder, arena, Bad()
-        self.epoch, self.model, self.mismatch = 0, MODEL, "refuse"
-        self.keys = list(KEYS)  # what the request believes to be in each slot
-        self.deadline_s: float | None = None
-        self.tier = self.open()
-
-    def open(self) -> SlotTier:
-        return open_file(
-            self.folder, self.arena, model=self.model, files=self.files, on_mismatch=self.mismatch
-        )
-
-    def reopen(self) -> None:
-        self.tier.close()
-        self.tier = self.open()
-
-    def put(self) -> None:
-        for row, key in enumerate(KEYS):
-            self.arena.slots[row] = bytes_of(key, self.epoch)
-        self.tier.put(blocks_of(KEYS, range(NUM)), range(NUM)).wait(20)
-
-    def get(self) -> tuple[int, int]:
-        host = np.arange(NUM, 2 * NUM)
-        deadline = None if self.deadline_s is None else self.files.now() + self.deadline_s
-        ticket = self.tier.get(blocks_of(self.keys, range(NUM)), host, deadline=deadline)
-        ticket.wait(20)
-        hits = np.flatnonzero(ticket.ok)
-        wrong = [at for at in hits if (self.arena.slots[NUM + at] != self.expected(at)).any()]
-        return len(hits), len(wrong)
-
-    def expected(self, at: int) -> np.ndarray[Any, Any]:
-        return bytes_of(self.keys[at], self.epoch)
-
-    def path(self, name: str = "slots") -> Path:
-        return self.folder / name
-
 
 # -- faults of the slot file: each changes it after the first put ---------------------------------
 
@@ -255,6 +152,9 @@ FAULTS: Final[dict[str, Fault]] = {
     "weights changed in place": new_weights,
     "lost write": lose_write,
     "torn write": tear_write,
+    "lost index write": lose_frames,
+    "killed in a demote": kill_in_demote,
+    "killed in a promote": kill_in_promote,
     "reads fail (EIO)": fail_reads,
     "writes fail (ENOSPC)": fail_writes,
     "read that never returns": hang,
@@ -264,7 +164,8 @@ FAULTS: Final[dict[str, Fault]] = {
 }
 # What proves nothing with the checks off, because it can only stop the service.
 NO_DAMAGE: Final = {
-    "bit flip in the header", "reads fail (EIO)", "writes fail (ENOSPC)", "read that never returns",
+    "bit flip in the header", "killed in a promote", "reads fail (EIO)",
+    "writes fail (ENOSPC)", "read that never returns",
     "clock jumps by an hour", "two tiers on one file", "disk full at the start",
 }  # fmt: skip
 
@@ -306,10 +207,7 @@ def on_slot_file(fault: Fault) -> Seen:
         begin_s = time.perf_counter()
         if disk.files.gate is not None:
             disk.files.gate.set()
-        disk.tier.close()
-        store = disk.tier._store
-        in_use = store._slots_in_use.any_in_use(), store._host_in_use.any_in_use()
-        seen.leaks = sum((*in_use, bool(store._jobs), store._calls.is_open))
+        seen.leaks = leaks_of(disk.tier)
         disk.files, disk.mismatch, disk.deadline_s = Bad(), "reset", None
         disk.keys = list(KEYS)
         with suppress(KvstowError):
@@ -373,10 +271,13 @@ def table(*, has_vllm: bool) -> tuple[list[tuple[str, ...]], bool]:
     """Return the rows, and whether kvstow returned a wrong block or leaked in any."""
     rows: list[tuple[str, ...]] = []
     is_bad = False
-    for name, fault in FAULTS.items():
-        seen = on_slot_file(fault)
+    runs: dict[str, Callable[..., Seen]] = {
+        name: lambda fault=fault, **_: on_slot_file(fault) for name, fault in FAULTS.items()
+    }
+    for name, run in (runs | SCENES).items():
+        seen = run(has_checks=True)
         with without_checks():
-            control = on_slot_file(fault) if name not in NO_DAMAGE else None
+            control = run(has_checks=False) if name not in NO_DAMAGE else None
         is_bad |= bool(seen.wrong or seen.leaks or (control is not None and not control.wrong))
         theirs = on_vllm(name) if has_vllm else None
         rows.append(

@@ -180,7 +180,9 @@ def test_a_revision_that_moved_is_a_change(cached: Path, began: Callable[[], Non
     (refs / "main").write_text("0123")
     began()
     (cached / "model.safetensors").write_text("downloaded by this process")
-    assert not identity(REPOSITORY).why_private, "a file of the cache does not change under its name"
+    assert not identity(REPOSITORY).why_private, (
+        "a file of the cache does not change under its name"
+    )
     (refs / "main").write_text("4567")
     assert identity(REPOSITORY).why_private
 

@@ -72,9 +72,7 @@ class LowerWorker:
 
     def _begin(self, job: LowerJob, deadline: float) -> None:
         self._jobs[job.job_id] = job
-        self._runner.begin(
-            job.direction, job.job_id, job.blocks, job.host_slots, deadline=deadline
-        )
+        self._runner.begin(job.direction, job.job_id, job.blocks, job.host_slots, deadline=deadline)
 
     def report(self, *, is_asked: bool) -> LowerReport | None:
         """Return what has happened since the last report; None if it is nothing.
