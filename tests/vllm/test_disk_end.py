@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -98,13 +99,12 @@ def test_the_most_recent_blocks_are_written_first_and_for_a_while_only(
     server = started()
     fill(server, "a", "b")
     now, begin = [0.0], DiskWorker._begin
-    real = disk_worker.monotonic
 
     def begin_slowly(worker: DiskWorker, job: Any, deadline: float) -> None:
         begin(worker, job, deadline)
         now[0] += 2.0
 
-    monkeypatch.setattr(disk_worker, "monotonic", lambda: real() + now[0])
+    monkeypatch.setattr(disk_worker, "monotonic", lambda: monotonic() + now[0])
     monkeypatch.setattr(DiskWorker, "_begin", begin_slowly)
     server.close()
     monkeypatch.undo()

@@ -291,7 +291,7 @@ def test_revision_of_a_repository_would_be_seen(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: the files that lie in the cache count as those that vLLM serves."""
-    monkeypatch.setattr(secondary_tier.Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "exists", lambda _: True)
     monkeypatch.setattr(secondary_tier, "content_of", lambda *_: "the main revision")
     monkeypatch.setattr(secondary_tier, "may_have_changed", lambda *_: False)
     assert restarted(make, "someone/something").has(KEYS[0])
