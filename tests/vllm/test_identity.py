@@ -214,6 +214,7 @@ def fingerprint(model: Path, algorithm: str = "sha256") -> Fingerprint:
         str(model),
         model_config=known,
         parallel_config=SimpleNamespace(**sizes),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, cache_dtype="auto"),
     )
     groups = Model.of(cache_config(FULL))
