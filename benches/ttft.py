@@ -47,6 +47,7 @@ from tests.vllm.engine import (
 import kvstow
 from kvstow._core import debug_build
 from kvstow.bench import machine
+from kvstow.vllm.disk_worker import DiskWorker
 
 LENGTHS = (1_000, 3_000)
 SOURCES = ("computed", "host", "disk")
@@ -152,9 +153,9 @@ def main() -> int:
             asked = [prompts(1, length, length) for length in LENGTHS]
             expected = [engine.generate(each, max_tokens=1)[0] for each in asked]
         with running(folder, disk) as engine:
-            assert engine.worker.disk is not None, "the engine has a disk"
-            not_direct = engine.worker.disk.tier.not_direct
-            slot_bytes = engine.worker.disk.tier.slot_bytes
+            worker = engine.worker.below
+            assert isinstance(worker, DiskWorker), "the engine has a disk"
+            not_direct, slot_bytes = worker.tier.not_direct, worker.tier.slot_bytes
             sides = [Turns(engine, *each) for each in zip(LENGTHS, expected, strict=True)]
             for side in sides:
                 side.run(num_turns)
