@@ -160,7 +160,7 @@ def test_a_dead_master_costs_no_more_than_the_deadline(
         ("redis://host", "redis://host is no Mooncake master"),
         ("mooncake://", "is no Mooncake master"),
         ("mooncake://host/path", "mooncake://host/path is no Mooncake master"),
-        ("mooncake://host:99999", "is no URL"),
+        ("mooncake://host:99999", "has no valid port"),
         ("mooncake://user:sesame@host", "the URL of host contains credentials"),
     ],
 )

@@ -314,11 +314,12 @@ def test_a_request_goes_on_when_the_store_does_not_answer(started: Started, stor
     request = server.begin("p")
     begin_s = time.monotonic()
     num_asked = 0
+    num_late = stat(server, "late_questions")
     while server.half.lookup(request, 0) is None:
         num_asked += 1
         server.step()
     assert time.monotonic() - begin_s >= 0.05 and num_asked > 1
-    assert stat(server, "late_questions") == 1
+    assert stat(server, "late_questions") == num_late + 1
     store.resume()
 
 

@@ -334,7 +334,7 @@ def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> 
         ("redis://", "is no shared tier"),
         ("redis://user:sesame@host", "the URL of host contains credentials"),
         ("redis://host:0", "must be 1 to 65535"),
-        ("redis://host:99999", "is no URL"),
+        ("redis://host:99999", "has no valid port"),
         ("redis://host/one", "names database 'one'"),
         ("redis+cluster://host/1", "names database '1'"),
         ("redis+sentinel://host", "names no service"),
