@@ -17,12 +17,8 @@ from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, check, prompts, server
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
 IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-
-
-NUM_RANKS = [
-    1,
-    pytest.param(2, marks=pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")),
-]
+ONLY_FULL = pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+NUM_RANKS = [1, pytest.param(2, marks=ONLY_FULL)]
 
 
 def options_of(disk: Path, **more: Any) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def options_of(disk: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("way", [pytest.param("SIGTERM", marks=ONLY_FULL), "SIGKILL"])
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_restarted_server_hits_the_disk_with_its_first_requests(
     folder: Path, tmp_path: Path, num_ranks: int, way: str
@@ -66,7 +62,7 @@ def test_a_restarted_server_hits_the_disk_with_its_first_requests(
         assert size <= 200 << 20, "never more than disk_bytes_to_use"
 
 
-@pytest.mark.parametrize("way", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("way", ["SIGTERM", pytest.param("SIGKILL", marks=ONLY_FULL)])
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_an_orderly_end_saves_what_only_the_host_has(
     folder: Path, tmp_path: Path, num_ranks: int, way: str
