@@ -9,15 +9,16 @@ be on the way: close it. So nothing arrives in a host slot after a call has rais
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | memoryview
-_T = TypeVar("_T")
 
 _AHEAD_BYTES: Final = 64 << 10
 # The line of a value, and the header of a block. More of a value would have to be copied.
@@ -28,8 +29,10 @@ _MAX_SIZE_DIGITS: Final = 19
 _MAX_PARTS: Final = 1024
 # Parts that are made while others are sent are still in the processor's caches when they are sent.
 _BYTES_PER_CALL: Final = 256 << 10
-# The system refuses a wait of centuries.
+# The system refuses a wait of centuries. A wait of 0 would be one without an end.
 _MAX_TIMEOUT_S: Final = 86400.0
+_MIN_TIMEOUT_S: Final = 0.001
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class WireError(Exception):
@@ -74,8 +77,10 @@ class Wire:
         connection.connect()
         # redis-py has no public name for it.
         self._socket: socket.socket = connection._sock  # type: ignore[attr-defined]
-        self._socket.setblocking(False)
         self._is_plain = not isinstance(self._socket, ssl.SSLSocket)
+        self._socket.setblocking(self._is_plain)
+        # By option of the socket: how long the system waits in a call.
+        self._waits_s: dict[int, float] = {}
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._begin = self._end = 0
         self._until_s = 0.0
@@ -87,6 +92,7 @@ class Wire:
     def limit(self, until_s: float) -> None:
         """Let all calls from now on raise `WireError` after this time on the clock."""
         self._until_s = until_s
+        self._waits_s.clear()
 
     def send(self, parts: Iterable[Buffer]) -> None:
         """Send all parts, the first ones before the last ones are made."""
@@ -104,7 +110,7 @@ class Wire:
         """Send all parts, and take them out of the list."""
         while batch:
             try:
-                num_sent = self._when_ready(self._send_some, batch)
+                num_sent = self._when_ready(socket.SO_SNDTIMEO, self._send_some, batch)
             except OSError as error:
                 raise WireError(f"sending failed: {error}") from error
             at = 0
@@ -145,8 +151,10 @@ class Wire:
         num = min(len(target), self._end - self._begin)
         target[:num] = self._ahead[self._begin : self._begin + num]
         self._begin += num
+        # The system fills the rest in one call. TLS has no such flag.
+        flags = socket.MSG_WAITALL if self._is_plain else 0
         while num < len(target):
-            num += self._receive(target[num:])
+            num += self._receive(target[num:], flags)
 
     def skip(self, num_bytes: int) -> None:
         """Read bytes that nobody wants."""
@@ -156,9 +164,10 @@ class Wire:
             self.into(part)
             num_bytes -= len(part)
 
-    def _receive(self, target: memoryview) -> int:
+    def _receive(self, target: memoryview, flags: int = 0) -> int:
+        receive = self._socket.recv_into
         try:
-            num = self._when_ready(self._socket.recv_into, target)
+            num = self._when_ready(socket.SO_RCVTIMEO, receive, target, len(target), flags)
         except OSError as error:
             raise WireError(f"receiving failed: {error}") from error
         if not num:
@@ -168,20 +177,22 @@ class Wire:
     def _send_some(self, batch: list[memoryview]) -> int:
         return self._socket.sendmsg(batch) if self._is_plain else self._socket.send(batch[0])
 
-    def _when_ready(self, call: Callable[[_T], int], argument: _T) -> int:
+    def _when_ready(self, option: int, call: Callable[..., int], *arguments: object) -> int:
         """Return what `call` returns once the socket is ready for it.
 
-        A socket with a timeout asks the system three times for each call. Most calls need no wait.
+        A plain socket waits in the call itself, for a time that `option` sets. A TLS socket may
+        have to read before it sends, and the other way round, so this method waits for it.
         """
         while True:
             left_s = self._until_s - self._clock()
             if left_s <= 0:
                 raise WireError("the server did not answer in time")
+            if self._is_plain:
+                self._let_wait(option, left_s)
             try:
-                return call(argument)
+                return call(*arguments)
             except BlockingIOError:
-                event = select.POLLOUT if call == self._send_some else select.POLLIN
-            # TLS may have to read before it sends, and the other way round.
+                continue  # a plain socket has waited
             except ssl.SSLWantReadError:
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
@@ -189,6 +200,15 @@ class Wire:
             ready = select.poll()
             ready.register(self._socket, event)
             ready.poll(1000 * min(left_s, _MAX_TIMEOUT_S))
+
+    def _let_wait(self, option: int, left_s: float) -> None:
+        """Let the system wait for half of the time that is left, so that most calls set nothing."""
+        if self._waits_s.get(option, math.inf) <= left_s:
+            return
+        wait_s = min(max(left_s / 2, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S)
+        seconds, micros = divmod(int(1e6 * wait_s), 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
+        self._waits_s[option] = wait_s
 
     # -- answers -------------------------------------------------------------------------------
 
