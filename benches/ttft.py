@@ -155,7 +155,7 @@ def main() -> int:
         with running(folder, disk) as engine:
             worker = engine.worker.below
             assert isinstance(worker, DiskWorker), "the engine has a disk"
-            not_direct, slot_bytes = worker.tier.not_direct, worker.tier.slot_bytes
+            not_direct, slot_bytes = worker.file.not_direct, worker.tier.slot_bytes
             sides = [Turns(engine, *each) for each in zip(LENGTHS, expected, strict=True)]
             for side in sides:
                 side.run(num_turns)

@@ -104,7 +104,7 @@ class Bench:
             names = run.dice.choices(list(kinds), list(kinds.values()), k=NUM_OPERATIONS)
             operations = [(name, at) for at, name in enumerate(names)]
         Unsteady.slow = Unsteady.failing = 0.0
-        self.below._salt = b""
+        self.below.questions.salt = b""
         begun: list[tuple[str, int]] = []
         mover: Any = Unsteady
         try:

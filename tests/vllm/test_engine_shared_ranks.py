@@ -80,7 +80,7 @@ class Parts:
     def __init__(self, engine: Engine, store: Store) -> None:
         engine.settle()  # the tier learns of its ranks
         below: Any = engine.half.tier.below
-        names = below.namespaces()
+        names = below.questions.namespaces(below._ranks)
         self.prefixes = [Namespace(names[rank]).prefix for rank in range(NUM_RANKS)]
         self.values: list[list[dict[bytes, bytes]]] = []
         self._redis = redis_of(store)

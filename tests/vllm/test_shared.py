@@ -31,7 +31,7 @@ from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.vllm import shared
 from kvstow.vllm.options import Options
-from kvstow.vllm.shared import SharedTier
+from kvstow.vllm.shared import Questions, SharedTier
 from kvstow.vllm.shared_worker import SharedWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -82,13 +82,13 @@ def test_a_block_that_fell_off_the_host_comes_back_without_a_question(started: S
 def test_a_request_asks_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = started(), started()
     assert serve(a, "o") == 0
-    asked, ask = [], SharedTier._ask
+    asked, ask = [], Questions._ask
 
-    def counted(self: SharedTier, request: Any, *args: Any) -> Any:
+    def counted(self: Questions, offload: Any, request: Any, *args: Any) -> Any:
         asked.append(request.request_id)
-        return ask(self, request, *args)
+        return ask(self, offload, request, *args)
 
-    monkeypatch.setattr(SharedTier, "_ask", counted)
+    monkeypatch.setattr(Questions, "_ask", counted)
     for name in "pqr":
         assert serve(a, name) == 0
         assert serve(b, name) == NUM_HIT
@@ -137,7 +137,7 @@ def test_a_reset_that_keeps_the_names_would_be_seen(
     """The negative control."""
     a = started()
     assert serve(a, "p") == 0
-    monkeypatch.setattr(shared, "_random", lambda: a.half.tier.below._salt)  # type: ignore[union-attr]
+    monkeypatch.setattr(shared, "_random", lambda: a.half.tier.below.questions.salt)  # type: ignore[union-attr]
     a.weights = "changed in place"
     a.half.reset()
     with pytest.raises(AssertionError, match="wrong bytes"):
@@ -353,7 +353,7 @@ def test_an_error_in_the_half_closes_the_connection(started: Started, log: list[
     below._is_awaited = refuse  # type: ignore[method-assign]
     assert server.half.lookup(server.begin("q"), 0) == 0
     assert server.half.tier.is_off
-    assert below._asker._is_closed
+    assert below.questions._asker._is_closed
 
 
 def test_the_events_name_no_block_of_the_store(started: Started) -> None:
@@ -396,10 +396,6 @@ SECRET = "s3cr3t"
         ({"shared_ttl_s": 5}, "shared_ttl_s is 5, and it has an effect only with shared: add"),
         ({"promote_timeout_s": 5}, "only with disk_path or shared: add"),
         ({"shared": "redis://h", "disk_admit": "all"}, "disk_admit .* only with disk_path: add"),
-        (
-            {"shared": "redis://h", "disk_path": "/d", "disk_bytes_to_use": 1 << 30},
-            "has disk_path and shared, and a server has one tier below the host: remove one",
-        ),
         (
             {"shared": "redis://h", "preserve_on_sleep": True},
             "shared and preserve_on_sleep without",

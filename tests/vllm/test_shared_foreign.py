@@ -179,7 +179,7 @@ def test_a_block_counts_only_if_every_rank_has_its_part(started: Started, store:
     a = started(num_ranks=2)
     assert serve(a, "p") == 0
     assert isinstance(a.half.tier.below, SharedTier)
-    second = a.half.tier.below.namespaces()[1].hex().encode()
+    second = a.half.tier.below.questions.namespaces(a.half.tier.below._ranks)[1].hex().encode()
     lost = [key for key in keys(store) if second in key]
     assert len(lost) == NUM_BLOCKS
     for key in lost:

@@ -69,7 +69,7 @@ def below(engine: Engine, num_slots: int | None) -> Iterator[None]:
     tier, worker = engine.half.tier, engine.worker.below
     disk = tier.below
     assert isinstance(worker, DiskWorker) and disk is not None
-    runner, renew = worker._runner, worker.tier.renew
+    runner, renew = worker._runner, worker.file.renew
     before, options, clock = dict(disk._ranks), disk.options, disk.clock
 
     def renew_at_once(fingerprint: Fingerprint | None = None) -> TierTicket:
@@ -78,7 +78,7 @@ def below(engine: Engine, num_slots: int | None) -> Iterator[None]:
         return ticket
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(worker.tier, "renew", renew_at_once)
+    patch.setattr(worker.file, "renew", renew_at_once)
     patch.setattr(worker, "_runner", UnsteadyRunner(runner))
     if num_slots is None:
         tier.below = None
@@ -98,8 +98,8 @@ def damage_file(engine: Engine, num_slots: int, share: float = 0.1) -> None:
     """Flip a bit in a share of the file's slots, past its checks."""
     worker = engine.worker.below
     assert isinstance(worker, DiskWorker)
-    size = worker.tier.slot_bytes
-    with open(worker.tier.path, "r+b") as file:
+    size = worker.file.slot_bytes
+    with open(worker.file.path, "r+b") as file:
         for slot in Unsteady.dice.sample(range(num_slots), int(num_slots * share)):
             file.seek(slot * size)
             content = np.frombuffer(file.read(size), np.uint8).copy()

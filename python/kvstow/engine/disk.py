@@ -34,10 +34,10 @@ from typing import ClassVar, Final, Literal
 
 from kvstow._core import ConfigError, KvstowError, OffloadScheduler, TierJob, TransferError
 from kvstow.closing import Closing, call_all
-from kvstow.engine.budget import ALL, Budget
 from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.state import Blueprint, State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
+from kvstow.tiers.budget import ALL, Budget
 from kvstow.tiers.runner import TierRunner, blocks_of
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.tier import Mode, Tier

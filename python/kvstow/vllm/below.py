@@ -1,6 +1,6 @@
 """The scheduler half of a tier below the host: its jobs, and what the ranks report of them.
 
-`disk` and `shared` say when the tier opens, what a reset does, and what a lookup waits for.
+`disk`, `shared` and `both` say when the tier opens, what a reset does, and what a lookup waits for.
 
 How a wrong block could be served, and what prevents it:
 
@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler, TierJob
 from kvstow.observability.events import BlockEvent
+from kvstow.tiers.budget import Budget
 from kvstow.tiers.tier import Mode
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Lower, Options
@@ -63,8 +64,10 @@ class LowerTier(ABC):
     _flush_until: float = 0.0
     # Whether the present step neither computes nor stores nor loads.
     _is_at_rest: bool = False
-    _allowance: float = 0.0
-    _allowed_at: float = 0.0
+    _budget: Budget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.lower.max_write_bytes_per_s)
 
     # -- the start and resets -----------------------------------------------------------------
 
@@ -154,20 +157,14 @@ class LowerTier(ABC):
 
     def _demote(self, offload: OffloadScheduler, now: float, deadline: float) -> TierJob | None:
         """Plan a demote, within what `max_write_bytes_per_s` allows."""
-        rate, max_blocks = self.lower.max_write_bytes_per_s, None
-        bytes_per_block = self._bytes_per_block
-        if rate is not None:
-            earned = rate * (now - self._allowed_at)
-            self._allowance = min(max(rate, bytes_per_block), self._allowance + earned)
-            self._allowed_at = now
-            max_blocks = int(self._allowance // bytes_per_block)
-            if not max_blocks:
-                return None
+        max_blocks = self._budget.num_blocks(self._bytes_per_block, now)
+        if max_blocks <= 0:
+            return None
         job = offload.demote(max_blocks=max_blocks, deadline=deadline)
         if job is None:
             self.is_due = bool(self._in_flight)  # which may take all the room for jobs
         else:
-            self._allowance -= len(job) * bytes_per_block
+            self._budget.spend(len(job) * self._bytes_per_block)
         return job
 
     @property

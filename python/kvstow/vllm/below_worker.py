@@ -59,8 +59,8 @@ class LowerWorker:
         self._runner = TierRunner(tier)
         self._jobs: dict[int, LowerJob] = {}
         self._report = self._new_report()
-        self._mode = tier.mode
-        self._counted = TierStats()
+        self._mode = self._watched.mode
+        self._counted = Counted(self._watched)
 
     def take(self, orders: LowerOrders) -> None:
         """Begin a step's jobs."""
@@ -83,7 +83,7 @@ class LowerWorker:
         report = self._report
         for job_id, ok in self._runner.poll():
             report.ends.append((job_id, self._checked(self._jobs.pop(job_id), ok)))
-        report.mode = self.tier.mode
+        report.mode = self._watched.mode
         is_new = report.mode != self._mode
         if is_new:
             self._mode = report.mode
@@ -92,7 +92,7 @@ class LowerWorker:
                 self._name,
                 self._rank,
                 report.mode,
-                self.tier.error,
+                self._watched.error,
             )
         if not (is_asked or is_new or report.ends or report.records or report.renewal):
             return None
@@ -100,7 +100,12 @@ class LowerWorker:
         return report
 
     def _new_report(self) -> LowerReport:
-        return LowerReport(self.tier.slot_bytes, self.tier.mode)
+        return LowerReport(self.tier.slot_bytes, self._watched.mode)
+
+    @property
+    def _watched(self) -> Tier:
+        """The tier that may fail for good."""
+        return self.tier
 
     def _checked(self, job: LowerJob, ok: list[bool]) -> list[bool]:
         """Return which blocks of a job count, and give promoted slots the sums of kernels.
@@ -127,18 +132,30 @@ class LowerWorker:
 
     def counted(self) -> dict[str, int]:
         """Return what has been counted since the last call, by the keys of the metrics."""
-        now, before = self.tier.stats(), self._counted
-        self._counted = now
+        return self._counted.news()
+
+    def close(self) -> None:
+        """Carry out every job that has begun, and close the tier."""
+        self._runner.close()
+
+
+class Counted:
+    """What a tier has done since it was last asked, by the keys of a disk's metrics."""
+
+    def __init__(self, tier: Tier) -> None:
+        """Begin with a tier that has just been opened."""
+        self._tier, self._before = tier, TierStats()
+
+    def news(self) -> dict[str, int]:
+        """Return what has been counted since the last call."""
+        now, before = self._tier.stats(), self._before
+        self._before = now
         counts = {
             "demoted_bytes": now.put_bytes - before.put_bytes,
             "promoted_bytes": now.got_bytes - before.got_bytes,
             "disk_mismatched_blocks": now.mismatched_blocks - before.mismatched_blocks,
         }
         return {key: count for key, count in counts.items() if count}
-
-    def close(self) -> None:
-        """Carry out every job that has begun, and close the tier."""
-        self._runner.close()
 
 
 def some_of(blocks: TierBlocks, at: npt.NDArray[np.intp]) -> TierBlocks:

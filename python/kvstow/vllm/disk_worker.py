@@ -42,6 +42,7 @@ from kvstow.tiers import (
     SlotTier,
     TierTicket,
 )
+from kvstow.tiers.tier import Tier
 from kvstow.transfer import HostArena
 from kvstow.vllm.below_worker import LowerWorker, some_of
 from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
@@ -84,12 +85,10 @@ class DiskWorker(LowerWorker):
     """The slot file of one rank, and the jobs on it.
 
     Attributes:
-        tier: the open slot file.
+        file: the open slot file.
     """
 
-    tier: SlotTier
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each keyword by its name
         self,
         place: Place,
         options: Options,
@@ -97,6 +96,7 @@ class DiskWorker(LowerWorker):
         *,
         rank: int,
         slot_bytes: Sequence[int],
+        timeout_s: float | None = None,
     ) -> None:
         """Open the file.
 
@@ -106,39 +106,50 @@ class DiskWorker(LowerWorker):
             arena: the host memory.
             rank: this worker's number in its engine.
             slot_bytes: per group, the bytes of a host slot that a block of the group fills.
+            timeout_s: the most seconds for a job; None for `load_timeout_s`.
 
         Raises:
             ConfigError: the place is unsuitable, too small, or holds something else.
             StateError: another process has the file open.
         """
-        tier = _open(place, options, arena)
+        file = _open(place, options, arena)
+        self.file: Final = file
         self._is_warm = place.is_warm
+        timeout_s = timeout_s or options.load_timeout_s
         super().__init__(
-            tier, "disk", rank=rank, slot_bytes=slot_bytes, timeout_s=options.load_timeout_s
+            self._over(file), "disk", rank=rank, slot_bytes=slot_bytes, timeout_s=timeout_s
         )
         self._flush_s, self._last = options.disk_flush_s, list[LowerJob]()
         # Which slots no job has used since the plan for the end, on the host and in the file.
-        self._unused_on_host = np.zeros(tier.num_host_slots, np.bool_)
-        self._unused_in_file = np.zeros(tier.num_slots, np.bool_)
+        self._unused_on_host = np.zeros(file.num_host_slots, np.bool_)
+        self._unused_in_file = np.zeros(file.num_slots, np.bool_)
         self._renewal: TierTicket | None = None
         self._renewal_number = 0
         self._must_confirm = False
         self._records: SlotRecords | None = None
         if place.is_warm:
-            records = tier.records()
+            records = file.records()
             by_slot = np.argsort(records.slots)
             self._records = part_of(records, by_slot)
         else:
-            self._renewal = tier.renew()
+            self._renewal = file.renew()
         logger.info(
             "kvstow: rank %d keeps up to %d blocks in %s (%.2f GiB), %d of an earlier server%s",
             rank,
-            tier.num_slots,
-            tier.path,
-            tier.num_slots * tier.slot_bytes / 2**30,
+            file.num_slots,
+            file.path,
+            file.num_slots * file.slot_bytes / 2**30,
             0 if self._records is None else len(self._records),
-            "" if tier.is_direct else f", through the page cache: {tier.not_direct}",
+            "" if file.is_direct else f", through the page cache: {file.not_direct}",
         )
+
+    def _over(self, file: SlotTier) -> Tier:
+        """Return the tier that moves the blocks: the file, or one that the file is a part of."""
+        return file
+
+    @property
+    def _watched(self) -> SlotTier:
+        return self.file
 
     # -- the scheduler half's orders ------------------------------------------------------------
 
@@ -146,7 +157,7 @@ class DiskWorker(LowerWorker):
         """Begin a step's jobs, and what else the scheduler half asks for."""
         if orders.renewal > self._renewal_number:
             self._renewal_number, self._records = orders.renewal, None
-            self._renewal, self._last = self.tier.renew(), []
+            self._renewal, self._last = self._renew(orders), []
         self._must_confirm = self._must_confirm or orders.renewal > 0
         if orders.records_from >= 0:
             self._report.records = self._part(orders.records_from)
@@ -158,6 +169,10 @@ class DiskWorker(LowerWorker):
             self.used(job.host_slots)
             self._unused_in_file[job.blocks.slots] = False
         super().take(orders)
+
+    def _renew(self, orders: LowerOrders) -> TierTicket:
+        """Begin to draw a new generation."""
+        return self.file.renew()
 
     def used(self, host_slots: npt.NDArray[np.int32]) -> None:
         """Leave these slots out of what is written at the end, because a job uses them now."""
@@ -185,10 +200,7 @@ class DiskWorker(LowerWorker):
         return super().report(is_asked=is_asked)
 
     def _new_report(self) -> LowerReport:
-        tier = self.tier
-        return LowerReport(
-            tier.slot_bytes, tier.mode, num_slots=tier.num_slots, is_warm=self._is_warm
-        )
+        return replace(super()._new_report(), num_slots=self.file.num_slots, is_warm=self._is_warm)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -204,7 +216,7 @@ class DiskWorker(LowerWorker):
             return
         end, num_written = monotonic() + self._flush_s, 0
         for job in map(self._still_true, last):
-            if (left_s := end - monotonic()) <= 0 or self.tier.mode != "on":
+            if (left_s := end - monotonic()) <= 0 or self.file.mode != "on":
                 break
             self._begin(job, end)
             if not self._runner.wait(left_s + _LAST_CALLS_S):

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstow import Job, TierJob
-from kvstow.tiers import SlotRecords, TierBlocks
+from kvstow.tiers import SlotRecords, TierBlocks, TierStats
 from kvstow.tiers.tier import Mode
 
 RECORDS_PER_STEP: Final = 16_384
@@ -85,6 +85,7 @@ class LowerReport:
         ends: demotes and promotes that have ended, as (job id, success of each block).
         records: of a disk: a slot, and the records of an earlier server from this slot on.
         renewal: of a disk: number of the generation that is durable; 0 for no news.
+        halves: of a disk before a shared store: what each of the two has done so far.
     """
 
     slot_bytes: int
@@ -96,6 +97,7 @@ class LowerReport:
     ends: list[tuple[int, list[bool]]] = field(default_factory=list)
     records: tuple[int, SlotRecords] | None = None
     renewal: int = 0
+    halves: tuple[TierStats, TierStats] | None = None
 
 
 @dataclass

@@ -129,6 +129,13 @@ def read_choice(*choices: str) -> _Reader:
 
 
 _OF_BOTH = ("min_promote_tokens", "promote_timeout_s")
+# With both tiers, one write goes to both, and the index has the slots of the disk.
+_DECIDED_BY_DISK = {
+    "shared_admit": "disk_admit",
+    "shared_max_write_bytes_per_s": "disk_max_write_bytes_per_s",
+    "shared_flush_s": "disk_flush_s",
+    "shared_index_blocks": "disk_bytes_to_use",
+}
 
 
 class Lower(NamedTuple):
@@ -151,11 +158,12 @@ def _check_below(options: Options, given: Mapping[str, Any]) -> None:
                 f"{WHERE}.{name} is {value!r}, and it has an effect only with {either}: add "
                 f"{either}, or remove {name}"
             )
-    if all(has.values()):
-        raise ConfigError(
-            f"{WHERE} has disk_path and shared, and a server has one tier below the host: remove "
-            "one of the two"
-        )
+    for name, decides in _DECIDED_BY_DISK.items():
+        if all(has.values()) and given.get(name) is not None:
+            raise ConfigError(
+                f"{WHERE}.{name} is {given[name]!r}, and with disk_path and shared {decides} "
+                f"counts for both tiers: set {decides}, and remove {name}"
+            )
     if has["disk_path"] and options.disk_bytes_to_use is None:
         raise ConfigError(
             f"{WHERE}.disk_path is {options.disk_path!r}, and disk_bytes_to_use is missing: add "
@@ -226,17 +234,19 @@ class Options:
         disk_admit: "all" writes every block that is stored. "returned" writes blocks that requests
             hit, or that are stored again after an eviction, and the blocks before them.
         disk_max_write_bytes_per_s: the most bytes per second that all ranks together write. Blocks
-            wait for their turn, and are lost if the host evicts them first. Default: no bound.
-        min_promote_tokens: a request waits for the disk only if the disk adds this many tokens.
-        promote_timeout_s: seconds after which a request goes on without what the disk still reads.
+            wait for their turn, and are lost if the host evicts them first. With `shared`, it also
+            bounds what the disk keeps of what the store brought. Default: no bound.
+        min_promote_tokens: a request waits for a tier below the host only if the tier adds this
+            many tokens.
+        promote_timeout_s: seconds after which a request goes on without what the tier still reads.
         disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
             them, and logs what differs. "refuse" ends the start with an error.
         disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
             that are due. vLLM rests or sleeps after that. When the server ends, its workers write
             for as long what only the host has, if vLLM lets them (`--shutdown-timeout`).
         shared: URL of a store for what falls off host memory, which servers of one model share:
-            "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT". Not together with
-            `disk_path`. A URL with a password is refused.
+            "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT". With `disk_path`
+            too, the disk is read first. A URL with a password is refused.
         shared_password_file: a file with the store's password. Without it, the environment
             variables KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD count.
         shared_ca_file: certificates that vouch for the store. The default is those of the system.
@@ -247,11 +257,12 @@ class Options:
         shared_timeout_s: the most seconds for a read or a write.
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
         shared_index_blocks: blocks that each server remembers the store to have, 100 bytes each.
-            The default is 8 times those of the host.
+            The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
         shared_queue_bytes: bytes of each rank that may wait for a write. More are dropped.
-        shared_admit: as `disk_admit`.
-        shared_max_write_bytes_per_s: as `disk_max_write_bytes_per_s`.
-        shared_flush_s: as `disk_flush_s`, except that workers write nothing when the server ends.
+        shared_admit: as `disk_admit`, which counts for both tiers if there are both.
+        shared_max_write_bytes_per_s: as `disk_max_write_bytes_per_s`, which counts for both.
+        shared_flush_s: as `disk_flush_s`, which counts for both. Workers write nothing to a store
+            when the server ends.
         shared_host: Mooncake only: the name by which other machines reach this one.
         shared_segment_bytes: Mooncake only: memory of each rank that the store may fill.
         shared_protocol: Mooncake only: "tcp" or "rdma".
@@ -331,8 +342,8 @@ class Options:
 
     @cached_property  # each step asks
     def lower(self) -> Lower:
-        """The options of the tier below the host."""
-        if self.shared is None:
+        """The options of the tier below the host. With both, those of the disk."""
+        if self.disk_path is not None or self.shared is None:
             rate = self.disk_max_write_bytes_per_s
             return Lower(self.disk_admit, rate, self.disk_flush_s)
         rate = self.shared_max_write_bytes_per_s

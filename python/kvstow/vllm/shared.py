@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -47,7 +47,8 @@ from kvstow.tiers.asking import Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.transfer import HostArena
 from kvstow.vllm.below import MODES, LowerTier
-from kvstow.vllm.messages import LowerOrders
+from kvstow.vllm.messages import LowerOrders, LowerReport
+from kvstow.vllm.options import Options
 from kvstow.vllm.shared_worker import opened
 from kvstow.vllm.stats import of_shared
 
@@ -82,22 +83,109 @@ class _Asked:
         return [self.hashes[i] for i in at], self.groups[at], [self.parents[i] for i in at]
 
 
+class Questions:
+    """Asks the store what requests lack, under the names that this server uses now.
+
+    Attributes:
+        salt: a part of all names; empty until `begin`.
+        namespace: whose blocks the store is asked for: those of the first rank.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Connect to nothing yet.
+
+        Raises:
+            ConfigError: an option does not fit, or a library is missing.
+        """
+        self.salt = self.namespace = b""
+        self._asked: WeakKeyDictionary[Request, _Asked] = WeakKeyDictionary()
+        self._client = _Client(self, options)
+        self._asker = Asker(lambda: self._client, wait_s=options.shared_ask_timeout_s)
+
+    def begin(self, ranks: Mapping[int, LowerReport]) -> None:
+        """Choose the names, unless a reset has. vLLM has chosen the start of its hash chains."""
+        self._asked.clear()
+        if not ranks:
+            return
+        if not self.salt:
+            is_private = any(report.is_private for report in ranks.values())
+            self.salt = _random() if is_private else hash_start()
+        self._name(ranks)
+        for rank, name in self.namespaces(ranks).items():
+            logger.info("kvstow: rank %d shares blocks under the fingerprint %s", rank, name.hex())
+
+    def reset(self, ranks: Mapping[int, LowerReport]) -> None:
+        """Take new names, and forget what is asked."""
+        self.salt = _random()
+        if ranks:
+            self._name(ranks)
+        self._asker.reset()  # after the new name: see `_Client`
+        self._asked.clear()
+
+    def _name(self, ranks: Mapping[int, LowerReport]) -> None:
+        self.namespace = min(self.namespaces(ranks).items())[1]
+
+    def namespaces(self, ranks: Mapping[int, LowerReport]) -> dict[int, bytes]:
+        """Return what the names of each rank's blocks begin with."""
+        return {rank: salted(report.fingerprint, self.salt) for rank, report in ranks.items()}
+
+    def is_open(
+        self, offload: OffloadScheduler, request: Request, num_local_tokens: int, end: int
+    ) -> bool:
+        """Whether the store is still to say what it has of a request. Ask it the first time.
+
+        Its answer claims blocks. Ask nothing while the tier is not on.
+        """
+        if offload.disk_mode != "on":
+            return False
+        asked = self._asked.get(request)
+        if asked is None or asked.end != end:  # a session goes on, or was preempted
+            asked = self._asked[request] = self._ask(offload, request, num_local_tokens, end)
+        if asked.question is None:
+            return False
+        if not asked.question.poll():
+            return True
+        offload.claim(*asked.found(asked.question.found))
+        self._asked[request] = _nothing(end)
+        return False
+
+    def _ask(
+        self, offload: OffloadScheduler, request: Request, num_local_tokens: int, end: int
+    ) -> _Asked:
+        name = request.request_id
+        hashes, groups, parents = offload.unclaimed(name, num_local_tokens, end)
+        if not hashes:
+            return _nothing(end)
+        question = self._asker.ask(list(zip(hashes, groups.tolist(), strict=True)))
+        return _Asked(end, hashes, groups, parents, question)
+
+    def stats(self) -> dict[str, int]:
+        """Return what was asked and answered."""
+        asker = self._asker.stats
+        return {
+            "shared_asked_blocks": asker.asked_keys,
+            "shared_found_blocks": asker.found_keys,
+            "shared_late_questions": asker.late_questions,
+            "shared_failed_questions": asker.failed_questions + asker.refused_questions,
+        }
+
+    def close(self) -> None:
+        """Ask no more, and close the connection."""
+        self._asker.close()
+        self._client.close()
+
+
 @dataclass
 class SharedTier(LowerTier):
     """Asks the store, and lets the ranks put and get blocks under the names that it chooses."""
 
     name: ClassVar[str] = "shared"
 
-    _salt: bytes = b""
-    # Whose blocks the store is asked for: those of the first rank.
-    _namespace: bytes = b""
-    _asked: WeakKeyDictionary[Request, _Asked] = field(default_factory=WeakKeyDictionary)
-    _asker: Asker = field(init=False)
-    _client: _Client = field(init=False)
+    questions: Questions = field(init=False)
 
     def __post_init__(self) -> None:
-        self._client = _Client(self)
-        self._asker = Asker(lambda: self._client, wait_s=self.options.shared_ask_timeout_s)
+        super().__post_init__()
+        self.questions = Questions(self.options)
 
     # -- the start and resets -----------------------------------------------------------------
 
@@ -107,73 +195,34 @@ class SharedTier(LowerTier):
         return given if self._ranks else 0
 
     def begin(self, offload: OffloadScheduler) -> None:
-        """Open the tier. vLLM has chosen the start of its hash chains by now."""
+        """Open the tier."""
         self._offload = offload
         self._in_flight.clear()
-        self._asked.clear()
-        if not self._ranks:
-            return
-        if not self._salt:
-            is_private = any(report.is_private for report in self._ranks.values())
-            self._salt = _random() if is_private else hash_start()
-        self._namespace = min(self.namespaces().items())[1]
-        offload.set_disk("on")
-        for rank, name in self.namespaces().items():
-            logger.info("kvstow: rank %d shares blocks under the fingerprint %s", rank, name.hex())
+        self.questions.begin(self._ranks)
+        if self._ranks:
+            offload.set_disk("on")
 
     def reset(self) -> None:
         """Take new names; see `LowerTier.reset`."""
-        self._salt = _random()
+        self.questions.reset(self._ranks)
         if self._offload is not None and self._ranks:
-            self._namespace = min(self.namespaces().items())[1]
             self._offload.set_disk("on")
-        self._asker.reset()  # after the new name: see `_Client`
-        self._asked.clear()
-
-    def namespaces(self) -> dict[int, bytes]:
-        """Return what the names of each rank's blocks begin with."""
-        return {
-            rank: salted(report.fingerprint, self._salt) for rank, report in self._ranks.items()
-        }
 
     def close(self) -> None:
         """Ask no more, and close the connection."""
-        self._asker.close()
-        self._client.close()
+        self.questions.close()
 
-    # -- lookups ------------------------------------------------------------------------------
+    # -- lookups and steps --------------------------------------------------------------------
 
     def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
-        """Whether the store is still to say what it has of a request. Ask it the first time."""
+        """Whether the store is still to say what it has of a request."""
         assert self._offload is not None, "there is no lookup before `begin`"
-        if self._offload.disk_mode != "on":
-            return False
-        asked = self._asked.get(request)
-        if asked is None or asked.end != end:  # a session goes on, or was preempted
-            asked = self._asked[request] = self._ask(request, num_local_tokens, end)
-        if asked.question is None:
-            return False
-        if not asked.question.poll():
-            return True
-        self._offload.claim(*asked.found(asked.question.found))
-        self._asked[request] = _nothing(end)
-        return False
-
-    def _ask(self, request: Request, num_local_tokens: int, end: int) -> _Asked:
-        assert self._offload is not None, "there is no lookup before `begin`"
-        name = request.request_id
-        hashes, groups, parents = self._offload.unclaimed(name, num_local_tokens, end)
-        if not hashes:
-            return _nothing(end)
-        question = self._asker.ask(list(zip(hashes, groups.tolist(), strict=True)))
-        return _Asked(end, hashes, groups, parents, question)
-
-    # -- steps --------------------------------------------------------------------------------
+        return self.questions.is_open(self._offload, request, num_local_tokens, end)
 
     def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
         """Return the jobs of a step, with the salt of their names."""
         planned = self._plan(offload, now)
-        return LowerOrders(planned, salt=self._salt) if planned else None
+        return LowerOrders(planned, salt=self.questions.salt) if planned else None
 
     def _advance(self, offload: OffloadScheduler) -> None:
         """Follow what the connections still do."""
@@ -186,14 +235,9 @@ class SharedTier(LowerTier):
         """Return the counters and gauges of the shared tier."""
         if self._offload is None:
             return {}
-        mode, asker = self._offload.disk_mode, self._asker.stats
-        return of_shared(self._offload.disk_stats()) | {
-            "shared_mode": 0 if mode is None else MODES.index(mode),
-            "shared_asked_blocks": asker.asked_keys,
-            "shared_found_blocks": asker.found_keys,
-            "shared_late_questions": asker.late_questions,
-            "shared_failed_questions": asker.failed_questions + asker.refused_questions,
-        }
+        mode = self._offload.disk_mode
+        own = {"shared_mode": 0 if mode is None else MODES.index(mode)}
+        return of_shared(self._offload.disk_stats()) | own | self.questions.stats()
 
     def take_events(self) -> list[BlockEvent]:
         """Return nothing: the blocks of a store are not this server's."""
@@ -208,22 +252,16 @@ class _Client:
     question from after a reset finds the new name.
     """
 
-    def __init__(self, tier: SharedTier) -> None:
-        """Open a tier that moves no bytes.
-
-        Raises:
-            ConfigError: an option does not fit, or a library is missing.
-        """
-        self._half = tier
+    def __init__(self, questions: Questions, options: Options) -> None:
+        """Open a tier that moves no bytes; see `Questions`."""
+        self._questions = questions
         self._arena = HostArena(1, _NO_BYTES)
-        store = replace(
-            tier.options.store, num_threads=1, max_queued_bytes=_NO_BYTES, segment_bytes=0
-        )
+        store = replace(options.store, num_threads=1, max_queued_bytes=_NO_BYTES, segment_bytes=0)
         self._tier = opened(store, self._arena, Fingerprint({"asks": "only"}))
 
     def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
         """Return which of the keys the first rank has put into the store."""
-        self._tier.rename(self._half._namespace)
+        self._tier.rename(self._questions.namespace)
         return TierStore(self._tier).found(keys, limit_s)
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +44,72 @@ class Membership:
 
     fingerprint: Fingerprint
     why_private: str = ""
+
+
+class StorePart:
+    """What a rank does for the blocks that it puts into a store: their names, and what is put.
+
+    Attributes:
+        salt: of the names that the tier of the store uses now.
+    """
+
+    def __init__(
+        self, member: Membership, arena: HostArena, *, rank: int, slot_bytes: Sequence[int]
+    ) -> None:
+        """Begin without a salt; see `SharedWorker`."""
+        self.salt = b""
+        self._member, self._arena, self._slot_bytes = member, arena, slot_bytes
+        # By demote: which blocks the host has not damaged, if it has damaged some.
+        self._sounds: dict[int, npt.NDArray[np.bool_]] = {}
+        if member.why_private:
+            logger.warning(
+                "kvstow: rank %d shares no block with other servers, because %s",
+                rank,
+                member.why_private,
+            )
+
+    def namespace(self, salt: bytes) -> bytes:
+        """Return what the names of this rank's blocks begin with."""
+        return salted(self._member.fingerprint.digest, salt)
+
+    def prepared(self, orders: LowerOrders, tier: SharedTier) -> LowerOrders:
+        """Let the tier use the names of a step's orders, and leave out what is not to be put."""
+        if orders.salt != self.salt:
+            self.salt = orders.salt
+            tier.rename(self.namespace(orders.salt))
+        return replace(orders, jobs=[self._sound(job) for job in orders.jobs])
+
+    def _sound(self, job: LowerJob) -> LowerJob:
+        """Leave out of a demote what the sums of kernels show to be damaged."""
+        if job.direction == "promote" or not self._arena.has_device_sums:
+            return job
+        own = np.array(self._slot_bytes)[job.blocks.groups]
+        at = np.flatnonzero(own > 0)
+        slots = job.host_slots[at].astype(np.int64)
+        is_sound = np.ones(len(job.host_slots), np.bool_)
+        is_sound[at] = have_device_sums(self._arena, slots, own[at].tolist())
+        if is_sound.all():
+            return job
+        self._sounds[job.job_id] = is_sound
+        left = np.flatnonzero(is_sound)
+        return replace(job, host_slots=job.host_slots[left], blocks=some_of(job.blocks, left))
+
+    def of_whole_job(self, job: LowerJob, ok: list[bool]) -> list[bool]:
+        """Return which blocks of a job count, those that were left out included."""
+        is_sound = self._sounds.pop(job.job_id, None)
+        if is_sound is None:
+            return ok
+        is_sound[is_sound] = ok
+        every: list[bool] = is_sound.tolist()
+        return every
+
+    def add_to(self, report: LowerReport) -> LowerReport:
+        """Return a report that also says whose blocks they are."""
+        return replace(
+            report,
+            fingerprint=self._member.fingerprint.digest,
+            is_private=bool(self._member.why_private),
+        )
 
 
 class SharedWorker(LowerWorker):
@@ -77,63 +142,24 @@ class SharedWorker(LowerWorker):
         Raises:
             ConfigError: an option does not fit, or a library is missing.
         """
-        self._member: Final = member
-        self._salt = b""
-        # By demote: which blocks the host has not damaged, if it has damaged some.
-        self._sounds: dict[int, npt.NDArray[np.bool_]] = {}
         tier = opened(options.store, arena, member.fingerprint)
+        self._store_part = StorePart(member, arena, rank=rank, slot_bytes=slot_bytes)
         timeout_s = min(options.shared_timeout_s, options.load_timeout_s)
         super().__init__(tier, "shared", rank=rank, slot_bytes=slot_bytes, timeout_s=timeout_s)
-        if member.why_private:
-            logger.warning(
-                "kvstow: rank %d shares no block with other servers, because %s",
-                rank,
-                member.why_private,
-            )
 
     def take(self, orders: LowerOrders) -> None:
         """Begin a step's jobs, under the names that the scheduler half has chosen."""
-        if orders.salt != self._salt:
-            self._salt = orders.salt
-            self.tier.rename(salted(self._member.fingerprint.digest, orders.salt))
-        super().take(replace(orders, jobs=[self._sound(job) for job in orders.jobs]))
-
-    def _sound(self, job: LowerJob) -> LowerJob:
-        """Leave out of a demote what the sums of kernels show to be damaged."""
-        arena = self.tier.arena
-        if job.direction == "promote" or not arena.has_device_sums:
-            return job
-        own = np.array(self._slot_bytes)[job.blocks.groups]
-        at = np.flatnonzero(own > 0)
-        slots = job.host_slots[at].astype(np.int64)
-        is_sound = np.ones(len(job.host_slots), np.bool_)
-        is_sound[at] = have_device_sums(arena, slots, own[at].tolist())
-        if is_sound.all():
-            return job
-        self._sounds[job.job_id] = is_sound
-        left = np.flatnonzero(is_sound)
-        return replace(job, host_slots=job.host_slots[left], blocks=some_of(job.blocks, left))
+        super().take(self._store_part.prepared(orders, self.tier))
 
     def _checked(self, job: LowerJob, ok: list[bool]) -> list[bool]:
-        """Return which blocks of a job count, those that were left out included."""
-        ok = super()._checked(job, ok)
-        is_sound = self._sounds.pop(job.job_id, None)
-        if is_sound is None:
-            return ok
-        is_sound[is_sound] = ok
-        every: list[bool] = is_sound.tolist()
-        return every
+        return self._store_part.of_whole_job(job, super()._checked(job, ok))
 
     def counted(self) -> dict[str, int]:
         """Return what has been counted since the last call, by the keys of the metrics."""
         return of_shared(super().counted())
 
     def _new_report(self) -> LowerReport:
-        return replace(
-            super()._new_report(),
-            fingerprint=self._member.fingerprint.digest,
-            is_private=bool(self._member.why_private),
-        )
+        return self._store_part.add_to(super()._new_report())
 
 
 def opened(store: SharedStore, arena: HostArena, fingerprint: Fingerprint) -> SharedTier:

@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvstow import OffloadScheduler, StateError
 from kvstow.observability.events import BlockEvent, TransferEvent
 from kvstow.vllm.below import LowerTier
+from kvstow.vllm.both import BothTier
 from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
@@ -84,7 +85,8 @@ class HostTier:
         options, parts = self.options, (self.options, self.world_size, self.clock)
         self.below = None
         if options.disk_path is not None:
-            self.below = DiskTier(*parts)
+            is_shared = options.shared is not None
+            self.below = BothTier(*parts) if is_shared else DiskTier(*parts)
         elif options.shared is not None:
             self.below = SharedTier(*parts)
 

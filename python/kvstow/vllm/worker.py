@@ -32,6 +32,7 @@ from kvstow.transfer import (
 from kvstow.transfer.arena import shared_bytes
 from kvstow.transfer.shared import SharedMemory
 from kvstow.vllm.below_worker import LowerWorker
+from kvstow.vllm.both_worker import BothWorker
 from kvstow.vllm.disk_worker import DiskWorker, Place
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
@@ -177,12 +178,27 @@ class WorkerHalf:
         sizes = [own[g].slot_bytes if g in own else 0 for g in range(len(self._model.groups))]
         fingerprint = identity.fingerprint(self._model, kv_caches)
         options, rank, why = self._options, self._rank, identity.why_private
-        if options.shared is not None:
-            member = Membership(fingerprint, why)
+        member = Membership(fingerprint, why)
+        if options.disk_path is None:
             return SharedWorker(member, options, self.arena, rank=rank, slot_bytes=sizes)
-        num_bytes = (options.disk_bytes_to_use or 0) // self._world_size * self._num_sharing
+        num_bytes = self._part_of(options.disk_bytes_to_use or 0)
         place = Place(identity.path, num_bytes, fingerprint, is_warm=not why)
-        return DiskWorker(place, options, self.arena, rank=rank, slot_bytes=sizes)
+        if options.shared is None:
+            return DiskWorker(place, options, self.arena, rank=rank, slot_bytes=sizes)
+        rate = options.disk_max_write_bytes_per_s
+        return BothWorker(
+            place,
+            member,
+            options,
+            self.arena,
+            rank=rank,
+            slot_bytes=sizes,
+            max_write_bytes_per_s=None if rate is None else self._part_of(rate),
+        )
+
+    def _part_of(self, num_bytes: int) -> int:
+        """Return this rank's part of what all ranks have. Ranks that share an arena have one."""
+        return num_bytes // self._world_size * self._num_sharing
 
     def _map(self, layouts: tuple[BlockLayout, ...]) -> HostArena:
         """Map the host memory, with the ranks that have equal KV if they can share it."""
