@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.disk_world import NUM_HOST, forget_device, serve, settle, slot_file
+from tests.engine.disk_world import NUM_HOST, PAGE, forget_device, serve, settle, slot_file
 from tests.engine.disk_world import options as disk_options
 from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
 from tests.tiers.resp.server import Server, free_port
@@ -68,15 +68,15 @@ def value(server: Server, key: bytes) -> bytes:
 def test_an_engine_loads_what_another_computed(server: Server) -> None:
     with world(server.url) as a, world(server.url) as b:
         assert serve(a, "writer", DOCUMENT) == 0
-        assert stat(a, "demoted_blocks") == len(DOCUMENT) // BLOCK
+        assert stat(a, "shared_demoted_blocks") == len(DOCUMENT) // BLOCK
         assert serve(b, "reader", DOCUMENT) == NUM_WHOLE
         assert stat(b, "shared_found_blocks") == NUM_WHOLE // BLOCK
-        assert stat(b, "promoted_blocks") == NUM_WHOLE // BLOCK
+        assert stat(b, "shared_promoted_blocks") == NUM_WHOLE // BLOCK
         assert stat(b, "shared_mismatched_blocks") == 0
         # What B found is on its host now.
         forget_device(b)
         assert serve(b, "again", DOCUMENT) == NUM_WHOLE
-        assert stat(b, "promoted_blocks") == NUM_WHOLE // BLOCK
+        assert stat(b, "shared_promoted_blocks") == NUM_WHOLE // BLOCK
     with world(server.url) as late:
         assert serve(late, "third", DOCUMENT) == NUM_WHOLE
 
@@ -89,7 +89,7 @@ def test_without_a_store_the_second_engine_computes(server: Server) -> None:
         with world(server.url) as b:
             assert serve(b, "reader", DOCUMENT) == 0
             assert stat(b, "shared_asked_blocks") == NUM_WHOLE // BLOCK
-            assert stat(b, "claimed_blocks") == 0
+            assert stat(b, "shared_claimed_blocks") == 0
 
 
 @pytest.mark.parametrize("damage", ["another block", "a flipped bit", "another model's", "gone"])
@@ -121,8 +121,8 @@ def test_a_block_that_is_not_the_right_one_is_a_miss(server: Server, damage: str
     with world(server.url) as b:
         assert serve(b, "reader", DOCUMENT) == 0
         assert stat(b, "shared_found_blocks") == NUM_WHOLE // BLOCK
-        assert stat(b, "promoted_blocks") == 0
-        assert stat(b, "failed_promotes") > 0
+        assert stat(b, "shared_promoted_blocks") == 0
+        assert stat(b, "shared_failed_promotes") > 0
         # It has put them again.
         settle(b)
         with world(server.url) as c:
@@ -216,8 +216,25 @@ def test_a_reset_fences_a_question_under_way(server: Server) -> None:
         server.resume()
         settle(b)
         assert serve(b, "reader", DOCUMENT) == 0
-        assert stat(b, "promoted_blocks") == 0
-        assert stat(b, "claimed_blocks") == 0, "an answer of before the reset counts"
+        assert stat(b, "shared_promoted_blocks") == 0
+        assert stat(b, "shared_claimed_blocks") == 0, "an answer of before the reset counts"
+
+
+def test_metrics_have_the_store_and_no_disk(server: Server) -> None:
+    metrics = pytest.importorskip("kvstow.observability.metrics")
+    with world(server.url) as a, world(server.url) as b:
+        serve(a, "writer", DOCUMENT)
+        assert serve(b, "reader", DOCUMENT) == NUM_WHOLE
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in metrics.MetricsCollector(b.engine.stats).collect()
+            for sample in family.samples
+        }
+        num_read = NUM_WHOLE // BLOCK
+        assert found["kvstow_shared_blocks_total", "promote"] == num_read
+        assert found["kvstow_shared_bytes_total", "promote"] == num_read * PAGE
+        assert found["kvstow_shared_failed_blocks_total", "promote"] == 0
+        assert not [name for name, *_ in found if name.startswith("kvstow_disk_")]
 
 
 def test_each_request_asks_once(server: Server) -> None:

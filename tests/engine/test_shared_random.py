@@ -97,7 +97,8 @@ def live(draw: random.Random, server: Server, folder: Path | None) -> float:
                 it.engine.reset()
                 settle(it)
             it.engine.check()
-        return sum(stat(it, "promoted_blocks") for it in worlds)
+        name = "shared_promoted_blocks" if folder is None else "promoted_blocks"
+        return sum(stat(it, name) for it in worlds)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -521,10 +521,10 @@ class Engine(Closing):
         should be), disk_quarantined_bytes (in calls that do not return), and disk_mode
         (2 reads and writes, 1 only reads, 0 nothing).
 
-        With a shared tier, the same with `shared_` for `disk_`, shared_asked_blocks and
-        shared_found_blocks (of questions to the store), shared_late_questions (requests that went
-        on without an answer), and shared_failed_questions (not answered, or not asked because the
-        store had failed).
+        With a shared tier, the same under names that begin with `shared_`, without `disk_`. Then
+        shared_asked_blocks and shared_found_blocks (of questions to the store),
+        shared_late_questions (requests that went on without an answer), and shared_failed_questions
+        (not answered, or not asked because the store had failed).
 
         With both, those of a disk tier, whose blocks are then those of both, the four of questions,
         shared_mode, and shared_put_blocks, shared_got_blocks and shared_mismatched_blocks (of the

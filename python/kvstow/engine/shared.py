@@ -41,7 +41,7 @@ from kvstow.engine.state import Blueprint, Request, State
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES
 from kvstow.tiers.runner import TierRunner
-from kvstow.tiers.shared import SharedStore
+from kvstow.tiers.shared import SharedStore, of_shared
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import BlockLayout, HostArena
@@ -272,9 +272,7 @@ class Shared(Disk):
 
     def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
         """Return what the scheduler, the store's client and the asker have counted."""
-        own = super().stats(scheduler)
-        renamed = {name.replace("disk_", "shared_"): value for name, value in own.items()}
-        return renamed | self.question_stats()
+        return of_shared(super().stats(scheduler)) | self.question_stats()
 
     def question_stats(self) -> dict[str, float]:
         """Return what the asker has counted."""

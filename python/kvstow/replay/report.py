@@ -208,13 +208,15 @@ def _below_figures(replay: ReplayState) -> dict[str, float]:
     own = [] if replay.config.disk is None else ["disk_evicted_blocks"]
     own += [] if replay.config.shared is None else ["shared_asked_blocks", "shared_found_blocks"]
     own += ["shared_got_blocks"] if below == "disk and shared" else []
+    tier = "shared_" if below == "shared" else ""
+    num_failed = stats[f"{tier}failed_demotes"] + stats[f"{tier}failed_promotes"]
     return {
-        "demoted_blocks": stats["demoted_blocks"],
-        "promoted_blocks": stats["promoted_blocks"],
-        "bytes_demoted": stats["demoted_bytes"],
-        "bytes_promoted": stats["promoted_bytes"],
+        "demoted_blocks": stats[f"{tier}demoted_blocks"],
+        "promoted_blocks": stats[f"{tier}promoted_blocks"],
+        "bytes_demoted": stats[f"{tier}demoted_bytes"],
+        "bytes_promoted": stats[f"{tier}promoted_bytes"],
         **{name: stats[name] for name in own},
-        f"failed_{_KEYS[below]}_blocks": stats["failed_demotes"] + stats["failed_promotes"],
+        f"failed_{_KEYS[below]}_blocks": num_failed,
     }
 
 

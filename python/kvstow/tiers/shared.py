@@ -1,10 +1,11 @@
-"""`open_shared`: the shared tier that a URL names."""
+"""`SharedStore`: the shared tier that a URL names."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstow._core import ConfigError
 from kvstow.tiers.frame import Fingerprint
@@ -19,6 +20,8 @@ SCHEMES: Final = (
     "redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
     "unix", "mooncake",
 )  # fmt: skip
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +122,8 @@ class SharedStore:
             num_threads=self.num_threads,
             max_queued_bytes=self.max_queued_bytes,
         )
+
+
+def of_shared(stats: Mapping[str, _Number]) -> dict[str, _Number]:
+    """Return statistics of a tier below the host under the keys of a shared tier."""
+    return {f"shared_{key.removeprefix('disk_')}": value for key, value in stats.items()}

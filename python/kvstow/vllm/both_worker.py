@@ -23,13 +23,13 @@ from typing import Final
 from kvstow.tiers import BothTier, SlotTier, TierTicket
 from kvstow.tiers.budget import Budget
 from kvstow.tiers.runner import TierRunner
+from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
 from kvstow.vllm.below_worker import Counted
 from kvstow.vllm.disk_worker import DiskWorker, Place
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Options
 from kvstow.vllm.shared_worker import Membership, StorePart, opened
-from kvstow.vllm.stats import of_shared
 
 
 class BothWorker(DiskWorker):

@@ -45,12 +45,12 @@ from kvstow.observability.events import BlockEvent
 from kvstow.tiers import Fingerprint
 from kvstow.tiers.asking import Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
+from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
 from kvstow.vllm.below import MODES, LowerTier
 from kvstow.vllm.messages import LowerOrders, LowerReport
 from kvstow.vllm.options import Options
 from kvstow.vllm.shared_worker import opened
-from kvstow.vllm.stats import of_shared
 
 logger = logging.getLogger("vllm." + __name__)
 

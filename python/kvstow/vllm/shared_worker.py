@@ -23,12 +23,12 @@ import numpy.typing as npt
 from kvstow import KvstowError
 from kvstow.tiers import Fingerprint, SharedStore, SharedTier
 from kvstow.tiers.framed import salted
+from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
 from kvstow.transfer.verified import have_device_sums
 from kvstow.vllm.below_worker import LowerWorker, some_of
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import WHERE, Options
-from kvstow.vllm.stats import of_shared
 
 logger = logging.getLogger("vllm." + __name__)
 

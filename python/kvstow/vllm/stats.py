@@ -50,11 +50,6 @@ def _is_gauge(key: str) -> bool:
     return key in _GAUGES or key.startswith(SHADOW_KEY)
 
 
-def of_shared(stats: dict[str, int]) -> dict[str, int]:
-    """Return statistics of a tier below the host under the keys of a shared tier."""
-    return {f"shared_{key.removeprefix('disk_')}": value for key, value in stats.items()}
-
-
 class ConnectorStats(KVConnectorStats):
     """Counters and lists of values since the last report, and gauges, which vLLM serialises."""
 
