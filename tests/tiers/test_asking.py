@@ -244,6 +244,32 @@ def test_a_failed_store_is_left_alone(
     assert len(caplog.records) == 2
 
 
+def test_the_asker_connects_before_the_first_question(
+    asker: Asker, store: Simulated, clock: Clock
+) -> None:
+    asker.connect()
+    assert store.begun.acquire(timeout=LONG_S)
+    [[asked]] = store.calls
+    store.held.add(key(1))
+    assert answer(asker.ask([key(1), asked])) == [True, False]
+    assert asker.stats.questions == 1 and asker.stats.asked_keys == 2
+
+
+def test_a_connection_that_fails_is_no_question(
+    store: Simulated, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.held, store.fails = {key(1)}, True
+    with Asker(lambda: store, clock=clock) as asker:
+        asker.connect()
+        until_s = time.monotonic() + LONG_S
+        while not asker.breaker._num_failed:
+            assert time.monotonic() < until_s
+        store.fails = False
+        assert answer(asker.ask([key(1)])) == [True]
+        assert asker.stats.failed_questions == 0
+    assert not caplog.records
+
+
 def test_a_store_that_cannot_be_opened_is_tried_again(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

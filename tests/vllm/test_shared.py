@@ -6,6 +6,7 @@ removes the guard, and then finds wrong bytes. `test_shared_foreign` has the blo
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.vllm.sharing import (
 
 from kvstow import ConfigError
 from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES
+from kvstow.tiers.resp.nodes import Nodes
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.vllm import shared
 from kvstow.vllm.options import Options
@@ -77,6 +79,22 @@ def test_a_block_that_fell_off_the_host_comes_back_without_a_question(started: S
     asked = stat(server, "asked_blocks")
     assert serve(server, "p") == NUM_HIT
     assert stat(server, "asked_blocks") == asked, "the index knows that the store has it"
+
+
+def test_a_server_connects_before_its_first_request(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may take longer than a request waits for the store."""
+    connected, connect = threading.Event(), Nodes.connect
+
+    def noted(self: Nodes, node: Any) -> Any:
+        wire = connect(self, node)
+        connected.set()
+        return wire
+
+    monkeypatch.setattr(Nodes, "connect", noted)
+    started()
+    assert connected.wait(LONG_S)
 
 
 def test_a_request_asks_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,8 @@ DEFAULT_KEEP_S: Final = 1.0
 MAX_KEYS: Final = 8192
 DEFAULT_CACHED_KEYS: Final = 1 << 17
 _MAX_QUEUED_KEYS: Final = 1 << 17
+# What `connect` asks for: no block has this key.
+_NO_BLOCK: Final[Key] = (bytes(32), 0)
 
 
 class Store(Protocol):
@@ -114,7 +116,7 @@ class AskerStats:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call to the store, which several questions may share."""
+    """One call to the store, which several questions may share. Without keys it only connects."""
 
     keys: list[Key]
     epoch: int
@@ -165,7 +167,8 @@ class Question:
 class Asker(Closing):
     """Asks a shared store which blocks it has, on a thread of its own.
 
-    One thread calls all methods. The store is opened by the asker's thread, at the first question.
+    One thread calls all methods. The asker's thread opens the store, at the first question or at
+    `connect`.
 
     Attributes:
         clock: seconds, as `time.monotonic` gives them.
@@ -244,6 +247,16 @@ class Asker(Closing):
         question._until_s = min((call.until_s for call in question._calls), default=now_s)
         return question
 
+    def connect(self) -> None:
+        """Begin to connect, so that the first question need not wait for it. Never blocks.
+
+        Raises:
+            StateError: as `ask`.
+        """
+        self._check_open()
+        with self._lock:
+            self._queue_call(_Call([], self.epoch, math.inf))
+
     def reset(self) -> None:
         """Forget every answer, also those that are still to come."""
         with self._lock:
@@ -278,11 +291,14 @@ class Asker(Closing):
             return None
         call = _Call(keys, self.epoch, now_s + self._wait_s)
         self._under_way.update(dict.fromkeys(keys, call))
+        self._queue_call(call)
+        return call
+
+    def _queue_call(self, call: _Call) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvstow-asker", daemon=True)
             self._thread.start()
         self._queue.put(call)
-        return call
 
     # -- what the thread does --------------------------------------------------------------------
 
@@ -294,7 +310,7 @@ class Asker(Closing):
                 continue
             try:
                 store = store or self._connect()
-                answers = store.found(call.keys, self._call_s)
+                answers = store.found(call.keys or [_NO_BLOCK], self._call_s)[: len(call.keys)]
             except Exception as error:
                 self._end(call, None)
                 if not isinstance(error, KvstowError):
@@ -316,9 +332,10 @@ class Asker(Closing):
         """Note the answers of a call; None for a call that has failed."""
         pairs = [] if answers is None else list(zip(call.keys, answers, strict=True))
         with self._lock:
-            self.stats.questions += 1
-            self.stats.asked_keys += len(call.keys)
-            self.stats.failed_questions += answers is None
+            if call.keys:
+                self.stats.questions += 1
+                self.stats.asked_keys += len(call.keys)
+                self.stats.failed_questions += answers is None
             for key in call.keys:
                 if self._under_way.get(key) is call:
                     del self._under_way[key]

@@ -92,7 +92,7 @@ class Questions:
     """
 
     def __init__(self, options: Options) -> None:
-        """Connect to nothing yet.
+        """Begin to connect, long before the first request, which would wait for it.
 
         Raises:
             ConfigError: an option does not fit, or a library is missing.
@@ -101,6 +101,7 @@ class Questions:
         self._asked: WeakKeyDictionary[Request, _Asked] = WeakKeyDictionary()
         self._client = _Client(self, options)
         self._asker = Asker(lambda: self._client, wait_s=options.shared_ask_timeout_s)
+        self._asker.connect()
 
     def begin(self, ranks: Mapping[int, LowerReport]) -> None:
         """Choose the names, unless a reset has. vLLM has chosen the start of its hash chains."""
@@ -261,7 +262,8 @@ class _Client:
 
     def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
         """Return which of the keys the first rank has put into the store."""
-        self._tier.rename(self._questions.namespace)
+        if self._questions.namespace:  # it connects before it has one
+            self._tier.rename(self._questions.namespace)
         return TierStore(self._tier).found(keys, limit_s)
 
     def close(self) -> None:
