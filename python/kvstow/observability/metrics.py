@@ -83,7 +83,8 @@ METRICS: Final = (
     ),
     Metric(
         "kvstow_pending_lookups_total",
-        "Lookups deferred because another request is loading the same blocks.",
+        "Lookups deferred because another request is loading the same blocks, or a tier below the "
+        "host brings them.",
         {"": "pending_lookups"},
     ),
     Metric(
@@ -355,7 +356,7 @@ CONNECTOR_METRICS: Final = (
         {"": "shadow_window_seconds"},
     ),
 )
-"""The metrics that only the vLLM connector exports."""
+"""More metrics of the vLLM connector. An engine exports those of its tiers below the host."""
 
 
 SHADOW_KEY: Final = "shadow_hit_ratio "

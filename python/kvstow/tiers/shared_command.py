@@ -18,7 +18,7 @@ from kvstow.tiers.shared_keys import count_blocks, delete_blocks, namespace_of
 _Command = TypeVar("_Command", bound=Callable[..., int])
 
 _FILES: Final = {
-    "password_file": "file with the password. Without it, KVSTOW_SHARED_PASSWORD counts.",
+    "password_file": "file with the password. Without it, KVSTOW_SHARED_PASSWORD counts",
     "ca_file": "certificates that vouch for the servers, for rediss://",
     "certificate_file": "certificate of this side, if the servers ask for one",
     "key_file": "its key",

@@ -108,7 +108,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if model.tokens_per_hash % tokens_per_hash:
             raise ConfigError(
                 f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
-                f"block size {model.tokens_per_hash}: start vLLM without --hash-block-size"
+                f"block size {model.tokens_per_hash}: start vLLM without --prefix-match-unit"
             )
         _warn(self._kv_transfer_config, model, options, tokens_per_hash)
         if options.accelerate:
