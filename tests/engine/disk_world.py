@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.engine.world import DOCUMENT, LOADS, NO_ROOM, PENDING, World
@@ -27,12 +27,17 @@ def slot_file(path: Path, num_blocks: int = 64, **changes: object) -> SlotFile:
     return SlotFile(path, SlotFile.bytes_for(num_blocks, PAGE), **changes)  # type: ignore[arg-type]
 
 
-@contextmanager
 def world(
     path: Path, num_host: int = NUM_HOST, num_device: int = 17, **changes: object
-) -> Iterator[World]:
-    given = {"disk": slot_file(path), "disk_options": options(), "mover": mover_for} | changes
-    it = World(num_device, num_host, **given)
+) -> AbstractContextManager[World]:
+    given = {"disk": slot_file(path), "disk_options": options()} | changes
+    return below(num_host, num_device, **given)
+
+
+@contextmanager
+def below(num_host: int, num_device: int, **given: object) -> Iterator[World]:
+    """An engine with a tier below the host, which comes to rest before it is checked."""
+    it = World(num_device, num_host, **({"mover": mover_for} | given))
     try:
         yield it
         settle(it)

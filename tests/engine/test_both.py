@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from tests.engine.disk_world import (
     NUM_HOST,
     PAGE,
+    below,
     fall_off,
     forget_device,
     serve,
@@ -30,7 +31,7 @@ from tests.tiers.resp.server import Server
 
 from kvstow import ConfigError, hash_tokens
 from kvstow.tiers import SharedStore
-from kvstow.transfer import READY, BlockLayout, mover_for
+from kvstow.transfer import READY, BlockLayout
 
 NUM_BLOCKS = NUM_WHOLE // BLOCK
 WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
@@ -50,21 +51,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made.syncs_wait = made.reads_wait = False
 
 
-@contextmanager
-def world(path: Path, url: str, num_host: int = NUM_HOST, **changes: object) -> Iterator[World]:
+def world(
+    path: Path, url: str, num_host: int = NUM_HOST, **changes: object
+) -> AbstractContextManager[World]:
     given: dict[str, object] = {
         "disk": slot_file(path),
         "shared": SharedStore(url),
         "shared_options": options(),
-        "mover": mover_for,
     }
-    it = World(17, num_host, **(given | changes))
-    try:
-        yield it
-        settle(it)
-        it.engine.check()
-    finally:
-        it.engine.close()
+    return below(num_host, 17, **(given | changes))
 
 
 def test_a_block_that_the_disk_lacks_comes_from_the_store_and_stays_on_the_disk(

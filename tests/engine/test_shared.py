@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.disk_world import NUM_HOST, PAGE, forget_device, serve, settle, slot_file
+from tests.engine.disk_world import NUM_HOST, PAGE, below, forget_device, serve, settle, slot_file
 from tests.engine.disk_world import options as disk_options
 from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
 from tests.tiers.resp.server import Server, free_port
@@ -20,7 +20,7 @@ from tests.tiers.resp.server import Server, free_port
 from kvstow import ConfigError, SharedOptions, StateError
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
-from kvstow.transfer import READY, BlockLayout, mover_for
+from kvstow.transfer import READY, BlockLayout
 
 LONG_S = 20.0
 NUM_WHOLE = (len(DOCUMENT) - 1) // BLOCK * BLOCK
@@ -38,16 +38,10 @@ def options(**changes: object) -> SharedOptions:
     return SharedOptions(**given)  # type: ignore[arg-type]
 
 
-@contextmanager
-def world(url: str, num_host: int = NUM_HOST, **changes: object) -> Iterator[World]:
-    given = {"shared": SharedStore(url), "shared_options": options(), "mover": mover_for} | changes
-    it = World(17, num_host, **given)
-    try:
-        yield it
-        settle(it)
-        it.engine.check()
-    finally:
-        it.engine.close()
+def world(url: str, num_host: int = NUM_HOST, **changes: object) -> AbstractContextManager[World]:
+    return below(
+        num_host, 17, **({"shared": SharedStore(url), "shared_options": options()} | changes)
+    )
 
 
 def stat(it: World, name: str) -> float:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from hypothesis import strategies as st
-
-Edit: TypeAlias = Callable[[bytes], bytes]
 
 _NUMBERS = st.one_of(
     st.integers(-2, 3),

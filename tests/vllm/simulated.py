@@ -106,7 +106,6 @@ class Simulated:
         self.sampled: dict[str, deque[_Sampled]] = {}
         self.drafted: dict[str, list[int]] = {}
         self.num_steps = 0
-        self.num_reads = 0
         self.answers: dict[str, list[int]] = {}
 
     def _config(self) -> Any:
@@ -335,7 +334,6 @@ class Simulated:
             window = 2 if is_state else getattr(spec, "sliding_window", None)
             for at in range(0 if window is None else max(0, end - window + 1), end):
                 block = table[at // BLOCK_SIZE]
-                self.num_reads += 1
                 place = slice(None) if is_state else at % BLOCK_SIZE
                 if block.is_null or (self.kv[block.block_id, place] != values[at] ^ group).any():
                     raise WrongKV(

@@ -98,7 +98,6 @@ class AskerStats:
         questions: questions to the store.
         asked_keys: their keys.
         found_keys: of these, keys that the store had.
-        cached_keys: keys that an earlier question had answered.
         late_questions: requests that went on without an answer.
         failed_questions: questions that the store did not answer.
         refused_questions: questions that were not asked, because the store had failed, or because
@@ -108,7 +107,6 @@ class AskerStats:
     questions: int = 0
     asked_keys: int = 0
     found_keys: int = 0
-    cached_keys: int = 0
     late_questions: int = 0
     failed_questions: int = 0
     refused_questions: int = 0
@@ -235,7 +233,6 @@ class Asker(Closing):
             for key in dict.fromkeys(keys[:MAX_KEYS]):
                 until_s, is_there = self._cache.get(key, (-math.inf, False))
                 if now_s < until_s:
-                    self.stats.cached_keys += 1
                     if is_there:
                         question._known.add(key)
                 elif (call := self._under_way.get(key)) is None:
