@@ -115,7 +115,7 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
 
 
 def _may_promote(copies: Copies, request: Request, now_s: float) -> bool:
-    """Return whether a request may still wait for the disk tier."""
+    """Return whether a request may still wait for the tier below the host."""
     since_s = request.pending_since_s
     if copies.disk is None or since_s is None:
         return True

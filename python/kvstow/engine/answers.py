@@ -20,7 +20,7 @@ class AdmissionState(Enum):
     LOADS = "loads"
     """The host has some of its blocks and they are being loaded. `poll` reports when it runs."""
     PENDING = "pending"
-    """Another request is loading blocks that it needs, or the disk tier has some of them. Ask again
+    """Another request is loading blocks that it needs, or a tier below has some of them. Ask again
     after the next `poll`."""
     NO_ROOM = "no room"
     """The device pool cannot give the blocks now. Nothing has changed, except that the host keeps

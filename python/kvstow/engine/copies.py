@@ -29,7 +29,7 @@ class Copies:
 
     Attributes:
         in_flight: transfers by job id, oldest first. Late ones stay until they have ended.
-        disk: runs the jobs of the disk tier. None without one.
+        disk: runs the jobs of the tier below the host. None without one.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Copies:
         with state.change:
             state.change.commit()
             late = state.scheduler.expire(now_s)
-            # A job that is none of these is one of the disk tier. No request fails with it.
+            # A job that is none of these is one below the host. No request fails with it.
             for transfer in [self.in_flight[it] for it in late if it in self.in_flight]:
                 if transfer.direction == "store":
                     self._late.add(transfer.job.job_id)

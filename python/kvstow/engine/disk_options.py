@@ -62,7 +62,7 @@ class DiskOptions:
             if not isinstance(value, str) or not value:
                 raise ConfigError(
                     f"{name} is {value!r}; pass a name, because cached KV of another model or of "
-                    "other weights must not be served from the disk"
+                    "other weights must not be served"
                 )
         checked_int("min_promote_tokens", self.min_promote_tokens, 0, _MAX_TOKENS, "pass tokens")
         checked_int(

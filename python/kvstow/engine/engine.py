@@ -243,7 +243,7 @@ class Engine(Closing):
         """Append hashes as generated tokens fill blocks, before `computed` reports such a block.
 
         If an exception other than a `KvstowError` cuts this short, the request does not have the
-        hashes, and the next `poll` reports a running request as failed.
+        hashes. The next `poll` then reports a running request as failed.
         """
         state = self._known(request_id)
         hashes = Hashes(hashes)  # which ledger and scheduler share
@@ -402,8 +402,8 @@ class Engine(Closing):
     def poll(self) -> Landed:
         """End the copies that are done, then fail those that are late. Never blocks.
 
-        It also begins the reads and writes of the disk tier that are due. It reports what a call
-        that raised had found, and after a sleep what ended then.
+        It also begins the reads and writes below the host that are due. It reports what a call that
+        raised had found, and after a sleep what ended then.
         """
         self._check_awake()
         self._copies.end_ended()
@@ -413,9 +413,9 @@ class Engine(Closing):
         return self._state.take_unreported()
 
     def settle_disk(self) -> None:
-        """Begin the reads and writes of the disk tier that are due, and wait until all have ended.
+        """Begin the reads and writes below the host that are due, and wait until all have ended.
 
-        `poll` does the same without waiting. Without a disk tier this does nothing.
+        `poll` does the same without waiting. Without a tier below the host this does nothing.
 
         Raises:
             TransferError: a read or a write does not end.
@@ -459,8 +459,8 @@ class Engine(Closing):
         avoid that, `preempt` or `finish` the requests first.
 
         The disk tier is off until `poll` finds that no loss of power can bring back its blocks.
-        Without `weights_version`, what it keeps from then on is not warm after a restart, and a
-        shared tier shares nothing with other servers, because the weights may have changed.
+        Without `weights_version`, the weights may have changed. Then what it keeps is not warm
+        after a restart, and a shared tier shares nothing with other servers.
 
         Args:
             weights_version: name of the weights from now on. Call this when they are in place. The
@@ -583,7 +583,7 @@ class Engine(Closing):
             SnapshotError: the file cannot be written.
             StateError: the engine sleeps already, or is closed.
             ConfigError: `after` is no `Event`, `to` is no path, a file comes without identity and
-                weights version, or the disk tier has others.
+                weights version, or the tier below the host has others.
 
         If it raises, the engine is awake as before. But copies in flight have ended, and the host
         may have evicted blocks to make room.
@@ -722,8 +722,8 @@ class Engine(Closing):
     def close(self) -> None:
         """End every copy, stop the movers and release the host memory. A second call does nothing.
 
-        A disk tier first writes blocks that are due, for `flush_s` seconds at most. If one part
-        cannot be closed, it closes the others and then raises the first error. You can
+        A tier below the host first writes blocks that are due, for `flush_s` seconds at most. If
+        one part cannot be closed, it closes the others and then raises the first error. You can
         still finish requests and inspect them. Requests that were loading never run. A file in
         which the engine sleeps stays.
         """

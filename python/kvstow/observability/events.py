@@ -12,8 +12,8 @@ the file. The other fields are the attributes of the event:
     TransferCompleted    job_id, direction, ok
 
 `medium` is "GPU" (the device), "CPU" (the host) or "STORAGE" (the disk). `direction` is "store" or
-"load", or "demote" or "promote" for the disk tier, whose blocks are slots. Hashes and other bytes
-are hexadecimal. An unknown value is null. Each TransferInitiated has one TransferCompleted with its
+"load", or "demote" or "promote" below the host, where blocks are slots. Hashes and other bytes are
+hexadecimal. An unknown value is null. Each TransferInitiated has one TransferCompleted with its
 `job_id`. A job whose blocks lookup can find has one CacheStoreCommitted before that, unless it is a
 load.
 """

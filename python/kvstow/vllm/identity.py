@@ -420,7 +420,7 @@ def _read(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"{WHERE}.weights_version_path is {path!r}, which cannot be read ({error.strerror}): "
-            "with disk_path or shared, each worker reads it"
+            "make it readable for each worker, because disk_path and shared need it"
         ) from error
 
 

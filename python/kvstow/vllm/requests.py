@@ -81,7 +81,7 @@ class TrackedRequest:
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
         was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
-        promote_until: when it stops waiting for the disk; None unless it waits, or has waited.
+        promote_until: when it stops waiting for the tier below; None unless it waits, or did.
         next_look: the number of the step that looks at it next, if no other does so before.
         scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and
             without tokens that are still to be sampled. Valid as `num_submitted_tokens` says.
