@@ -68,6 +68,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
 	KVSTOW_VLLM=full $(BIN)/pytest -s tests/vllm/test_engine_shared.py tests/vllm/test_server_shared.py tests/vllm/test_engine_both.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_slow_loads.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_shared_random.py
 
 test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, a file system that it fills, and below an engine; and shared stores with 1,000 seeds of faults each

@@ -1134,6 +1134,22 @@ class OffloadScheduler:
             The host slot of each block, its disk slot, its hash, its group, and the hash before it
             or None. No blocks unless the disk is "on".
         """
+    def tier_hits(self, request_id: str, num_local_tokens: int, max_tokens: int) -> tuple[int, int]:
+        """Return the tokens of the hit on the host, and of the hit on host and disk together.
+
+        Both include the local hit. They are equal if `lookup` would begin no promote: the disk tier
+        adds less than `min_promote_tokens`, it is "off" or missing, or the request has waited for a
+        promote already. Changes nothing.
+
+        Args:
+            request_id: the request.
+            num_local_tokens: tokens of the local hit.
+            max_tokens: upper bound for the whole request, the local hit included.
+
+        Raises:
+            ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
+                in common.
+        """
     def unclaimed(
         self,
         request_id: str,

@@ -253,6 +253,22 @@ def test_what_a_shared_store_has_is_claimed_and_promoted() -> None:
     assert tier.disk_stats()["claimed_blocks"] == 2
 
 
+def test_the_hits_of_host_and_disk() -> None:
+    tier = scheduler()
+    store(tier, "a", NAMES[:1])
+    tier.add("b", NAMES[:3])
+    assert tier.tier_hits("b", 0, 100) == (BLOCK_SIZE, BLOCK_SIZE)
+    assert tier.claim(NAMES[1:3], [0, 0], NAMES[:2]) == 2
+    assert tier.tier_hits("b", 0, 100) == (BLOCK_SIZE, 3 * BLOCK_SIZE)
+    without = OffloadScheduler(4, [FULL])
+    without.add("b", NAMES[:3])
+    assert without.tier_hits("b", BLOCK_SIZE, 100) == (BLOCK_SIZE, BLOCK_SIZE)
+    with pytest.raises(UnknownRequest):
+        tier.tier_hits("c", 0, 100)
+    with pytest.raises(ConfigError, match="multiple of the block size"):
+        tier.tier_hits("b", 1, 100)
+
+
 def test_claims_that_cannot_be_are_refused() -> None:
     tier = scheduler()
     for arguments, message in (

@@ -368,7 +368,7 @@ def test_an_error_in_the_half_closes_the_connection(started: Started, log: list[
     serve(server, "p")
     below = server.half.tier.below
     assert isinstance(below, SharedTier)
-    below._is_awaited = refuse  # type: ignore[method-assign]
+    below._is_asking = refuse  # type: ignore[method-assign]
     assert server.half.lookup(server.begin("q"), 0) == 0
     assert server.half.tier.is_off
     assert below.questions._asker._is_closed

@@ -334,6 +334,12 @@ CONNECTOR_METRICS: Final = (
         {"": "shared_mode"},
     ),
     Metric(
+        "kvstow_skipped_load_tokens_total",
+        "Prompt tokens that a tier below the host had and requests did not wait for, because loads "
+        "took longer than computing (`skip_slow_loads`).",
+        {"": "skipped_load_tokens"},
+    ),
+    Metric(
         "kvstow_hit_ratio",
         "Share of the blocks of prompts that came from the device or the host, of requests in the "
         "window.",

@@ -19,6 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Final
 
 from vllm.v1.request import Request
@@ -29,6 +30,7 @@ from kvstow.tiers.budget import Budget
 from kvstow.tiers.tier import Mode
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Lower, Options
+from kvstow.vllm.slow_loads import SlowLoads
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -46,6 +48,7 @@ class LowerTier(ABC):
         world_size: workers that report each job. Those without a part of their own copy nothing.
         clock: seconds, monotonic.
         is_due: blocks may be due that no step has planned.
+        slow_loads: decides which loads to skip; None without `skip_slow_loads`.
     """
 
     name: ClassVar[str]
@@ -54,6 +57,7 @@ class LowerTier(ABC):
     world_size: int
     clock: Callable[[], float]
     is_due: bool = False
+    slow_loads: SlowLoads | None = field(init=False)
     _offload: OffloadScheduler | None = None
     # By rank, the first report, and what each part of the tier still does.
     _ranks: dict[int, LowerReport] = field(default_factory=dict)
@@ -68,6 +72,9 @@ class LowerTier(ABC):
 
     def __post_init__(self) -> None:
         self._budget = Budget(self.lower.max_write_bytes_per_s)
+        options, self.slow_loads = self.options, None
+        if options.skip_slow_loads:
+            self.slow_loads = SlowLoads(self.name, options.min_promote_tokens, self.clock)
 
     # -- the start and resets -----------------------------------------------------------------
 
@@ -117,14 +124,27 @@ class LowerTier(ABC):
         """
         assert self._offload is not None, "there is no lookup before `begin`"
         may_wait = may_wait and request.lora_request is None
-        if may_wait and self._is_awaited(request, num_local_tokens, end):
+        if may_wait and self._is_opening():
             return None
-        name = request.request_id
-        return self._offload.lookup(name, num_local_tokens, end, promote=may_wait)
+        slow_loads, where = self.slow_loads, (request.request_id, num_local_tokens, end)
+        if may_wait and self._is_asking(request, num_local_tokens, end):
+            if slow_loads is not None:
+                slow_loads.asks(request, end)
+            return None
+        if may_wait and slow_loads is not None:
+            may_wait = slow_loads.may_load(request, end, partial(self._offload.tier_hits, *where))
+        found = self._offload.lookup(*where, promote=may_wait)
+        if found is not None and slow_loads is not None:
+            slow_loads.found(request, num_local_tokens + found)
+        return found
 
-    @abstractmethod
-    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
-        """Whether the index still lacks what the tier has of a request."""
+    def _is_opening(self) -> bool:
+        """Whether the index still lacks what the tier had when the server started."""
+        return False
+
+    def _is_asking(self, request: Request, num_local_tokens: int, end: int) -> bool:
+        """Whether a store is still to say what it has of a request."""
+        return False
 
     # -- steps --------------------------------------------------------------------------------
 

@@ -69,11 +69,9 @@ class BothTier(DiskTier):
         """Ask no more, and close the connection."""
         self.questions.close()
 
-    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
-        """Whether the files, and then the store, are still to say what they have."""
+    def _is_asking(self, request: Request, num_local_tokens: int, end: int) -> bool:
+        """Whether the store is still to say what it has of a request."""
         assert self._offload is not None, "there is no lookup before `begin`"
-        if super()._is_awaited(request, num_local_tokens, end):
-            return True
         return self.questions.is_open(self._offload, request, num_local_tokens, end)
 
     def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
-from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler
 from kvstow.tiers import SlotRecords, TierBlocks
@@ -114,7 +113,7 @@ class DiskTier(LowerTier):
         self._parts.clear()
         self._agreed.clear()
 
-    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
+    def _is_opening(self) -> bool:
         """Whether the records of an earlier server are still to come."""
         return self.phase == "warming" and self.clock() < self._until
 

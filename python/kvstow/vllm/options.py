@@ -128,7 +128,7 @@ def read_choice(*choices: str) -> _Reader:
     return read
 
 
-_OF_BOTH = ("min_promote_tokens", "promote_timeout_s")
+_OF_BOTH = ("min_promote_tokens", "promote_timeout_s", "skip_slow_loads")
 # With both tiers, one write goes to both, and the index has the slots of the disk.
 _DECIDED_BY_DISK = {
     "shared_admit": "disk_admit",
@@ -239,6 +239,10 @@ class Options:
         min_promote_tokens: a request waits for a tier below the host only if the tier adds this
             many tokens.
         promote_timeout_s: seconds after which a request goes on without what the tier still reads.
+        skip_slow_loads: a request does not wait for a tier below the host while loads from it take
+            longer than computing the same tokens. kvstow measures both. One slow load in 16 takes
+            place, because the tier may be faster again. Off by default, because runs then depend on
+            the clock.
         disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
             them, and logs what differs. "refuse" ends the start with an error.
         disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
@@ -294,6 +298,7 @@ class Options:
     disk_max_write_bytes_per_s: int | None = option(None, read_size)
     min_promote_tokens: int = option(256, read_count(0))
     promote_timeout_s: float = option(5.0, read_seconds)
+    skip_slow_loads: bool = option(False, read_flag)
     disk_on_mismatch: Literal["refuse", "reset"] = option("reset", read_choice("refuse", "reset"))
     disk_flush_s: float = option(3.0, read_seconds)
     shared: str | None = option(None, read_url)

@@ -45,7 +45,7 @@ A request that is not tracked any more may still have jobs in flight. They go on
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -318,6 +318,14 @@ class Requests:
             if self.has_room:
                 return
         self.look(num_scheduled)
+
+    def chunks(self, scheduled: SchedulerOutput) -> Iterator[tuple[Request, int]]:
+        """Yield the requests that a step computes more than one token of, and these numbers."""
+        num_scheduled = scheduled.num_scheduled_tokens
+        if scheduled.total_num_scheduled_tokens != len(num_scheduled):
+            for request_id, num_tokens in num_scheduled.items():
+                if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
+                    yield tracked.request, num_tokens
 
     def num_submitted_tokens(self, request_id: str, tracked: TrackedRequest) -> int:
         """Return the tokens that earlier steps write, beyond those in reported blocks; 0: none."""

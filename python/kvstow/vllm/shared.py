@@ -215,7 +215,7 @@ class SharedTier(LowerTier):
 
     # -- lookups and steps --------------------------------------------------------------------
 
-    def _is_awaited(self, request: Request, num_local_tokens: int, end: int) -> bool:
+    def _is_asking(self, request: Request, num_local_tokens: int, end: int) -> bool:
         """Whether the store is still to say what it has of a request."""
         assert self._offload is not None, "there is no lookup before `begin`"
         return self.questions.is_open(self._offload, request, num_local_tokens, end)

@@ -41,6 +41,8 @@ class Steps:
         self.transfers.expire()
         jobs = self.transfers.take_jobs()
         if self.tier.below is not None:
+            if (slow_loads := self.tier.below.slow_loads) is not None:
+                slow_loads.scheduled(self.requests.chunks(scheduled))
             is_copying = self.transfers.is_work_left or self.transfers.is_loading
             is_idle = not scheduled.total_num_scheduled_tokens
             jobs.below = self.tier.below.build(is_idle=is_idle, is_copying=is_copying)
@@ -69,6 +71,8 @@ class Steps:
 
     def processed(self, output: KVConnectorOutput) -> None:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""
+        if self.tier.below is not None and self.tier.below.slow_loads is not None:
+            self.tier.below.slow_loads.processed()
         sent = output.kv_connector_worker_meta
         # Most steps report nothing, and the check for a subclass of an abstract class is slow.
         reports = sent if sent is not None and isinstance(sent, StepReports) else None

@@ -210,8 +210,12 @@ class HostTier:
         """Return the tier's counters and gauges; empty unless the tier is on."""
         if self.offload is None:
             return {}
-        of_below = {} if self.below is None else self.below.stats()
-        return {**self.counts, **self.offload.stats(), **of_below}
+        stats = {**self.counts, **self.offload.stats()}
+        if self.below is not None:
+            stats |= self.below.stats()
+            if self.below.slow_loads is not None:
+                stats["skipped_load_tokens"] = self.below.slow_loads.num_skipped_tokens
+        return stats
 
     def take_events(self) -> Sequence[BlockEvent]:
         """Return the events of the tier's blocks since the last call."""

@@ -408,6 +408,29 @@ impl OffloadScheduler {
         disk::unsaved(py, &self.0, max_blocks.0)
     }
 
+    /// Return the tokens of the hit on the host, and of the hit on host and disk together.
+    ///
+    /// Both include the local hit. They are equal if `lookup` would begin no promote: the disk tier
+    /// adds less than `min_promote_tokens`, it is "off" or missing, or the request has waited for a
+    /// promote already. Changes nothing.
+    ///
+    /// Args:
+    ///     request_id: the request.
+    ///     num_local_tokens: tokens of the local hit.
+    ///     max_tokens: upper bound for the whole request, the local hit included.
+    ///
+    /// Raises:
+    ///     ConfigError: `num_local_tokens` is not a multiple of the block size that all groups have
+    ///         in common.
+    fn tier_hits(
+        &self,
+        request_id: RequestId,
+        num_local_tokens: Count,
+        max_tokens: Count,
+    ) -> PyResult<(usize, usize)> {
+        lock(&self.0).tier_hits(&request_id, num_local_tokens.0, max_tokens.0).map_err(to_py)
+    }
+
     /// Return the blocks of a request to ask a shared store for, in the order of their prompt.
     ///
     /// Neither the host nor the disk tier has them, and they could lengthen the request's hit. Pass

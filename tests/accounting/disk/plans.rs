@@ -140,6 +140,42 @@ fn few_tokens_are_not_worth_a_promote() {
 }
 
 #[test]
+fn tier_hits_differ_while_a_lookup_would_begin_a_promote() {
+    let names = [1, 2, 3];
+    let mut scheduler = warm(8, &names, DiskConfig::new(8));
+    let hits = |scheduler: &OffloadScheduler, local: usize, end: usize| {
+        let (host, both) = scheduler.tier_hits("a", local * BLOCK_SIZE, end * BLOCK_SIZE).unwrap();
+        (host / BLOCK_SIZE, both / BLOCK_SIZE)
+    };
+    scheduler.add("a", &hashes(&names)).unwrap();
+    assert_eq!(hits(&scheduler, 0, 3), (0, 3));
+    assert_eq!(hits(&scheduler, 0, 2), (0, 2), "no more than the request may load");
+    assert_eq!(hits(&scheduler, 1, 3), (1, 3), "the device has the first block");
+    assert_eq!(hits(&scheduler, 3, 3), (3, 3));
+    scheduler.set_disk(DiskMode::Off).unwrap();
+    assert_eq!(hits(&scheduler, 0, 3), (0, 0));
+    scheduler.set_disk(DiskMode::On).unwrap();
+    assert_eq!(ask(&mut scheduler, "a", &names), None);
+    let job = scheduler.promote(usize::MAX, None).unwrap().unwrap();
+    let outcome = Outcome::Blocks(vec![true, true, false]);
+    scheduler.complete(job.job_id, 0, outcome).unwrap();
+    store(&mut scheduler, "b", &names, 1);
+    assert_eq!(hits(&scheduler, 0, 3), (3, 3));
+
+    let mut scheduler = warm(2, &names, DiskConfig::new(8));
+    assert_eq!(ask(&mut scheduler, "a", &names), None);
+    let job = scheduler.promote(usize::MAX, None).unwrap().unwrap();
+    scheduler.complete(job.job_id, 0, true).unwrap();
+    assert_eq!(hits(&scheduler, 0, 3), (2, 2), "it has waited once");
+    let disk = DiskConfig { min_promote_tokens: 3 * BLOCK_SIZE + 1, ..DiskConfig::new(8) };
+    let mut scheduler = warm(8, &names, disk);
+    scheduler.add("a", &hashes(&names)).unwrap();
+    assert_eq!(hits(&scheduler, 0, 3), (0, 0), "too few tokens");
+    assert!(matches!(scheduler.tier_hits("b", 0, 1), Err(Error::UnknownRequest { .. })));
+    assert!(matches!(scheduler.tier_hits("a", 1, 1), Err(Error::Config(_))));
+}
+
+#[test]
 fn a_failed_block_leaves_the_disk_and_the_others_count() {
     let names = [1, 2, 3];
     let mut scheduler = warm(8, &names, DiskConfig::new(8));

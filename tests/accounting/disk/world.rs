@@ -356,12 +356,16 @@ impl World {
             return;
         };
         let (id, max_tokens) = (who.to_string(), request.names.len() * BLOCK_SIZE);
+        let (on_host, in_both) = self.scheduler.tier_hits(&id, 0, max_tokens).unwrap();
         let found = if may_wait {
             self.scheduler.lookup_below(&id, 0, max_tokens)
         } else {
             self.scheduler.lookup(&id, 0, max_tokens)
         };
-        let Some(found) = found.unwrap() else { return };
+        let found = found.unwrap();
+        assert!(!may_wait || in_both == on_host || found.is_none(), "it waits for the disk");
+        let Some(found) = found else { return };
+        assert_eq!(found, on_host);
         self.requests.get_mut(&who).unwrap().is_waiting = false;
         if found > 0 {
             self.load(who, found);

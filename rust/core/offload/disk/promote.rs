@@ -113,6 +113,31 @@ impl OffloadScheduler {
         self.lookup(request_id, num_local_tokens, max_tokens)
     }
 
+    /// Tokens of the hit on the host alone, and of the hit on host and disk together, the local hit
+    /// included in both. They are equal if a lookup would begin no promote, because the disk adds too
+    /// few tokens or is off, or because the request has waited for one. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`lookup`](Self::lookup).
+    pub fn tier_hits(
+        &self,
+        request_id: &str,
+        num_local_tokens: usize,
+        max_tokens: usize,
+    ) -> Result<(usize, usize)> {
+        self.check_multiple("local", num_local_tokens)?;
+        let request = self.requests.get(request_id)?;
+        let num_host = self.num_host_tokens(&request.hashes, num_local_tokens, max_tokens);
+        let is_open = self.disk_mode().is_some_and(|mode| mode != DiskMode::Off);
+        let has_promoted = request.waiting.as_ref().is_some_and(|it| it.has_promoted());
+        let num_both = self
+            .union_hit(&request.hashes, num_local_tokens, max_tokens)
+            .map(|hit| hit.num_tokens)
+            .filter(|&num| is_open && !has_promoted && self.is_worth(num, num_host))
+            .unwrap_or(num_host);
+        Ok((num_host.max(num_local_tokens), num_both.max(num_local_tokens)))
+    }
+
     /// Whether a request should wait for the disk. If so, it wants a promote, unless others bring
     /// all that it needs.
     fn waits(&mut self, request_id: &str, num_local: usize, max_tokens: usize) -> Result<bool> {
