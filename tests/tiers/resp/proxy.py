@@ -49,7 +49,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -93,6 +94,8 @@ class Proxy:
 
     def close(self) -> None:
         """Stop, and end all connections."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()  # which may still add the sockets of a connection
         self._listener.close()
         for one in self._sockets:
             with contextlib.suppress(OSError):
