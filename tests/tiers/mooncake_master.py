@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -68,3 +69,11 @@ class Master:
         """End the process at once."""
         self._process.kill()
         self._process.wait()
+
+    def pause(self) -> None:
+        """Let the process stand still."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on."""
+        self._process.send_signal(signal.SIGCONT)
