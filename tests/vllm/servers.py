@@ -28,13 +28,23 @@ TOLERANCE = 1e-4
 class Server:
     """A server of which a test ends the processes."""
 
-    def __init__(self, model: Path, log: Path, options: dict[str, Any] | None, *flags: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        options: dict[str, Any] | None,
+        *flags: str,
+        module: str = "kvstow.vllm",
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         given = SETTINGS | {"--port": str(port), "--model": str(model)}
         if options is not None:
-            transfer = CONNECTOR | {"kv_connector_extra_config": options}
+            transfer = CONNECTOR | {
+                "kv_connector_module_path": module,
+                "kv_connector_extra_config": options,
+            }
             given["--kv-transfer-config"] = json.dumps(transfer)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += ["--enable-prompt-tokens-details"]
@@ -111,8 +121,10 @@ class Server:
 
 
 @contextmanager
-def server(model: Path, log: Path, options: dict[str, Any] | None, *flags: str) -> Iterator[Server]:
-    running = Server(model, log, options, *flags)
+def server(
+    model: Path, log: Path, options: dict[str, Any] | None, *flags: str, **more: str
+) -> Iterator[Server]:
+    running = Server(model, log, options, *flags, **more)
     try:
         yield running
     finally:

@@ -62,6 +62,52 @@ def test_a_restarted_server_hits_the_disk_with_its_first_requests(
         assert size <= 200 << 20, "never more than disk_bytes_to_use"
 
 
+def damage(file: Path) -> None:
+    """Change a byte in each page of a slot file."""
+    content = bytearray(file.read_bytes())
+    content[3::64] = bytes(byte ^ 0x7F for byte in content[3::64])
+    file.write_bytes(content)
+
+
+@ONLY_FULL
+def test_blocks_that_one_of_two_ranks_has_damaged_are_computed(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The negative control proves nothing, and serves the damage."""
+    flags = ("--tensor-parallel-size", "2")
+    asked = prompts(3)
+    with folder_on_disk() as disk:
+        options = options_of(disk)
+        with server(folder, tmp_path / "first", options, *flags) as first:
+            expected = [first.answer(prompt) for prompt in asked]
+            first.wait_for("kvstow_disk_cached_blocks", len(asked) * NUM_HIT // BLOCK_SIZE)
+            first.end("SIGKILL")
+        damage(disk / "rank1-of-2")
+        # A control keeps what it has read on the host, and writes none of it to the disk again.
+        control = server(
+            folder, tmp_path / "control", options, *flags, module="tests.vllm.unproven"
+        )
+        with control as trusting:
+            for prompt, known in zip(asked, expected, strict=True):
+                found = trusting.answer(prompt)
+                assert found[2] == NUM_HIT
+                with pytest.raises(AssertionError):
+                    check(found, known)
+            trusting.end("SIGKILL")
+        with server(folder, tmp_path / "again", options, *flags) as again:
+            for prompt, known in zip(asked, expected, strict=True):
+                found = again.answer(prompt)
+                assert found[2] == 0
+                check(found, known)
+            assert again.metric("kvstow_disk_mismatched_blocks_total") > 0
+        # Rank 0 is intact, and its blocks alone are worth nothing.
+        (disk / "rank1-of-2").unlink()
+        (disk / "rank1-of-2.index").unlink()
+        with server(folder, tmp_path / "one", options, *flags) as one:
+            check(one.answer(asked[0]), expected[0])
+            assert one.metric("kvstow_disk_hit_tokens_total") == 0
+
+
 @pytest.mark.parametrize("way", ["SIGTERM", pytest.param("SIGKILL", marks=ONLY_FULL)])
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_an_orderly_end_saves_what_only_the_host_has(
