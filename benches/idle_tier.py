@@ -2,10 +2,11 @@
 
     .venv/bin/python -m benches.idle_tier [--steps 4000] [--json]
 
-Three scheduler halves of the connector take turns, step by step: without a tier below the host,
-with a disk, and with a shared store. Each has 256 requests, which compute one token in a step. No
-request fills a block, so nothing is stored, demoted or promoted. The time is that of the two calls
-of a step: the end of scheduling, and the reports of the workers. vLLM's own work is no part of it.
+Scheduler halves of the connector take turns, step by step: without a tier below the host, with a
+disk, with a shared store, with both, and with both and `skip_slow_loads`. Each has 256 requests,
+which compute one token in a step. No request fills a block, so nothing is stored, demoted or
+promoted. The time is that of the two calls of a step: the end of scheduling, and the reports of the
+workers. vLLM's own work is no part of it.
 
 The condition: a tier adds at most 20 us to the least time, a thousandth of a step of 20 ms.
 """
@@ -38,10 +39,14 @@ NUM_BLOCKS: Final = 1024
 # So large that no request fills one.
 BLOCK_SIZE: Final = 1 << 16
 MOST_ADDED_US: Final = 20.0
+DISK: Final[dict[str, Any]] = {"disk_path": "/unused", "disk_bytes_to_use": 1 << 30}
+SHARED: Final[dict[str, Any]] = {"shared": "redis://127.0.0.1:1"}
 TIERS: Final[dict[str, dict[str, Any]]] = {
     "none": {},
-    "disk": {"disk_path": "/unused", "disk_bytes_to_use": 1 << 30},
-    "shared": {"shared": "redis://127.0.0.1:1"},
+    "disk": DISK,
+    "shared": SHARED,
+    "both": {**DISK, **SHARED},
+    "skips": {**DISK, **SHARED, "skip_slow_loads": True},
 }
 
 
@@ -125,7 +130,7 @@ def main() -> int:
     gc.freeze()
     order = list(sides)
     for at in range(options.steps):
-        for name in order[at % 3 :] + order[: at % 3]:
+        for name in order[at % len(order) :] + order[: at % len(order)]:
             times[name].append(1e6 * sides[name].step())
     rows = {
         name: {"least_us": min(each), "median_us": statistics.median(each)}
