@@ -143,6 +143,31 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     assert missing == []
 
 
+def test_every_problem_that_a_server_logs_is_on_the_troubleshooting_page() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    lines = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    known = [re.escape(plain(line.replace("...", "@"))).replace("@", ".*") for line in lines]
+    files = [
+        path for part in ("vllm", "tiers") for path in (ROOT / "python/kvstow" / part).rglob("*.py")
+    ]
+    logged = [text for path in files for text in problems(path.read_text())]
+    assert len(logged) > 25
+    missing = [text for text in logged if not any(re.search(one, plain(text)) for one in known)]
+    assert missing == []
+
+
+def problems(source: str) -> Iterator[str]:
+    """Yield the texts that a program logs as warnings and errors."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("warning", "error", "exception", "critical")
+            and ast.unparse(node.func.value) == "logger"
+        ):
+            yield from strings(ast.unparse(node.args[0]))
+
+
 def plain(text: str) -> str:
     """A message without its values, and without the quotes around them."""
     return re.sub(r"\.\.\.|[\"']", "", " ".join(text.split())).strip()

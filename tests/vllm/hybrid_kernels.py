@@ -97,11 +97,6 @@ def _store_checkpoint(
 # -- Mamba 1 ------------------------------------------------------------------------------------
 
 
-def _multiply_contiguous(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product: torch.Tensor = _multiply(handler, x.contiguous(), bias)
-    return product
-
-
 def _selective_scan(
     u: torch.Tensor,
     states: torch.Tensor,

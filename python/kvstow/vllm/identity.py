@@ -251,8 +251,8 @@ def may_have_changed(name: str, folder: Path | None) -> bool:
         return False
     logger.warning(
         "kvstow: the files in %s have changed since this process began, perhaps while vLLM loaded "
-        "them. So this server uses the disk, and neither finds the blocks of the last server nor "
-        "keeps its own for the next one. Start it again to keep them",
+        "them. So below the host, this server finds no blocks of other servers or of an earlier "
+        "start, and leaves none for them. Start it again to end that",
         folder,
     )
     return True
