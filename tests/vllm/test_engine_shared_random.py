@@ -25,6 +25,7 @@ from tests.vllm.unsteady_disk import UnsteadyRunner
 
 from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.vllm.shared import SharedTier
+from kvstow.vllm.slow_loads import SlowLoads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
@@ -79,7 +80,7 @@ class Bench:
 
     @contextmanager
     def unsteady(self, run: Run) -> Iterator[None]:
-        """Let jobs be late and fail, and clocks count steps."""
+        """Let jobs be late and fail, let clocks count steps, and in some runs skip slow loads."""
         tier, worker, below = self.engine.half.tier, self.engine.worker.below, self.below
         assert worker is not None
         before = tier.options, tier.clock, below.options, below.clock, worker._runner
@@ -89,9 +90,14 @@ class Bench:
         below.options = replace(tier.options, promote_timeout_s=50)
         tier.clock = below.clock = lambda: float(run.num_steps)
         worker._runner = UnsteadyRunner(worker._runner)
+        if run.dice.random() < 0.3:
+            below.slow_loads = SlowLoads(below.name, 0, below.clock)
         try:
             yield
         finally:
+            if below.slow_loads is not None:
+                run.counts["skipped"] = below.slow_loads.num_skipped_tokens
+            below.slow_loads = None
             tier.options, tier.clock, below.options, below.clock, worker._runner = before
 
     def run(
