@@ -12,13 +12,14 @@ from pathlib import Path
 
 import click
 import pytest
+from docs.generate.hooks import PLACE
+from docs.generate.reference import TABLES
 from tests.docs.pages import ROOT
 
 import kvstow
 from kvstow import KvstowError
 from kvstow.cli import _commands
 from kvstow.observability.metrics import ALL_METRICS
-from kvstow.vllm.hints import Hints
 from kvstow.vllm.options import Options
 
 DOCS = ROOT / "docs"
@@ -26,6 +27,7 @@ PAGES = {
     path: path.read_text()
     for path in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
 }
+GUIDE = {ROOT / "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text()}
 REFERENCE = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
 ENTRIES = set(re.findall(r"^::: ([\w.]+)$", REFERENCE, re.MULTILINE))
 # Packages whose `__all__` is for users of the library.
@@ -107,11 +109,9 @@ def test_every_option_that_a_page_passes_to_the_connector_exists() -> None:
     assert num_found > 5
 
 
-def test_options_and_hints_have_a_table() -> None:
-    page = (DOCS / "reference" / "connector.md").read_text()
-    assert "<!-- generated: options -->" in page
-    assert "<!-- generated: hints -->" in page
-    assert dataclasses.fields(Hints)
+def test_every_generated_table_is_on_one_page() -> None:
+    placed = [name for text in PAGES.values() for name in PLACE.findall(text)]
+    assert sorted(placed) == sorted(TABLES)
 
 
 # -- commands ----------------------------------------------------------------------------------
@@ -148,13 +148,45 @@ def test_every_command_and_its_options_exist() -> None:
                 assert option in known, (path, line)
 
 
-def test_every_make_target_that_a_page_names_exists() -> None:
+def test_every_option_on_the_page_of_the_command_line_exists() -> None:
+    page = (DOCS / "reference" / "cli.md").read_text()
+    named = re.findall(r"`(--[a-z-]+)", page)
+    assert len(named) > 20
+    known = set(re.findall(r"--[a-z-]+", TABLES["command-line"]()))
+    assert [name for name in named if name not in known] == []
+
+
+def test_every_program_that_a_page_names_exists() -> None:
+    num_found = 0
+    for path, text in (PAGES | GUIDE).items():
+        joined = " ".join(text.replace("\\\n", " ").split())
+        for module in re.findall(r"python3? -m ((?:benches|docs|tests)[.\w]*\w)", joined):
+            num_found += 1
+            file = ROOT / module.replace(".", "/")
+            assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), (
+                path,
+                module,
+            )
+        for name, arguments in re.findall(r"(?:python3? )(examples/\w+\.py)([^`]*)", joined):
+            num_found += 1
+            options = re.findall(r" (--[a-z-]+)", arguments)
+            source = (ROOT / name).read_text()
+            assert [one for one in options if f'"{one}"' not in source] == [], (path, name)
+    assert num_found > 20
+
+
+def test_pages_name_the_targets_of_make() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):.*## ", makefile, re.MULTILINE))
-    pages = PAGES | {ROOT / "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text()}
-    for path, text in pages.items():
-        for name in re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE):
-            assert name in targets, (path, name)
+    named: set[str] = set()
+    for path, text in (PAGES | GUIDE).items():
+        found = set(re.findall(r"(?:^|`)make\s([a-z][a-z-]*)", text, re.MULTILINE))
+        assert found <= targets, (path, found - targets)
+        named |= found
+    assert targets - named == {"help"}
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    assert set(phony[1].split()) == targets
 
 
 # -- the environment ---------------------------------------------------------------------------
@@ -176,7 +208,7 @@ def test_every_variable_of_the_environment_is_documented() -> None:
 
 def test_every_documented_variable_of_the_environment_is_read() -> None:
     pages = {name for text in PAGES.values() for name in VARIABLE.findall(text)}
-    pages |= set(VARIABLE.findall((ROOT / "CONTRIBUTING.md").read_text()))
+    pages |= {name for text in GUIDE.values() for name in VARIABLE.findall(text)}
     read = variables("python", "tests", "rust", "benches", "examples")
     read |= set(VARIABLE.findall((ROOT / "Makefile").read_text()))
     assert pages - read == set()
