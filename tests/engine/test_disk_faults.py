@@ -69,7 +69,7 @@ def lived(at: int, *, after: bool, folder: Path, patch: pytest.MonkeyPatch) -> i
         real = getattr(kind, name)
         patch.setattr(kind, name, lambda *args, **options: faults.call(real, *args, **options))
 
-    patch.setattr("kvstow.engine.engine.OffloadScheduler", build)
+    patch.setattr("kvstow.engine.blueprint.OffloadScheduler", build)
     patch.setattr("kvstow.tiers.slot_file.Files", Here)
     for name in "put", "get", "delete", "renew", "records":
         watch(SlotTier, name)

@@ -123,7 +123,7 @@ class Life:
                 self.watch(patch, kind, name)
         for real in BlockLedger, OffloadScheduler:
             build: Any = lambda *a, real=real, **o: Watched(real(*a, **o), faults)  # noqa: E731
-            patch.setattr(f"kvstow.engine.engine.{real.__name__}", build)
+            patch.setattr(f"kvstow.engine.blueprint.{real.__name__}", build)
         self.engine = Engine(
             NUM_BLOCKS, 40, [FullAttention(BLOCK)], [BlockLayout.from_arrays([self.kv])],
             mover=WatchedMover, events_path=folder / "events", load_timeout_s=60.0,

@@ -34,7 +34,7 @@ def ledger_that_publishes_at_the_grant(*args: Any, **options: Any) -> BlockLedge
 def test_random_loop_detects_a_ledger_that_publishes_at_the_grant(
     shape: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvstow.engine.engine.BlockLedger", ledger_that_publishes_at_the_grant)
+    monkeypatch.setattr("kvstow.engine.blueprint.BlockLedger", ledger_that_publishes_at_the_grant)
     with pytest.raises(AssertionError, match="that is not its own"):
         for seed in range(20):
             loop = Loop(seed, folder=tmp_path, **SHAPES[shape])

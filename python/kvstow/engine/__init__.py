@@ -9,8 +9,9 @@ kvstow.threads, kvstow.tiers, kvstow.transfer.
 """
 
 from kvstow.engine.answers import Admission, AdmissionState, Awake, Landed
+from kvstow.engine.arguments import Policy
 from kvstow.engine.disk_options import DiskOptions
-from kvstow.engine.engine import Engine, Policy
+from kvstow.engine.engine import Engine
 from kvstow.engine.shared import SharedOptions
 from kvstow.engine.snapshot_file import HOST
 from kvstow.engine.transfer import Transfer

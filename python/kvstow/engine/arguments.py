@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Real
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from kvstow.arguments import checked_int
 _MAX_SIZE = 1 << 40
 
 Group = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
+Policy: TypeAlias = Literal["lru", "hit-density"]
 
 
 def checked_groups(groups: Sequence[Group]) -> list[Group]:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TypeAlias
 
 from kvstow._core import ConfigError
+from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.both import Both
 from kvstow.engine.disk import Disk, open_disk
 from kvstow.engine.disk_options import DiskOptions, checked_files
 from kvstow.engine.shared import Shared, SharedOptions
-from kvstow.engine.state import Blueprint
 from kvstow.tiers import SlotFile
 from kvstow.tiers.shared import SharedStore
 from kvstow.transfer import BlockLayout, HostArena

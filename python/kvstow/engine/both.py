@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from typing import ClassVar
 
 from kvstow._core import OffloadScheduler
+from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk import MODES, Disk
 from kvstow.engine.shared import Shared, SharedOptions
-from kvstow.engine.state import Blueprint, State
+from kvstow.engine.state import State
 from kvstow.tiers import BothTier, SlotFile, SlotTier
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore

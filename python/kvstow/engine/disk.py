@@ -34,8 +34,9 @@ from typing import ClassVar, Final, Literal
 
 from kvstow._core import ConfigError, KvstowError, OffloadScheduler, TierJob, TransferError
 from kvstow.closing import Closing, call_all
+from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk_options import DiskOptions, fingerprints
-from kvstow.engine.state import Blueprint, State
+from kvstow.engine.state import State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
 from kvstow.tiers.budget import ALL, Budget
 from kvstow.tiers.runner import TierRunner, blocks_of

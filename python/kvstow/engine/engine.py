@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
@@ -30,12 +30,12 @@ from kvstow._core import (
     StateError,
     StepAllocation,
 )
-from kvstow.arguments import checked_int
 from kvstow.closing import Closing, call_all
 from kvstow.engine.admission import Wish, admit
 from kvstow.engine.answers import Admission, Awake, Ids, Landed
 from kvstow.engine.arguments import (
     Group,
+    Policy,
     check_callables,
     check_sizes,
     checked_counts,
@@ -44,24 +44,23 @@ from kvstow.engine.arguments import (
     checked_names,
 )
 from kvstow.engine.below import checked_below
+from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.copies import Copies
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
-from kvstow.engine.ranks import MakeMover, RankLayouts, Ranks, build_arenas, checked_layouts
+from kvstow.engine.publication import publish
+from kvstow.engine.ranks import MakeMover, RankLayouts, build_arenas, checked_layouts
 from kvstow.engine.recovery import recover, settle
 from kvstow.engine.shared import SharedOptions
 from kvstow.engine.sleep import BlockIds, NewDevice, awaken, fall_asleep, restart
 from kvstow.engine.snapshot_file import HOST, Model, To
-from kvstow.engine.state import Blueprint, Ints, State
+from kvstow.engine.state import Ints, State
 from kvstow.engine.transfer import Transfer
 from kvstow.observability.events import BlockEvent, TransferEvent
 from kvstow.tiers import SlotFile
 from kvstow.tiers.shared import SharedStore
 from kvstow.transfer import Event, HostArena, Mover, mover_for
-from kvstow.transfer.layout import MAX_BLOCKS
 from kvstow.transfer.mover import check_event
-
-Policy: TypeAlias = Literal["lru", "hit-density"]
 
 
 class Engine(Closing):
@@ -151,28 +150,17 @@ class Engine(Closing):
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
         check_callables(clock=clock, mover=mover)
         open_below = checked_below(disk, disk_options, shared, shared_options, world_size)
-        has_events = events or events_path is not None
-        blueprint = Blueprint(
-            partial(
-                BlockLedger,
-                groups=groups,
-                publish="computed",
-                max_in_flight_tokens=max_in_flight_tokens,
-                events=has_events,
-            ),
-            partial(
-                OffloadScheduler,
-                num_host_blocks,
-                groups,
-                mode=mode,
-                policy=policy,
-                blocks_per_slot=blocks_per_slot,
-                world_size=world_size,
-                events=has_events,
-            ),
-            partial(Ranks, mover=mover),
-            *(groups, world_size, blocks_per_slot),
-            _checked_horizon(mode, horizon_blocks),
+        blueprint = Blueprint.of(
+            groups,
+            num_host_blocks,
+            mode=mode,
+            policy=policy,
+            horizon_blocks=horizon_blocks,
+            max_in_flight_tokens=max_in_flight_tokens,
+            world_size=world_size,
+            blocks_per_slot=blocks_per_slot,
+            events=events or events_path is not None,
+            mover=mover,
         )
         ledger = blueprint.ledger(num_device_blocks)
         scheduler = blueprint.scheduler(num_device_blocks=num_device_blocks)
@@ -341,29 +329,9 @@ class Engine(Closing):
         self._check_open()
         check_event(after)
         self._check_running(request_ids)
-        state, copies = self._state, self._copies
         counts = checked_counts("num_computed_tokens", num_computed_tokens, len(request_ids))
-        due = [
-            (name, count)
-            for name, count in zip(request_ids, counts, strict=True)
-            if count >= state.requests[name].due_tokens
-        ]
-        horizon_blocks = state.blueprint.horizon_blocks
-        if not due and horizon_blocks is None:
-            return None
-        self._check_granted(due)
-        begin_s = copies.now_s()
-        deadline = copies.deadline_s("store", begin_s)
-        with state.change:
-            job = state.report_computed(due, deadline) if due else None
-            state.change.commit()
-            state.ledger.cache_step([name for name, _ in due], [count for _, count in due])
-            if horizon_blocks is not None:
-                job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
-            if job is None:
-                return None
-            transfer = Transfer(job, "store", state.ranks.num_bytes(job), begin_s)
-            return copies.begin(transfer, after)
+        computed = zip(request_ids, counts, strict=True)
+        return publish(self._state, self._copies, computed, after)
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back to this many (rejected drafts), as `BlockLedger.rewind` does."""
@@ -532,18 +500,8 @@ class Engine(Closing):
 
         You may call it from any thread.
         """
-        state = self._state
-        (ledger, evicted_before), pool = state.evicted_before, state.evicted_before[0].pool
-        return state.scheduler.stats() | {
-            "requests": ledger.num_requests,
-            "device_blocks_free": pool.num_free,
-            "device_blocks_cached": pool.num_cached,
-            "device_evicted_blocks": evicted_before + pool.num_evicted,
-            "device_capacity_blocks": pool.num_blocks - 1,
-            "device_capacity_tokens": state.capacity_tokens(),
-            "capacity_blocks": state.scheduler.num_host_blocks,
-            "device_query_tokens": state.num_query_tokens,
-            "device_hit_tokens": state.num_hit_tokens,
+        return {
+            **self._state.stats(),
             "lost_events": self._events.num_lost,
             **self._copies.stats(),
         }
@@ -787,24 +745,3 @@ class Engine(Closing):
             state = self._known(request_id).requests[request_id].state
             if state != "running":
                 raise StateError(f"request {request_id!r} is {state} and does not run")
-
-    def _check_granted(self, due: Sequence[tuple[str, int]]) -> None:
-        if len({name for name, _ in due}) < len(due):
-            raise ConfigError("request_ids names a request twice; name each once")
-        for name, count in due:
-            if count > (num_granted := self.ledger.num_granted_tokens(name)):
-                raise ConfigError(
-                    f"request {name!r} cannot have computed {count} tokens: it was granted "
-                    f"{num_granted}"
-                )
-
-
-def _checked_horizon(mode: str, horizon_blocks: int | None) -> int | None:
-    if (mode == "lazy") != (horizon_blocks is not None):
-        raise ConfigError(
-            f"mode is {mode!r} and horizon_blocks {horizon_blocks}; a lazy engine needs a horizon, "
-            "an eager one has none"
-        )
-    if horizon_blocks is None:
-        return None
-    return checked_int("horizon_blocks", horizon_blocks, 1, MAX_BLOCKS, "pass the blocks of a step")

@@ -35,9 +35,10 @@ import numpy.typing as npt
 
 from kvstow._core import OffloadScheduler, StateError
 from kvstow.arguments import checked_int
+from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
-from kvstow.engine.state import Blueprint, Request, State
+from kvstow.engine.state import Request, State
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES
 from kvstow.tiers.runner import TierRunner

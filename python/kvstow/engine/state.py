@@ -10,7 +10,7 @@
 ```
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -29,39 +29,12 @@ from kvstow._core import (
 )
 from kvstow.closing import call_all
 from kvstow.engine.answers import Ids, Landed
-from kvstow.engine.arguments import Group
+from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import HOST, Image, To
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Known: TypeAlias = tuple[Hashes, list[int] | None, list[tuple[object, ...] | None] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """How the parts of an engine are built, when it starts and each time that it wakes.
-
-    Attributes:
-        ledger: builds a ledger for a number of device blocks.
-        scheduler: builds a scheduler for `num_device_blocks`.
-        ranks: builds the movers between layouts and arenas.
-        groups: groups of layers, in the order of the block tables.
-        world_size: number of ranks.
-        blocks_per_slot: blocks in a slot of the scheduler; an arena has as many slots for each.
-        horizon_blocks: how many of the next blocks to be evicted a lazy engine stores. None for
-            an eager engine.
-        is_shared: whether other engines share the tier below the host. Then events do not report
-            its blocks as this engine's.
-    """
-
-    ledger: Callable[[int], BlockLedger]
-    scheduler: Callable[..., OffloadScheduler]
-    ranks: Callable[..., Ranks]
-    groups: list[Group]
-    world_size: int
-    blocks_per_slot: int
-    horizon_blocks: int | None
-    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -391,6 +364,22 @@ class State:
         """Return the prompt tokens that the device holds if every group keeps all its blocks."""
         size, num_usable = self.ledger.hit_block_size, self.pool.num_blocks - 1
         return num_usable // sum(size // block_size for block_size in self._block_sizes) * size
+
+    def stats(self) -> dict[str, int]:
+        """Return those of the scheduler, and what the ledger and the requests count."""
+        ledger, evicted_before = self.evicted_before
+        pool = ledger.pool
+        return self.scheduler.stats() | {
+            "requests": ledger.num_requests,
+            "device_blocks_free": pool.num_free,
+            "device_blocks_cached": pool.num_cached,
+            "device_evicted_blocks": evicted_before + pool.num_evicted,
+            "device_capacity_blocks": pool.num_blocks - 1,
+            "device_capacity_tokens": self.capacity_tokens(),
+            "capacity_blocks": self.scheduler.num_host_blocks,
+            "device_query_tokens": self.num_query_tokens,
+            "device_hit_tokens": self.num_hit_tokens,
+        }
 
     @property
     def _block_sizes(self) -> list[int]:

@@ -1,0 +1,53 @@
+"""What a step has computed: the ledger publishes it, and the scheduler plans a store of it."""
+
+from collections.abc import Iterable, Sequence
+
+from kvstow._core import ConfigError
+from kvstow.engine.copies import Copies
+from kvstow.engine.state import State
+from kvstow.engine.transfer import Transfer
+from kvstow.transfer import Event
+
+
+def publish(
+    state: State, copies: Copies, computed: Iterable[tuple[str, int]], after: Event
+) -> Transfer | None:
+    """Publish computed tokens, and begin the store that they make due.
+
+    Args:
+        state: of the engine.
+        copies: of the engine.
+        computed: running requests, with the tokens whose KV exists once `after` has happened.
+        after: the compute that fills the blocks.
+
+    Raises:
+        ConfigError: a request is named twice, or with more tokens than it was granted.
+    """
+    due = [(name, count) for name, count in computed if count >= state.requests[name].due_tokens]
+    horizon_blocks = state.blueprint.horizon_blocks
+    if not due and horizon_blocks is None:
+        return None
+    _check_granted(state, due)
+    begin_s = copies.now_s()
+    deadline = copies.deadline_s("store", begin_s)
+    with state.change:
+        job = state.report_computed(due, deadline) if due else None
+        state.change.commit()
+        state.ledger.cache_step([name for name, _ in due], [count for _, count in due])
+        if horizon_blocks is not None:
+            job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
+        if job is None:
+            return None
+        transfer = Transfer(job, "store", state.ranks.num_bytes(job), begin_s)
+        return copies.begin(transfer, after)
+
+
+def _check_granted(state: State, due: Sequence[tuple[str, int]]) -> None:
+    if len({name for name, _ in due}) < len(due):
+        raise ConfigError("request_ids names a request twice; name each once")
+    for name, count in due:
+        if count > (num_granted := state.ledger.num_granted_tokens(name)):
+            raise ConfigError(
+                f"request {name!r} cannot have computed {count} tokens: it was granted "
+                f"{num_granted}"
+            )
