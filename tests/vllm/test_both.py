@@ -25,8 +25,8 @@ from kvstow.tiers import both as both_tiers
 from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.cuda.kernels import checksum
+from kvstow.vllm import both_worker, shared
 from kvstow.vllm import disk as disk_tier
-from kvstow.vllm import shared
 from kvstow.vllm.both import BothTier
 from kvstow.vllm.both_worker import BothWorker
 from kvstow.vllm.messages import LowerOrders
@@ -431,7 +431,7 @@ def keep_on_one_rank(started: Started, store: Store, monkeypatch: pytest.MonkeyP
     assert serve(started("a", num_ranks=2), "p") == 0
     b = started("b", num_ranks=2, num_slots=NUM_BLOCKS)
     assert serve(b, "q") == 0
-    monkeypatch.setattr(worker(b, 1)._budget, "take", lambda num_bytes: False)
+    monkeypatch.setattr(worker(b, 1)._budget, "take", lambda *_: 0)
     monkeypatch.setattr(BothWorker, "_flush", lambda self: None)  # it would write q again
     assert serve(b, "p") == NUM_HIT
     kept = [worker(b, rank).file.records() for rank in (0, 1)]
@@ -656,15 +656,19 @@ def test_a_store_that_fails_leaves_the_disk_on(started: Started, store: Store, f
 # -- writes, and the end ---------------------------------------------------------------------------
 
 
-def test_writes_of_what_the_store_brought_keep_the_rate(started: Started, store: Store) -> None:
+def test_writes_of_what_the_store_brought_keep_the_rate(
+    started: Started, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert serve(started("a"), "p") == 0
     b = started("b", disk_max_write_bytes_per_s=2 * 4096)
-    assert serve(b, "p") == NUM_HIT
-    assert len(worker(b).file.records()) == 0
+    with monkeypatch.context() as stopped:
+        stopped.setattr(both_worker, "monotonic", lambda: 0.0)
+        assert serve(b, "p") == NUM_HIT
+    assert len(worker(b).file.records()) == 2, "a get brings more, and the first are kept"
     assert worker(b)._last == [], "what the store has needs no last write"
     store.command("FLUSHALL")
     b = started("b")
-    assert serve(b, "p") == 0
+    assert serve(b, "p") == NUM_HIT * 2 // NUM_BLOCKS
 
 
 def test_demotes_count_for_the_rate_of_what_is_kept(started: Started) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 
 from kvstow._core import OffloadScheduler
@@ -78,7 +79,9 @@ class Both(Shared):
             ):
                 disk = opened.enter_context(file.open(arena, fingerprint))
                 shared = opened.enter_context(self._store.open(arena, fingerprint))
-                tier = BothTier(disk, shared, may_keep=self._budget.take)
+                tier = BothTier(
+                    disk, shared, may_keep=partial(self._budget.take, block_bytes=disk.slot_bytes)
+                )
                 runners.append(TierRunner(tier))
             opened.pop_all()
         self._runners, self._must_renew = runners, self._has_reset

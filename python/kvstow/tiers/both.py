@@ -62,14 +62,15 @@ class BothTier(Tier):
         disk: SlotTier,
         shared: SharedTier,
         *,
-        may_keep: Callable[[int], bool] = lambda num_bytes: True,
+        may_keep: Callable[[int], int] = lambda num_blocks: num_blocks,
     ) -> None:
         """Take two open tiers of one arena.
 
         Args:
             disk: the slot file.
             shared: the store.
-            may_keep: whether the file may keep this many bytes that a get brought from the store.
+            may_keep: how many of this many blocks the file may keep that a get brought from the
+                store. It keeps the first.
 
         Raises:
             ConfigError: the tiers have different arenas.
@@ -164,8 +165,8 @@ class BothTier(Tier):
             at = there[ticket.ok_of(there)]
             is_over = deadline is not None and time.monotonic() >= deadline
             may_write = number == self._num_renewals and not is_over and self._may_use_disk()
-            if len(at) and may_write and self._may_keep(len(at) * self.slot_bytes):
-                self._move("put", self.disk, job, at)
+            if len(at) and may_write:
+                self._move("put", self.disk, job, at[: self._may_keep(len(at))])
 
         with tickets_made(ticket.made):
             ticket.ask(self._move("get", self.disk, job, here), here)

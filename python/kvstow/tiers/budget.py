@@ -28,9 +28,9 @@ class Budget:
         """Count bytes that are about to be written."""
         self._left -= num_bytes
 
-    def take(self, num_bytes: int) -> bool:
-        """Return whether this many bytes may be written now, and count them if so."""
-        if self._bytes_per_s is not None and num_bytes > self._left:
-            return False
-        self.spend(num_bytes)
-        return True
+    def take(self, num_blocks: int, block_bytes: int) -> int:
+        """Return how many of these blocks may be written now, and count their bytes."""
+        if self._bytes_per_s is not None:
+            num_blocks = max(0, min(num_blocks, int(self._left // block_bytes)))
+        self.spend(num_blocks * block_bytes)
+        return num_blocks

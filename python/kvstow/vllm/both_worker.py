@@ -88,10 +88,11 @@ class BothWorker(DiskWorker):
     def _over(self, file: SlotTier) -> BothTier:
         return BothTier(file, self._store, may_keep=self._may_keep)
 
-    def _may_keep(self, num_bytes: int) -> bool:
-        """Whether the file may keep bytes that the store brought: demotes come first."""
-        has_earned = self._budget.num_blocks(self.tier.slot_bytes, monotonic()) > 0
-        return has_earned and self._budget.take(num_bytes)
+    def _may_keep(self, num_blocks: int) -> int:
+        """Return how many blocks from the store the file may keep: demotes come first."""
+        slot_bytes = self.tier.slot_bytes
+        self._budget.num_blocks(slot_bytes, monotonic())  # which adds what it has earned
+        return self._budget.take(num_blocks, slot_bytes)
 
     def take(self, orders: LowerOrders) -> None:
         """Begin a step's jobs, and what else the scheduler half asks for."""
