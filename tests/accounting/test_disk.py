@@ -218,7 +218,7 @@ def test_a_scheduler_without_a_disk_has_nothing_to_copy() -> None:
         tier.set_disk("open")  # type: ignore[arg-type]
 
 
-def test_what_only_the_host_has_comes_with_places_on_the_disk() -> None:
+def test_unsaved_blocks_come_with_places_on_the_disk() -> None:
     tier = scheduler(disk_admit="returned")
     tier.adopt_disk([0, 1], NAMES[:2], [0, 0], [None, NAMES[0]])
     store(tier, "a", NAMES[:3])
@@ -235,7 +235,7 @@ def test_what_only_the_host_has_comes_with_places_on_the_disk() -> None:
     assert tier.unsaved()[2] == OffloadScheduler(4, [FULL]).unsaved()[2] == []
 
 
-def test_what_a_shared_store_has_is_claimed_and_promoted() -> None:
+def test_blocks_of_a_shared_store_are_claimed_and_promoted() -> None:
     tier = scheduler()
     tier.add("a", NAMES[:3])
     hashes, groups, parents = tier.unclaimed("a", 0, 100)

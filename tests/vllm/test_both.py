@@ -560,9 +560,7 @@ def test_a_claim_that_was_never_put_is_a_miss(started: Started) -> None:
     assert stats(server, "promoted_blocks", "shared_promoted_blocks") == [0, 0]
 
 
-def test_what_sums_of_kernels_show_to_be_damaged_goes_into_neither(
-    started: Started, store: Store
-) -> None:
+def test_block_that_fails_its_kernel_sum_goes_into_neither(started: Started, store: Store) -> None:
     """Another server may read a block before a check that comes after the put drops it."""
     server = started()
     arena = server.ranks[0].worker.arena

@@ -127,7 +127,7 @@ def test_servers_that_differ_do_not_share(worlds: tuple[World, World], name: str
 
 
 @pytest.mark.parametrize("variable", ["PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT"])
-def test_the_environment_counts(
+def test_servers_with_other_variables_do_not_share(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     before = worlds[0].digest()
@@ -136,7 +136,7 @@ def test_the_environment_counts(
 
 
 @pytest.mark.parametrize(("owner", "whose"), [(identity_module, "kvstow"), (vllm_version, "vLLM")])
-def test_the_versions_count(
+def test_servers_of_other_versions_do_not_share(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, owner: Any, whose: str
 ) -> None:
     """Another version of kvstow may lay the layers of a slot out in another order."""
@@ -145,7 +145,7 @@ def test_the_versions_count(
     assert worlds[1].digest() != before, whose
 
 
-def test_what_the_operator_says_of_the_weights_counts(
+def test_servers_with_other_names_of_weights_do_not_share(
     worlds: tuple[World, World], tmp_path: Path
 ) -> None:
     (tmp_path / "version").write_text("one")

@@ -260,7 +260,7 @@ def test_damaged_host_memory_is_not_put(started: Started, store: Store) -> None:
     assert serve(started(verify="checksum"), "p") == 0
 
 
-def test_what_sums_of_kernels_show_to_be_damaged_is_never_in_the_store(
+def test_block_that_fails_its_kernel_sum_is_never_in_the_store(
     started: Started, store: Store
 ) -> None:
     """Another server may read a block before a check that comes after the put drops it."""
@@ -436,7 +436,7 @@ def test_a_queue_smaller_than_a_block_is_refused(started: Started) -> None:
         started(shared_queue_bytes=100)
 
 
-def test_both_sides_of_the_start_of_the_hashes_are_those_of_vllm() -> None:
+def test_hash_start_is_that_of_vllm() -> None:
     from vllm.utils.hashing import sha256  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import init_none_hash  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The bytes that a disk tier may write per second."""
+"""The bytes that a tier below the host may write per second."""
 
 from typing import Final
 
