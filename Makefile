@@ -86,12 +86,13 @@ faults: $(VENV)/.test ## print what a request sees of each fault of a disk, besi
 drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
 	@failed=; \
 	for version in $(DRIFT_BUILDS); do \
-	    echo "vLLM $$version: the drift test, and prompts that fall out of the device and come back"; \
+	    echo "vLLM $$version: the drift test, prompts that fall out of the device and come back, and KVStowDisk"; \
 	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
 	        dist/kvstow-*_$$(uname -m).whl && \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
 	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py tests/vllm/test_scheduler_states.py \
-	        -k 'test_drift or test_accelerate or scheduler_states or second_round or damage' || failed="$$failed $$version"; \
+	        tests/vllm/test_secondary_tier.py \
+	        -k 'test_drift or test_accelerate or scheduler_states or second_round or damage or secondary_tier' || failed="$$failed $$version"; \
 	done; \
 	for version in $(DRIFT_SOURCES); do \
 	    echo "vLLM $$version: the drift test, on its sources"; \
