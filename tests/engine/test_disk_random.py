@@ -1,13 +1,18 @@
-"""Random lives of an `Engine` with a disk tier whose file calls fail, lie or are slow.
+"""Random lives of an `Engine` with a disk tier whose file calls fail, lie, or return late.
 
 Every token that a request reads is compared. An engine ends now and then, and another one goes on
-with its files. `KVSTOW_SEEDS` sets the number of lives of each shape.
+with its files. `KVSTOW_SEEDS=N` runs N lives of each shape, and `KVSTOW_SEED=N` repeats one.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +20,18 @@ import numpy as np
 import pytest
 from tests.engine_loop import BLOCK, SHAPES, Loop, turns
 from tests.tiers.damage import all_proven
-from tests.tiers.faults import Faulty
-from tests.tiers.setup import SLOT_BYTES
+from tests.tiers.faults import READ_FAULTS, WRITE_FAULTS, Faulty
+from tests.tiers.setup import LONG_S, SLOT_BYTES
 
 from kvstow import DiskOptions, Engine, hash_tokens
 from kvstow.tiers import SlotFile
 from kvstow.tiers.slot_store import SlotStore
 
-NUM_TURNS = 500
+NUM_TURNS = 1000
 NUM_LIVES = int(os.environ.get("KVSTOW_SEEDS", "2"))
 NUM_DISK_BLOCKS = 40
+# Of so many lives, some hit a faulty disk and meet each fault.
+NUM_FOR_ALL = 100
 
 
 class DiskLoop(Loop):
@@ -59,23 +66,32 @@ class DiskLoop(Loop):
         options = DiskOptions("a model", "1", **choices)
         self.num_disk_hits = 0
         self.files, self.rate = files, rate
+        # One failed write ends all others, and with them most of what may be wrong.
+        files.without = chances.choice([frozenset(), frozenset({"fail", "full"})])
         self.options = shape | {"disk": disk, "disk_options": options}
         super().__init__(seed, num_host_blocks=10, folder=folder, **self.options)
         self.files.rate = rate
 
     def turn(self) -> None:
-        if self.chances.random() < 0.005:
+        chance = self.chances.random()
+        if chance < 0.005:
             self.begin_again()
+        elif chance < 0.025:
+            self.files.hang_again()
+        elif chance < 0.035:
+            self.files.release()
         else:
             super().turn()
 
     def sleep(self) -> None:
+        self.files.release()
         rate, self.files.rate = self.files.rate, 0.0  # it opens the files again
         super().sleep()
         self.files.rate = rate
 
     def begin_again(self) -> None:
         """End the engine, and go on with another one that finds its files."""
+        self.files.release()
         while self.launched:
             self.run_one()
         self.close()
@@ -91,30 +107,60 @@ class DiskLoop(Loop):
             self.engine.add(name, hash_tokens(request.tokens, BLOCK))
         self.files.rate = self.rate
 
+    def serve_all(self) -> None:
+        self.files.release()
+        super().serve_all()
+
     def close(self) -> None:
         self.num_disk_hits += int(self.engine.stats()["disk_hit_tokens"])
         super().close()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rate", [0.0, 0.03], ids=["sound disk", "faulty disk"])
+@pytest.mark.parametrize("rate", [0.0, 0.2], ids=["sound disk", "faulty disk"])
 def test_no_request_reads_kv_that_is_not_its_own(
     shape: str, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_disk_hits = 0
+    num_disk_hits, faults = 0, Counter[str]()
     for life in range(10 * NUM_LIVES):
         if life >= NUM_LIVES and (num_disk_hits or rate):
             break
-        seed = random.SystemRandom().randrange(2**32)
+        seed = int(os.environ.get("KVSTOW_SEED") or random.SystemRandom().randrange(2**32))
         print(f"seed {seed}")
-        num_disk_hits += live(seed, tmp_path / str(life), rate, monkeypatch, **SHAPES[shape])
-    assert num_disk_hits > 0 or rate
+        folder = tmp_path / str(life)
+        before = held()
+        hits, injected = live(seed, folder, rate, monkeypatch, **SHAPES[shape])
+        num_disk_hits, faults = num_disk_hits + hits, faults + injected
+        end_s = time.monotonic() + LONG_S
+        while left := held() - before:  # threads end by themselves
+            assert time.monotonic() < end_s, f"seed {seed}: {dict(left)} are left"
+            time.sleep(0.001)
+        shutil.rmtree(folder)
+    print(f"{life} lives, {num_disk_hits} tokens from the disk, faults {dict(faults)}")
+    assert num_disk_hits > 0 or (rate and NUM_LIVES < NUM_FOR_ALL)
+    if rate and NUM_LIVES >= NUM_FOR_ALL:
+        assert faults.keys() == {*READ_FAULTS, *WRITE_FAULTS}
+
+
+def held() -> Counter[str]:
+    """Return the threads and the open files of this process, but no images of sleeps.
+
+    An image stays open until nothing refers to its arena.
+    """
+    names = [thread.name for thread in threading.enumerate()]
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return Counter(name for name in names if "/image" not in name)
 
 
 def live(
     seed: int, folder: Path, rate: float, monkeypatch: pytest.MonkeyPatch, **shape: Any
-) -> int:
-    """Let one engine after another live over the same files. Return the tokens from the disk."""
+) -> tuple[int, Counter[str]]:
+    """Let one engine after another live over the same files.
+
+    Returns the tokens from the disk, and how often each fault was injected.
+    """
     folder.mkdir()
     files = Faulty(seed, 0.0)
     monkeypatch.setattr("kvstow.tiers.slot_file.Files", lambda: files)
@@ -125,9 +171,10 @@ def live(
         loop.begin_again()
         loop.serve_all()
     finally:
+        files.release()
         loop.engine.close()
     loop.close()
-    return loop.num_disk_hits
+    return loop.num_disk_hits, Counter(files.faults)
 
 
 def test_random_life_detects_a_disk_that_checks_nothing(

@@ -22,11 +22,13 @@ class Faulty(Here):
 
     Attributes:
         faults: how often each fault has been injected.
+        without: faults that are never injected.
     """
 
     def __init__(self, seed: int, rate: float) -> None:
         self.faults: dict[str, int] = {}
         self.rate = rate
+        self.without: frozenset[str] = frozenset()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._may_hang = False
@@ -95,6 +97,8 @@ class Faulty(Here):
             if self._random.random() >= self.rate:
                 return None
             fault = self._random.choice(faults)
+            if fault in self.without:
+                return None
             if fault == "hang" and (not self._may_hang or self._random.random() < 0.8):
                 return None
             self.faults[fault] = self.faults.get(fault, 0) + 1
