@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvstow._core import ConfigError
 from kvstow.arguments import checked_int
-from kvstow.engine.arguments import Group, checked_limit_s
+from kvstow.engine.arguments import Group, Policy, checked_limit_s
 from kvstow.sizes import parse_bytes
 from kvstow.tiers import Fingerprint, SlotFile
 from kvstow.transfer import BlockLayout
@@ -47,7 +47,7 @@ class DiskOptions:
     identity: str
     weights_version: str
     admit: Literal["all", "returned"] = "all"
-    policy: Literal["lru", "hit-density"] = "lru"
+    policy: Policy = "lru"
     min_promote_tokens: int = 0
     max_blocks_in_flight: int = 64
     promote_timeout_s: float | None = 1.0
