@@ -329,7 +329,7 @@ def test_engine_does_not_sleep_while_the_disk_still_reads(tmp_path: Path, calls:
         assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
 
 
-def test_ranks_must_all_hold_a_block(tmp_path: Path, calls: Calls) -> None:
+def test_ranks_must_all_hold_a_block(tmp_path: Path) -> None:
     kv = [np.zeros((17, BLOCK), np.int64) for _ in range(2)]
     layouts = [[BlockLayout.from_arrays([one])] for one in kv]
     files = [slot_file(tmp_path / f"rank {rank}") for rank in range(2)]

@@ -244,9 +244,7 @@ def test_a_failed_store_is_left_alone(
     assert len(caplog.records) == 2
 
 
-def test_the_asker_connects_before_the_first_question(
-    asker: Asker, store: Simulated, clock: Clock
-) -> None:
+def test_the_asker_connects_before_the_first_question(asker: Asker, store: Simulated) -> None:
     asker.connect()
     assert store.begun.acquire(timeout=LONG_S)
     [[asked]] = store.calls

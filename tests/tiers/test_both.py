@@ -177,9 +177,7 @@ def test_late_store_fails_its_own_blocks_only(both: BothTier, store: MemoryStore
     assert not ticket.is_late
 
 
-def test_late_disk_is_left_alone_until_it_has_ended(
-    both: BothTier, store: MemoryStore, files: Slow
-) -> None:
+def test_late_disk_is_left_alone_until_it_has_ended(both: BothTier, files: Slow) -> None:
     assert all(put(both, KEYS, FOUR))
     files.waits = True
     ticket = begin_get(both, time.monotonic() + 0.05)

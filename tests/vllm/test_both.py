@@ -136,7 +136,7 @@ def test_an_emptied_disk_fills_from_the_store(started: Started, disk: Path) -> N
     assert stats(server, "shared_asked_blocks") == [0]
 
 
-def test_one_hit_comes_from_both(started: Started, store: Store, disk: Path) -> None:
+def test_one_hit_comes_from_both(started: Started, store: Store) -> None:
     assert serve(started("a"), "p", num_tokens=64) == 0
     store.command("FLUSHALL")
     assert serve(started("b"), "p") == 0
@@ -145,7 +145,7 @@ def test_one_hit_comes_from_both(started: Started, store: Store, disk: Path) -> 
     assert num_read(a) == [NUM_BLOCKS - 2, 2]
 
 
-def test_without_both_the_server_computes(started: Started, store: Store, disk: Path) -> None:
+def test_without_both_the_server_computes(started: Started, store: Store) -> None:
     """The negative control of the tests above."""
     started().close()
     assert serve(started(), "p") == 0
@@ -161,7 +161,7 @@ def test_a_late_server_reads_what_the_first_computed(started: Started) -> None:
     assert num_read(late) == [0, NUM_BLOCKS]
 
 
-def test_the_figures_of_both_are_apart(started: Started, store: Store) -> None:
+def test_the_figures_of_both_are_apart(started: Started) -> None:
     assert serve(started("a"), "p") == 0
     b = started("b")
     assert serve(b, "p") == NUM_HIT
@@ -218,7 +218,7 @@ def test_a_claimed_slot_with_another_block_would_be_seen(
         claim_slots_of_others(started)
 
 
-def test_other_weights_and_private_servers_share_neither(started: Started, disk: Path) -> None:
+def test_other_weights_and_private_servers_share_neither(started: Started) -> None:
     assert serve(started("a"), "p") == 0
     assert serve(started("b", weights="v2"), "p") == 0
     assert serve(started("a", weights="v2"), "q") == 0, "the file of v1 is emptied"

@@ -136,7 +136,7 @@ def test_a_full_host_takes_what_fits(started: Started) -> None:
 # -- resets ----------------------------------------------------------------------------------------
 
 
-def test_no_block_from_before_a_reset_is_served(started: Started, store: Store) -> None:
+def test_no_block_from_before_a_reset_is_served(started: Started) -> None:
     a, b = started(num_ranks=2), started(num_ranks=2)
     assert serve(a, "p") == 0
     a.weights = "changed in place"
@@ -341,7 +341,7 @@ def test_a_request_goes_on_when_the_store_does_not_answer(started: Started, stor
     store.resume()
 
 
-def test_a_request_goes_on_when_a_read_hangs(started: Started, store: Store) -> None:
+def test_a_request_goes_on_when_a_read_hangs(started: Started) -> None:
     """`promote_timeout_s` bounds the question and the read together, on the caller's clock."""
     serve(started(), "p")
     server = started(promote_timeout_s=2)

@@ -193,7 +193,7 @@ def test_a_load_that_fails_counts_as_slow(timed: Callable[..., Timed]) -> None:
     assert server.loaded("c") == "" and server.num_skipped == NUM_HIT
 
 
-def test_what_was_skipped_is_not_put_again(timed: Callable[..., Timed], store: Store) -> None:
+def test_what_was_skipped_is_not_put_again(timed: Callable[..., Timed]) -> None:
     server = timed("shared", SLOW_S)
     put, asked = (server.server.stats()[f"shared_{x}"] for x in ("demoted_blocks", "asked_blocks"))
     assert server.loaded("xabcd") == "a"
