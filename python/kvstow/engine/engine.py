@@ -474,31 +474,39 @@ class Engine(Closing):
     def stats(self) -> dict[str, float]:
         """Return those of `OffloadScheduler.stats`, and what only the whole engine knows.
 
-        Counters: device_query_tokens (in whole blocks, that admitted requests looked for),
-        device_hit_tokens (that they found), device_evicted_blocks, lost_events (that the events
-        file lacks). Counters of transfers that went well, on all ranks: stored_bytes, loaded_bytes,
-        and store_seconds and load_seconds from their begin until `poll` or `end` saw their end.
-        "store_seconds le 0.5" is the number of stores that took up to 0.5 s, and so on for each
-        bound of the histograms and for each of these four counters.
-        Gauges: requests, device_blocks_free, device_blocks_cached. Capacities:
-        device_capacity_blocks (without the null block), device_capacity_tokens, and
-        capacity_blocks (host slots).
-
-        With a disk tier, those of `OffloadScheduler.disk_stats` too, disk_capacity_blocks,
-        demoted_bytes and promoted_bytes (of all ranks), disk_mismatched_blocks (not what they
-        should be), disk_quarantined_bytes (in calls that do not return), and disk_mode
-        (2 reads and writes, 1 only reads, 0 nothing).
-
-        With a shared tier, the same under names that begin with `shared_`, without `disk_`. Then
-        shared_asked_blocks and shared_found_blocks (of questions to the store),
-        shared_late_questions (requests that went on without an answer), and shared_failed_questions
-        (not answered, or not asked because the store had failed).
-
-        With both, those of a disk tier, whose blocks are then those of both, the four of questions,
-        shared_mode, and shared_put_blocks, shared_got_blocks and shared_mismatched_blocks (of the
-        store, on all ranks).
-
         You may call it from any thread.
+
+        - Counters: device_query_tokens (tokens that admitted requests looked for, in whole blocks),
+          device_hit_tokens (those that they found), device_evicted_blocks, and lost_events (events
+          that the events file lacks).
+        - Counters of transfers that went well, on all ranks: stored_bytes, loaded_bytes,
+          store_seconds and load_seconds. The seconds last until `poll` or `end` sees the end.
+        - Buckets of histograms: "store_seconds le 0.5" is the number of stores that took up to
+          0.5 s. There is one for each bound, and for each of the four counters above.
+        - Gauges: requests, device_blocks_free, device_blocks_cached.
+        - Capacities: device_capacity_blocks (without the null block), device_capacity_tokens, and
+          capacity_blocks (host slots).
+
+        With a disk tier, also those of `OffloadScheduler.disk_stats`, and:
+
+        - disk_capacity_blocks.
+        - demoted_bytes and promoted_bytes, of all ranks.
+        - disk_mismatched_blocks, which are not what they should be.
+        - disk_quarantined_bytes, in calls that do not return.
+        - disk_mode: 2 reads and writes, 1 only reads, 0 does nothing.
+
+        With a shared tier, the same under names that begin with `shared_`, without `disk_`, and:
+
+        - shared_asked_blocks and shared_found_blocks, of questions to the store.
+        - shared_late_questions: requests that went on without an answer.
+        - shared_failed_questions: not answered, or not asked because the store had failed.
+
+        With both, those of a disk tier, which then count the blocks of both, and:
+
+        - the four that count questions.
+        - shared_mode.
+        - shared_put_blocks, shared_got_blocks and shared_mismatched_blocks, of the store on all
+          ranks.
         """
         return {
             **self._state.stats(),
