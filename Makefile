@@ -67,7 +67,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
-	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_disk.py tests/vllm/test_server_disk.py tests/vllm/test_multi_connector.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_disk.py tests/vllm/test_engine_weights.py tests/vllm/test_server_disk.py tests/vllm/test_multi_connector.py
 	KVSTOW_VLLM=full $(BIN)/pytest -s tests/vllm/test_engine_shared.py tests/vllm/test_engine_shared_ranks.py tests/vllm/test_server_shared.py tests/vllm/test_engine_both.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_slow_loads.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_shared_random.py
