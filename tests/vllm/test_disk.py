@@ -471,6 +471,61 @@ def test_a_disk_that_fails_is_left_alone(
     assert sum(f"the disk tier of rank 0 is {mode}" in line for line in log) == 1
 
 
+# -- blocks that are stored while the disk is closed, or off ---------------------------------------
+
+
+def counts(server: Server) -> tuple[int, int, int]:
+    """Return the blocks that were stored and demoted so far, and those that are on the disk."""
+    stats = server.stats()
+    return stats["stored_blocks"], stats["demoted_blocks"], stats["disk_resident_blocks"]
+
+
+def test_blocks_stored_while_the_disk_is_closed_are_on_the_host_only(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = started(num_ranks=2)
+    fill(server, "a")
+    assert counts(server) == (6, 6, 6)
+    with monkeypatch.context() as closed:
+        closed.setattr(disk_worker.DiskWorker, "_has_renewed", lambda _: False)
+        server.weights = "changed in place"
+        server.half.reset()
+        server.serve(server.begin("b"), settles=False)
+        server.forget()
+        assert disk_mode(server) == "off"
+        assert counts(server) == (12, 6, 0)
+    server.settle()
+    assert disk_mode(server) == "on"
+    assert counts(server) == (12, 6, 0)
+    assert server.serve(server.begin("b")) == NUM_HIT, "the host has it"
+    server.forget()
+    server.push_off_the_host()
+    assert server.serve(server.begin("a")) == 0
+
+
+def test_blocks_stored_while_the_disk_is_off_are_not_in_its_index(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = started(num_ranks=2)
+    fill(server, "a")
+    with monkeypatch.context() as failed:
+        failed.setattr(SlotStore, "mode", property(lambda _: "off"))
+        server.settle()
+        server.step()
+        assert disk_mode(server) == "off"
+        fill(server, "b")
+        assert counts(server)[:2] == (12, 6)
+        server.push_off_the_host()
+        assert server.serve(server.begin("b")) == 0
+        server.close()
+    server = started(num_ranks=2)
+    server.settle()
+    assert counts(server)[2] == 6
+    assert server.serve(server.begin("b")) == 0
+    server.forget()
+    assert server.serve(server.begin("a")) == NUM_HIT
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 
