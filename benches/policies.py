@@ -43,7 +43,8 @@ class Requests:
             if full_blocks:
                 num_blocks = min(num_blocks, request.prompt_tokens // trace.block_size)
             ids = request.trace_ids[:num_blocks]
-            self.prompts.append(kvstow.hash_tokens(ids, 1, algorithm="xxhash_cbor"))
+            digests = kvstow.hash_tokens(ids, 1, algorithm="xxhash_cbor")  # an id is a block
+            self.prompts.append(kvstow.Hashes(digests, BLOCK_SIZE))
             self.num_blocks += num_blocks
 
     def hit_ratio(self, policy: Policy, num_host_blocks: int) -> float:

@@ -262,3 +262,31 @@ def test_hashes_of_another_width_are_refused() -> None:
     ledger.add("b", Hashes([bytes(16)])[1:])  # an empty list has no width
     ledger.extend("b", [bytes(32)])
     assert ledger.known("b")[0] == [bytes(32)]
+
+
+def test_hashes_know_their_block_size() -> None:
+    hashes = kvstow.hash_tokens(range(48), 16)
+    assert hashes.block_size == 16
+    kept = [hashes[1:], hashes + hashes, hashes + list(hashes), Hashes(hashes), copy.copy(hashes)]
+    kept += [pickle.loads(pickle.dumps(hashes)), Hashes(list(hashes), 16)]
+    assert [it.block_size for it in kept] == [16] * len(kept)
+    lost = [hashes[::2], hashes * 2, hashes + kvstow.hash_tokens(range(32), 32)]
+    lost += [Hashes(list(hashes)), Hashes([])]
+    assert [it.block_size for it in lost] == [None] * len(lost)
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_accounting_refuses_hashes_of_another_block_size(block_size: int) -> None:
+    """Or a block would be found by the hash of other tokens than it holds."""
+    groups = [FullAttention(BLOCK), FullAttention(2 * BLOCK)]
+    ledger, scheduler = BlockLedger(9, groups), OffloadScheduler(9, groups)
+    right, wrong = (kvstow.hash_tokens(range(64), size) for size in (BLOCK, block_size))
+    expected = f"the hashes are of {block_size} tokens each, those of these groups of 16: pass 16"
+    for accounting in (ledger, scheduler):
+        with pytest.raises(kvstow.ConfigError, match=expected):
+            accounting.add("a", wrong)
+        accounting.add("a", right)
+        with pytest.raises(kvstow.ConfigError, match=expected):
+            accounting.extend("a", wrong)
+    assert ledger.num_hashes("a") == 4
+    ledger.add("b", list(wrong))  # plain bytes know nothing of it

@@ -104,11 +104,12 @@ def test_type_checkers_find_the_types() -> None:
     assert (PACKAGE / "_core.pyi").exists()
 
 
-def test_wheel_stays_under_2_mb() -> None:
-    # A wheel has these files, each deflated. Its own records add about 20 kB.
+def test_package_stays_small() -> None:
+    # A wheel has these files, each deflated. The extension of an editable install is up to a third
+    # larger; `make test-wheels` holds the wheels themselves to 2 MB.
     files = [f for f in PACKAGE.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
     assert any(f.suffix == ".so" for f in files)
-    assert sum(len(zlib.compress(f.read_bytes())) for f in files) < 1_980_000
+    assert sum(len(zlib.compress(f.read_bytes())) for f in files) < 2_400_000
 
 
 @pytest.mark.parametrize("package", ["tests", "benches"])

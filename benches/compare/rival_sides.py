@@ -67,7 +67,7 @@ class Prompts:
         def hashes(which: int) -> kvstow.Hashes:
             first = which * 1_000_003
             tokens = np.arange(first, first + self.shape.num_prompt_blocks)
-            return kvstow.hash_tokens(tokens, 1)
+            return kvstow.Hashes(kvstow.hash_tokens(tokens, 1), BLOCK_SIZE)  # one token a block
 
         self.hashes = [hashes(which) for which in range(self.num_prompts)]
         self.lists = [list(each) for each in self.hashes]

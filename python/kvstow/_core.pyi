@@ -139,12 +139,21 @@ class Hashes(Sequence[bytes]):
 
     Args:
         hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
+        block_size: the tokens that each hash adds to the one before, if known. Those of another
+            `Hashes` are kept.
 
     Raises:
         ConfigError: hashes of different widths, or of a type other than bytes.
     """
 
-    def __new__(cls, hashes: Sequence[bytes]) -> Hashes: ...
+    def __new__(cls, hashes: Sequence[bytes], block_size: int | None = None) -> Hashes: ...
+    @property
+    def block_size(self) -> int | None:
+        """The tokens that each hash adds to the one before; None if unknown.
+
+        `hash_tokens` sets it. Ledgers and schedulers refuse hashes of another block size than
+        theirs.
+        """
     def __len__(self) -> int: ...
     @overload
     def __getitem__(self, index: int, /) -> bytes: ...
@@ -165,7 +174,7 @@ class Hashes(Sequence[bytes]):
         Without this method, numpy would make an array of `bytes`, which drops the zeros at the end
         of a hash.
         """
-    def __getnewargs__(self) -> tuple[list[bytes]]: ...
+    def __getnewargs__(self) -> tuple[list[bytes], int | None]: ...
     def index(self, value: object, start: int = 0, stop: int = ...) -> int:
         """Return the first place of a hash. Raises `ValueError` if it is not there."""
     def count(self, value: object) -> int:

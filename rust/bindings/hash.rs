@@ -72,7 +72,7 @@ pub(crate) fn hash_tokens<'py>(
         }
     }
     let hashes = py.detach(|| hash::hash_tokens(&ids, block_size, options)).map_err(to_py)?;
-    Ok(Hashes::of(hashes))
+    Ok(Hashes::of(hashes, Some(block_size)))
 }
 
 fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {

@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList, PySequence, PySlice};
 
-use crate::convert::{capacity_hint, sequence};
+use crate::convert::{Count, capacity_hint, sequence};
 use crate::error::{ConfigError, to_py};
 
 /// The hashes of consecutive blocks: a sequence of `bytes` that nothing changes.
@@ -21,36 +21,52 @@ use crate::error::{ConfigError, to_py};
 ///
 /// Args:
 ///     hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
+///     block_size: the tokens that each hash adds to the one before, if known. Those of another
+///         `Hashes` are kept.
 ///
 /// Raises:
 ///     ConfigError: hashes of different widths, or of a type other than bytes.
 #[pyclass(module = "kvstow", frozen, sequence)]
-pub(crate) struct Hashes(key::Hashes);
+pub(crate) struct Hashes {
+    hashes: key::Hashes,
+    block_size: Option<usize>,
+}
 
 impl Hashes {
     /// As `hashes`, but as an object.
-    pub(crate) fn of(hashes: key::Hashes) -> Self {
-        Self(hashes)
+    pub(crate) fn of(hashes: key::Hashes, block_size: Option<usize>) -> Self {
+        Self { hashes, block_size }
     }
 
     fn list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.0.digests().map(|digest| PyBytes::new(py, digest)))
+        PyList::new(py, self.hashes.digests().map(|digest| PyBytes::new(py, digest)))
     }
 }
 
 #[pymethods]
 impl Hashes {
     #[new]
-    fn new(hashes: &Bound<'_, PyAny>) -> PyResult<Self> {
-        self::hashes(hashes).map(Self)
+    #[pyo3(signature = (hashes, block_size = None))]
+    fn new(hashes: &Bound<'_, PyAny>, block_size: Option<Count>) -> PyResult<Self> {
+        let block_size = block_size.map(|given| given.0).or_else(|| block_size_of(hashes));
+        Ok(Self::of(self::hashes(hashes)?, block_size))
+    }
+
+    /// The tokens that each hash adds to the one before; None if unknown.
+    ///
+    /// `hash_tokens` sets it. Ledgers and schedulers refuse hashes of another block size than
+    /// theirs.
+    #[getter]
+    fn block_size(&self) -> Option<usize> {
+        self.block_size
     }
 
     fn __len__(&self) -> usize {
-        self.0.len()
+        self.hashes.len()
     }
 
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let (py, width, all) = (index.py(), self.0.width(), self.0.as_slice());
+        let (py, width, all) = (index.py(), self.hashes.width(), self.hashes.as_slice());
         let Ok(slice) = index.cast::<PySlice>() else {
             let index: isize = index.extract()?;
             let from_end = if index < 0 { all.len() } else { 0 };
@@ -66,7 +82,8 @@ impl Hashes {
         for place in places {
             part.push(width.digest(&all[place.cast_unsigned()])).map_err(to_py)?;
         }
-        Ok(Bound::new(py, Self(part.finish()))?.into_any())
+        let block_size = self.block_size.filter(|_| range.step == 1);
+        Ok(Bound::new(py, Self::of(part.finish(), block_size))?.into_any())
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
@@ -74,7 +91,7 @@ impl Hashes {
     }
 
     fn __contains__(&self, hash: &Bound<'_, PyAny>) -> bool {
-        self.place(hash, 0..self.0.len()).is_some()
+        self.place(hash, 0..self.hashes.len()).is_some()
     }
 
     /// Return the first place of a hash. Raises `ValueError` if it is not there.
@@ -84,36 +101,48 @@ impl Hashes {
     )]
     fn index(&self, value: &Bound<'_, PyAny>, start: isize, stop: isize) -> PyResult<usize> {
         let bound = |at: isize| {
-            let at =
-                if at < 0 { self.0.len().saturating_add_signed(at) } else { at.cast_unsigned() };
-            at.min(self.0.len())
+            let at = if at < 0 {
+                self.hashes.len().saturating_add_signed(at)
+            } else {
+                at.cast_unsigned()
+            };
+            at.min(self.hashes.len())
         };
         self.place(value, bound(start)..bound(stop)).ok_or_else(|| {
-            PyValueError::new_err(format!("no hash among {} equals the value", self.0.len()))
+            PyValueError::new_err(format!("no hash among {} equals the value", self.hashes.len()))
         })
     }
 
     /// Return how often a hash occurs.
     fn count(&self, value: &Bound<'_, PyAny>) -> usize {
         let Ok(value) = value.cast::<PyBytes>() else { return 0 };
-        self.0.digests().filter(|digest| *digest == value.as_bytes()).count()
+        self.hashes.digests().filter(|digest| *digest == value.as_bytes()).count()
     }
 
     fn __concat__(&self, other: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let same = |it: &usize| block_size_of(other).is_none_or(|size| size == *it);
+        let block_size = self.block_size.filter(same);
         let other = hashes(other)?;
-        let mut sum = HashesBuilder::with_capacity(self.0.len() + other.len());
-        self.0.digests().chain(other.digests()).try_for_each(|it| sum.push(it)).map_err(to_py)?;
-        Ok(Self(sum.finish()))
+        let mut sum = HashesBuilder::with_capacity(self.hashes.len() + other.len());
+        self.hashes
+            .digests()
+            .chain(other.digests())
+            .try_for_each(|it| sum.push(it))
+            .map_err(to_py)?;
+        Ok(Self::of(sum.finish(), block_size))
     }
 
     fn __repeat__(&self, py: Python<'_>, times: isize) -> PyResult<Self> {
-        hashes(&self.list(py)?.mul(times)?).map(Self)
+        Ok(Self::of(hashes(&self.list(py)?.mul(times)?)?, None))
     }
 
     fn __eq__<'py>(&self, other: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = other.py();
         if let Ok(other) = other.cast::<Self>() {
-            return Ok((self.0 == other.get().0).into_pyobject(py)?.to_owned().into_any());
+            return Ok((self.hashes == other.get().hashes)
+                .into_pyobject(py)?
+                .to_owned()
+                .into_any());
         }
         if other.is_instance_of::<PyList>() {
             return Ok(self.list(py)?.eq(other)?.into_pyobject(py)?.to_owned().into_any());
@@ -141,8 +170,8 @@ impl Hashes {
                 "copy is False, and hashes have no array without a copy: pass copy=None",
             ));
         }
-        let num_bytes = self.0.digests().next().map_or(0, <[u8]>::len);
-        let rows = PyArray1::from_vec(py, self.joined()).reshape([self.0.len(), num_bytes])?;
+        let num_bytes = self.hashes.digests().next().map_or(0, <[u8]>::len);
+        let rows = PyArray1::from_vec(py, self.joined()).reshape([self.hashes.len(), num_bytes])?;
         match dtype {
             Some(dtype) => rows.call_method1("astype", (dtype,)),
             None => Ok(rows.into_any()),
@@ -150,27 +179,30 @@ impl Hashes {
     }
 
     /// What pickle and copy pass to the constructor.
-    fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>,)> {
-        Ok((self.list(py)?,))
+    fn __getnewargs__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<(Bound<'py, PyList>, Option<usize>)> {
+        Ok((self.list(py)?, self.block_size))
     }
 
     fn __repr__(&self) -> String {
-        let num_bytes = self.0.digests().next().map_or(0, <[u8]>::len);
-        format!("<{} hashes of {num_bytes} bytes>", self.0.len())
+        let num_bytes = self.hashes.digests().next().map_or(0, <[u8]>::len);
+        format!("<{} hashes of {num_bytes} bytes>", self.hashes.len())
     }
 }
 
 impl Hashes {
     fn joined(&self) -> Vec<u8> {
-        let mut joined = Vec::with_capacity(self.0.len() * key::MAX_HASH_BYTES);
-        self.0.digests().for_each(|digest| joined.extend_from_slice(digest));
+        let mut joined = Vec::with_capacity(self.hashes.len() * key::MAX_HASH_BYTES);
+        self.hashes.digests().for_each(|digest| joined.extend_from_slice(digest));
         joined
     }
 
     /// The first place of a hash in a range.
     fn place(&self, hash: &Bound<'_, PyAny>, within: std::ops::Range<usize>) -> Option<usize> {
         let hash = hash.cast::<PyBytes>().ok()?.as_bytes();
-        let mut digests = self.0.digests().enumerate().skip(within.start);
+        let mut digests = self.hashes.digests().enumerate().skip(within.start);
         let found = digests.find(|(_, digest)| *digest == hash).map(|(place, _)| place);
         found.filter(|place| *place < within.end)
     }
@@ -184,7 +216,7 @@ pub(crate) fn register(py: Python<'_>) -> PyResult<()> {
 /// Block hashes from Python. All of a list have one width. A `Hashes` is shared.
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
     if let Ok(shared) = obj.cast::<Hashes>() {
-        return Ok(shared.get().0.clone());
+        return Ok(shared.get().hashes.clone());
     }
     let mut hashes = HashesBuilder::with_capacity(capacity_hint(obj));
     let mut push = |item: &Bound<'_, PyAny>| {
@@ -200,4 +232,27 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
     };
     sequence(obj, "block hashes")?.try_iter()?.try_for_each(|item| push(&item?))?;
     Ok(hashes.finish())
+}
+
+/// As [`hashes`], for accounting in which each hash adds `hash_block_size` tokens to the one before.
+/// Refuses those of another block size: a block would get the hash of other tokens than it holds.
+pub(crate) fn hashes_of_blocks(
+    obj: &Bound<'_, PyAny>,
+    hash_block_size: impl FnOnce() -> usize,
+) -> PyResult<key::Hashes> {
+    if let Some(given) = block_size_of(obj) {
+        let expected = hash_block_size();
+        if given != expected {
+            return Err(ConfigError::new_err(format!(
+                "the hashes are of {given} tokens each, those of these groups of {expected}: pass \
+                 {expected} to hash_tokens as block_size"
+            )));
+        }
+    }
+    hashes(obj)
+}
+
+/// The tokens of each hash, if `obj` is a `Hashes` that knows them.
+fn block_size_of(obj: &Bound<'_, PyAny>) -> Option<usize> {
+    obj.cast::<Hashes>().ok()?.get().block_size
 }

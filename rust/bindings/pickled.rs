@@ -56,6 +56,6 @@ impl<'py> Pickled<'_, 'py> {
             previous = digest(value.into_any())?;
             digests.push(previous.cast::<PyBytes>()?.as_bytes()).map_err(to_py)?;
         }
-        Ok(Hashes::of(digests.finish()))
+        Ok(Hashes::of(digests.finish(), Some(self.block_size)))
     }
 }

@@ -320,11 +320,10 @@ GROUPS = [FullAttention(4), SlidingWindow(4, 6), ChunkedLocal(4, 8), StateSpace(
 def test_admission_raises_out_of_blocks_only_if_it_can_never_fit(group: FullAttention) -> None:
     """A request that could run to its end alone, token by token, must not be refused."""
     layouts = [BlockLayout.from_arrays([np.zeros((6, 8), np.uint8)])] * 2
-    hashes = hash_tokens(range(100), 4)
     refused, impossible = set(), set()
     for num_tokens in range(1, 100):
         with Engine(6, 8, [FullAttention(16), group], layouts) as engine:
-            engine.add("one", hashes)
+            engine.add("one", [])
             assert engine.admit("one", 1, 1, after=READY).state is RUNS
             steps = (engine.step(["one"], [1]).num_granted for _ in range(num_tokens - 1))
             if not all(steps):
@@ -341,7 +340,7 @@ def test_admission_raises_out_of_blocks_only_if_it_can_never_fit(group: FullAtte
 
 def test_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
     with world(num_device_blocks=9) as it:
-        it.engine.add("big", hash_tokens(range(100), BLOCK))
+        it.engine.add("big", [])
         before = it.engine.stats()
         for options in {}, {"must_fit_tokens": 100}:
             with pytest.raises(OutOfBlocks, match=r"'big' needs 25 blocks for 100 tokens.* has 8"):
@@ -352,6 +351,17 @@ def test_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
             it.engine.admit("big", 24, 24, after=READY, reserve=3)
         assert it.engine.stats() == before
         assert it.engine.admit("big", 32, 32, after=READY).state is RUNS
+
+
+def test_admission_refuses_fewer_tokens_than_were_hashed() -> None:
+    """Hashes of a smaller block size would give a prompt the blocks of a longer one."""
+    with world(num_device_blocks=9) as it:
+        it.engine.add("one", list(hash_tokens(range(8), 2)))  # plain bytes know no block size
+        with pytest.raises(ConfigError, match=f"has 8 tokens, but hashes of 16, {BLOCK} each"):
+            it.engine.admit("one", 8, 8, after=READY)
+        with pytest.raises(ConfigError, match="the hashes are of 2 tokens each"):
+            it.engine.add("two", hash_tokens(range(8), 2))
+        assert it.engine.admit("one", 17, 17, after=READY).state is RUNS
 
 
 def test_load_that_does_not_fit_now_is_no_error() -> None:

@@ -127,6 +127,12 @@ def test_from_arrays_finds_each_block_row() -> None:
     )
 
 
+def test_one_array_is_no_list_of_arrays() -> None:
+    """It would pass as a list of its blocks, and wrong bytes would come back."""
+    with pytest.raises(ConfigError, match=r"one object of shape \(9, 16, 2\).*pass \[arrays\]"):
+        BlockLayout.from_arrays(np.zeros((9, 16, 2)))  # type: ignore[arg-type]
+
+
 def test_from_arrays_accepts_scalars_per_block_and_a_single_block() -> None:
     assert BlockLayout.from_arrays([np.zeros(6, dtype=np.int32)[::3]]).regions[0].block_bytes == 4
     single = np.zeros((4, 8), dtype=np.uint8)[::-1][:1]

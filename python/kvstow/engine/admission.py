@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvstow._core import BlockLedger, KvstowError, OutOfBlocks
+from kvstow._core import BlockLedger, ConfigError, KvstowError, OutOfBlocks
 from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
@@ -35,6 +35,13 @@ class Wish:
         fix = "a request has 1 or more, and without room in the step it waits"
         checked_int("num_tokens", self.num_tokens, 1, _MAX_TOKENS, fix)
         checked_int("max_new_tokens", self.max_new_tokens, 1, _MAX_TOKENS, fix)
+        num_hashed = ledger.num_hashes(self.request_id) * ledger.hash_block_size
+        if num_hashed > self.num_tokens:
+            raise ConfigError(
+                f"request {self.request_id!r} has {self.num_tokens} tokens, but hashes of "
+                f"{num_hashed}, {ledger.hash_block_size} each: pass all tokens known of it, and to "
+                f"hash_tokens a block_size of {ledger.hash_block_size}"
+            )
         num_usable = ledger.pool.num_blocks - 1
         needed = {self.num_tokens: ledger.min_blocks(self.num_tokens, self.num_tokens - 1)}
         if self.must_fit_tokens is not None:

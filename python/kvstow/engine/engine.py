@@ -210,6 +210,9 @@ class Engine(Closing):
     ) -> None:
         """Add a request, with the hashes of its full blocks so far.
 
+        Each hash covers `ledger.hash_block_size` tokens, the greatest common divisor of the groups'
+        block sizes: `hash_tokens(tokens, engine.ledger.hash_block_size)`.
+
         `tokens` and `extra_keys` are for events, as in `BlockLedger.add`. Raises `StateError` for a
         request that is already known.
         """
@@ -268,7 +271,8 @@ class Engine(Closing):
             StateError: the request was admitted already, or this engine is closed.
             OutOfBlocks: not even an empty pool could hold this. If the message names the whole
                 request, or `must_fit_tokens`, refuse the request, because it can never run.
-            ConfigError: a number that is not positive, or `after` is no `Event`.
+            ConfigError: a number that is not positive, fewer tokens than were hashed, or `after` is
+                no `Event`.
         """
         self._check_open()
         check_event(after)
@@ -345,7 +349,8 @@ class Engine(Closing):
     def preempt(self, request_id: str) -> None:
         """Free a request's blocks. It stays added with all its hashes: admit it again.
 
-        You may call it at any moment, with copies of the request in flight too.
+        You may call it at any moment, with copies of the request in flight too. Blocks of such a
+        copy stay taken until `poll` reports its end.
         """
         state = self._known(request_id)
         if state.requests[request_id].state != "added":

@@ -170,8 +170,10 @@ class BlockLayout:
 
         Raises:
             ConfigError: one is not a writable numpy array of plain data, or its blocks are not
-                contiguous; or the arrays differ in `num_blocks` or share bytes.
+                contiguous; or the arrays differ in `num_blocks` or share bytes; or this is one
+                array instead of a list.
         """
+        _check_list("arrays", arrays)
         regions = [_region_of(f"arrays[{i}]", array) for i, array in enumerate(arrays)]
         return cls(_num_blocks("arrays", arrays), tuple(regions), owners=tuple(arrays))
 
@@ -185,8 +187,10 @@ class BlockLayout:
 
         Raises:
             ConfigError: one is not a tensor, or is on another kind of device, or its blocks are not
-                contiguous; or the tensors differ in device or `num_blocks`, or share bytes.
+                contiguous; or the tensors differ in device or `num_blocks`, or share bytes; or this
+                is one tensor instead of a list.
         """
+        _check_list("tensors", tensors)
         regions = [_region_of_tensor(f"tensors[{i}]", t) for i, t in enumerate(tensors)]
         devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
         if len(devices) > 1:
@@ -199,6 +203,16 @@ class BlockLayout:
             tuple(regions),
             owners=tuple(tensors),
             device=cuda_device(tensors[0]) if tensors else None,
+        )
+
+
+def _check_list(name: str, given: object) -> None:
+    """Refuse one array, which would pass as a list of its blocks."""
+    shape = getattr(given, "shape", None)
+    if shape is not None:
+        raise ConfigError(
+            f"{name} is one object of shape {tuple(shape)}, expected a list with one for each "
+            f"region: pass [{name}]"
         )
 
 

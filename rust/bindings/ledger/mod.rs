@@ -9,6 +9,7 @@ pub(crate) use allocation::{PrefixHit, StepAllocation};
 
 use std::sync::Arc;
 
+use kvstow_core::key::Hashes as BlockHashes;
 use kvstow_core::ledger::{self, AllocateArgs, NewIds};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -17,7 +18,7 @@ use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, request_ids, t
 use crate::error::to_py;
 use crate::group::groups;
 use crate::hash::extra_keys_to_py;
-use crate::hashes::{Hashes, hashes};
+use crate::hashes::{Hashes, hashes_of_blocks};
 use crate::lock::{Mutex, detached, lock};
 use crate::pool::LedgerPool;
 
@@ -119,7 +120,7 @@ impl BlockLedger {
         tokens: Option<&Bound<'_, PyAny>>,
         extra_keys: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (hashes, context) = (self::hashes(hashes)?, context(tokens, extra_keys)?);
+        let (hashes, context) = (self.hashes(hashes)?, context(tokens, extra_keys)?);
         lock(&self.0).add(&request_id, &hashes, context).map_err(to_py)
     }
 
@@ -132,7 +133,7 @@ impl BlockLedger {
         tokens: Option<&Bound<'_, PyAny>>,
         extra_keys: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (hashes, context) = (self::hashes(hashes)?, context(tokens, extra_keys)?);
+        let (hashes, context) = (self.hashes(hashes)?, context(tokens, extra_keys)?);
         lock(&self.0).extend(&request_id, &hashes, context).map_err(to_py)
     }
 
@@ -359,7 +360,7 @@ impl BlockLedger {
     ) -> PyResult<(Hashes, Option<Vec<u64>>, Option<Bound<'py, PyAny>>)> {
         let (hashes, context) = lock(&self.0).known(&request_id).map_err(to_py)?;
         let keys = context.extra_keys.map(|keys| extra_keys_to_py(py, &keys)).transpose()?;
-        Ok((Hashes::of(hashes), context.tokens, keys))
+        Ok((Hashes::of(hashes, Some(self.hash_block_size())), context.tokens, keys))
     }
 
     /// Return the ledger as bytes for `restore`, with a version and a checksum.
@@ -423,6 +424,11 @@ impl BlockLedger {
 }
 
 impl BlockLedger {
+    /// Hashes from Python, of this ledger's block size as far as they know theirs.
+    fn hashes(&self, hashes: &Bound<'_, PyAny>) -> PyResult<BlockHashes> {
+        hashes_of_blocks(hashes, || self.hash_block_size())
+    }
+
     /// Locks, and lets `call` read.
     pub(crate) fn with<R>(&self, call: impl FnOnce(&ledger::BlockLedger) -> R) -> R {
         call(&lock(&self.0))

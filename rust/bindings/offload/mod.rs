@@ -7,7 +7,7 @@ mod disk;
 mod values;
 
 use kvstow_core::ids::JobId;
-use kvstow_core::key::BlockKey;
+use kvstow_core::key::{BlockKey, Hashes};
 use kvstow_core::offload::{self, DiskMode, OffloadConfig, Progress};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{IntoPyArray, PyArray1};
@@ -18,7 +18,7 @@ use crate::convert::{Count, Name, RequestId, as_strs, counts, group_id, ids, job
 use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
 use crate::group::groups;
-use crate::hashes::hashes;
+use crate::hashes::{hashes, hashes_of_blocks};
 use crate::job::{Job, JobEnd, KeyColumns, TierJob, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
 use crate::lock::{Mutex, detached, lock};
@@ -202,13 +202,13 @@ impl OffloadScheduler {
 
     /// Add a request with the hashes of its blocks known so far.
     fn add(&self, request_id: RequestId, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
-        let hashes = self::hashes(hashes)?;
+        let hashes = self.hashes(hashes)?;
         lock(&self.0).add(&request_id, &hashes).map_err(to_py)
     }
 
     /// Append hashes as generated tokens fill blocks.
     fn extend(&self, request_id: RequestId, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
-        let hashes = self::hashes(hashes)?;
+        let hashes = self.hashes(hashes)?;
         lock(&self.0).extend(&request_id, &hashes).map_err(to_py)
     }
 
@@ -595,7 +595,7 @@ impl OffloadScheduler {
                 offsets.len()
             )));
         }
-        let new_hashes = self::new_hashes(new_hashes, names.len())?;
+        let new_hashes = self::new_hashes(new_hashes, names.len(), || self.hash_block_size())?;
         let parts = parts(&block_ids, &offsets)?;
         let progress = names.into_iter().zip(computed).zip(parts.chunks_exact(num_groups)).map(
             |((request_id, num_computed_tokens), new_blocks)| Progress {
@@ -887,5 +887,17 @@ impl OffloadScheduler {
     /// Verify every invariant. Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, |scheduler| scheduler.check()).map_err(to_py)
+    }
+}
+
+impl OffloadScheduler {
+    /// The tokens that each hash adds to the one before.
+    fn hash_block_size(&self) -> usize {
+        lock(&self.0).model().hash_block_size()
+    }
+
+    /// Hashes from Python, of this scheduler's block size as far as they know theirs.
+    fn hashes(&self, hashes: &Bound<'_, PyAny>) -> PyResult<Hashes> {
+        hashes_of_blocks(hashes, || self.hash_block_size())
     }
 }

@@ -9,7 +9,7 @@ use pyo3::types::{PyDict, PyString};
 
 use crate::convert::bools;
 use crate::error::ConfigError;
-use crate::hashes::hashes;
+use crate::hashes::hashes_of_blocks;
 use crate::pool::{BlockPool, LedgerPool};
 
 /// The mode of this name.
@@ -83,6 +83,7 @@ pub(super) fn parts<'a>(
 pub(super) fn new_hashes(
     given: Option<Vec<Bound<'_, PyAny>>>,
     num_requests: usize,
+    hash_block_size: impl Fn() -> usize,
 ) -> PyResult<Vec<Hashes>> {
     let Some(given) = given else { return Ok(Vec::new()) };
     if given.len() != num_requests {
@@ -91,7 +92,7 @@ pub(super) fn new_hashes(
             given.len()
         )));
     }
-    given.iter().map(hashes).collect()
+    given.iter().map(|hashes| hashes_of_blocks(hashes, &hash_block_size)).collect()
 }
 
 /// Statistics by name.
