@@ -174,8 +174,8 @@ def sentence(plan: Plan, choice: Choice) -> str:
     beside = "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each GPU"
     if row is None:
         return (
-            f"Set no host tier{beside}: the largest size here hits less than 1 % of the prompt "
-            "tokens."
+            f"Set no host tier{beside}: the largest size here adds hits of less than 1 % of the "
+            "prompt tokens."
         )
     ratio, all_hits = plan.hit_ratio(row.host_hits), row.device_hits + row.host_hits
     share = all_hits / choice.curves.infinite
@@ -273,6 +273,8 @@ def plan_text(plan: Plan, trace: PlanTrace) -> str:
     """Return the whole report for a terminal."""
     parts = [*about(plan, trace), "", _table(plan), ""]
     for choice in plan.choices:
+        if plan.options.policy != "lru":
+            parts.append(f"The curve is that of lru, the table that of {plan.options.policy}.")
         parts += [sketch(plan, choice), "", sentence(plan, choice)]
         if (line := flag(choice)) is not None:
             parts.append(line)  # on one line, to copy

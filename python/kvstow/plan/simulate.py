@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import BlockLedger, ConfigError, FullAttention, OffloadScheduler, StateSpace
+from kvstow._core import BlockLedger, ConfigError, FullAttention, Hashes, OffloadScheduler, StateSpace
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
 from kvstow.plan.workload import Workload
@@ -156,6 +156,7 @@ class Simulation:
 
     def _serve(self, digests: Sequence[bytes], prompt_tokens: int, total_tokens: int) -> None:
         ledger, tier = self._ledger, self._tier
+        digests = Hashes(digests, ledger.hash_block_size)
         ledger.add(_NAME, digests)
         tier.add(_NAME, digests)
         hit = ledger.lookup(_NAME, prompt_tokens - 1)

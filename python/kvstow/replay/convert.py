@@ -89,7 +89,7 @@ class TokenReader(TraceReader):
         """Return one id per block, a partial last block included."""
         size = self.block_size
         num_full = len(tokens) // size
-        first = [] if salt is None else [("salt", salt)]
+        first = [("salt", salt)] if salt else []  # as vLLM, which takes "" for none
         keys = [*first, *[None] * (num_full + 1 - len(first))]
         digests = list(hash_tokens(tokens[: num_full * size], size, extra_keys=keys[:num_full]))
         if tail := tokens[num_full * size :]:
