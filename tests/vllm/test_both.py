@@ -7,6 +7,7 @@ negative control: a test that removes the guard, and then finds wrong bytes or a
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -649,6 +650,40 @@ def test_a_store_that_fails_leaves_the_disk_on(started: Started, store: Store, f
     assert num_read(server) == [NUM_BLOCKS, 0]
     server = started(shared_ask_timeout_s=0.05, shared_timeout_s=0.3)
     assert serve(server, "p") == NUM_HIT
+
+
+def test_requests_do_not_wait_behind_reads_that_hang(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late reads may take all the room for jobs, and each request would wait in vain."""
+    server = started(load_timeout_s=2.0, promote_timeout_s=LONG_S)
+    server.half.tier.clock = half(server).clock = time.monotonic
+    for name in "pq":
+        serve(server, name)
+    server.push_off_the_host()
+    go_on = threading.Event()
+    files = worker(server).file._store._calls._files
+    read = files.read
+
+    def read_later(*given: Any) -> int:
+        assert go_on.wait(3 * LONG_S)
+        return read(*given)
+
+    with monkeypatch.context() as hanging:
+        hanging.setattr(files, "read", read_later)
+        begin_s = time.monotonic()
+        for name in "pq":
+            assert server.serve(server.begin(name), settles=False) == 0
+            server.forget()
+        assert time.monotonic() - begin_s < LONG_S / 2
+        go_on.set()
+        server.settle()
+    until_s = time.monotonic() + LONG_S
+    while half(server)._promoting:
+        assert time.monotonic() < until_s
+        server.step()
+    server.push_off_the_host()
+    assert serve(server, "p") == NUM_HIT, "the disk answers again"
 
 
 # -- writes, and the end ---------------------------------------------------------------------------

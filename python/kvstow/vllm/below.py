@@ -63,6 +63,8 @@ class LowerTier(ABC):
     _ranks: dict[int, LowerReport] = field(default_factory=dict)
     _modes: dict[int, Mode] = field(default_factory=dict)
     _in_flight: set[int] = field(default_factory=set)
+    # The blocks of each promote that some rank has not reported, late ones included.
+    _promoting: dict[int, int] = field(default_factory=dict)
     _sequence: int = 0
     # Until when an idle server goes on writing.
     _flush_until: float = 0.0
@@ -123,7 +125,7 @@ class LowerTier(ABC):
             may_wait: whether the request has time left to wait for the tier.
         """
         assert self._offload is not None, "there is no lookup before `begin`"
-        may_wait = may_wait and request.lora_request is None
+        may_wait = may_wait and request.lora_request is None and self._has_room(self._offload)
         if may_wait and self._is_opening():
             return None
         slow_loads, where = self.slow_loads, (request.request_id, num_local_tokens, end)
@@ -137,6 +139,11 @@ class LowerTier(ABC):
         if found is not None and slow_loads is not None:
             slow_loads.found(request, num_local_tokens + found)
         return found
+
+    def _has_room(self, offload: OffloadScheduler) -> bool:
+        """Whether promotes may begin before late ones end, which a disk that hangs may never do."""
+        late = [num for job_id, num in self._promoting.items() if job_id not in self._in_flight]
+        return not late or sum(late) < self.max_in_flight(offload.num_host_blocks)
 
     def _is_opening(self) -> bool:
         """Whether the index still lacks what the tier had when the server started."""
@@ -195,6 +202,8 @@ class LowerTier(ABC):
     def _begin(self, offload: OffloadScheduler, job: TierJob) -> LowerJob:
         self._sequence += 1
         self._in_flight.add(job.job_id)
+        if job.direction == "promote":
+            self._promoting[job.job_id] = len(job)
         for rank in range(self.world_size):
             if rank not in self._ranks:  # it shares the memory of a rank that has a part
                 offload.complete(job.job_id, rank=rank)
@@ -223,6 +232,7 @@ class LowerTier(ABC):
             for job_id, ok in report.ends:
                 if self._offload.complete(job_id, ok=ok, rank=rank) is not None:
                     self._in_flight.discard(job_id)
+                    self._promoting.pop(job_id, None)
             self._reported(rank, report)
         if self._offload is not None:
             self._advance(self._offload)

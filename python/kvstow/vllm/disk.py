@@ -91,6 +91,7 @@ class DiskTier(LowerTier):
         is_first = self._offload is None and not self._renewal
         self._offload = offload
         self._in_flight.clear()
+        self._promoting.clear()
         if self.num_slots and is_first:
             self._enter("warming")
         elif self.num_slots:

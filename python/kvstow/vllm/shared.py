@@ -199,6 +199,7 @@ class SharedTier(LowerTier):
         """Open the tier."""
         self._offload = offload
         self._in_flight.clear()
+        self._promoting.clear()
         self.questions.begin(self._ranks)
         if self._ranks:
             offload.set_disk("on")
