@@ -17,7 +17,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import BlockLedger, ConfigError, FullAttention, Hashes, OffloadScheduler, StateSpace
+from kvstow._core import (
+    BlockLedger,
+    ConfigError,
+    FullAttention,
+    Hashes,
+    OffloadScheduler,
+    StateSpace,
+)
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
 from kvstow.plan.workload import Workload
