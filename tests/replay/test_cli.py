@@ -224,6 +224,13 @@ def test_a_bad_trace_is_status_2_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_token_ids_are_to_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tokens.jsonl"
+    path.write_text('{"timestamp": 0, "prompt_token_ids": [1, 2], "output_length": 1}\n')
+    assert replay(str(path)) == 2
+    assert "make them from token ids: kvstow trace convert" in capsys.readouterr().err
+
+
 def test_content_ids_need_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "content.jsonl"
     rows = [[1, 2], [2, 1], [2, 1]]

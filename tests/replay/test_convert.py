@@ -120,6 +120,16 @@ def test_a_vllm_log_becomes_a_trace(tmp_path: Path) -> None:
     assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
 
 
+def test_an_empty_salt_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ids = tmp_path / "tokens.jsonl", list(range(BLOCK))
+    rows = [{"timestamp": 0, "prompt_token_ids": ids, "output_length": 1}] * 3
+    salted = [rows[0], rows[1] | {"salt": ""}, rows[2] | {"salt": "a"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in salted))
+    assert cli.main(["trace", "convert", str(path), "--block-size", str(BLOCK)]) == 0
+    found = [json.loads(line)["hash_ids"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [[0], [0], [1]]
+
+
 def test_the_converter_reads_a_pipe_and_names_the_line_of_bad_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

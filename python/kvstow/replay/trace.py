@@ -159,7 +159,9 @@ class TraceReader:
 
     def _field(self, row: dict[str, object], line: int, key: str) -> object:
         if key not in row:
-            self._fail(line, f"no {key!r}; a request has {self._FIELDS}")
+            has_tokens = "prompt_token_ids" in row and "hash_ids" in self._FIELDS
+            way_out = "; make them from token ids: kvstow trace convert" if has_tokens else ""
+            self._fail(line, f"no {key!r}; a request has {self._FIELDS}{way_out}")
         return row[key]
 
     def _count(self, row: dict[str, object], line: int, key: str, *, at_least: int) -> int:
