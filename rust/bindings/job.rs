@@ -101,6 +101,15 @@ impl JobEnd {
     fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         to_array(py, self.block_ids.iter().copied())
     }
+
+    fn __repr__(&self) -> String {
+        let how = match (self.ok, self.late) {
+            (true, _) => "ok",
+            (false, true) => "late",
+            (false, false) => "failed",
+        };
+        format!("JobEnd(job_id={}, {how})", self.job_id)
+    }
 }
 
 /// The scheduler planned a job.

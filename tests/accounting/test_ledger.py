@@ -193,6 +193,7 @@ def test_allocate_step_equals_allocations_in_turn() -> None:
     got = [in_turn.allocate(id, count) for id, count in zip(ids[:1], counts[:1], strict=True)]
     assert in_turn.allocate("b", 1) is None
     assert (step.num_granted, step.offsets.tolist()) == (1, [0, 3, 6])
+    assert repr(step) == "StepAllocation(num_granted=1)"
     assert got[0] is not None
     assert step.ids.tolist() == np.concatenate(got[0]).tolist()
     assert {array.dtype for array in (step.ids, step.offsets)} == {np.dtype(np.int32)}

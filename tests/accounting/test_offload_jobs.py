@@ -45,7 +45,9 @@ def test_failed_store_empties_its_slots() -> None:
     rig = Rig(num_host_blocks=3)
     rig.add("a", "abc")
     job = some(rig.compute("a", 2))
-    assert not rig.end(job, ok=False).ok
+    end = rig.end(job, ok=False)
+    assert repr(end) == f"JobEnd(job_id={job.job_id}, failed)"
+    assert not end.ok
     assert rig.found("abc") == 0
     assert {name: num for name, num in rig.scheduler.stats().items() if num} == {
         "failed_stores": 1,

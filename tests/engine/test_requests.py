@@ -319,7 +319,7 @@ def test_preempted_request_finds_its_blocks_again() -> None:
         it.engine.preempt("one")
         it.engine.preempt("one")  # a second call does nothing
         assert it.engine.ledger.pool.num_free == 16 - 4, "only the copies hold blocks"
-        with pytest.raises(StateError, match="is added and does not run"):
+        with pytest.raises(StateError, match="is added and does not run: admit it"):
             it.engine.step(["one"], [1])
         it.engine.ledger.check()
         found = it.engine.admit("one", 21, 100, after=READY)

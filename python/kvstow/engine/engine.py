@@ -295,6 +295,16 @@ class Engine(Closing):
     ) -> StepAllocation:
         """Grant slots to running requests, in order, until one does not fit.
 
+        Args:
+            request_ids: running requests, the first to be served first.
+            num_new_tokens: shape [n], the tokens that each computes next.
+            num_lookahead_tokens: tokens that get slots only, for each request.
+            num_in_flight_tokens: granted tokens of each whose step is not finished.
+
+        Returns:
+            How many requests, from the first, have their slots (`num_granted`), and their new
+            blocks.
+
         Raises:
             UnknownRequest: a request was not added.
             StateError: a request does not run: `admit` it, or wait until its load has landed.
@@ -757,4 +767,5 @@ class Engine(Closing):
         for request_id in request_ids:
             state = self._known(request_id).requests[request_id].state
             if state != "running":
-                raise StateError(f"request {request_id!r} is {state} and does not run")
+                way = "admit it" if state == "added" else "wait until poll says that it is loaded"
+                raise StateError(f"request {request_id!r} is {state} and does not run: {way}")

@@ -53,6 +53,13 @@ impl StepAllocation {
     }
 }
 
+#[pymethods]
+impl StepAllocation {
+    fn __repr__(&self) -> String {
+        format!("StepAllocation(num_granted={})", self.num_granted)
+    }
+}
+
 /// One request's newly allocated ids, an array per group.
 pub(super) fn per_group<'py>(
     py: Python<'py>,
