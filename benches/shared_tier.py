@@ -17,6 +17,8 @@ On Mooncake Store, over TCP, in the memory of another process:
 - kvstow: one job of `MooncakeTier`, with one thread and with two.
 - batch calls: the store's own `batch_put_from` and `batch_get_into`, for 16 blocks each, from the
   same slots. Nothing is checked.
+- with a header: the store's own calls for values in two buffers, the header of each block apart
+  from its slot, as kvstow's are. Nothing is checked.
 
 Both ask for 8,192 keys at once, and show the median of 20 calls.
 
@@ -48,6 +50,7 @@ from tests.tiers.resp.server import Server
 from kvstow._core import row_checksums
 from kvstow.bench import machine
 from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.resp import RespTier
 from kvstow.tiers.tier import SharedTier
@@ -224,6 +227,37 @@ class BatchCalls:
             self.store.batch_remove(keys, True)
 
 
+class BatchCallsWithHeader(BatchCalls):
+    """Mooncake's own calls for values in two buffers."""
+
+    def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
+        super().__init__(tier.connected(), arena, num_blocks)
+        self.headers = np.zeros((BLOCKS_PER_CALL, HEADER_BYTES), np.uint8)
+        tier.register(self.store, self.headers)
+        apart = [header.ctypes.data for header in self.headers]
+        self.values = [
+            (
+                [f"apart:{key}" for key in keys],
+                [[header, slot] for header, slot in zip(apart, pointers, strict=False)],
+                [[HEADER_BYTES, size] for size in sizes],
+            )
+            for keys, pointers, sizes in self.calls
+        ]
+
+    def put(self) -> None:
+        for value in self.values:
+            assert not any(self.store.batch_put_from_multi_buffers(*value))
+
+    def get(self) -> None:
+        for keys, pointers, sizes in self.values:
+            got = self.store.batch_get_into_multi_buffers(keys, pointers, sizes)
+            assert got == [sum(each) for each in sizes]
+
+    def forget(self) -> None:
+        for keys, _, _ in self.values:
+            self.store.batch_remove(keys, True)
+
+
 class OnMooncake:
     """A tier of kvstow."""
 
@@ -253,6 +287,7 @@ def mooncake_speeds(master: Master, kib: int, mib: int, num_rounds: int) -> Spee
             sides: dict[str, OnMooncake | BatchCalls] = {
                 "kvstow": OnMooncake(one, num),
                 "batch calls": BatchCalls(one.connected(), arena, num),
+                "with a header": BatchCallsWithHeader(one, arena, num),
                 "kvstow, 2 threads": OnMooncake(two, num),
             }
             best = {what: dict.fromkeys(sides, float("inf")) for what in ("put", "get")}

@@ -185,7 +185,8 @@ class _Calls:
         """Write `job.ok` for a part, and return what the store answered."""
         blocks, namespace = job.blocks, job.namespace
         named = [(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
-        keys = [namespace.prefix.decode() + f"{group}:{digest.hex()}" for group, digest in named]
+        prefix = namespace.prefix.decode()
+        keys = [f"{prefix}{group}:{digest.hex()}" for group, digest in named]
         codes: Sequence[int]
         if job.operation == "contains":
             codes = store.batch_is_exist(keys)
@@ -212,9 +213,14 @@ class _Calls:
         sizes = [[HEADER_BYTES, num_bytes]] * len(keys)
         codes: Sequence[int]
         if job.operation == "put":
-            for at, checksum in enumerate(row_checksums(rows, slots).tolist()):
-                header = namespace.header(*named[at], num_bytes, checksum)
-                self._headers[at] = np.frombuffer(header, np.uint8)
+            checksums = row_checksums(rows, slots).tolist()
+            written = [
+                namespace.header(*block, num_bytes, checksum)
+                for block, checksum in zip(named, checksums, strict=True)
+            ]
+            self._headers.reshape(-1)[: len(part) * HEADER_BYTES] = np.frombuffer(
+                b"".join(written), np.uint8
+            )
             # A slot that was damaged on the host is not sent: see `sums`.
             sound = np.flatnonzero(tier.sums.are_sound(np.array(slots, np.int64)))
             if not len(sound):

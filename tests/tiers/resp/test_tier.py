@@ -160,6 +160,24 @@ def test_a_damaged_block_is_a_miss_and_leaves_the_store(
     assert (arena.slots[5] == rows[0]).all()
 
 
+def test_large_blocks_that_are_asked_for_one_after_another_keep_their_places(
+    server: Server,
+) -> None:
+    """A server is asked for two blocks of this size at once. There are parts of 16 and of 3."""
+    server.command("FLUSHALL")
+    there = [number for number in range(19) if number not in (1, 4, 15, 18)]
+    with HostArena(19, 300 << 10) as arena, RespTier(arena, server.url, NAMESPACE) as tier:
+        arena.slots[:] = np.random.default_rng(0).integers(0, 256, arena.slots.shape, np.uint8)
+        rows = arena.slots.copy()
+        assert all(answer(tier.put(blocks(*there), there)))
+        server.command("SETRANGE", key_of(7), str(HEADER_BYTES + 5), "other bytes")
+        server.command("SET", key_of(10), "short")
+        arena.slots[:] = 0
+        good = [number in there and number not in (7, 10) for number in range(19)]
+        assert answer(tier.get(blocks(*range(19)), range(19))) == good
+        assert (arena.slots[good] == rows[good]).all()
+
+
 def test_two_models_do_not_meet(server: Server, arena: HostArena, tier: RespTier) -> None:
     fill(arena, range(1))
     answer(tier.put(blocks(1), [0]))

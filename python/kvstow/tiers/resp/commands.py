@@ -1,7 +1,7 @@
 """What is asked of one server: to keep blocks, to return them, to say which it has, to drop them.
 
-Each function sends all commands of a part before it reads the answers. Answers come in the order of
-the commands.
+Answers come in the order of the commands. All commands of a part are sent before the first answer
+is read, except those for blocks: see `_BYTES_AHEAD`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools
 
+# The bytes of blocks that a server is asked for at once. It copies each value before it sends it:
+# more copies would leave its processor's caches before that. Fewer would let the network idle.
+_BYTES_AHEAD: Final = 512 << 10
 _ANSWER: Final = b":0\r\n"  # of EXISTS with one key, or 1 for 0
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
@@ -85,11 +88,15 @@ def get(
     """
     rows, sums = memory
     num_bytes = rows.shape[1]
-    wire.send([b"".join(command(b"GET", key) for key in part.keys)])
+    num_ahead = max(2, _BYTES_AHEAD // num_bytes)
+    asks = [command(b"GET", key) for key in part.keys]
+    wire.send([b"".join(asks[:num_ahead])])
     refusal, header = None, bytearray(HEADER_BYTES)
     ok = np.zeros(len(part.keys), np.bool_)
     wrong: list[int] = []
     for at, slot in enumerate(part.slots):
+        if 0 < at <= len(asks) - num_ahead:
+            wire.send([asks[at + num_ahead - 1]])
         size = wire.bulk_size()
         if isinstance(size, Refusal):
             refusal = refusal or size
