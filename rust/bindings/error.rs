@@ -30,7 +30,9 @@ pub(crate) fn to_py(error: Error) -> PyErr {
     let message = error.to_string();
     match error {
         Error::Config(_) | Error::HashWidth { .. } => ConfigError::new_err(message),
-        Error::OutOfBlocks { .. } | Error::NoRoomForImage { .. } => OutOfBlocks::new_err(message),
+        Error::OutOfBlocks { .. } | Error::SmallPool { .. } | Error::NoRoomForImage { .. } => {
+            OutOfBlocks::new_err(message)
+        }
         Error::Snapshot(_) => SnapshotError::new_err(message),
         Error::NoSuchBlock { .. } | Error::InvalidBlock { .. } => InvalidBlock::new_err(message),
         Error::UnknownRequest { .. } => UnknownRequest::new_err(message),

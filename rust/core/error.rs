@@ -29,6 +29,17 @@ pub enum Error {
         /// Number of blocks that are neither referenced nor pinned.
         free: usize,
     },
+    /// A pool that is too small for the blocks of a snapshot.
+    #[error(
+        "the snapshot has {needed} blocks, and the pool has {num_blocks}, the null block included: \
+         take a pool of {} blocks or more", needed + 1
+    )]
+    SmallPool {
+        /// Number of blocks in the snapshot's tables.
+        needed: usize,
+        /// Number of blocks in the pool.
+        num_blocks: usize,
+    },
     /// An id outside the pool.
     #[error("block {id} is not in this pool: ids go from 0 to {}", num_blocks - 1)]
     NoSuchBlock {

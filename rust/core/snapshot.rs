@@ -42,7 +42,7 @@ impl BlockLedger {
     ///
     /// # Errors
     /// [`Error::Snapshot`] for bytes that are not a snapshot of a ledger with these groups;
-    /// [`Error::State`] if this ledger is not new; [`Error::OutOfBlocks`] if its pool is too small;
+    /// [`Error::State`] if this ledger is not new; [`Error::SmallPool`] if its pool is too small;
     /// [`Error::Config`], [`Error::NoSuchBlock`] or [`Error::InvalidBlock`] for impossible ids.
     pub fn restore(self, snapshot: &[u8], ids: NewIds) -> Result<Restored> {
         if !self.is_new() {

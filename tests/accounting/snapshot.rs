@@ -102,7 +102,7 @@ fn restore_refuses_a_small_pool_and_wrong_new_ids() {
     let bytes = ledger().snapshot(true);
     let restored =
         |num_blocks, ids: NewIds| new_ledger(num_blocks).restore(&bytes, ids).map(|_| ());
-    let too_few = Error::OutOfBlocks { needed: 6, free: 5 };
+    let too_few = Error::SmallPool { needed: 6, num_blocks: 6 };
     for ids in [NewIds::Same, NewIds::Packed] {
         assert_eq!(restored(6, ids), Err(too_few.clone()));
     }
@@ -221,7 +221,7 @@ proptest! {
             }
             Err(error) => prop_assert!(matches!(
                 error,
-                Error::Snapshot(_) | Error::OutOfBlocks { .. } | Error::Config(_)
+                Error::Snapshot(_) | Error::SmallPool { .. } | Error::Config(_)
             ), "{error}"),
         }
         match restore_scheduler(policy, &forged(&scheduler(policy).snapshot().unwrap(), &how)) {

@@ -23,6 +23,7 @@ ENVIRONMENT = os.environ | {
     "NO_COLOR": "1",
 }
 TIMEOUT_S = 300
+GOES_ON = "# goes on from the code above\n"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -30,8 +31,9 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 def test_the_blocks_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Python code runs alone, as a reader pastes it, unless its first line says that it goes on."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "page"}
+    names: dict[str, Any] = {}
     printed = ""
     for block in blocks(page):
         where = f"{page}, line {block.line}"
@@ -42,6 +44,8 @@ def test_the_blocks_of_a_page_run_in_order(
         elif block.language == "python":
             code = compile("\n" * block.line + block.text, str(page), "exec")
             if not block.reason:
+                if not block.text.startswith(GOES_ON):
+                    names = {"__name__": "page"}
                 with contextlib.redirect_stdout(io.StringIO()) as output:
                     exec(code, names)
                 printed = output.getvalue()

@@ -290,8 +290,8 @@ WINDOWED = [FullAttention(4), SlidingWindow(4, 8)]
     [
         (FULL, [layout()], {"world_size": 2}, "world_size is 2 but layouts has 1 entries"),
         (FULL, [layout()], {"world_size": 0}, "world_size is 0 but layouts has 1 entries"),
-        (FULL, [layout()] * 2, {"world_size": 2}, r"world_size is 2 and layouts\[0\] no list"),
-        (FULL, [[layout()]], {}, "world_size is 1 and layouts no list of BlockLayout"),
+        (FULL, [layout()] * 2, {"world_size": 2}, r"world_size is 2 and layouts\[0\] is no list"),
+        (FULL, [[layout()]], {}, "world_size is 1 and layouts is no list of BlockLayout"),
         (FULL, [[layout()], []], {"world_size": 2}, r"1 groups but 0 layouts\[1\]"),
         (FULL, [[layout()], [layout(7)]], {"world_size": 2}, r"layouts\[1\]\[0\] has .* 7 blocks"),
         (FULL, [layout()], {"blocks_per_slot": 0}, "0 blocks per slot: it must be 1 to 1024"),

@@ -105,7 +105,7 @@ def test_wake_takes_another_pool_size_if_the_blocks_fit() -> None:
         it.engine.finish("gone")
         it.sleep()
         image = it.engine._state.asleep
-        with pytest.raises(OutOfBlocks, match="5 blocks are needed and 4 are free"):
+        with pytest.raises(OutOfBlocks, match="take a pool of 6 blocks or more"):
             it.wake(5)
         with pytest.raises(ConfigError, match="packed"):
             it.wake(6)

@@ -120,6 +120,22 @@ def test_a_vllm_log_becomes_a_trace(tmp_path: Path) -> None:
     assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
 
 
+def test_requests_of_a_log_that_cannot_be_read_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, lines = tmp_path / "vllm.log", LOG.splitlines()
+    cut = [*lines, lines[1][:-60], lines[3].replace("[1, 2, 3, 4]", "None")]
+    path.write_text("\n".join(cut))
+    convert = ["trace", "convert", str(path), "--from", "vllm-log"]
+    assert cli.main(convert) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 2
+    assert "left out 2 requests whose token ids cannot be read, the first in line 10" in printed.err
+    path.write_text(LOG)
+    assert cli.main(convert) == 0
+    assert not capsys.readouterr().err
+
+
 def test_an_empty_salt_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ids = tmp_path / "tokens.jsonl", list(range(BLOCK))
     rows = [{"timestamp": 0, "prompt_token_ids": ids, "output_length": 1}] * 3

@@ -140,8 +140,8 @@ def checked_layouts(
             isinstance(layout, BlockLayout) for layout in own
         ):
             raise ConfigError(
-                f"world_size is {world_size} and {where} no list of BlockLayout; pass one layout "
-                "for each group, and with several ranks such a list for each of them"
+                f"world_size is {world_size} and {where} is no list of BlockLayout; pass one "
+                "layout for each group. With several ranks pass world_size and such a list for each"
             )
         if len(own) != num_groups:
             raise ConfigError(f"{num_groups} groups but {len(own)} {where}; pass one for each")

@@ -101,6 +101,7 @@ class TokenReader(TraceReader):
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _MOMENT = r"^[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
+_ANY_REQUEST = re.compile(_MOMENT + r"Request \S+ details: ")
 _REQUEST = re.compile(
     _MOMENT + r"Request (?P<id>\S+) details: prompt: .*, "
     r"prompt_token_ids: (?P<tokens>\[[0-9, ]+\]), prompt_embeds shape: .*\.$"
@@ -119,17 +120,22 @@ class VllmLogReader(TokenReader):
 
     `--enable-log-outputs` adds the outputs of chat requests. A request whose output is not in the
     log gets `output_tokens`.
+
+    Attributes:
+        unread: the lines that begin as one with a prompt and go on otherwise. They are left out.
     """
 
     def __init__(self, path: str | Path, block_size: int, output_tokens: int = 0) -> None:
         super().__init__(path, block_size)
         self._output_tokens = output_tokens
+        self.unread: list[int] = []
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
         rows: dict[str, tuple[int, dict[str, object]]] = {}
         outputs: dict[str, int] = {}
         begin: datetime | None = None
         latest: datetime | None = None
+        self.unread = []
         for line, raw in self.source.lines():
             text = _ANSI.sub("", raw.decode(errors="replace").rstrip())
             if found := _REQUEST.match(text):
@@ -148,6 +154,8 @@ class VllmLogReader(TokenReader):
             elif found := _RESPONSE.match(text):
                 num_tokens = len(self._listed(found["tokens"], line))
                 outputs[found["id"]] = outputs.get(found["id"], 0) + num_tokens
+            elif _ANY_REQUEST.match(text):
+                self.unread.append(line)
         if not rows:
             self._fail(
                 1,

@@ -53,11 +53,16 @@ def convert(
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
-    reader = (
-        TokenReader(file, block_size)
-        if form == "tokens"
-        else VllmLogReader(file, block_size, output_tokens)
-    )
-    converted = reader.read()
+    if form == "tokens":
+        converted = TokenReader(file, block_size).read()
+    else:
+        log = VllmLogReader(file, block_size, output_tokens)
+        converted = log.read()
+        if log.unread:
+            click.echo(
+                f"kvstow: left out {len(log.unread)} requests whose token ids cannot be read, the "
+                f"first in line {log.unread[0]}: the line is cut, or the request has embeddings",
+                err=True,
+            )
     output.write(trace_json(converted), lambda: "".join(trace_lines(converted)))
     return 0

@@ -242,9 +242,8 @@ fn new_ids(
             }
         }
     }
-    let num_usable = num_blocks - 1;
-    if order.len() > num_usable {
-        return Err(Error::OutOfBlocks { needed: order.len(), free: num_usable });
+    if order.len() > num_blocks - 1 {
+        return Err(Error::SmallPool { needed: order.len(), num_blocks });
     }
     let given = match ids {
         NewIds::Same => match positions.last_key_value() {

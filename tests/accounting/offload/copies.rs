@@ -204,7 +204,7 @@ impl World {
         let ledger_of =
             |size| BlockLedger::new(size, self.model.groups().to_vec(), None, false).unwrap();
         let restored = ledger_of(size).restore(&ledger, ids.clone()).unwrap_or_else(|error| {
-            assert!(matches!(error, Error::OutOfBlocks { .. } | Error::Config(_)), "{error}");
+            assert!(matches!(error, Error::SmallPool { .. } | Error::Config(_)), "{error}");
             ledger_of(self.device.len()).restore(&ledger, ids).unwrap()
         });
         assert_eq!(
