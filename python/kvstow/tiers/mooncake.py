@@ -193,7 +193,7 @@ class _Calls:
             job.ok[part.start : part.stop] = np.array(codes) == 1
         elif job.operation == "delete":
             codes = store.batch_remove(keys, True)
-            job.ok[part.start : part.stop] = np.isin(codes, (_OK, _NOT_FOUND))
+            job.ok[part.start : part.stop] = [code in (_OK, _NOT_FOUND) for code in codes]
         else:
             codes = self._copy(store, job, part, named, keys)
         return codes
@@ -222,13 +222,13 @@ class _Calls:
                 b"".join(written), np.uint8
             )
             # A slot that was damaged on the host is not sent: see `sums`.
-            sound = np.flatnonzero(tier.sums.are_sound(np.array(slots, np.int64)))
-            if not len(sound):
+            sound = np.flatnonzero(tier.sums.are_sound(np.array(slots, np.int64))).tolist()
+            if not sound:
                 return []
             codes = store.batch_put_from_multi_buffers(
                 *([each[at] for at in sound] for each in (keys, pointers, sizes))
             )
-            job.ok[part.start + sound] = np.isin(codes, (_OK, _EXISTS))
+            job.ok[[part[at] for at in sound]] = [code in (_OK, _EXISTS) for code in codes]
             return codes
         whole = HEADER_BYTES + num_bytes
         codes = list(store.batch_get_into_multi_buffers(keys, pointers, sizes))

@@ -202,7 +202,8 @@ class QueuedTier(SharedTier):
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop.
 
-        A thread whose call does not return is given up after `timeout_s`. Its ticket does not end.
+        A thread whose call does not return is given up after twice `timeout_s`. Its ticket does not
+        end.
         """
         if self._is_forked:
             return
