@@ -19,7 +19,7 @@ from tests.tiers.shared_calls import NUM_SLOTS, SEEDS, SLOT_BYTES, Calls
 
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import Namespace
-from kvstow.tiers.resp import RespTier
+from kvstow.tiers.resp import RespTier, commands
 from kvstow.transfer import HostArena
 
 NAMESPACE = b"0123456789abcdef"
@@ -29,6 +29,12 @@ NAMESPACE = b"0123456789abcdef"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _ask_for_three_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for these small blocks as for large ones, while the answers of others arrive."""
+    monkeypatch.setattr(commands, "_BYTES_AHEAD", 3 * SLOT_BYTES)
 
 
 @pytest.fixture(autouse=True)
