@@ -49,13 +49,16 @@ def prompts() -> list[list[int]]:
 def main() -> None:
     """Ask all questions, one after the other, and print the shares of the tokens."""
     model = json.loads(fetch("/v1/models"))["data"][0]["id"]
+    names = "vllm:prefix_cache_hits_total", "kvstow_prefix_hit_tokens_total"
+    before = [metric(name) for name in names]
     num_tokens = 0
     for prompt in prompts():
         fetch("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 4})
         num_tokens += len(prompt)
     time.sleep(1)  # the server reports its counters with a later step
-    device = metric("vllm:prefix_cache_hits_total") / num_tokens
-    host = metric("kvstow_prefix_hit_tokens_total") / num_tokens
+    device, host = (
+        (metric(name) - hits) / num_tokens for name, hits in zip(names, before, strict=True)
+    )
     print(f"{NUM_QUESTIONS} questions, {num_tokens:,} prompt tokens")
     found = f"on the device: {device:.1%}, in host memory: {host:.1%}, in all {device + host:.1%}"
     print(f"found {found}")

@@ -64,6 +64,8 @@ class Pretender:
             f'vllm:kv_cache_usage_perc{{engine="0"}} {held}\n'
             f'vllm:external_prefix_cache_hits_total{{engine="0"}} {self.num_hits}\n'
             f'vllm:num_preemptions_total{{engine="0"}} {self.num_preemptions}\n'
+            'vllm:external_prefix_cache_queries_total{engine="0"} '
+            f"{0 if self.wrong == 'no connector' else len(self.seen)}\n"
             'kvstow_capacity_blocks{engine="0",tier="host"} 1000.0\n'
             'kvstow_transfer_blocks_total{engine="0",direction="store"} '
             f"{9 * len(self.seen)}\n"
@@ -82,7 +84,7 @@ class Pretender:
             self.num_preemptions += 1
         prompt = tuple(asked["prompt"])
         is_known = prompt in self.seen
-        if is_known and self.wrong != "no hits":
+        if is_known and self.wrong not in ("no hits", "no connector"):
             self.num_hits += len(prompt) // 32 * 32
         self.seen.add(prompt)
         return web.json_response({"choices": [self.answer(asked, is_known, is_busy)]})
@@ -159,10 +161,15 @@ def test_a_correct_server_passes_every_case(
 @pytest.mark.parametrize(
     ("wrong", "case", "why"),
     [
-        ("garbled", "TC1", "1 of 1 answers are garbled: answer 0 has token_id:x at position 4"),
-        ("garbled", "TC2", "10 of 10 answers are garbled"),
-        ("garbled", "TC3", "100 of 100 answers are garbled"),
-        ("garbled load", "TC5", "answers are garbled"),
+        (
+            "garbled",
+            "TC1",
+            "1 of 1 answers differ by more than a tie (--tie 0.1), the first",
+        ),
+        ("garbled", "TC1", "answer 0 has token_id:x at position 4"),
+        ("garbled", "TC2", "10 of 10 answers differ"),
+        ("garbled", "TC3", "100 of 100 answers differ"),
+        ("garbled load", "TC5", "answers differ by more"),
         ("not a number", "TC1", "log-probabilities nan apart"),
         ("another distribution", "TC1", "log-probabilities 0.5 apart"),
         ("all ties", "TC1", "no answer could be compared"),
@@ -172,7 +179,7 @@ def test_a_correct_server_passes_every_case(
         ("sick", "TC1", "503"),
         ("leak", "TC3", "not idle after 0.2 s: vllm:kv_cache_usage_perc is 0.25"),
         ("no hits", "TC3", "no token came from the host"),
-        ("no loads", "TC3", "900 blocks stored and 0 loaded"),
+        ("no loads", "TC3", "900 blocks stored and 0 loaded: if the server knew these prompts"),
         ("large pool", "TC3", "100 prompts are 32,000 tokens, and the KV cache holds 32,000,000"),
         ("no preemption", "TC5", "no request was preempted"),
     ],
@@ -204,6 +211,13 @@ def test_a_wrong_events_file_is_reported(
     with pytest.raises(check_server.Failure) as failure:
         check_server.check_events(write(tmp_path / "events.jsonl", events))
     assert why in str(failure.value)
+
+
+def test_a_server_without_a_connector_is_compared_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert check(Pretender("no connector"), "--case", "TC3") == 0
+    assert "no connector; 500 of 3,200 tokens compared" in capsys.readouterr().out
 
 
 def test_prompts_that_are_not_chunked_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,7 @@
-"""What mkdocs calls while it builds the site: a line `<!-- generated: NAME -->` becomes a table."""
+"""What mkdocs calls while it builds the site: `<!-- generated: NAME -->` becomes a table.
+
+The line after it, which says so to who reads the file, goes away.
+"""
 
 import re
 import sys
@@ -9,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from docs.generate.reference import TABLES
 
-PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->\n.*$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -67,6 +67,13 @@ def test_info_shows_what_a_file_holds(
     assert "warm blocks" in capsys.readouterr().out
 
 
+def test_a_folder_is_refused_with_the_file_in_it(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tier", "info", str(path.parent)]) == 2
+    assert f"is a folder: pass the path of a slot file, such as {path}" in capsys.readouterr().err
+
+
 def test_blocks_of_a_renewed_generation_are_not_warm(
     path: Path, arena: HostArena, capsys: pytest.CaptureFixture[str]
 ) -> None:

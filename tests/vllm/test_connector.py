@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import kvstow.vllm
 from kvstow import ConfigError, StateSpace, TransferError
 from kvstow.transfer import READY
 from kvstow.vllm import KVStowConnector
+from kvstow.vllm.logs import log_as_vllm
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -238,3 +240,25 @@ def test_checksums_of_slots_outlive_sleep(folder: Path) -> None:
     connector.shutdown()
     connector.restore_kv_caches()
     assert worker.movers == []
+
+
+def test_lines_of_the_tiers_look_as_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, of_vllm = logging.getLogger("kvstow"), logging.getLogger("vllm")
+    written: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = written.append  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(of_vllm, "handlers", [handler])
+    monkeypatch.setattr(of_vllm, "level", logging.INFO)
+    monkeypatch.setattr(own, "handlers", [])
+    monkeypatch.setattr(own, "level", own.level)
+    for _ in range(2):  # of the scheduler half and of a worker
+        log_as_vllm()
+    logging.getLogger("kvstow.tiers.asking").warning("the store fails")
+    assert [(line.levelname, line.getMessage()) for line in written] == [
+        ("WARNING", "the store fails")
+    ]
+    theirs = logging.NullHandler()
+    monkeypatch.setattr(own, "handlers", [theirs])
+    log_as_vllm()
+    assert own.handlers == [theirs], "what the program has set up stays"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
-from tests.vllm.disked import Server, folder_on_disk
+from tests.vllm.disked import Server, Whose, folder_on_disk
 from vllm.lora.request import LoRARequest
 
 from kvstow import ConfigError, StateError
@@ -553,7 +553,10 @@ def test_an_option_without_its_partner_is_refused(given: dict[str, Any], message
 
 
 @pytest.mark.parametrize("place", ["memory", "missing", "symlink", "device", "small", "large"])
-def test_an_unsuitable_place_ends_the_start(disk: Path, place: str) -> None:
+def test_an_unsuitable_place_ends_the_start_before_weights_are_read(
+    disk: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Whose, "fingerprint", lambda *_: pytest.fail("all weights were read"))
     folder, message = disk, ""
     options: dict[str, Any] = {}
     if place == "memory":

@@ -34,7 +34,7 @@ def check(address: str, *arguments: str) -> int:
             address,
             *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
             *("--prompt-tokens", "300", "--answer-tokens", "48"),
-            *("--tolerance", "1e-3", "--tc5", str(NUM_TC5), "--timeout", "300"),
+            *("--tolerance", "1e-3", "--tie", "1e-3", "--tc5", str(NUM_TC5), "--timeout", "300"),
             *arguments,
         ]
     )

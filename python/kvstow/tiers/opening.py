@@ -127,8 +127,8 @@ def open_slot_file(files: Files, wanted: Wanted) -> Opened:
         SlotFileMismatch: it holds blocks of something else, and `may_reset` is False.
         StateError: another process, or another tier of this one, has it open.
     """
+    check_place(files, wanted.path, wanted.max_bytes, wanted.slot_bytes)
     try:
-        _check_place(files, wanted)
         with contextlib.ExitStack() as undo:
             opened = _Opening(files, wanted, undo).run()
             undo.pop_all()
@@ -155,14 +155,24 @@ def explained(path: str, error: OSError) -> ConfigError:
     return ConfigError(f"the slot file {path} cannot be opened ({error.strerror or error}); {fix}")
 
 
-def _check_place(files: Files, wanted: Wanted) -> None:
-    """Refuse a place that holds something else, or cannot hold a slot file."""
-    path = wanted.path
-    least = HEADER_BYTES + wanted.slot_bytes + FRAME_BYTES
-    if wanted.max_bytes < least:
+def check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> None:
+    """Refuse a place that holds something else, or cannot hold a slot file. Writes nothing.
+
+    Raises:
+        ConfigError: the place is unsuitable, or too small.
+    """
+    try:
+        _check_place(files, path, max_bytes, slot_bytes)
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> None:
+    least = HEADER_BYTES + slot_bytes + FRAME_BYTES
+    if max_bytes < least:
         raise ConfigError(
-            f"max_bytes is {wanted.max_bytes}, but the header and one slot of {wanted.slot_bytes} "
-            f"bytes take {least}; raise it"
+            f"max_bytes is {max_bytes}, but the header and one slot of {slot_bytes} bytes take "
+            f"{least}; raise it"
         )
     for name in (path, path + INDEX_SUFFIX):
         found = files.stat(name)
@@ -192,10 +202,9 @@ def _check_place(files: Files, wanted: Wanted) -> None:
             f"{folder} is on {kind}, where a lock or a call may hang; pass a path on a local disk"
         )
     total, _ = files.space(folder)
-    if wanted.max_bytes > total:
+    if max_bytes > total:
         raise ConfigError(
-            f"max_bytes is {wanted.max_bytes}, but the file system of {folder} has {total} bytes; "
-            "lower it"
+            f"max_bytes is {max_bytes}, but the file system of {folder} has {total} bytes; lower it"
         )
 
 

@@ -29,6 +29,7 @@ from kvstow.observability.events import EventFile
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.idle import IdleScheduler, IdleWorker
+from kvstow.vllm.logs import log_as_vllm
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.observe import Observer
@@ -76,15 +77,14 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Create the half that `role` asks for.
 
         Raises:
-            ConfigError: kvstow cannot work with vLLM's configuration, or an option is wrong. The
-                message names the flag.
+            ConfigError: vLLM's configuration or an option does not fit. It names the flag.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         _check_config(vllm_config)
         parallel = vllm_config.parallel_config
-        model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
-        self._model = model
+        model = self._model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._reporter: StatsReporter | None = None
         self._host_events: HostEvents | None = None
         self._event_file: EventFile | None = None

@@ -25,7 +25,8 @@ How a wrong block could be served, and what prevents it:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from time import monotonic
 from typing import Final
@@ -42,6 +43,8 @@ from kvstow.tiers import (
     SlotTier,
     TierTicket,
 )
+from kvstow.tiers.files import Files
+from kvstow.tiers.opening import check_place
 from kvstow.tiers.tier import Tier
 from kvstow.transfer import HostArena
 from kvstow.vllm.below_worker import LowerWorker, some_of
@@ -251,7 +254,7 @@ def _open(place: Place, options: Options, arena: HostArena) -> SlotTier:
         file = SlotFile(place.path, place.max_bytes, on_mismatch)  # type: ignore[arg-type]
         return file.open(arena, place.fingerprint)
 
-    try:
+    with _names_of_options(options, place.max_bytes):
         try:
             return opened("refuse")
         except SlotFileMismatch as error:
@@ -262,12 +265,29 @@ def _open(place: Place, options: Options, arena: HostArena) -> SlotTier:
                 ) from error
             logger.warning("kvstow: %s is emptied, because %s", place.path, error)
         return opened("reset")
+
+
+def check_disk(path: str, max_bytes: int, options: Options, arena: HostArena) -> None:
+    """Refuse an unsuitable place, before anything is read or written.
+
+    Raises:
+        ConfigError: the place is unsuitable, or too small.
+    """
+    with _names_of_options(options, max_bytes):
+        check_place(Files(), path, max_bytes, arena.slot_stride_bytes * arena.slots_per_run)
+
+
+@contextmanager
+def _names_of_options(options: Options, max_bytes: int) -> Iterator[None]:
+    """Let errors name the connector's options."""
+    try:
+        yield
     except KvstowError as error:
         if WHERE in str(error):
             raise
         raise type(error)(
             f"{WHERE}.disk_path is {options.disk_path!r} and disk_bytes_to_use gives this rank "
-            f"{place.max_bytes} bytes: {error}"
+            f"{max_bytes} bytes: {error}"
         ) from error
 
 

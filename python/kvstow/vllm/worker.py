@@ -33,7 +33,7 @@ from kvstow.transfer.arena import shared_bytes
 from kvstow.transfer.shared import SharedMemory
 from kvstow.vllm.below_worker import LowerWorker
 from kvstow.vllm.both_worker import BothWorker
-from kvstow.vllm.disk_worker import DiskWorker, Place
+from kvstow.vllm.disk_worker import DiskWorker, Place, check_disk
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -176,12 +176,15 @@ class WorkerHalf:
         assert self.arena is not None, "a rank with layouts has an arena"
         own = dict(zip(self._model.local_groups, layouts, strict=True))
         sizes = [own[g].slot_bytes if g in own else 0 for g in range(len(self._model.groups))]
+        num_bytes = self._part_of(self._options.disk_bytes_to_use or 0)
+        if self._options.disk_path is not None:
+            # Now, because the fingerprint reads all weights.
+            check_disk(identity.path, num_bytes, self._options, self.arena)
         fingerprint = identity.fingerprint(self._model, kv_caches)
         options, rank, why = self._options, self._rank, identity.why_private
         member = Membership(fingerprint, why)
         if options.disk_path is None:
             return SharedWorker(member, options, self.arena, rank=rank, slot_bytes=sizes)
-        num_bytes = self._part_of(options.disk_bytes_to_use or 0)
         place = Place(identity.path, num_bytes, fingerprint, is_warm=not why)
         if options.shared is None:
             return DiskWorker(place, options, self.arena, rank=rank, slot_bytes=sizes)
