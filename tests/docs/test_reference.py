@@ -169,7 +169,7 @@ def test_every_program_that_a_page_names_exists() -> None:
             )
         for name, arguments in re.findall(r"(?:python3? )(examples/\w+\.py)([^`]*)", joined):
             num_found += 1
-            options = re.findall(r" (--[a-z-]+)", arguments)
+            options = re.findall(r" (--[a-z][a-z0-9-]*)", arguments)
             source = (ROOT / name).read_text()
             assert [one for one in options if f'"{one}"' not in source] == [], (path, name)
     assert num_found > 20
