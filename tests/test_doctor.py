@@ -157,6 +157,7 @@ def test_missing_extra_has_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = found()
     assert findings["prometheus_client"].status == "missing"
     assert findings["prometheus_client"].advice == "pip install 'kvstow[metrics]'"
+    assert findings["redis"].advice == "pip install 'kvstow[redis]'"
 
 
 def installed(versions: dict[str, str | None]) -> Callable[[str], str | None]:

