@@ -49,7 +49,7 @@ class Broken(Here):
 
     error = 0
     bad = range(0)
-    hangs = False
+    hangs = writes_hang = False
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -63,6 +63,8 @@ class Broken(Here):
         return super().read(file, buffers, offset)
 
     def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        if self.writes_hang:
+            assert self.gate.wait(LONG_S)
         if self.error:
             raise OSError(self.error, os.strerror(self.error))
         return super().write(file, buffers, offset)
@@ -155,6 +157,18 @@ def test_too_many_bytes_that_hang_turn_the_tier_off(tmp_path: Path, arena: HostA
     files.gate.set()
     stats_after(tier, *jobs)
     tier.close()
+
+
+def test_no_get_waits_for_puts(tmp_path: Path, arena: HostArena) -> None:
+    files = Broken()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        assert all(put(tier, KEYS[:4], range(4)))
+        files.writes_hang = True
+        puts = [tier.put(blocks_of([KEYS[at]], [at]), [at]) for at in range(4, 8)]
+        assert get(tier, KEYS[:4], range(4)) == [True] * 4
+        assert not any(put.has_ended for put in puts)
+        files.gate.set()
+        assert stats_after(tier, *puts).put_blocks == 8
 
 
 KILLED = """

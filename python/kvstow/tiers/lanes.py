@@ -11,6 +11,8 @@ lane:  idle --- work begins ---> busy --- the call returns ----------------> idl
 
 Each replacement costs a thread. So with too many bytes in quarantine the lanes go off. Then no work
 begins any more, and all work that waits fails.
+
+Puts have lanes of their own: no request waits for a put, but one may wait for a get.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.ticket import HostTicket, TransferTimeout
@@ -42,8 +44,13 @@ class Work(Protocol):
         """End it without carrying it out."""
 
 
+# The pieces of each job that waits; None wakes a thread.
+_Queue: TypeAlias = SimpleQueue[deque[Work] | None]
+
+
 @dataclass(slots=True, eq=False)
 class _Lane:
+    queue: _Queue
     work: Work | None = None
     since_s: float = 0.0
     is_abandoned: bool = False
@@ -51,7 +58,7 @@ class _Lane:
 
 
 class Lanes:
-    """A few threads that carry out work in the order of its submission.
+    """A few threads that carry out puts, and as many for all other work, each in its order.
 
     Attributes:
         in_flight_bytes: bytes of the work that is under way.
@@ -79,13 +86,14 @@ class Lanes:
         self._now = now
         # Both are written in C, so no interrupt divides what they do.
         self._lock = threading.RLock()
-        self._queue: SimpleQueue[deque[Work] | None] = SimpleQueue()
+        self._puts: _Queue = SimpleQueue()
+        self._others: _Queue = SimpleQueue()
         self._stop_watch: SimpleQueue[None] = SimpleQueue()
         self._is_stopping = False
         self._lanes: list[_Lane] = []
         try:
-            for _ in range(num_lanes):
-                self._add()
+            for queue in (self._puts, self._others) * num_lanes:
+                self._add(queue)
             threading.Thread(target=self._watch, name="kvstow-tier-watch", daemon=True).start()
         except RuntimeError as error:
             self.stop()
@@ -94,20 +102,21 @@ class Lanes:
                 "threads (ulimit -u, pids.max of the container)"
             ) from error
 
-    def submit(self, pieces: deque[Work]) -> None:
+    def submit(self, pieces: deque[Work], *, is_put: bool) -> None:
         """Queue all pieces of a job. An interrupt may leave none of them queued.
 
         Jobs take turns, so that a long one holds up no other. The caller may still take pieces from
         the end. If the lanes are off, all fail at once.
         """
-        self._queue.put(pieces)
+        (self._puts if is_put else self._others).put(pieces)
         if self.error is not None:
             self._fail_waiting()
 
     def stop(self) -> None:
         """Let each thread end after all queued work. Does not wait."""
         self._is_stopping = True
-        self._queue.put(None)  # wakes a thread
+        for queue in (self._puts, self._others):
+            queue.put(None)  # wakes a thread
 
     def join(self) -> bool:
         """Wait until each thread has ended or is abandoned; return whether all have ended."""
@@ -140,7 +149,7 @@ class Lanes:
                     )
                     continue
                 try:
-                    self._add()
+                    self._add(lane.queue)
                 except RuntimeError as error:
                     self._go_off(f"a call does not return, and no more threads start ({error})")
         if self.error is not None:
@@ -149,7 +158,7 @@ class Lanes:
     def close_in_child(self) -> None:
         """Forget the threads in a forked child, which has none of them."""
         self._lock = threading.RLock()
-        self._queue, self._stop_watch = SimpleQueue(), SimpleQueue()
+        self._puts, self._others, self._stop_watch = SimpleQueue(), SimpleQueue(), SimpleQueue()
         self._lanes = []
 
     def _go_off(self, why: str) -> None:
@@ -159,40 +168,41 @@ class Lanes:
 
     def _fail_waiting(self) -> None:
         assert self.error is not None, "only lanes that are off fail what waits"
-        with suppress(Empty):
-            while True:
-                pieces = self._queue.get_nowait()
-                while pieces:
-                    with suppress(IndexError):
-                        pieces.popleft().fail(self.error)
-        if self._is_stopping:
-            self._queue.put(None)  # in place of one that was taken here
+        for queue in (self._puts, self._others):
+            with suppress(Empty):
+                while True:
+                    pieces = queue.get_nowait()
+                    while pieces:
+                        with suppress(IndexError):
+                            pieces.popleft().fail(self.error)
+            if self._is_stopping:
+                queue.put(None)  # in place of one that was taken here
 
-    def _add(self) -> None:
-        lane = _Lane()
+    def _add(self, queue: _Queue) -> None:
+        lane = _Lane(queue)
         threading.Thread(target=self._run, args=(lane,), name="kvstow-tier", daemon=True).start()
         self._lanes.append(lane)
 
-    def _next(self) -> Work | None:
+    def _next(self, queue: _Queue) -> Work | None:
         """Wait for a piece of work; None to stop, when no work is left."""
         while True:
             try:
-                pieces = self._queue.get_nowait()
+                pieces = queue.get_nowait()
             except Empty:
                 if self._is_stopping:
-                    self._queue.put(None)  # wakes the next thread
+                    queue.put(None)  # wakes the next thread
                     return None
-                pieces = self._queue.get()
+                pieces = queue.get()
             if pieces is None:
                 continue
             with suppress(IndexError):
                 work = pieces.popleft()
                 if pieces:
-                    self._queue.put(pieces)
+                    queue.put(pieces)
                 return work
 
     def _run(self, lane: _Lane) -> None:
-        while (work := self._next()) is not None:
+        while (work := self._next(lane.queue)) is not None:
             with self._lock:
                 lane.work, lane.since_s = work, self._now()
                 self.in_flight_bytes += work.num_bytes

@@ -48,8 +48,8 @@ class SlotFile:
         max_bytes: bytes of both files together, at most, such as "200GiB".
         on_mismatch: what to do with a file of another fingerprint or slot size, or with a damaged
             header: "refuse" it, or "reset" (empty) it.
-        num_threads: threads that read and write.
-        max_in_flight_bytes: bytes that they read or write at a time.
+        num_threads: threads for puts, and as many for all other calls.
+        max_in_flight_bytes: bytes that puts write at a time, and as many that gets read.
         max_quarantined_bytes: bytes in calls that do not return. With more, the tier goes off.
         stuck_after_s: seconds after which a call counts as one that does not return.
     """

@@ -52,7 +52,7 @@ from kvstow.transfer.fork import FORKED, FORKED_TRANSFER, close_in_children
 from kvstow.transfer.mover import Index
 
 # A piece of a job, which one thread carries out. Each costs some switches between threads, but a
-# checksum finds the bytes of a larger one less often in the processor's caches.
+# small job waits for a piece of each large one before it.
 _PIECE_BYTES = 8 << 20
 # After this many calls in a row that cannot read, the disk is given up.
 _MAX_READ_ERRORS = 8
@@ -224,7 +224,7 @@ class SlotStore:
         try:
             self._jobs.add(job)
             self._mark(job, Marks.take)
-            self._lanes.submit(pieces)
+            self._lanes.submit(pieces, is_put=job.kind == "put")
         except BaseException:  # an interrupt, at any line: take back what no thread has begun
             with suppress(IndexError):
                 while True:
