@@ -102,6 +102,8 @@ def test_parent_continues_a_chain(algorithm: Algorithm) -> None:
 
 UNALIGNED = np.zeros(48, dtype=[("pad", "u1"), ("token", "i8")])
 UNALIGNED["token"] = TOKENS
+# Consecutive in memory, but not at a multiple of eight bytes.
+ODD_ADDRESS = np.frombuffer(b"\x00" + np.arange(48, dtype="i8").tobytes(), "i8", offset=1)
 READ_ONLY = np.arange(48)
 READ_ONLY.flags.writeable = False
 
@@ -122,6 +124,7 @@ READ_ONLY.flags.writeable = False
         pytest.param(np.repeat(np.arange(48), 2)[::2], id="strided"),
         pytest.param(np.arange(47, -1, -1)[::-1], id="negative stride"),
         pytest.param(UNALIGNED["token"], id="unaligned"),
+        pytest.param(ODD_ADDRESS, id="odd address"),
         pytest.param(READ_ONLY, id="read-only"),
     ],
 )
@@ -176,6 +179,8 @@ def test_only_full_blocks_are_hashed() -> None:
         ([10**5000], "token 0 is an int of more than 80 digits:"),
         (np.array([1, -2]), "token 1 is -2:"),
         (np.array([1, -2], dtype="i1"), "token 1 is -2:"),
+        (np.array([1, 2, -3], dtype="i4"), "token 2 is -3:"),
+        (np.array([2**64 - 1], dtype="u8"), "token 0 is 18446744073709551615:"),
         (np.array([1, 2**63 + 1], dtype="u8"), "token 1 is 9223372036854775809:"),
         ([1, 2.0], "token 1 is of type float: token ids are ints"),
         ([None], "token 0 is of type NoneType: token ids are ints"),

@@ -53,10 +53,6 @@ fn ints(
 ) -> PyResult<Vec<i64>> {
     if let Ok(array) = obj.cast::<PyUntypedArray>() {
         check_integer_array(array)?;
-        let int64 = obj.extract::<PyReadonlyArray1<'_, i64>>().map(|array| array.to_vec());
-        if let Ok(Ok(items)) = int64 {
-            return Ok(items);
-        }
         let dtype = array.dtype();
         if dtype.kind() == b'u' && dtype.itemsize() == size_of::<u64>() {
             return ints(&obj.call_method0("tolist")?, too_large);

@@ -1,11 +1,14 @@
 //! `hash_tokens`, and the conversion of tokens and extra keys between Python and the core.
 
+use std::fmt::Display;
+
 use kvstow_core::hash::{
     self, Algorithm, BlockExtraKeys, DEFAULT_SEED, ExtraKey, HashOptions, MAX_EXTRA_KEY_DEPTH,
     extra_keys_too_deep, token_out_of_bounds,
 };
 use numpy::{
-    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
+    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
 };
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
@@ -75,6 +78,9 @@ pub(crate) fn hash_tokens<'py>(
     Ok(Hashes::of(hashes, Some(block_size)))
 }
 
+/// Stands for a negative id. It is above the largest id.
+const NEGATIVE: u64 = u64::MAX;
+
 fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
     block_size.extract().map_err(|error: PyErr| {
         if error.is_instance_of::<PyOverflowError>(block_size.py()) {
@@ -126,23 +132,48 @@ fn id_from_py(token: &Bound<'_, PyAny>) -> PyResult<u64> {
 
 fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {
     check_integer_array(array)?;
+    let direct = direct_ids::<i64>(array).or_else(|| direct_ids::<i32>(array));
+    let direct = direct.or_else(|| direct_ids::<u32>(array));
+    if let Some(ids) = direct {
+        return ids;
+    }
     if array.dtype().kind() == b'u' {
         return native_copy::<u64>(array);
     }
-    let tokens = native_copy::<i64>(array)?;
-    let mut ids = Vec::with_capacity(tokens.len());
-    for (position, token) in tokens.into_iter().enumerate() {
-        let id = u64::try_from(token);
-        ids.push(id.map_err(|_| to_py(token_out_of_bounds(position, &token)))?);
+    ids_of(&native_copy::<i64>(array)?)
+}
+
+/// Reads the ids of an array of `T` without a copy between. A copy of many ids costs more than their
+/// hashes, because the system gives its pages anew each time. None for an array of another form.
+fn direct_ids<T>(array: &Bound<'_, PyUntypedArray>) -> Option<PyResult<Vec<u64>>>
+where
+    T: Element + Copy + Display + TryInto<u64>,
+{
+    let array = array.extract::<PyReadonlyArray1<'_, T>>().ok()?;
+    Some(ids_of(array.as_slice().ok()?))
+}
+
+fn ids_of<T: Copy + Display + TryInto<u64>>(tokens: &[T]) -> PyResult<Vec<u64>> {
+    // Without a branch for each token, the compiler converts several at once.
+    let ids: Vec<u64> = tokens.iter().map(|&token| token.try_into().unwrap_or(NEGATIVE)).collect();
+    if ids.iter().fold(false, |any, &id| any | (id == NEGATIVE))
+        && let Some(position) = ids.iter().position(|&id| id == NEGATIVE)
+    {
+        return Err(to_py(token_out_of_bounds(position, &tokens[position])));
     }
     Ok(ids)
 }
 
-/// Copies the array's numbers as `T`, from any stride, alignment, width and byte order. `astype`
-/// always copies, and returns a contiguous array in native byte order.
+/// Copies the array's numbers as `T`, from any stride, alignment, width and byte order.
 pub(crate) fn native_copy<T: Element + Copy>(
     array: &Bound<'_, PyUntypedArray>,
 ) -> PyResult<Vec<T>> {
+    if let Ok(plain) = array.extract::<PyReadonlyArray1<'_, T>>()
+        && let Ok(numbers) = plain.as_slice()
+    {
+        return Ok(numbers.to_vec());
+    }
+    // It always copies, and returns a contiguous array in native byte order.
     let plain = array.call_method1("astype", (numpy::dtype::<T>(array.py()),))?;
     Ok(plain.cast_into::<PyArray1<T>>()?.to_vec()?)
 }
