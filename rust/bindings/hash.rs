@@ -156,7 +156,7 @@ where
 fn ids_of<T: Copy + Display + TryInto<u64>>(tokens: &[T]) -> PyResult<Vec<u64>> {
     // Without a branch for each token, the compiler converts several at once.
     let ids: Vec<u64> = tokens.iter().map(|&token| token.try_into().unwrap_or(NEGATIVE)).collect();
-    if ids.iter().fold(false, |any, &id| any | (id == NEGATIVE))
+    if ids.contains(&NEGATIVE)
         && let Some(position) = ids.iter().position(|&id| id == NEGATIVE)
     {
         return Err(to_py(token_out_of_bounds(position, &tokens[position])));
