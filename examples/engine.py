@@ -30,9 +30,13 @@ with Engine(9, 64, [FullAttention(BLOCK)], [BlockLayout.from_arrays(kv)]) as eng
     while waiting or engine.ledger.num_requests:
         landed = engine.poll()
         running, waiting = running + landed.loaded, landed.failed + waiting
-        new = {name: min(CHUNK, len(prompts[name]) - done[name]) for name in running}
-        assert engine.step(running, [*new.values()]).num_granted == len(running)
-        while waiting:
+        wanted = {name: min(CHUNK, len(prompts[name]) - done[name]) for name in running}
+        num_granted = engine.step(running, [*wanted.values()]).num_granted
+        new = dict([*wanted.items()][:num_granted])
+        if is_short := num_granted < len(running):  # the last one gives its blocks to the others
+            waiting.insert(0, running.pop())
+            engine.preempt(waiting[0])
+        while waiting and not is_short:
             name, num_tokens = waiting[0], len(prompts[waiting[0]])
             found = engine.admit(name, num_tokens, CHUNK, after=READY, must_fit_tokens=num_tokens)
             if found.state in {AdmissionState.NO_ROOM, AdmissionState.PENDING}:
@@ -41,11 +45,12 @@ with Engine(9, 64, [FullAttention(BLOCK)], [BlockLayout.from_arrays(kv)]) as eng
             print(f"{waiting.pop(0)}: {device} tokens on the device, {host} on the host")
             done[name] = device + host
             if found.state is AdmissionState.RUNS:
+                running.append(name)
                 new[name] = found.num_new_tokens
         for name, num_new in new.items():
             compute(name, done[name], done[name] + num_new)
             done[name] += num_new
         engine.computed([*new], [done[name] for name in new], after=READY)
-        running = [name for name in new if done[name] < len(prompts[name])]
-        for name in new.keys() - running:
+        for name in [name for name in running if done[name] == len(prompts[name])]:
+            running.remove(name)
             engine.finish(name)

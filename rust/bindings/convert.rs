@@ -101,15 +101,16 @@ fn shown(obj: &Bound<'_, PyAny>) -> String {
 
 /// Refuses arrays that are not one-dimensional or hold no integers.
 pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
-    let kind = array.dtype().kind();
-    if array.ndim() != 1 || !matches!(kind, b'i' | b'u') {
-        return Err(ConfigError::new_err(format!(
-            "an array has {} dimensions and dtype {}: pass a one-dimensional integer array",
-            array.ndim(),
-            array.dtype()
-        )));
-    }
-    Ok(())
+    let wrong = if array.ndim() != 1 {
+        format!("shape {:?}", array.shape())
+    } else if !matches!(array.dtype().kind(), b'i' | b'u') {
+        format!("dtype {}", array.dtype())
+    } else {
+        return Ok(());
+    };
+    Err(ConfigError::new_err(format!(
+        "an array has {wrong}: pass a one-dimensional array of integers"
+    )))
 }
 
 pub(crate) fn sequence<'a, 'py>(

@@ -18,6 +18,7 @@ from kvstow import (
     FullAttention,
     SlidingWindow,
     StateError,
+    StepAllocation,
     TransferError,
     UnknownRequest,
     hash_tokens,
@@ -105,8 +106,8 @@ def test_reset_forgets_every_prefix_at_any_moment() -> None:
     ("use", "error", "problem"),
     [
         (lambda e: e.add("runs", []), StateError, "runs"),
-        (lambda e: e.admit("runs", 9, 9, after=READY), StateError, "is running; admit it once"),
-        (lambda e: e.admit("loads", 17, 9, after=READY), StateError, "is loading; admit it once"),
+        (lambda e: e.admit("runs", 9, 9, after=READY), StateError, "is running; admit a req"),
+        (lambda e: e.admit("loads", 17, 9, after=READY), StateError, "is loading; admit a req"),
         (lambda e: e.admit("nobody", 9, 9, after=READY), UnknownRequest, "'nobody' is not known"),
         (lambda e: e.admit("waits", 9, 9, after=None), ConfigError, "expected an Event"),
         (lambda e: e.admit("waits", 0, 9, after=READY), ConfigError, "num_tokens is 0"),
@@ -120,6 +121,7 @@ def test_reset_forgets_every_prefix_at_any_moment() -> None:
         (lambda e: e.computed(["runs"] * 2, [16, 16], after=READY), ConfigError, "twice"),
         (lambda e: e.computed(["runs"], [8, 8], after=READY), ConfigError, "1 .* but 2"),
         (lambda e: e.computed(["runs"], [16], after=None), ConfigError, "expected an Event"),
+        (lambda e: e.step(["runs"], [0]), ConfigError, "0 new tokens.*leave the request out"),
         (lambda e: e.rewind("loads", 0), StateError, "loading"),
         (lambda e: e.finish("nobody"), UnknownRequest, "nobody"),
         (lambda e: e.preempt("nobody"), UnknownRequest, "nobody"),
@@ -205,6 +207,33 @@ def test_rewind_takes_granted_tokens_back() -> None:
         assert it.engine.ledger.num_granted_tokens("one") == 18
 
 
+def test_tokens_behind_a_rewind_are_reported_again() -> None:
+    """A block without a hash is not published, so a rewind may go back behind it."""
+    with world() as it:
+        it.admit("one", [*DOCUMENT, 91])
+        it.engine.step(["one"], [3])
+        it.engine.computed(["one"], [20], after=READY)
+        it.engine.rewind("one", 18)
+        it.engine.step(["one"], [6])
+        it.engine.computed(["one"], [19], after=READY)
+        it.engine.extend("one", hash_tokens([*DOCUMENT, *range(91, 99)], BLOCK)[4:])
+        transfer = it.engine.computed(["one"], [24], after=READY)
+        assert transfer is not None
+        assert transfer.job.block_ids.tolist() == it.engine.tables("one")[0][4:].tolist()
+
+
+def test_computed_refuses_the_tokens_of_one_step_in_place_of_all() -> None:
+    with world() as it:
+        it.admit("one", DOCUMENT)
+        it.admit("two", list(range(50, 66)))
+        it.engine.computed(["one"], [10], after=READY)
+        before = state(it.engine)
+        with pytest.raises(ConfigError, match="'one' has computed 6 tokens, and 8 were reported"):
+            it.engine.computed(["two", "one"], [16, 6], after=READY)
+        assert state(it.engine) == before
+        assert it.engine.computed(["two", "one"], [16, 16], after=READY) is not None
+
+
 def test_events_cover_both_pools_and_survive_a_restart() -> None:
     with world(events=True) as it:
         it.engine.add("one", hash_tokens(DOCUMENT, BLOCK)[:2], tokens=DOCUMENT[:8])
@@ -284,6 +313,44 @@ def test_the_example_runs() -> None:
         "other: 0 tokens on the device, 0 on the host",
         "again: 16 tokens on the device, 80 on the host",
     ]
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9, 10, 13, 17])
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_the_example_serves_every_request_on_a_device_that_is_too_small(
+    num_blocks: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (Path(__file__).parents[2] / "examples" / "engine.py").read_text()
+    for old, new in {
+        "zeros((9,": f"zeros(({num_blocks},",
+        "Engine(9,": f"Engine({num_blocks},",
+        "CHUNK = 16, 64": f"CHUNK = 16, {chunk}",
+        ", must_fit_tokens=num_tokens": "",  # so that requests begin that do not fit together
+    }.items():
+        assert old in code
+        code = code.replace(old, new)
+    num_steps = 0
+    refused, finished = list[int](), list[str]()
+    step, finish = Engine.step, Engine.finish
+
+    def counted(engine: Engine, names: list[str], counts: list[int]) -> StepAllocation:
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps < 20_000, f"{names} run in a loop that does not end"
+        granted = step(engine, names, counts)
+        refused.append(len(names) - granted.num_granted)
+        return granted
+
+    def noted(engine: Engine, name: str) -> None:
+        finished.append(name)
+        finish(engine, name)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(Engine, "finish", noted)
+    exec(compile(code, "engine.py", "exec"), {"__name__": "example"})
+
+    assert sorted(finished) == ["again", "asks", "other"]
+    assert num_blocks in {8, 17} or max(refused) > 1
 
 
 def test_engine_is_imported_at_its_first_use() -> None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvstow._core import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.arguments import checked_int
+from kvstow.transfer.layout import MAX_BLOCKS
 
 _MAX_SIZE = 1 << 40
 
@@ -65,6 +66,12 @@ def checked_names(request_ids: Sequence[str]) -> Sequence[str]:
             f"[{request_ids!r}]"
         )
     return request_ids
+
+
+def check_num_device_blocks(num_blocks: object) -> None:
+    """Refuse a device without a usable block."""
+    fix = "pass the blocks of the device's memory, the null block included"
+    checked_int("num_device_blocks", num_blocks, 2, MAX_BLOCKS, fix)
 
 
 def check_sizes(**sizes: object) -> None:

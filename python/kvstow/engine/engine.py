@@ -37,6 +37,7 @@ from kvstow.engine.arguments import (
     Group,
     Policy,
     check_callables,
+    check_num_device_blocks,
     check_sizes,
     checked_counts,
     checked_groups,
@@ -143,8 +144,10 @@ class Engine(Closing):
         mover: MakeMover = mover_for,
     ) -> None:
         groups = checked_groups(groups)
-        sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
-        check_sizes(**sizes, world_size=world_size, blocks_per_slot=blocks_per_slot)
+        check_num_device_blocks(num_device_blocks)
+        check_sizes(
+            num_host_blocks=num_host_blocks, world_size=world_size, blocks_per_slot=blocks_per_slot
+        )
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
@@ -278,7 +281,10 @@ class Engine(Closing):
         check_event(after)
         state = self._known(request_id)
         if (found := state.requests[request_id].state) != "added":
-            raise StateError(f"request {request_id!r} is {found}; admit it once")
+            raise StateError(
+                f"request {request_id!r} is {found}; admit a request once, and call step for more "
+                "of its tokens"
+            )
         wish = Wish(
             request_id, num_tokens, max_new_tokens, num_lookahead_tokens, reserve, must_fit_tokens
         )
@@ -328,7 +334,8 @@ class Engine(Closing):
 
         Args:
             request_ids: running requests, each named once.
-            num_computed_tokens: per request, the tokens whose KV exists once `after` has happened.
+            num_computed_tokens: per request, all of its tokens whose KV exists once `after` has
+                happened, those of hits and of earlier steps included.
             after: the compute that fills the blocks. No copy begins before it.
 
         Returns:
@@ -337,8 +344,9 @@ class Engine(Closing):
         Raises:
             UnknownRequest: a request was not added.
             StateError: a request does not run, or this engine is closed.
-            ConfigError: lists of unequal length, a request named twice or with more tokens than it
-                was granted, or `after` is no `Event`.
+            ConfigError: lists of unequal length, a request named twice, with more tokens than it
+                was granted or with fewer than fill the blocks reported before, or `after` is no
+                `Event`.
         """
         self._check_open()
         check_event(after)
@@ -350,7 +358,7 @@ class Engine(Closing):
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back to this many (rejected drafts), as `BlockLedger.rewind` does."""
         self._check_running([request_id])
-        self._state.ledger.rewind(request_id, num_tokens)
+        self._state.rewind(request_id, num_tokens)
 
     def tables(self, request_id: str) -> tuple[Ids, ...]:
         """Return a request's block table per group. 0 stands where the group needs no block."""

@@ -21,9 +21,20 @@ def publish(
         after: the compute that fills the blocks.
 
     Raises:
-        ConfigError: a request is named twice, or with more tokens than it was granted.
+        ConfigError: a request is named twice, with more tokens than it was granted, or with fewer
+            than fill the blocks that were reported before.
     """
-    due = [(name, count) for name, count in computed if count >= state.requests[name].due_tokens]
+    due = []
+    requests, block_size = state.requests, state.ledger.hash_block_size
+    for name, count in computed:
+        due_tokens = requests[name].due_tokens
+        if count >= due_tokens:
+            due.append((name, count))
+        elif count < due_tokens - block_size:
+            raise ConfigError(
+                f"request {name!r} has computed {count} tokens, and {due_tokens - block_size} were "
+                "reported before: pass all tokens computed so far, not those of one step"
+            )
     horizon_blocks = state.blueprint.horizon_blocks
     if not due and horizon_blocks is None:
         return None

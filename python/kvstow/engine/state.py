@@ -281,6 +281,12 @@ class State:
             request.num_computed, request.due_tokens = count, (count // size + 1) * size
         return job
 
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Take granted tokens back. The blocks that they filled are due again."""
+        self.ledger.rewind(request_id, num_tokens)
+        request, size = self.requests[request_id], self.ledger.hash_block_size
+        request.due_tokens = min(request.due_tokens, (num_tokens // size + 1) * size)
+
     # -- results for poll ----------------------------------------------------------------------
 
     def report_store(self, num_blocks: int, num_failed: int) -> None:
