@@ -1,10 +1,14 @@
-"""Tables of the command line, the connector's options and the metrics, read from the code."""
+"""Tables of the command line, the connector's options and the metrics, read from the code.
+
+`python -m docs.generate.reference` writes each table into its page. A test compares them.
+"""
 
 import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
+from pathlib import Path
 
 import click
 from docs.generate import compatibility
@@ -15,6 +19,8 @@ from kvstow.vllm.hints import Hints
 from kvstow.vllm.options import DEFAULT_BYTES, Options
 
 DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
+DOCS = Path(__file__).parents[1]
+PLACE = re.compile(r"(?ms)^(<!-- generated: ([\w-]+) -->)\n.*?\n(<!-- end -->)$")
 
 
 def command_line() -> str:
@@ -73,6 +79,11 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def with_tables(page: str) -> str:
+    """Return a page's text with each table as the code makes it now."""
+    return PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", page)
+
+
 def _fields(cls: type, head: str, **defaults: object) -> str:
     """Return the table of the fields of a dataclass; `defaults` replaces some defaults."""
     defaults = {known.name: known.default for known in dataclasses.fields(cls)} | defaults
@@ -118,3 +129,11 @@ def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
     for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, re.MULTILINE):
         words = " ".join(text.split())
         yield name, words[:1].upper() + words[1:]
+
+
+if __name__ == "__main__":
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text()
+        if (written := with_tables(text)) != text:
+            path.write_text(written)
+            print(path.relative_to(DOCS))

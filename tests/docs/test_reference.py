@@ -12,8 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
-from docs.generate.hooks import PLACE
-from docs.generate.reference import TABLES
+from docs.generate.reference import PLACE, TABLES, with_tables
 from tests.docs.pages import ROOT
 
 import kvstow
@@ -110,8 +109,13 @@ def test_every_option_that_a_page_passes_to_the_connector_exists() -> None:
 
 
 def test_every_generated_table_is_on_one_page() -> None:
-    placed = [name for text in PAGES.values() for name in PLACE.findall(text)]
+    placed = [found[2] for text in PAGES.values() for found in PLACE.finditer(text)]
     assert sorted(placed) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_tables_of_a_page_are_those_of_the_code(path: Path) -> None:
+    assert with_tables(PAGES[path]) == PAGES[path], "run: python -m docs.generate.reference"
 
 
 # -- commands ----------------------------------------------------------------------------------
