@@ -137,6 +137,9 @@ class Hashes(Sequence[bytes]):
     the same hashes. `bytes(hashes)` joins them. `numpy.asarray(hashes)` has a row of uint8 for
     each. Both copy.
 
+    It remembers the hash before its first one if `hash_tokens` made it. So `add` and `extend` can
+    refuse hashes that do not continue those of a request.
+
     Args:
         hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
         block_size: the tokens that each hash adds to the one before, if known. Those of another
@@ -646,7 +649,13 @@ class BlockLedger:
         tokens: _Ints | None = None,
         extra_keys: _ExtraKeys | None = None,
     ) -> None:
-        """Append the hashes of blocks that generated tokens have filled."""
+        """Append the hashes of blocks that generated tokens have filled.
+
+        They continue the request's last hash, which `hash_tokens` takes as `parent`.
+
+        Raises:
+            ConfigError: hashes that are known to continue another block, or none.
+        """
     def lookup(self, request_id: str, max_tokens: int) -> PrefixHit:
         """Return the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
@@ -995,7 +1004,13 @@ class OffloadScheduler:
     def add(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Add a request with the hashes of its blocks known so far."""
     def extend(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Append hashes as generated tokens fill blocks."""
+        """Append hashes as generated tokens fill blocks.
+
+        They continue the request's last hash, which `hash_tokens` takes as `parent`.
+
+        Raises:
+            ConfigError: hashes that are known to continue another block, or none.
+        """
     def truncate(self, request_id: str, num_hashes: int) -> None:
         """Keep the first `num_hashes` hashes of a request, because its last tokens were dropped.
 

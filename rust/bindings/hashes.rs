@@ -3,7 +3,7 @@
 //! It has no buffer protocol, because PyO3's `__getbuffer__` is unsafe code, which this crate
 //! forbids. `__bytes__` and `__array__` copy instead.
 
-use kvstow_core::key::{self, HashesBuilder};
+use kvstow_core::key::{self, HashesBuilder, Parent};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
@@ -18,6 +18,9 @@ use crate::error::{ConfigError, to_py};
 /// number of hashes. Slices and sums are new `Hashes`. It equals another `Hashes`, or a list, with
 /// the same hashes. `bytes(hashes)` joins them. `numpy.asarray(hashes)` has a row of uint8 for
 /// each. Both copy.
+///
+/// It remembers the hash before its first one if `hash_tokens` made it. So `add` and `extend` can
+/// refuse hashes that do not continue those of a request.
 ///
 /// Args:
 ///     hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
@@ -77,13 +80,19 @@ impl Hashes {
             return Ok(PyBytes::new(py, width.digest(hash)).into_any());
         };
         let range = slice.indices(all.len().cast_signed())?;
+        let parent = match usize::try_from(range.start) {
+            _ if range.step != 1 => Parent::Unknown,
+            Ok(0) => self.hashes.parent(),
+            Ok(start) => Parent::Block(all[start - 1]),
+            Err(_) => Parent::Unknown,
+        };
         let mut part = HashesBuilder::with_capacity(range.slicelength);
         let places = (0..range.slicelength.cast_signed()).map(|nth| range.start + nth * range.step);
         for place in places {
             part.push(width.digest(&all[place.cast_unsigned()])).map_err(to_py)?;
         }
         let block_size = self.block_size.filter(|_| range.step == 1);
-        Ok(Bound::new(py, Self::of(part.finish(), block_size))?.into_any())
+        Ok(Bound::new(py, Self::of(part.finish().behind(parent), block_size))?.into_any())
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
@@ -123,13 +132,19 @@ impl Hashes {
         let same = |it: &usize| block_size_of(other).is_none_or(|size| size == *it);
         let block_size = self.block_size.filter(same);
         let other = hashes(other)?;
+        let parent = match (other.parent(), self.hashes.as_slice().last()) {
+            _ if other.is_empty() => self.hashes.parent(),
+            (parent, None) => parent,
+            (Parent::Block(parent), Some(last)) if parent == *last => self.hashes.parent(),
+            _ => Parent::Unknown,
+        };
         let mut sum = HashesBuilder::with_capacity(self.hashes.len() + other.len());
         self.hashes
             .digests()
             .chain(other.digests())
             .try_for_each(|it| sum.push(it))
             .map_err(to_py)?;
-        Ok(Self::of(sum.finish(), block_size))
+        Ok(Self::of(sum.finish().behind(parent), block_size))
     }
 
     fn __repeat__(&self, py: Python<'_>, times: isize) -> PyResult<Self> {

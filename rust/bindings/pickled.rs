@@ -1,5 +1,6 @@
 //! Block hashes with Python's own pickle, for blocks that the core does not encode.
 
+use kvstow_core::hash::parent_of;
 use kvstow_core::key::HashesBuilder;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -56,6 +57,7 @@ impl<'py> Pickled<'_, 'py> {
             previous = digest(value.into_any())?;
             digests.push(previous.cast::<PyBytes>()?.as_bytes()).map_err(to_py)?;
         }
-        Ok(Hashes::of(digests.finish(), Some(self.block_size)))
+        let parent = parent_of(self.parent.map(PyBytesMethods::as_bytes));
+        Ok(Hashes::of(digests.finish().behind(parent), Some(self.block_size)))
     }
 }

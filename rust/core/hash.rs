@@ -33,7 +33,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::cbor::Cbor;
 use crate::error::{Error, Result};
 use crate::integers;
-use crate::key::{BlockHash, HashWidth, Hashes, MAX_HASH_BYTES};
+use crate::key::{self, BlockHash, HashWidth, Hashes, MAX_HASH_BYTES, Parent};
 use crate::pickle;
 use crate::sha256;
 
@@ -265,12 +265,11 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
     if num_blocks == 0 {
         return Ok(Hashes::default());
     }
-    let width = algorithm.digest_bytes();
-    let mut previous = [0; MAX_HASH_BYTES];
-    match parent.filter(|digest| !digest.is_empty()) {
-        Some(digest) => previous[..width].copy_from_slice(digest),
-        None => previous = algorithm.first(seed.unwrap_or(DEFAULT_SEED))?,
-    }
+    let parent = parent_of(parent);
+    let previous = match parent {
+        Parent::Block(hash) => hash,
+        _ => algorithm.first(seed.unwrap_or(DEFAULT_SEED))?,
+    };
     let message = Message::new(algorithm, block_size).map_err(unencodable)?;
     let extra_keys = extra_keys.unwrap_or_default();
     // With a constant number of tokens, the compiler unrolls what writes them.
@@ -280,7 +279,16 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
         64 => chain(message, previous, tokens.as_chunks::<64>().0.iter(), extra_keys),
         _ => chain(message, previous, tokens.chunks_exact(block_size), extra_keys),
     };
-    Ok(Hashes::new(HashWidth::of(width)?, &Arc::new(hashes.map_err(unencodable)?)))
+    let width = HashWidth::of(algorithm.digest_bytes())?;
+    Ok(Hashes::new(width, &Arc::new(hashes.map_err(unencodable)?)).behind(parent))
+}
+
+/// What follows from the argument `parent`, whose width was checked.
+pub fn parent_of(digest: Option<&[u8]>) -> Parent {
+    match digest {
+        Some(digest) if !digest.is_empty() => Parent::Block(key::pad(digest)),
+        _ => Parent::Start,
+    }
 }
 
 /// The padded digests of blocks. There is one entry of extra keys for each of them, or none at all.

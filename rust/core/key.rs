@@ -29,11 +29,34 @@ pub struct BlockKey {
 }
 
 /// The hashes of consecutive blocks, all of one width. Clones share them, and nothing changes them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+///
+/// Two are equal if their hashes are, whatever is known of the block before them.
+#[derive(Clone, Debug, Default)]
 pub struct Hashes {
     width: HashWidth,
     hashes: SharedHashes,
+    parent: Parent,
 }
+
+/// What is known of the block before the first of some hashes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Parent {
+    /// Nothing.
+    #[default]
+    Unknown,
+    /// There is none: the hashes are those of a prompt from its start.
+    Start,
+    /// The block with this padded hash.
+    Block(BlockHash),
+}
+
+impl PartialEq for Hashes {
+    fn eq(&self, other: &Self) -> bool {
+        self.width == other.width && self.hashes == other.hashes
+    }
+}
+
+impl Eq for Hashes {}
 
 /// Hashes that a request, its ledger and its scheduler may share.
 pub(crate) type SharedHashes = Arc<Vec<BlockHash>>;
@@ -42,7 +65,41 @@ impl Hashes {
     /// Hashes of a known width.
     pub(crate) fn new(width: HashWidth, hashes: &SharedHashes) -> Self {
         let width = if hashes.is_empty() { HashWidth::default() } else { width };
-        Self { width, hashes: Arc::clone(hashes) }
+        Self { width, hashes: Arc::clone(hashes), parent: Parent::Unknown }
+    }
+
+    /// The same hashes, behind this block.
+    #[must_use]
+    pub fn behind(self, parent: Parent) -> Self {
+        Self { parent, ..self }
+    }
+
+    /// What is known of the block before the first.
+    pub fn parent(&self) -> Parent {
+        self.parent
+    }
+
+    /// Refuses hashes that are known not to continue those of a request. A block would get the key
+    /// of other tokens than it holds.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub(crate) fn check_continues(&self, known: &[BlockHash]) -> Result<()> {
+        let fix = "pass the request's last hash to hash_tokens as parent";
+        let why = match (self.parent, known.last()) {
+            (Parent::Start, Some(_)) => {
+                format!("begin a prompt, and the request has {} hashes: {fix}", known.len())
+            }
+            (Parent::Block(parent), Some(last)) if parent != *last => {
+                format!("continue another block than the request's last: {fix}")
+            }
+            (Parent::Block(_), None) => {
+                "continue a block, and the request has no hashes yet: hash its tokens from the start"
+                    .to_owned()
+            }
+            _ => return Ok(()),
+        };
+        if self.is_empty() { Ok(()) } else { Err(Error::Config(format!("the hashes {why}"))) }
     }
 
     /// The padded hashes.
@@ -116,13 +173,13 @@ impl HashesBuilder {
 
     /// The hashes, moved and not copied.
     pub fn finish(self) -> Hashes {
-        Hashes { width: self.width, hashes: Arc::new(self.hashes) }
+        Hashes { width: self.width, hashes: Arc::new(self.hashes), parent: Parent::Unknown }
     }
 }
 
 /// A digest of at most 32 bytes, padded with zeros.
 #[inline]
-fn pad(digest: &[u8]) -> BlockHash {
+pub(crate) fn pad(digest: &[u8]) -> BlockHash {
     let mut hash = [0; MAX_HASH_BYTES];
     match digest.first_chunk::<16>() {
         Some(half) if digest.len() == 16 => hash[..16].copy_from_slice(half),

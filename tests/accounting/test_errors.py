@@ -84,8 +84,8 @@ LEDGER_CASES: list[LedgerCase] = [
     (StateError, '"running".*free', lambda w: w.ledger.add("running", names(1, 3))),
     (ConfigError, "group 1 is not in a ledger of 1", lambda w: w.ledger.block_table("running", 1)),
     # Allocation.
-    (ConfigError, "nothing", lambda w: w.ledger.allocate("waiting", 0)),
-    (ConfigError, "nothing", lambda w: w.ledger.allocate("new", 0, hit=w.hits["new"])),
+    (ConfigError, "0 new tokens", lambda w: w.ledger.allocate("waiting", 0)),
+    (ConfigError, "0 new tokens", lambda w: w.ledger.allocate("new", 0, hit=w.hits["new"])),
     (StateError, "look it up", lambda w: w.ledger.allocate("waiting", 1, hit=w.hits["other"])),
     (StateError, "look it up", lambda w: w.ledger.allocate("again", 1, hit=w.hits["again"])),
     (
@@ -113,7 +113,11 @@ LEDGER_CASES: list[LedgerCase] = [
     (StateError, '"loading".*cache', lambda w: w.ledger.allocate("loading", 1)),
     # Steps.
     (StateError, '"loading"', lambda w: w.ledger.allocate_step(["running", "loading"], [1, 1])),
-    (ConfigError, '"new".*nothing', lambda w: w.ledger.allocate_step(["running", "new"], [1, 0])),
+    (
+        ConfigError,
+        '"new".*0 new tokens',
+        lambda w: w.ledger.allocate_step(["running", "new"], [1, 0]),
+    ),
     (ConfigError, "2 requests and 1 n", lambda w: w.ledger.allocate_step(["running", "new"], [1])),
     (ConfigError, "str", lambda w: w.ledger.allocate_step("running", [1] * 7)),
     # The granted tokens bound `cache` and `rewind`.

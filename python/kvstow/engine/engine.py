@@ -236,6 +236,8 @@ class Engine(Closing):
     ) -> None:
         """Append hashes as generated tokens fill blocks, before `computed` reports such a block.
 
+        They continue the request's last hash: pass it to `hash_tokens` as `parent`.
+
         If an exception other than a `KvstowError` cuts this short, the request does not have the
         hashes. The next `poll` then reports a running request as failed.
         """
@@ -281,10 +283,10 @@ class Engine(Closing):
         check_event(after)
         state = self._known(request_id)
         if (found := state.requests[request_id].state) != "added":
-            raise StateError(
-                f"request {request_id!r} is {found}; admit a request once, and call step for more "
-                "of its tokens"
+            fix = {"running": "call step for more of its tokens"}.get(
+                found, "wait until poll reports that it is loaded"
             )
+            raise StateError(f"request {request_id!r} is {found}; admit a request once, and {fix}")
         wish = Wish(
             request_id, num_tokens, max_new_tokens, num_lookahead_tokens, reserve, must_fit_tokens
         )
@@ -303,8 +305,9 @@ class Engine(Closing):
 
         Args:
             request_ids: running requests, the first to be served first.
-            num_new_tokens: shape [n], the tokens that each computes next.
-            num_lookahead_tokens: tokens that get slots only, for each request.
+            num_new_tokens: shape [n], the tokens that each computes next, drafts to verify
+                included.
+            num_lookahead_tokens: tokens beyond those that get slots only, for each request.
             num_in_flight_tokens: granted tokens of each whose step is not finished.
 
         Returns:
@@ -356,7 +359,14 @@ class Engine(Closing):
         return publish(self._state, self._copies, computed, after)
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Take granted tokens back to this many (rejected drafts), as `BlockLedger.rewind` does."""
+        """Take granted tokens back to this many, because drafts were rejected.
+
+        Drafts are granted if the step's `num_new_tokens` counts them. Blocks stay the request's.
+
+        Raises:
+            ConfigError: more tokens than were granted.
+            StateError: fewer tokens than are published, or the request does not run.
+        """
         self._check_running([request_id])
         self._state.rewind(request_id, num_tokens)
 

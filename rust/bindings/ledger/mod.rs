@@ -125,6 +125,11 @@ impl BlockLedger {
     }
 
     /// Append the hashes of blocks that generated tokens have filled.
+    ///
+    /// They continue the request's last hash, which `hash_tokens` takes as `parent`.
+    ///
+    /// Raises:
+    ///     ConfigError: hashes that are known to continue another block, or none.
     #[pyo3(signature = (request_id, hashes, *, tokens = None, extra_keys = None))]
     fn extend(
         &self,

@@ -207,6 +207,11 @@ impl OffloadScheduler {
     }
 
     /// Append hashes as generated tokens fill blocks.
+    ///
+    /// They continue the request's last hash, which `hash_tokens` takes as `parent`.
+    ///
+    /// Raises:
+    ///     ConfigError: hashes that are known to continue another block, or none.
     fn extend(&self, request_id: RequestId, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         let hashes = self.hashes(hashes)?;
         lock(&self.0).extend(&request_id, &hashes).map_err(to_py)

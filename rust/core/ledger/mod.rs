@@ -151,7 +151,8 @@ impl BlockLedger {
     ///
     /// # Errors
     /// [`Error::State`] for an id that the ledger has, [`Error::HashWidth`] for hashes of another
-    /// width, [`Error::Config`] for a context without events or one that does not cover the hashes.
+    /// width, [`Error::Config`] for hashes that are known not to continue the request's, for a
+    /// context without events or one that does not cover the hashes.
     pub fn add(&mut self, request_id: &str, hashes: &Hashes, context: Context) -> Result<()> {
         self.requests.check_new(request_id)?;
         self.check_context(&context)?;

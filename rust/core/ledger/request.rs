@@ -94,6 +94,7 @@ impl Request {
         context: &Context,
         block_size: usize,
     ) -> Result<()> {
+        hashes.check_continues(&self.hashes)?;
         let num_hashes = self.hashes.len() + hashes.len();
         if let Some(known) = &self.tokens {
             let num_tokens = known.len() + context.tokens.as_ref().map_or(0, Vec::len);
@@ -138,7 +139,8 @@ impl Request {
     ) -> Result<()> {
         if num_tokens > self.num_granted_tokens {
             return Err(Error::Config(format!(
-                "cannot {what} {num_tokens} tokens of request {request_id:?}: it was granted {}",
+                "cannot {what} {num_tokens} tokens of request {request_id:?}: it was granted {}, \
+                 drafts included",
                 self.num_granted_tokens
             )));
         }

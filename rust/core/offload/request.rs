@@ -96,9 +96,11 @@ impl OffloadScheduler {
     /// Adds a request with the hashes of its blocks known so far.
     ///
     /// # Errors
-    /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width.
+    /// [`Error::State`] for a known request, [`Error::HashWidth`] for hashes of another width,
+    /// [`Error::Config`] for hashes that are known not to begin a prompt.
     pub fn add(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         self.requests.check_new(request_id)?;
+        hashes.check_continues(&[])?;
         self.host.slots.pool.agree_width(hashes.width())?;
         let mut shared = SharedHashes::default();
         hashes.append_to(&mut shared);
@@ -127,7 +129,8 @@ impl OffloadScheduler {
     /// Appends hashes as generated tokens fill blocks.
     ///
     /// # Errors
-    /// [`Error::UnknownRequest`], [`Error::HashWidth`].
+    /// [`Error::UnknownRequest`], [`Error::HashWidth`], [`Error::Config`] for hashes that are known
+    /// not to continue the request's.
     pub fn extend(&mut self, request_id: &str, hashes: &Hashes) -> Result<()> {
         self.extend_step(std::iter::once((request_id, hashes)))
     }
@@ -141,7 +144,7 @@ impl OffloadScheduler {
         extended: impl Iterator<Item = (&'a str, &'a Hashes)> + Clone,
     ) -> Result<()> {
         for (request_id, hashes) in extended.clone() {
-            self.requests.place(request_id)?;
+            hashes.check_continues(&self.requests.get(request_id)?.hashes)?;
             self.host.slots.pool.agree_width(hashes.width())?;
         }
         for (request_id, hashes) in extended {
