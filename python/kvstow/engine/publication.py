@@ -60,6 +60,6 @@ def _check_granted(state: State, due: Sequence[tuple[str, int]]) -> None:
         if count > (num_granted := state.ledger.num_granted_tokens(name)):
             raise ConfigError(
                 f"request {name!r} cannot have computed {count} tokens: it was granted "
-                f"{num_granted}. Let num_new_tokens of its step count all tokens to compute, drafts "
-                "included"
+                f"{num_granted}. Let num_new_tokens of its step count all that it computes, with "
+                "the drafts"
             )
