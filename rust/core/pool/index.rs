@@ -225,7 +225,7 @@ impl Index {
                 if self.insert(blocks, id, fingerprint, hash, tag, later) {
                     on_new(at);
                 }
-            } else if id.is_null() || block.holds(hash, tag) {
+            } else if id.is_null() || (block.num_refs() != 0 && block.holds(hash, tag)) {
                 skipped.push(at);
             } else {
                 return Err(Refused { at, skipped });
