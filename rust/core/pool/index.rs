@@ -94,7 +94,7 @@ impl Index {
         let mut found = Vec::with_capacity(hashes.len());
         let (mut rest, mut batch_len) = (hashes, MIN_BATCH);
         while !rest.is_empty() {
-            let left = self.follow(blocks, rest, tag, &mut found);
+            let left = Self::follow(blocks, rest, tag, &mut found);
             let has_followed = left.len() < rest.len();
             batch_len = if has_followed { MIN_BATCH } else { MAX_BATCH.min(2 * batch_len) };
             let (batch, later) = left.split_at(left.len().min(batch_len));
@@ -159,7 +159,6 @@ impl Index {
     /// before it points. Returns the hashes left.
     #[inline(never)] // or its loop would share the registers of `prefix`, and spill
     fn follow<'a>(
-        &self,
         blocks: &[Block],
         hashes: &'a [BlockHash],
         tag: u32,
