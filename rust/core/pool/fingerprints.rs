@@ -5,13 +5,14 @@
 //! once and seldom leaves the bucket, so it neither waits for memory twice nor mispredicts branches.
 //!
 //! ```text
-//!   bucket   [e][e][e][ ][ ][ ][ ][ ]    used places first
+//!   bucket   [e][ ][e][e][ ][ ][e][ ]    in any order
 //!   probe    home bucket, then the next one as long as a bucket is full
 //! ```
 //!
-//! Removal from a full bucket fills the gap with a later entry that passed over it (Knuth, TAOCP 3,
-//! 6.4, algorithm R). There are no tombstones and no rebuilds, so years of evictions do not slow
-//! the table down.
+//! An entry keeps its place, so its block can note the place and be removed without a search. Only
+//! removal from a full bucket moves an entry: it fills the gap with a later one that passed over it
+//! (Knuth, TAOCP 3, 6.4, algorithm R). There are no tombstones and no rebuilds, so years of
+//! evictions do not slow the table down.
 
 use prefetch_index::prefetch_index;
 
@@ -27,9 +28,17 @@ const BLOCKS_PER_BUCKET: usize = WIDTH / 2;
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))] // one cache line
 struct Bucket {
-    /// Id 0 (the null block) is an empty place. All used places are before the first empty one.
+    /// Id 0 (the null block) is an empty place. Its fingerprint is 0 as well.
     ids: [u32; WIDTH],
     fingerprints: [u32; WIDTH],
+}
+
+/// What became of an entry for a key.
+pub(super) enum Inserted {
+    /// It is new, at this place of a bucket.
+    New { place: usize },
+    /// The key has an entry, with this block.
+    Held { oldest: BlockId },
 }
 
 /// One entry for each distinct key.
@@ -82,35 +91,46 @@ impl FingerprintTable {
         }
     }
 
-    /// Adds an entry for a key, unless it has one. Returns the block in that entry. `has_key` as for
-    /// [`FingerprintTable::get`].
-    #[inline]
+    /// Adds an entry for a key, unless it has one. `has_key` as for [`FingerprintTable::get`].
+    #[expect(clippy::inline_always, reason = "the caller's loop is the only one")]
+    #[inline(always)]
     pub(super) fn insert(
         &mut self,
         fingerprint: u32,
         id: BlockId,
         has_key: impl Fn(BlockId) -> bool,
-    ) -> Option<BlockId> {
+    ) -> Inserted {
         let home = self.home(fingerprint);
         let bucket = &mut self.buckets[home];
-        if bucket.is_full() || equal(&bucket.fingerprints, fingerprint) != 0 {
-            let holder = self.get(fingerprint, has_key);
-            return holder.or_else(|| self.insert_new(fingerprint, id));
+        match bucket.empty_place() {
+            Some(place) if equal(&bucket.fingerprints, fingerprint) == 0 => {
+                bucket.put(place, fingerprint, id);
+                Inserted::New { place }
+            }
+            _ => self.find_or_insert(fingerprint, id, has_key),
         }
-        bucket.put(bucket.len(), fingerprint, id);
-        None
     }
 
-    /// Adds an entry to the first bucket of its probe that has room.
-    #[cold]
-    fn insert_new(&mut self, fingerprint: u32, id: BlockId) -> Option<BlockId> {
+    /// As [`FingerprintTable::insert`], for any state of the home bucket.
+    #[inline(never)]
+    fn find_or_insert(
+        &mut self,
+        fingerprint: u32,
+        id: BlockId,
+        has_key: impl Fn(BlockId) -> bool,
+    ) -> Inserted {
+        if let Some(oldest) = self.get(fingerprint, has_key) {
+            return Inserted::Held { oldest };
+        }
         let mut at = self.home(fingerprint);
-        while self.buckets[at].is_full() {
+        loop {
+            let bucket = &mut self.buckets[at];
+            if let Some(place) = bucket.empty_place() {
+                bucket.put(place, fingerprint, id);
+                return Inserted::New { place };
+            }
             at = self.after(at);
         }
-        let bucket = &mut self.buckets[at];
-        bucket.put(bucket.len(), fingerprint, id);
-        None
     }
 
     /// Puts another block into the entry of `id`, if there is one.
@@ -121,14 +141,26 @@ impl FingerprintTable {
         }
     }
 
-    /// Removes the entry of `id`.
+    /// Removes the entry of `id`, which most likely has this place in its home bucket.
     #[inline]
-    pub(super) fn remove(&mut self, fingerprint: u32, id: BlockId) {
+    pub(super) fn remove(&mut self, fingerprint: u32, id: BlockId, place: usize) {
+        let home = self.home(fingerprint);
+        let bucket = &mut self.buckets[home];
+        if bucket.ids[place % WIDTH] == id.0 && !bucket.is_full() {
+            bucket.put(place % WIDTH, 0, BlockId::NULL);
+        } else {
+            self.find_and_remove(fingerprint, id);
+        }
+    }
+
+    /// As [`FingerprintTable::remove`], wherever the entry is.
+    #[cold]
+    fn find_and_remove(&mut self, fingerprint: u32, id: BlockId) {
         let Some((at, place)) = self.find(fingerprint, id) else { return };
         let was_full = self.buckets[at].is_full();
-        self.buckets[at].remove(place);
+        self.buckets[at].put(place, 0, BlockId::NULL);
         if was_full {
-            self.close_gap(at);
+            self.close_gap(at, place);
         }
     }
 
@@ -143,9 +175,10 @@ impl FingerprintTable {
         buckets.flat_map(|bucket| bucket.ids).filter(|&id| id != 0).map(BlockId)
     }
 
-    /// Whether the used places of every bucket are before its first empty one.
-    pub(super) fn is_packed(&self) -> bool {
-        self.buckets.iter().all(|bucket| bucket.ids.is_sorted_by_key(|&id| id == 0))
+    /// Whether every empty place has the fingerprint 0.
+    pub(super) fn is_tidy(&self) -> bool {
+        let is_tidy = |(&id, &fingerprint): (&u32, &u32)| id != 0 || fingerprint == 0;
+        self.buckets.iter().all(|it| it.ids.iter().zip(&it.fingerprints).all(is_tidy))
     }
 
     /// Bytes on the heap.
@@ -187,22 +220,19 @@ impl FingerprintTable {
     }
 
     /// Moves entries back that no probe would reach, because a bucket that was full has a gap.
-    #[cold]
-    fn close_gap(&mut self, mut gap: usize) {
+    fn close_gap(&mut self, mut gap: usize, mut gap_place: usize) {
         let mut at = gap;
         loop {
             at = self.after(at);
             let bucket = self.buckets[at];
-            let passed_gap = |place: &usize| {
-                let home = self.home(bucket.fingerprints[*place]);
-                self.distance(home, at) >= self.distance(gap, at)
+            let passed_gap = |&place: &usize| {
+                let home = self.home(bucket.fingerprints[place]);
+                bucket.ids[place] != 0 && self.distance(home, at) >= self.distance(gap, at)
             };
-            let used = (0..WIDTH).take_while(|&place| bucket.ids[place] != 0);
-            if let Some(place) = { used }.find(passed_gap) {
-                let last = self.buckets[gap].len();
-                self.buckets[gap].put(last, bucket.fingerprints[place], bucket.id(place));
-                self.buckets[at].remove(place);
-                gap = at;
+            if let Some(place) = (0..WIDTH).find(passed_gap) {
+                self.buckets[gap].put(gap_place, bucket.fingerprints[place], bucket.id(place));
+                self.buckets[at].put(place, 0, BlockId::NULL);
+                (gap, gap_place) = (at, place);
             }
             if !bucket.is_full() {
                 return;
@@ -221,16 +251,12 @@ impl Bucket {
 
     #[inline]
     fn is_full(&self) -> bool {
-        self.ids[WIDTH - 1] != 0
+        equal(&self.ids, 0) == 0
     }
 
-    /// Number of used places in a bucket that is not full.
     #[inline]
-    fn len(&self) -> usize {
-        // A binary search, without a branch to mispredict.
-        [4, 2, 1]
-            .iter()
-            .fold(0, |len, step| len + step * usize::from(self.ids[len + step - 1] != 0))
+    fn empty_place(&self) -> Option<usize> {
+        places(equal(&self.ids, 0)).next()
     }
 
     /// The places with a fingerprint. Empty places may be among them.
@@ -242,14 +268,6 @@ impl Bucket {
     #[inline]
     fn put(&mut self, place: usize, fingerprint: u32, id: BlockId) {
         (self.ids[place], self.fingerprints[place]) = (id.0, fingerprint);
-    }
-
-    /// Moves the last used place to this one.
-    #[inline]
-    fn remove(&mut self, place: usize) {
-        let last = if self.is_full() { WIDTH - 1 } else { self.len().saturating_sub(1) };
-        (self.ids[place], self.fingerprints[place]) = (self.ids[last], self.fingerprints[last]);
-        (self.ids[last], self.fingerprints[last]) = (0, 0);
     }
 }
 
@@ -307,6 +325,8 @@ mod tests {
             let mut table = FingerprintTable::new(NUM_BLOCKS);
             // The key in each block's entry: its fingerprint, and a number.
             let mut keys: Vec<Option<(u32, u8)>> = vec![None; NUM_BLOCKS];
+            // Where the entry was inserted. It may have moved since.
+            let mut places = vec![0; NUM_BLOCKS];
             for (place, fingerprint, number) in ops {
                 let id = BlockId(u32::try_from(place).unwrap());
                 let key = (fingerprint, number);
@@ -314,10 +334,15 @@ mod tests {
                 let has_key = |id: BlockId| keys[id.index()] == Some(key);
                 match keys[place] {
                     None => {
-                        let found = table.insert(fingerprint, id, has_key);
-                        prop_assert_eq!(found.map(BlockId::index), holder);
-                        if holder.is_none() {
-                            keys[place] = Some(key);
+                        match table.insert(fingerprint, id, has_key) {
+                            Inserted::Held { oldest } => {
+                                prop_assert_eq!(Some(oldest.index()), holder);
+                            }
+                            Inserted::New { place: noted } => {
+                                prop_assert_eq!(holder, None);
+                                keys[place] = Some(key);
+                                places[place] = noted;
+                            }
                         }
                     }
                     Some((known, _)) if number == 0 => {
@@ -326,14 +351,15 @@ mod tests {
                             let by = BlockId(u32::try_from(to + 1).unwrap());
                             table.replace(known, id, by);
                             keys.swap(place, to + 1);
+                            places[to + 1] = places[place];
                         }
                     }
                     Some((known, _)) => {
-                        table.remove(known, id);
+                        table.remove(known, id, places[place]);
                         keys[place] = None;
                     }
                 }
-                prop_assert!(table.is_packed());
+                prop_assert!(table.is_tidy());
                 prop_assert_eq!(table.ids().count(), keys.iter().flatten().count());
                 for (at, &(fingerprint, number)) in
                     keys.iter().enumerate().filter_map(|(at, key)| Some((at, key.as_ref()?)))

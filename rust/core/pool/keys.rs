@@ -8,6 +8,8 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, HashWidth, Hashes};
 
 use super::BlockPool;
+use super::block::tag_of;
+use super::index::Refused;
 
 impl BlockPool {
     /// Number of blocks that hold a key.
@@ -22,7 +24,7 @@ impl BlockPool {
 
     /// The key that `id` holds.
     pub fn key(&self, id: BlockId) -> Option<BlockKey> {
-        self.index.key(id)
+        self.block(id).key()
     }
 
     /// The width of this pool's hashes.
@@ -32,13 +34,13 @@ impl BlockPool {
 
     /// The blocks that hold a key; of duplicates, the oldest first.
     pub(crate) fn cached(&self) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
-        self.index.cached()
+        self.index.cached(&self.queue.records)
     }
 
     /// The first `num_blocks` of the free queue with their keys. Leaves out blocks that are pinned
     /// or hold no key.
     pub fn evictable(&self, num_blocks: usize) -> impl Iterator<Item = (BlockId, BlockKey)> + '_ {
-        let free = self.queue.iter().take(num_blocks).filter(|&id| !self.state(id).is_pinned());
+        let free = self.queue.iter().take(num_blocks).filter(|&id| !self.block(id).is_pinned());
         free.filter_map(|id| Some((id, self.key(id)?)))
     }
 
@@ -58,42 +60,55 @@ impl BlockPool {
             )));
         }
         self.check_ids(ids)?;
-        self.width.check(hashes.width())?;
-        let refuse = |id, why| Err(Error::InvalidBlock { id, why });
-        let mut keyed = Vec::new();
-        for (&id, hash) in ids.iter().zip(hashes.as_slice()) {
-            if id.is_null() {
-                return refuse(id, "is the null block, which holds nothing to publish");
-            }
-            let state = self.state(id);
-            if state.num_refs() == 0 {
-                return refuse(id, "is free: take a reference before you publish it");
-            }
-            if state.has_key() {
-                if !self.index.holds(id, hash, group) {
-                    return refuse(id, "holds another key: evict it first");
-                }
-                keyed.push(id);
-            }
+        let width = hashes.width();
+        self.width.check(width)?;
+        let hashes = hashes.as_slice();
+        if ids.iter().any(|id| id.is_null()) {
+            return Err(self.refusal(ids, hashes, group));
         }
-        match self.insert_keys(ids, hashes.as_slice(), group) {
+        match self.insert_keys(ids, hashes, group) {
             Ok(is_new) => {
-                self.width.agree(hashes.width())?;
-                self.log_stored(hashes.as_slice(), group, &is_new, |run| Origin {
-                    parent: run.start.checked_sub(1).map(|before| hashes.as_slice()[before]),
+                self.width.agree(width)?;
+                self.log_stored(hashes, group, &is_new, |run| Origin {
+                    parent: run.start.checked_sub(1).map(|before| hashes[before]),
                     ..Origin::default()
                 });
                 Ok(())
             }
-            // Still possible: this call names one block twice, with two keys.
-            Err(at) => {
-                keyed.sort_unstable();
-                let inserted = ids.iter().filter(|id| keyed.binary_search(id).is_err());
-                let inserted: Vec<_> = inserted.copied().collect();
+            Err(Refused { at, skipped }) => {
+                let inserted = (0..at).filter(|place| skipped.binary_search(place).is_err());
+                let inserted: Vec<_> = inserted.map(|place| ids[place]).collect();
                 self.remove_unreported(&inserted);
-                refuse(ids[at], "is named twice, with two keys: publish each block once")
+                Err(self.refusal(ids, hashes, group))
             }
         }
+    }
+
+    /// Why [`BlockPool::cache`] refuses these blocks, of which one is at fault.
+    #[cold]
+    fn refusal(&self, ids: &[BlockId], hashes: &[BlockHash], group: GroupId) -> Error {
+        let fault = |(&id, hash): (&BlockId, &BlockHash)| {
+            let block = self.block(id);
+            let why = if id.is_null() {
+                "is the null block, which holds nothing to publish"
+            } else if block.num_refs() == 0 {
+                "is free: take a reference before you publish it"
+            } else if block.has_key() && !self.holds(id, hash, group) {
+                "holds another key: evict it first"
+            } else {
+                return None;
+            };
+            Some(Error::InvalidBlock { id, why })
+        };
+        ids.iter().zip(hashes).find_map(fault).unwrap_or_else(|| {
+            let keys = || ids.iter().zip(hashes);
+            let is_twice = |(at, key): (usize, (&BlockId, &BlockHash))| {
+                keys().take(at).any(|(id, hash)| id == key.0 && hash != key.1)
+            };
+            let twice = keys().enumerate().position(is_twice).map_or(BlockId::NULL, |at| ids[at]);
+            let why = "is named twice, with two keys: publish each block once";
+            Error::InvalidBlock { id: twice, why }
+        })
     }
 
     /// Publishes blocks that the caller references and that hold no key. Skips null blocks.
@@ -112,7 +127,7 @@ impl BlockPool {
         }
     }
 
-    /// Gives blocks without a key one each, and records no event. Returns whether every key is new.
+    /// Gives referenced blocks without a key one each, and records no event. Returns whether every key is new.
     pub(crate) fn insert_unreported(
         &mut self,
         ids: &[BlockId],
@@ -120,14 +135,15 @@ impl BlockPool {
         group: GroupId,
     ) -> bool {
         let mut num_new = 0;
-        let inserted = self.insert(ids, hashes, group, |_| num_new += 1);
+        let inserted =
+            self.index.insert_all(&mut self.queue.records, ids, hashes, group, |_| num_new += 1);
         debug_assert!(inserted.is_ok(), "a block that gets a key holds none");
         num_new == ids.len()
     }
 
     /// Number of `hashes` that blocks hold.
     pub(crate) fn num_held(&self, hashes: &[BlockHash], group: GroupId) -> usize {
-        self.index.num_held(hashes, group)
+        self.index.num_held(&self.queue.records, hashes, group)
     }
 
     /// Records the events of keys that were inserted without.
@@ -144,8 +160,7 @@ impl BlockPool {
 
     /// Drops keys of which no event reports, and records none.
     pub(crate) fn remove_unreported(&mut self, ids: &[BlockId]) {
-        self.index.remove_all(ids, &mut None);
-        self.clear_flags(ids);
+        self.index.remove_all(&mut self.queue.records, ids, &mut None);
     }
 
     /// Adopts a width of hashes, or refuses one that differs from this pool's.
@@ -159,13 +174,13 @@ impl BlockPool {
     /// The oldest block that holds a key.
     #[inline]
     pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        self.index.get(hash, group)
+        self.index.get(&self.queue.records, hash, group)
     }
 
     /// Whether `id` holds exactly this key.
     #[inline]
     pub fn holds(&self, id: BlockId, hash: &BlockHash, group: GroupId) -> bool {
-        self.index.holds(id, hash, group)
+        self.block(id).holds(hash, tag_of(group))
     }
 
     /// The blocks of the longest cached prefix of `hashes`.
@@ -179,7 +194,7 @@ impl BlockPool {
 
     /// As [`BlockPool::lookup`], for hashes whose width was checked before.
     pub(crate) fn prefix(&self, hashes: &[BlockHash], group: GroupId) -> Vec<BlockId> {
-        self.index.prefix(hashes, group)
+        self.index.prefix(&self.queue.records, hashes, group)
     }
 
     /// Begins to load where a lookup of a key looks first.
@@ -194,8 +209,7 @@ impl BlockPool {
     /// [`Error::NoSuchBlock`] for an id outside the pool.
     pub fn evict(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
-        self.index.remove_all(ids, &mut self.log);
-        self.clear_flags(ids);
+        self.index.remove_all(&mut self.queue.records, ids, &mut self.log);
         Ok(())
     }
 
@@ -203,10 +217,7 @@ impl BlockPool {
     pub fn reset(&mut self) -> bool {
         let is_idle = self.num_free == self.num_usable();
         if is_idle {
-            self.index.clear();
-            for state in &mut self.queue.records {
-                state.set_key(false);
-            }
+            self.index.clear(&mut self.queue.records);
             if let Some(log) = &mut self.log {
                 log.cleared();
             }
@@ -224,30 +235,6 @@ impl BlockPool {
         self.log.as_mut().map(EventLog::take).unwrap_or_default()
     }
 
-    /// Notes of blocks that the index has no key for them.
-    fn clear_flags(&mut self, ids: &[BlockId]) {
-        for id in ids {
-            self.queue.records[id.index()].set_key(false);
-        }
-    }
-
-    /// As `Index::insert_all`. Calls `on_new` with each place whose key no block held.
-    fn insert(
-        &mut self,
-        ids: &[BlockId],
-        hashes: &[BlockHash],
-        group: GroupId,
-        mut on_new: impl FnMut(usize),
-    ) -> std::result::Result<(), usize> {
-        let states = &mut self.queue.records;
-        self.index.insert_all(ids, hashes, group, |at, is_new| {
-            states[ids[at].index()].set_key(true);
-            if is_new {
-                on_new(at);
-            }
-        })
-    }
-
     /// Gives blocks their keys. If events are recorded, returns which keys lookups can now find.
     ///
     /// # Errors
@@ -257,12 +244,14 @@ impl BlockPool {
         ids: &[BlockId],
         hashes: &[BlockHash],
         group: GroupId,
-    ) -> std::result::Result<Vec<bool>, usize> {
-        if self.log.is_none() {
-            return self.insert(ids, hashes, group, |_| ()).map(|()| Vec::new());
+    ) -> std::result::Result<Vec<bool>, Refused> {
+        let Self { index, queue, log, .. } = self;
+        let blocks = queue.records.as_mut_slice();
+        if log.is_none() {
+            return index.insert_all(blocks, ids, hashes, group, |_| ()).map(|()| Vec::new());
         }
         let mut is_new = vec![false; ids.len()];
-        self.insert(ids, hashes, group, |at| is_new[at] = true).map(|()| is_new)
+        index.insert_all(blocks, ids, hashes, group, |at| is_new[at] = true).map(|()| is_new)
     }
 
     /// Records one event for each run of neighbours whose keys are new.

@@ -1,8 +1,7 @@
 //! One memory's blocks: who references them, their eviction order, and the keys they hold.
 //!
-//! Each file owns one of these: `state` what allocations and frees need of a block, `references` the
-//! counts, `free_queue` the order, `keys` and `index` the keys, `fingerprints` the hash table of the
-//! index.
+//! Each file owns one of these: `block` one block's record, `references` the counts, `free_queue` the
+//! order, `keys` and `index` the keys, `fingerprints` the hash table of the index.
 //!
 //! May import: error, event, ids, key.
 //!
@@ -20,12 +19,12 @@
 //! A pin is a second count, for copies in flight. A pinned block keeps its place in the queue, and
 //! [`BlockPool::allocate`] skips it.
 
+mod block;
 mod fingerprints;
 mod free_queue;
 mod index;
 mod keys;
 mod references;
-mod state;
 
 pub(crate) use free_queue::FreeQueue;
 
@@ -34,21 +33,24 @@ use crate::event::EventLog;
 use crate::ids::BlockId;
 use crate::key::HashWidth;
 
+use block::{Block, Unhinted};
 use index::Index;
-use state::{BlockState, Unhinted};
 
 /// The largest number of blocks in a pool: ids cross the boundary as `int32`.
 pub const MAX_BLOCKS: usize = i32::MAX as usize;
 
 /// The bytes that the accounting of a block takes.
-pub(crate) const BLOCK_BYTES: usize = size_of::<BlockState>() + PIN_BYTES + Index::BLOCK_BYTES;
+pub(crate) const BLOCK_BYTES: usize = size_of::<Block>() + PIN_BYTES + Index::BLOCK_BYTES;
 
 const PIN_BYTES: usize = size_of::<u32>();
 
-const _: () = assert!(BLOCK_BYTES <= 100);
+const _: () = assert!(BLOCK_BYTES <= 84);
 
 /// How many blocks ahead a loop prefetches: enough to keep the memory busy.
 const AHEAD: usize = 16;
+
+/// As [`AHEAD`], for loops that change what they prefetch.
+const FAR_AHEAD: usize = 32;
 
 /// Refuses a number of blocks for whose accounting the machine lacks the memory. Without this
 /// check the failed allocation would end the process.
@@ -84,10 +86,10 @@ pub(crate) fn repeated(sorted: &[BlockId]) -> Option<BlockId> {
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
-/// All blocks of one memory. 100 bytes a block, allocated at construction.
+/// All blocks of one memory. 84 bytes a block, allocated at construction.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    queue: FreeQueue<BlockState>,
+    queue: FreeQueue<Block>,
     unhinted: Unhinted,
     pins: Vec<u32>,
     index: Index,
@@ -145,7 +147,7 @@ impl BlockPool {
 
     /// Number of references on `id`.
     pub fn num_refs(&self, id: BlockId) -> u32 {
-        self.state(id).num_refs()
+        self.block(id).num_refs()
     }
 
     /// Number of pins on `id`.
@@ -164,8 +166,8 @@ impl BlockPool {
     }
 
     #[inline]
-    fn state(&self, id: BlockId) -> BlockState {
-        self.queue.records[id.index()]
+    fn block(&self, id: BlockId) -> &Block {
+        &self.queue.records[id.index()]
     }
 
     /// Refuses ids outside the pool.
@@ -182,30 +184,30 @@ impl BlockPool {
     /// [`Error::Broken`] names the first that does not hold.
     pub fn check(&self) -> Result<()> {
         self.queue.check()?;
-        self.index.check()?;
+        self.index.check(&self.queue.records)?;
         let broken = |what: String| Err(Error::Broken(format!("pool: {what}")));
-        let null = self.state(BlockId::NULL);
+        let null = self.block(BlockId::NULL);
         if null.num_refs() != 0 || null.is_pinned() || null.has_key() {
             return broken("the null block is referenced, pinned or cached".to_owned());
         }
         let head = self.pinned_head;
         let mut skipped = self.queue.iter().take_while(|&id| self.queue.next(head) != id);
         if !head.is_null()
-            && (!self.queue.contains(head) || skipped.any(|id| !self.state(id).is_pinned()))
+            && (!self.queue.contains(head) || skipped.any(|id| !self.block(id).is_pinned()))
         {
             return broken("allocate skips a block that is not pinned".to_owned());
         }
         let mut num_free = 0;
-        for (id, (state, &pins)) in
+        for (id, (block, &pins)) in
             (0..).map(BlockId).zip(self.queue.records.iter().zip(&self.pins))
         {
-            if state.is_pinned() != (pins > 0) || state.has_key() != self.key(id).is_some() {
-                return broken(format!("the flags of block {id} differ from its pins or its key"));
+            if block.is_pinned() != (pins > 0) {
+                return broken(format!("the flag of block {id} differs from its pins"));
             }
             if id.is_null() {
                 continue;
             }
-            let refs = state.num_refs();
+            let refs = block.num_refs();
             if self.queue.contains(id) != (refs == 0) {
                 return broken(format!(
                     "block {id} has {refs} references: it is free exactly at 0"

@@ -5,9 +5,12 @@ use prefetch_index::prefetch_index;
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 
+use super::block::{Block, HINT_AHEAD, MAX_COUNT};
 use super::free_queue::{END, Link};
-use super::state::{BlockState, HINT_AHEAD, MAX_COUNT};
-use super::{AHEAD, BlockPool};
+use super::{AHEAD, BlockPool, FAR_AHEAD};
+
+/// How many blocks ahead a free prefetches. Its loop is so short that [`AHEAD`] would not do.
+const FREE_AHEAD: usize = 64;
 
 impl BlockPool {
     /// Takes `n` blocks from the head of the queue, each with one reference, and appends them to
@@ -23,38 +26,36 @@ impl BlockPool {
         }
         let num_cached = self.num_cached();
         let Self { queue, index, log, .. } = self;
-        let states = queue.records.as_mut_slice();
+        let blocks = queue.records.as_mut_slice();
         let mut before = self.pinned_head.0;
-        let mut at = states[before as usize].next();
+        let mut at = blocks[before as usize].next();
         let start = allocated.len();
-        allocated.reserve(n);
-        let lag = n.min(AHEAD); // turns from the prefetch of a key's entry to its removal
+        allocated.resize(start + n, BlockId::NULL);
+        let allocated = &mut allocated[start..];
+        let lag = n.min(FAR_AHEAD); // turns from the prefetch of a key's entry to its removal
         for turn in 0..n + lag {
-            if turn < n {
-                while states[at as usize].is_pinned() {
-                    BlockState::join(states, before, at);
-                    before = at;
-                    at = states[at as usize].next();
+            if let Some(id) = allocated.get_mut(turn) {
+                let mut block = &mut blocks[at as usize];
+                while block.is_pinned() {
+                    let next = block.next();
+                    Block::join(blocks, before, at);
+                    (before, at) = (at, next);
+                    block = &mut blocks[at as usize];
                 }
-                let state = states[at as usize];
-                prefetch_index(&*states, state.hint().index());
-                if state.has_key() {
-                    index.prefetch(state.hint()); // most likely, it has a key as well
-                    index.prefetch_entry(BlockId(at));
+                let hint = block.hint();
+                if block.has_key() {
+                    index.prefetch_entry(block);
                 }
-                states[at as usize].allocate();
-                allocated.push(BlockId(std::mem::replace(&mut at, state.next())));
+                *id = BlockId(at);
+                at = block.next();
+                block.allocate();
+                prefetch_index(&*blocks, hint.index());
             }
             if let Some(place) = turn.checked_sub(lag) {
-                let id = allocated[start + place];
-                let state = &mut states[id.index()];
-                if state.has_key() {
-                    state.set_key(false);
-                    index.remove(id, log);
-                }
+                index.remove(blocks, allocated[place], log);
             }
         }
-        BlockState::join(states, before, at);
+        Block::join(blocks, before, at);
         self.pinned_head = BlockId(before);
         self.queue.len -= n;
         self.num_evicted += num_cached - self.num_cached();
@@ -69,20 +70,20 @@ impl BlockPool {
     pub fn touch(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
         for (at, &id) in ids.iter().enumerate() {
-            self.prefetch_state(ids.get(at + AHEAD));
-            check_room(self.state(id).num_refs(), id, ids)?;
+            self.prefetch_block(ids.get(at + AHEAD));
+            check_room(self.block(id).num_refs(), id, ids)?;
         }
-        let states = self.queue.records.as_mut_slice();
+        let blocks = self.queue.records.as_mut_slice();
         let (mut num_left, mut num_pinned) = (0, 0);
         // Blocks often leave the queue together with their neighbours. So the neighbours of a gap
         // are joined when it grows no more.
-        let (mut before, mut after) = (END, states[END as usize].next());
+        let (mut before, mut after) = (END, blocks[END as usize].next());
         for id in ids.iter().filter(|id| !id.is_null()) {
-            let state = &mut states[id.index()];
-            if state.num_refs() == 0 {
-                let Link { prev, next } = state.leave();
+            let block = &mut blocks[id.index()];
+            if block.num_refs() == 0 {
+                let Link { prev, next } = block.leave();
                 num_left += 1;
-                num_pinned += usize::from(state.is_pinned());
+                num_pinned += usize::from(block.is_pinned());
                 if *id == self.pinned_head {
                     self.pinned_head = BlockId::NULL;
                 }
@@ -91,13 +92,13 @@ impl BlockPool {
                 } else if id.0 == after {
                     after = next;
                 } else {
-                    BlockState::join(states, before, after);
+                    Block::join(blocks, before, after);
                     (before, after) = (prev, next);
                 }
             }
-            states[id.index()].add_ref();
+            blocks[id.index()].add_ref();
         }
-        BlockState::join(states, before, after);
+        Block::join(blocks, before, after);
         self.queue.len -= num_left;
         self.num_free -= num_left - num_pinned;
         Ok(())
@@ -137,43 +138,47 @@ impl BlockPool {
         ids: impl Iterator<Item = BlockId> + Clone,
     ) -> std::result::Result<(), usize> {
         let Self { queue, unhinted, num_free, .. } = self;
-        let states = queue.records.as_mut_slice();
-        let mut far = ids.clone().skip(HINT_AHEAD);
-        let (mut head, mut tail) = (END, states[END as usize].prev());
+        let blocks = queue.records.as_mut_slice();
+        let mut far = ids.clone();
+        for id in far.by_ref().take(FREE_AHEAD) {
+            prefetch_index(&*blocks, id.index());
+        }
+        let mut hints = ids.clone().skip(HINT_AHEAD);
+        let (mut head, mut tail) = (END, blocks[END as usize].prev());
         let (mut num_entered, mut num_pinned) = (0, 0);
         let mut dropped = Ok(());
         for (at, id) in ids.enumerate() {
-            let far = far.next();
-            if let Some(far) = far {
-                prefetch_index(&*states, far.index());
+            if let Some(far) = far.next() {
+                prefetch_index(&*blocks, far.index());
             }
-            if id.is_null() {
-                continue;
-            }
-            let state = &mut states[id.index()];
-            if state.num_refs() == 0 {
+            let hint = hints.next();
+            let block = &mut blocks[id.index()];
+            if block.num_refs() == 0 {
+                if id.is_null() {
+                    continue;
+                }
                 dropped = Err(at);
                 break;
             }
-            state.drop_ref();
-            if state.num_refs() > 0 {
+            block.drop_ref();
+            if block.num_refs() > 0 {
                 continue;
             }
             num_entered += 1;
-            num_pinned += usize::from(state.is_pinned());
-            if state.has_key() {
-                BlockState::join(states, tail, id.0);
+            num_pinned += usize::from(block.is_pinned());
+            if block.has_key() {
+                Block::join(blocks, tail, id.0);
                 tail = id.0;
             } else {
-                let next = states[head as usize].next();
-                BlockState::join(states, head, id.0);
-                BlockState::join(states, id.0, next);
+                let next = blocks[head as usize].next();
+                Block::join(blocks, head, id.0);
+                Block::join(blocks, id.0, next);
                 tail = if tail == head { id.0 } else { tail };
                 head = id.0;
             }
-            unhinted.enter(id, far, states);
+            unhinted.enter(id, hint, blocks);
         }
-        BlockState::join(states, tail, END);
+        Block::join(blocks, tail, END);
         queue.len += num_entered;
         *num_free += num_entered - num_pinned;
         if head != END {
@@ -185,9 +190,9 @@ impl BlockPool {
     /// How many of these blocks `allocate` could take. Ignores the null block.
     pub(crate) fn num_free_of(&self, ids: &[BlockId]) -> usize {
         let is_free = |(at, &id): (usize, &BlockId)| {
-            self.prefetch_state(ids.get(at + AHEAD));
-            let state = self.state(id);
-            !id.is_null() && state.num_refs() == 0 && !state.is_pinned()
+            self.prefetch_block(ids.get(at + AHEAD));
+            let block = self.block(id);
+            !id.is_null() && block.num_refs() == 0 && !block.is_pinned()
         };
         ids.iter().enumerate().filter(|&block| is_free(block)).count()
     }
@@ -202,7 +207,7 @@ impl BlockPool {
             check_room(self.pins[id.index()], id, ids)?;
         }
         for (at, &id) in ids.iter().enumerate() {
-            self.prefetch_state(ids.get(at + AHEAD));
+            self.prefetch_block(ids.get(at + AHEAD));
             if id.is_null() {
                 continue;
             }
@@ -233,9 +238,9 @@ impl BlockPool {
             self.pins[id.index()] -= 1;
         }
         for (at, &id) in ids.iter().enumerate() {
-            self.prefetch_state(ids.get(at + AHEAD));
+            self.prefetch_block(ids.get(at + AHEAD));
             // A block that is named twice is unpinned once.
-            if self.pins[id.index()] == 0 && self.state(id).is_pinned() {
+            if self.pins[id.index()] == 0 && self.block(id).is_pinned() {
                 self.queue.records[id.index()].set_pinned(false);
                 if self.queue.contains(id) {
                     self.num_free += 1;
@@ -248,7 +253,7 @@ impl BlockPool {
 
     /// Begins to load what is read of a block that comes later.
     #[inline]
-    fn prefetch_state(&self, id: Option<&BlockId>) {
+    fn prefetch_block(&self, id: Option<&BlockId>) {
         if let Some(id) = id {
             prefetch_index(&self.queue.records, id.index());
         }
