@@ -834,6 +834,9 @@ class Job:
     @property
     def offsets(self) -> _Ids:
         """Where each group's copies begin, and the end of the last: `num_groups + 1` values."""
+    @property
+    def has_given_ids(self) -> bool:
+        """Whether `block_ids` are the ids that the planning call was given, all and in their order."""
     def __len__(self) -> int: ...
 
 @final

@@ -116,7 +116,7 @@ class Stores:
                 deadline=self.tier.deadline(),
             )
             if job is not None:
-                self.transfers.begin_store(job, ids, blocks)
+                self.transfers.begin_store(job, blocks)
             elif self.tier.lazy is not None:
                 # Those beyond what stores may hold wait for `store_evictable`.
                 num_storable = self.transfers.num_storable()
@@ -174,12 +174,11 @@ class Stores:
             for block in blocks:
                 by_group.setdefault(block.block_hash[-4:], []).append(block)
         for suffix, cached in by_group.items():
-            ids = [block.block_id for block in cached]
             job = self.tier.offload.store_candidates(
-                ids,
+                [block.block_id for block in cached],
                 [block._block_hash[:-4] for block in cached],
                 group=int.from_bytes(suffix, "big"),
                 deadline=self.tier.deadline(),
             )
             if job is not None:
-                self.transfers.begin_store(job, ids, cached)
+                self.transfers.begin_store(job, cached)
