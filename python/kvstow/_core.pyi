@@ -835,8 +835,8 @@ class Job:
     def offsets(self) -> _Ids:
         """Where each group's copies begin, and the end of the last: `num_groups + 1` values."""
     @property
-    def has_given_ids(self) -> bool:
-        """Whether `block_ids` are the ids that the planning call was given, all and in their order."""
+    def has_all_ids(self) -> bool:
+        """Whether `block_ids` are all ids that the planning call got, in their order or reversed."""
     def __len__(self) -> int: ...
 
 @final

@@ -82,7 +82,7 @@ class Transfers:
             job: the store.
             blocks: those that were offered. The job may name fewer, or blocks offered before.
         """
-        if not job.has_given_ids:
+        if not job.has_all_ids:
             blocks = list(map(self.tier.pool.blocks.__getitem__, job.block_ids.tolist()))
         copies, transfer = Copies.of(job), Transfer("store", blocks)
         if self.tier.lazy is None:
