@@ -203,8 +203,7 @@ pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<P
 
 /// The job for Python, which gave these ids to the call that planned it.
 pub(crate) fn to_job(py: Python<'_>, job: offload::Job, given_ids: &[BlockId]) -> Job {
-    let has_all_ids =
-        job.block_ids == given_ids || job.block_ids.iter().eq(given_ids.iter().rev());
+    let has_all_ids = job.block_ids == given_ids || job.block_ids.iter().eq(given_ids.iter().rev());
     // Slots are below 2^31: the tier has no more.
     let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
     Job {
