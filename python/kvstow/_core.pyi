@@ -836,7 +836,7 @@ class Job:
         """Where each group's copies begin, and the end of the last: `num_groups + 1` values."""
     @property
     def has_all_ids(self) -> bool:
-        """Whether `block_ids` are all ids that the planning call got, in their order or reversed."""
+        """Whether `block_ids` are all ids that the planning call got, in order or reversed."""
     def __len__(self) -> int: ...
 
 @final

@@ -25,7 +25,7 @@ pub(crate) struct Job {
     host_slots: Py<PyArray1<i32>>,
     /// Where each group's copies begin, and the end of the last: `num_groups + 1` values.
     offsets: Py<PyArray1<i32>>,
-    /// Whether `block_ids` are all ids that the planning call got, in their order or reversed.
+    /// Whether `block_ids` are all ids that the planning call got, in order or reversed.
     has_all_ids: bool,
 }
 
