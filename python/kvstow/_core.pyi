@@ -843,6 +843,9 @@ class Job:
     @property
     def offsets(self) -> _Ids:
         """Where each group's copies begin, and the end of the last: `num_groups + 1` values."""
+    @property
+    def has_all_ids(self) -> bool:
+        """Whether `block_ids` are all ids that the planning call got, in order or reversed."""
     def __len__(self) -> int: ...
 
 @final

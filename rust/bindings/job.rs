@@ -25,6 +25,8 @@ pub(crate) struct Job {
     host_slots: Py<PyArray1<i32>>,
     /// Where each group's copies begin, and the end of the last: `num_groups + 1` values.
     offsets: Py<PyArray1<i32>>,
+    /// Whether `block_ids` are all ids that the planning call got, in order or reversed.
+    has_all_ids: bool,
 }
 
 #[pymethods]
@@ -199,7 +201,9 @@ pub(crate) fn event_to_py(py: Python<'_>, event: TransferEvent) -> PyResult<Py<P
     })
 }
 
-pub(crate) fn to_job(py: Python<'_>, job: offload::Job) -> Job {
+/// The job for Python, which gave these ids to the call that planned it.
+pub(crate) fn to_job(py: Python<'_>, job: offload::Job, given_ids: &[BlockId]) -> Job {
+    let has_all_ids = job.block_ids == given_ids || job.block_ids.iter().eq(given_ids.iter().rev());
     // Slots are below 2^31: the tier has no more.
     let host_slots: Vec<i32> = job.host_slots.into_iter().map(u32::cast_signed).collect();
     Job {
@@ -207,6 +211,7 @@ pub(crate) fn to_job(py: Python<'_>, job: offload::Job) -> Job {
         block_ids: to_array(py, job.block_ids).unbind(),
         host_slots: host_slots.into_pyarray(py).unbind(),
         offsets: offsets_to_array(py, job.offsets).unbind(),
+        has_all_ids,
     }
 }
 

@@ -261,3 +261,27 @@ def test_transfer_events_report_every_job_once() -> None:
     assert isinstance(ended, TransferCompleted)
     assert (ended.direction, ended.ok) == ("load", False)
     assert OffloadScheduler(4, [GROUP]).take_transfer_events() == []
+
+
+def test_job_says_whether_it_copies_all_given_blocks() -> None:
+    """A caller that holds the blocks that it gave may rely on it."""
+    scheduler = OffloadScheduler(8, [GROUP])
+    scheduler.add("a", hashes("abcd"))
+    all_of_them = some(scheduler.store(["a"], [2 * BLOCK_SIZE], [1, 2], [0, 2]))
+    assert all_of_them.has_all_ids
+    fewer = some(scheduler.store(["a"], [4 * BLOCK_SIZE], [3, 4], [0, 2], max_blocks=1))
+    assert fewer.block_ids.tolist() == [3] and not fewer.has_all_ids
+    # As many as given, but one of them was given before.
+    scheduler.extend("a", hashes("abcde")[4:])
+    earlier = some(scheduler.store(["a"], [5 * BLOCK_SIZE], [5], [0, 1], max_blocks=1))
+    assert earlier.block_ids.tolist() == [4] and not earlier.has_all_ids
+
+
+def test_lazy_job_copies_all_given_blocks_in_reverse() -> None:
+    scheduler = OffloadScheduler(8, [GROUP], mode="lazy")
+    scheduler.add("a", hashes("abc"))
+    assert scheduler.store(["a"], [3 * BLOCK_SIZE], [1, 2, 3], [0, 3]) is None
+    job = some(scheduler.store_candidates([3, 2], hashes("abc")[:0:-1]))
+    assert job.block_ids.tolist() == [2, 3] and job.has_all_ids
+    fewer = some(scheduler.store_candidates([2, 1], hashes("abc")[1::-1]))
+    assert fewer.block_ids.tolist() == [1] and not fewer.has_all_ids

@@ -62,7 +62,7 @@ class Pool:
             self.num_keys += 1
             block.set_block_hash(b"%031d0000" % self.num_keys, num_tokens=16)
         self.lazy.computed(*with_ids(blocks[: num_keyed - self.dice.randrange(num_keyed + 1)]))
-        self.due |= {b for b, key in self.lazy._computed.items() if self._is(b, key)}
+        self.due |= {b for b, key in enumerate(self.lazy._computed) if self._is(b, key)}
         self.used.append(blocks)
         self.num_changed += len(blocks)
 
@@ -73,8 +73,8 @@ class Pool:
             self.offer()
             self.num_taken = num_blocks
 
-    def _is(self, block_id: int, key: bytes) -> bool:
-        return self.pool.blocks[block_id].block_hash is key
+    def _is(self, block_id: int, key: bytes | None) -> bool:
+        return key is not None and self.pool.blocks[block_id].block_hash is key
 
     def free(self) -> None:
         if not self.used:

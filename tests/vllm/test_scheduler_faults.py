@@ -80,6 +80,7 @@ def watch(engine: Simulated, faults: Faults) -> None:
     queue = Watched("queue", pool.free_block_queue, faults)
     watched = Watched("pool", pool, faults, free_block_queue=queue)
     tier.manager = Watched("manager", manager, faults, block_pool=watched)
+    tier.pool = watched
     tier.offload = Watched("offload", tier.offload, faults)  # type: ignore[assignment]
     if tier.lazy is not None:
         tier.lazy = Watched("lazy", tier.lazy, faults)  # type: ignore[assignment]

@@ -65,7 +65,7 @@ class LazyQueue:
         # The ids of blocks that stores hold.
         self._held: set[int] = set()
         # By block id, the key under which a block was computed, until the block is offered.
-        self._computed: dict[int, bytes] = {}
+        self._computed: list[bytes | None] = [None] * len(pool.blocks)
         # Blocks of the view that `evictable` has not looked at yet.
         self._unseen: list[KVCacheBlock] = []
         # Blocks that walks of the view have looked at so far, without the last of each.
@@ -81,7 +81,9 @@ class LazyQueue:
             ids: the id of each block; 0 for those not to be offered.
             blocks: the blocks.
         """
-        self._computed.update(zip(ids, [block._block_hash for block in blocks], strict=True))
+        computed = self._computed
+        for block_id, block in zip(ids, blocks, strict=True):
+            computed[block_id] = block._block_hash
         self.used(blocks)
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -96,37 +98,18 @@ class LazyQueue:
         """Return the computed blocks within the horizon that were not offered before."""
         self._follow_head()
         found: list[KVCacheBlock] = []
+        computed = self._computed
         if self._unseen:
             unseen, self._unseen = self._unseen, []
-            self._offer(unseen, [block._block_hash for block in unseen], found)
+            for block in unseen:
+                key = block._block_hash
+                if key is not None and computed[block.block_id] is key and not block.ref_cnt:
+                    computed[block.block_id] = None
+                    found.append(block)
         num_left = self.horizon_blocks - self._num_viewed()
         if num_left > 0:
-            entered: list[KVCacheBlock] = []
-            tail = self._pool.free_block_queue.fake_free_list_tail
-            self._last = self._last_in_place(self._last + 1)
-            block = self._queued(self._last).next_free_block
-            while num_left and block is not tail:
-                num_left -= 1
-                entered.append(block)
-                block = block.next_free_block
-            if entered:
-                self._offer(entered, self._enter_end(entered), found)
-                self._forget_unused()
+            self._enter_end(num_left, found)
         return found
-
-    def _offer(
-        self,
-        blocks: list[KVCacheBlock],
-        keys: list[bytes | None],
-        found: list[KVCacheBlock],
-    ) -> None:
-        """Add those of these blocks to `found` that are free, computed and not offered yet."""
-        computed = self._computed
-        for block, key in zip(blocks, keys, strict=True):
-            block_id = block.block_id
-            if computed.get(block_id) is key is not None and not block.ref_cnt:
-                del computed[block_id]
-                found.append(block)
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take a reference to each block for a store. A free one leaves the queue, not the view.
@@ -191,17 +174,20 @@ class LazyQueue:
 
     def _insert(self, indexes: list[int]) -> None:
         """Insert blocks of the view into the queue. vLLM itself only appends and prepends."""
-        last = -2
-        before = following = self._queued(-1)
+        last, viewed = -2, self._blocks
+        before = self._queued(-1)
+        following = before.next_free_block
         for at in indexes:
             if at != last + 1:
+                before.next_free_block, following.prev_free_block = following, before
                 before = self._queued(self._last_in_place(at))
                 following = before.next_free_block
-            block = self._queued(at)
+            block = viewed[at]
+            assert block is not None
             block.ref_cnt = 0
-            before.next_free_block = following.prev_free_block = block
-            block.prev_free_block, block.next_free_block = before, following
+            before.next_free_block, block.prev_free_block = block, before
             before, last = block, at
+        before.next_free_block, following.prev_free_block = following, before
         self._passed = min(self._passed, indexes[0])
         self._last = max(self._last, last)
         self._pool.free_block_queue.num_free_blocks += len(indexes)
@@ -237,15 +223,16 @@ class LazyQueue:
         viewed, held = self._blocks, self._held
         passed = max(self._start, self._passed)
         self.num_visited += max(0, first - passed)
-        num_gaps, keys = 0, self._keys
-        for at in range(passed, first) if held else ():
-            block = viewed[at]
-            if block is not None and block.block_id not in held:
-                viewed[at] = keys[at] = None
-                num_gaps += 1
-        self._num_gaps += num_gaps
         self._passed = start = first
-        if held:
+        left = [block.block_id for block in viewed[passed:first] if block is not None]
+        if held and (self._start < passed or not held.isdisjoint(left)):
+            num_gaps, keys = 0, self._keys
+            for at in range(passed, first):
+                block = viewed[at]
+                if block is not None and block.block_id not in held:
+                    viewed[at] = keys[at] = None
+                    num_gaps += 1
+            self._num_gaps += num_gaps
             start = self._start
             while start < first and viewed[start] is None:
                 start += 1
@@ -268,17 +255,33 @@ class LazyQueue:
         self.num_visited += len(new)
         self._last = max(self._last, end - 1)
 
-    def _enter_end(self, new: list[KVCacheBlock]) -> list[bytes | None]:
-        """Take in blocks behind the last one. Returns their keys."""
-        self.used(new)
-        start = len(self._blocks)
-        self._blocks += new
-        keys = [block._block_hash for block in new]
-        self._keys += keys
-        self._note_places(new, start)
-        self.num_visited += len(new)
-        self._last = len(self._blocks) - 1
-        return keys
+    def _enter_end(self, num_left: int, found: list[KVCacheBlock]) -> None:
+        """Take in blocks behind the last one.
+
+        All blocks pass here, so one loop does all. It adds those to `found` that may be stored.
+        """
+        viewed, keys, places, computed = self._blocks, self._keys, self._places, self._computed
+        first, start = self._base + self._start, len(viewed)
+        tail = self._pool.free_block_queue.fake_free_list_tail
+        self._last = self._last_in_place(self._last + 1)
+        block = self._queued(self._last).next_free_block
+        for at in range(start, start + num_left):
+            if block is tail:
+                break
+            block_id, key = block.block_id, block._block_hash
+            if places[block_id] >= first:
+                self.used((block,))
+            places[block_id] = self._base + at
+            viewed.append(block)
+            keys.append(key)
+            if key is not None and computed[block_id] is key and not block.ref_cnt:
+                computed[block_id] = None
+                found.append(block)
+            block = block.next_free_block
+        if len(viewed) > start:
+            self.num_visited += len(viewed) - start
+            self._last = len(viewed) - 1
+            self._forget_unused()
 
     def _note_places(self, new: list[KVCacheBlock], start: int) -> None:
         places = self._places

@@ -28,7 +28,7 @@ once they have computed one token in each step since the last look (`look_after`
 more tokens than it scheduled, blocks would be stored late, and still under their own keys.
 
 **Gathering.** A full-attention table keeps its blocks until the request is over or preempted. So
-the stores of several steps are planned together (`Requests.can_wait`), and nothing is lost:
+the stores of several steps are planned together (`Stores.store_step`), and nothing is lost:
 `Stores.store_gathered` plans them before vLLM preempts (`has_pending_block_frees` comes right
 before each preemption), rests or runs short of blocks, and `Steps.finished` before it frees the
 blocks. A window drops blocks, and a state is overwritten, so such models are stored in each step.
@@ -291,11 +291,6 @@ class Requests:
         if self.tier.offload is not None:
             self.tier.offload.finish(request_id)
 
-    @property
-    def can_wait(self) -> bool:
-        """Whether the stores of a step can wait for those of the next ones."""
-        return self.has_room and self.tier.gathered_tokens > 0
-
     def scheduled(self, scheduled: SchedulerOutput) -> None:
         """Record what a step schedules, and the blocks of windows that it makes full."""
         num_scheduled = scheduled.num_scheduled_tokens
@@ -307,14 +302,16 @@ class Requests:
                     request = tracked.request
                     num_scheduled_tokens = request.num_computed_tokens + num_tokens
                     tracked.scheduled_tokens = min(num_scheduled_tokens, request.num_tokens)
-        for request_id in [name for name in self.fresh if name in num_scheduled]:
-            tracked = self.tracked[request_id]
-            tracked.num_given_tokens = tracked.request.num_computed_tokens
-            self._scheduled[request_id] = None
-            del self.fresh[request_id]
-        if self.tier.model.is_full_attention:
+        if self.fresh:
+            for request_id in [name for name in self.fresh if name in num_scheduled]:
+                tracked = self.tracked[request_id]
+                tracked.num_given_tokens = tracked.request.num_computed_tokens
+                self._scheduled[request_id] = None
+                del self.fresh[request_id]
+        tier = self.tier
+        if tier.model.is_full_attention:
             self.num_gathered += scheduled.total_num_scheduled_tokens
-            self.has_room = self.tier.offload is not None and self.tier.has_room()
+            self.has_room = tier.offload is not None and tier.has_room()
             if self.has_room:
                 return
         self.look(num_scheduled)

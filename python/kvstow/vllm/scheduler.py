@@ -52,7 +52,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from vllm.v1.request import Request
 
@@ -69,7 +69,7 @@ from kvstow.vllm.weights import WeightsVersion
 
 logger = logging.getLogger("vllm." + __name__)
 
-_Args = ParamSpec("_Args")
+_Args = TypeVarTuple("_Args")
 _Answer = TypeVar("_Answer")
 
 
@@ -145,7 +145,7 @@ class SchedulerHalf:
         self.stores.store_gathered()
         return self.transfers.holds_freed_blocks()
 
-    def _guard(self, call: Callable[_Args, _Answer]) -> Callable[_Args, _Answer]:
+    def _guard(self, call: Callable[[*_Args], _Answer]) -> Callable[[*_Args], _Answer]:
         """Return `call`, which turns the tier off if it raises, and then runs again without a tier.
 
         Each guarded function may run again after any call that it makes has raised. An error that
@@ -153,16 +153,16 @@ class SchedulerHalf:
         """
 
         @functools.wraps(call)
-        def guarded(*args: _Args.args, **kwargs: _Args.kwargs) -> _Answer:
+        def guarded(*args: *_Args) -> _Answer:
             try:
-                return call(*args, **kwargs)
+                return call(*args)
             except BaseException as error:
                 if self.tier.is_off:
                     raise
                 self._turn_off()
                 if not isinstance(error, Exception):
                     raise
-            return call(*args, **kwargs)
+            return call(*args)
 
         return guarded
 

@@ -26,26 +26,27 @@ class Steps:
 
     def build(self, scheduled: SchedulerOutput) -> StepJobs:
         """Return what the workers begin in the step that vLLM has just scheduled."""
-        tracked_of = self.requests.tracked.get
+        requests, transfers, below = self.requests, self.transfers, self.tier.below
         for request_id in scheduled.preempted_req_ids or ():
-            tracked = tracked_of(request_id)
+            tracked = requests.tracked.get(request_id)
             if tracked is None or not tracked.is_admitted:
                 continue
-            if request_id not in self.requests.fresh:
+            if request_id not in requests.fresh:
                 self.evict_unwritten(request_id, tracked)
-                self.requests.start_over(request_id)
-        had_room = self.requests.has_room
-        self.requests.scheduled(scheduled)
-        if had_room and not self.requests.has_room:
+                requests.start_over(request_id)
+        had_room = requests.has_room
+        requests.scheduled(scheduled)
+        if had_room and not requests.has_room:
             self.stores.store_gathered()
-        self.transfers.expire()
-        jobs = self.transfers.take_jobs()
-        if self.tier.below is not None:
-            if (slow_loads := self.tier.below.slow_loads) is not None:
-                slow_loads.scheduled(self.requests.chunks(scheduled))
-            is_copying = self.transfers.is_work_left or self.transfers.is_loading
+        if transfers.in_flight or below is not None:
+            transfers.expire()
+        jobs = transfers.take_jobs()
+        if below is not None:
+            if (slow_loads := below.slow_loads) is not None:
+                slow_loads.scheduled(requests.chunks(scheduled))
+            is_copying = transfers.is_work_left or transfers.is_loading
             is_idle = not scheduled.total_num_scheduled_tokens
-            jobs.below = self.tier.below.build(is_idle=is_idle, is_copying=is_copying)
+            jobs.below = below.build(is_idle=is_idle, is_copying=is_copying)
         return jobs
 
     def evict_unwritten(self, request_id: str, tracked: TrackedRequest) -> None:
@@ -71,38 +72,47 @@ class Steps:
 
     def processed(self, output: KVConnectorOutput) -> None:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""
-        if self.tier.below is not None and self.tier.below.slow_loads is not None:
-            self.tier.below.slow_loads.processed()
+        tier = self.tier
+        if tier.below is not None and tier.below.slow_loads is not None:
+            tier.below.slow_loads.processed()
         sent = output.kv_connector_worker_meta
         # Most steps report nothing, and the check for a subclass of an abstract class is slow.
-        reports = sent if sent is not None and isinstance(sent, StepReports) else None
-        if reports is not None:
-            if self.tier.below is not None:
-                self.tier.below.processed(reports.below)
-            self.tier.add_capacities(reports.capacities, self.requests.tracked)
-            for job_id, rank, _ in reports.reports:
-                if job_id in self.transfers.in_flight:
-                    self.transfers.in_flight[job_id].ranks.add(rank)
-        if self.tier.is_off:
+        if sent is not None and isinstance(sent, StepReports):
+            self._reported(sent, output)
+        elif tier.off_until is not None:
             self.transfers.end_reported()
-        offload = self.tier.offload
-        if reports is not None and offload is not None:
-            ends = [
-                end
-                for job_id, rank, ok in reports.reports
-                if (end := offload.complete(job_id, ok=ok, rank=rank)) is not None
-            ]
-            self.transfers.released(reports.released)
-            self.transfers.end(ends, output)
-            if ends and self.tier.below is not None:
-                self.tier.below.is_due = True
-        for request_id in output.finished_recving or ():
-            if request_id in self.requests.tracked:
-                self.requests.tracked[request_id].is_load_reported = True
-        if offload is None:
+        if output.finished_recving:
+            for request_id in output.finished_recving:
+                if request_id in self.requests.tracked:
+                    self.requests.tracked[request_id].is_load_reported = True
+        if tier.offload is None:
             return
         self.stores.store_step()
-        self.stores.store_evictable()
+        if tier.lazy is not None:
+            self.stores.store_evictable(tier.lazy)
+
+    def _reported(self, reports: StepReports, output: KVConnectorOutput) -> None:
+        """End the jobs that every rank has reported, and take the news of the workers."""
+        tier, transfers = self.tier, self.transfers
+        if tier.below is not None:
+            tier.below.processed(reports.below)
+        tier.add_capacities(reports.capacities, self.requests.tracked)
+        for job_id, rank, _ in reports.reports:
+            if job_id in transfers.in_flight:
+                transfers.in_flight[job_id].ranks.add(rank)
+        if tier.offload is None:
+            if tier.is_off:
+                transfers.end_reported()
+            return
+        ends = [
+            end
+            for job_id, rank, ok in reports.reports
+            if (end := tier.offload.complete(job_id, ok=ok, rank=rank)) is not None
+        ]
+        transfers.released(reports.released)
+        transfers.end(ends, output)
+        if ends and tier.below is not None:
+            tier.below.is_due = True
 
     def finished(self, request: Request) -> None:
         """Store what is due of a request that is over, while its blocks are still its own."""

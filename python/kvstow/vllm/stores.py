@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvstow import StateSpace
 from kvstow.vllm.events import HostEvents
+from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
@@ -54,11 +55,11 @@ class Stores:
 
     def store_step(self) -> None:
         """Store what steps have made due, now that one was processed; some of it may wait."""
-        requests = self.requests
-        if not requests.can_wait:
+        requests, gathered_tokens = self.requests, self.tier.gathered_tokens
+        if not (gathered_tokens and requests.has_room):
             self.store_gathered()
             return
-        if requests.num_gathered >= self.tier.gathered_tokens:
+        if requests.num_gathered >= gathered_tokens:
             requests.look()
         if requests.due:
             self.store_due(list(islice(requests.due, MAX_REQUESTS)))
@@ -115,7 +116,7 @@ class Stores:
                 deadline=self.tier.deadline(),
             )
             if job is not None:
-                self.transfers.begin_store(job, ids, blocks)
+                self.transfers.begin_store(job, blocks)
             elif self.tier.lazy is not None:
                 # Those beyond what stores may hold wait for `store_evictable`.
                 num_storable = self.transfers.num_storable()
@@ -151,17 +152,15 @@ class Stores:
         reason = "generated_blocks" if tracked.max_stored_tokens else "unwanted_blocks"
         self.tier.counts[reason] += sum(not block.is_null for block in blocks)
 
-    def store_evictable(self) -> None:
+    def store_evictable(self, lazy: LazyQueue) -> None:
         """Lazy, store the blocks that vLLM overwrites next, as many as stores may hold."""
-        if self.tier.lazy is None:
-            return
-        blocks = self.tier.lazy.evictable()
+        blocks = lazy.evictable()
         if not blocks:
             return
         num_storable = self.transfers.num_storable()
         if len(blocks) > num_storable:
             blocks, too_many = blocks[:num_storable], blocks[num_storable:]
-            self.tier.lazy.offer_again(too_many)
+            lazy.offer_again(too_many)
             self.tier.counts["postponed_blocks"] += len(too_many)
         self.store_cached(blocks)
 
@@ -175,12 +174,11 @@ class Stores:
             for block in blocks:
                 by_group.setdefault(block.block_hash[-4:], []).append(block)
         for suffix, cached in by_group.items():
-            ids = [block.block_id for block in cached]
             job = self.tier.offload.store_candidates(
-                ids,
+                [block.block_id for block in cached],
                 [block._block_hash[:-4] for block in cached],
                 group=int.from_bytes(suffix, "big"),
                 deadline=self.tier.deadline(),
             )
             if job is not None:
-                self.transfers.begin_store(job, ids, cached)
+                self.transfers.begin_store(job, cached)

@@ -57,6 +57,7 @@ class HostTier:
         off_until: None unless an error has turned the tier off. Then the time up to which the last
             copies keep vLLM stepping.
         manager: vLLM's accounting, from `bind` on.
+        pool: its device blocks, from `bind` on.
         tables: per group, vLLM's block table of each request, from `bind` on.
         below: the tier below; None without `disk_path` and `shared`, and once the tier is off.
         counts: statistics of the connector beside those of `offload`.
@@ -74,6 +75,7 @@ class HostTier:
     off_until: float | None = None
     below: LowerTier | None = field(init=False)
     manager: KVCacheManager = field(init=False)
+    pool: BlockPool = field(init=False)
     tables: Tables = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
     _min_free_blocks: int = 0
@@ -92,7 +94,7 @@ class HostTier:
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's accounting, whose blocks jobs hold, and how it cuts the hits of drafts."""
-        self.manager = manager
+        self.manager, self.pool = manager, manager.block_pool
         managers = manager.coordinator.single_type_managers
         self.tables = [group.req_to_blocks for group in managers]
         drops = [group.use_eagle for group in managers]
@@ -104,11 +106,6 @@ class HostTier:
         self.gathered_tokens = min(self.gathered_tokens, most_tokens)
         is_lazy = self.options.lazy_offload
         self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks) if is_lazy else None
-
-    @property
-    def pool(self) -> BlockPool:
-        """vLLM's pool of device blocks."""
-        return self.manager.block_pool
 
     def has_room(self) -> bool:
         """Whether so many device blocks are free that vLLM is far from preempting a request."""

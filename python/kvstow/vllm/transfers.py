@@ -75,17 +75,15 @@ class Transfers:
         self.jobs.loads.append(Copies.of(job))
         self.in_flight[job.job_id] = Transfer("load", blocks, request_id=request_id)
 
-    def begin_store(self, job: Job, ids: list[int], blocks: list[KVCacheBlock]) -> None:
+    def begin_store(self, job: Job, blocks: list[KVCacheBlock]) -> None:
         """Begin a store, and hold its blocks.
 
         Args:
             job: the store.
-            ids: the ids that were offered. The job may name fewer, or blocks offered before.
-            blocks: the blocks of `ids`.
+            blocks: those that were offered. The job may name fewer, or blocks offered before.
         """
-        own_ids = job.block_ids.tolist()
-        if own_ids != ids:
-            blocks = list(map(self.tier.pool.blocks.__getitem__, own_ids))
+        if not job.has_all_ids:
+            blocks = list(map(self.tier.pool.blocks.__getitem__, job.block_ids.tolist()))
         copies, transfer = Copies.of(job), Transfer("store", blocks)
         if self.tier.lazy is None:
             self._hold(transfer)

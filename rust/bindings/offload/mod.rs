@@ -161,7 +161,7 @@ impl OffloadScheduler {
     ///     ConfigError: a ledger of other groups.
     fn hold_image(&self, py: Python<'_>, ledger: &BlockLedger) -> PyResult<Job> {
         let copies = ledger.with(|ledger| lock(&self.0).hold_image(ledger)).map_err(to_py)?;
-        Ok(to_job(py, copies))
+        Ok(to_job(py, copies, &[]))
     }
 
     /// All copies of the held image. The reverse of each brings its block back.
@@ -170,7 +170,7 @@ impl OffloadScheduler {
     #[getter]
     fn image(&self, py: Python<'_>) -> PyResult<Job> {
         let copies = lock(&self.0).image().cloned().map_err(to_py)?;
-        Ok(to_job(py, copies))
+        Ok(to_job(py, copies, &[]))
     }
 
     /// Return the slots in use, ascending: resident, in a store, or part of a sleep image.
@@ -539,7 +539,7 @@ impl OffloadScheduler {
         let block_ids: Vec<_> =
             block_ids.iter().map(|group| ids(group, MAX_BLOCKS)).collect::<PyResult<_>>()?;
         let job = lock(&self.0).load(&request_id, num_tokens.0, &block_ids, deadline);
-        Ok(to_job(py, job.map_err(to_py)?))
+        Ok(to_job(py, job.map_err(to_py)?, &block_ids.concat()))
     }
 
     /// Unpin what a request's lookup holds, because none of it is loaded.
@@ -611,7 +611,7 @@ impl OffloadScheduler {
         );
         let max_blocks = max_blocks.map_or(usize::MAX, |count| count.0);
         let job = lock(&self.0).extend_and_store(&new_hashes, max_blocks, progress, deadline);
-        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job, &block_ids)))
     }
 
     /// Plan the stores that a finished step has made due, with the block tables of `ledger`.
@@ -659,7 +659,7 @@ impl OffloadScheduler {
         let computed = names.into_iter().zip(computed);
         let job =
             ledger.with(|ledger| lock(&self.0).store_step(max_blocks, ledger, computed, deadline));
-        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job, &[])))
     }
 
     /// Lazy mode: plan the stores of blocks that `pool` will evict next.
@@ -691,7 +691,7 @@ impl OffloadScheduler {
             AnyPool::Own(pool) => pool.with(store),
             AnyPool::Ledger(pool) => pool.with(store),
         };
-        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job, &[])))
     }
 
     /// As `store_evictable`, for a pool of another library.
@@ -724,9 +724,9 @@ impl OffloadScheduler {
         }
         let group = group_id(group)?;
         let keys = hashes.as_slice().iter().map(|&hash| BlockKey { hash, group });
-        let candidates = block_ids.into_iter().zip(keys);
+        let candidates = block_ids.iter().copied().zip(keys);
         let job = lock(&self.0).store_evictable(candidates, deadline);
-        Ok(job.map_err(to_py)?.map(|job| to_job(py, job)))
+        Ok(job.map_err(to_py)?.map(|job| to_job(py, job, &block_ids)))
     }
 
     /// Report that a rank's part of a job has ended, or that it never began.
