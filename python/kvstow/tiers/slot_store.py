@@ -184,6 +184,8 @@ class SlotStore:
             free = self._slots_in_use.are_free(slots, to_write=kind != "get")
             if kind != "delete":
                 free &= self._host_in_use.are_free(host, to_write=kind == "get")
+            if kind == "get":
+                self._find(job, free)
             job.keep(free)
             self._begin(job)
         return ticket
@@ -337,20 +339,25 @@ class SlotStore:
         self._calls.write_frames(slots, np.zeros(len(slots), FRAME))
         job.ok[job.at[part]] = True
 
+    def _find(self, job: Job, free: Bools) -> None:
+        """Give a get the frames of its slots, and take those of other blocks out of `free`.
+
+        Here, and not on a thread, where it costs ten times as long: each call leaves the
+        processor's cache without the interpreter's code. No put changes a slot that a get uses.
+        """
+        found = taken(self._words, job.slots)
+        fits = self._fit(found, job.frames)
+        job.num_mismatched = int((free & ~fits).sum())
+        free &= fits
+        job.frames = found
+
     def _read(self, job: Job, part: slice | Index) -> None:
-        found = taken(self._words, job.slots[part])
-        fits = self._fit(found, job.frames[part])
-        if not fits.all():
-            job.num_mismatched += len(fits) - int(fits.sum())
-            part, found = _those(part, fits), found[fits]
-            if not len(found):
-                return
         arrived, error = self._calls.read_data(
             job.slots[part], job.host[part], report=self._count_read, may_go_on=self._is_on
         )
         if not arrived.all():
-            part, found = _those(part, arrived), found[arrived]
-        proven = self._are_proven(job.host[part], found)
+            part = _those(part, arrived)
+        proven = self._are_proven(job.host[part], job.frames[part])
         if not proven.all():
             damaged = _those(part, ~proven)
             job.num_mismatched += len(damaged)
