@@ -14,8 +14,9 @@ begins any more, and all work that waits fails.
 
 Puts have lanes of their own: no request waits for a put, but one may wait for a get.
 
-While more jobs wait than there are lanes, a lane joins pieces: some of one job, and puts of several
-jobs. Larger calls keep the disk busier, and each costs about the same processor time.
+While at least as many jobs wait as there are lanes, a lane joins pieces: those of one job, and puts
+of several jobs. A large call costs little more processor time than a small one, and with large
+calls the disk never waits for the threads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.ticket import HostTicket, TransferTimeout
@@ -40,7 +41,7 @@ class Work(Protocol):
 
     num_bytes: int
 
-    def take_in(self, other: Any) -> bool:
+    def take_in(self, other: Self) -> bool:
         """Join the piece that follows, of the same job or the next, unless both are too much.
 
         Returns:
@@ -220,12 +221,15 @@ class Lanes:
                 return work
 
     def _join(self, queue: _Queue, work: Work, pieces: deque[Work]) -> deque[Work]:
-        """Let `work` take in what follows, but leave a job for each lane; return what is left.
+        """Let `work` take in what follows, but leave a job for each other lane.
 
         Args:
             queue: where more jobs wait.
             work: a piece that no thread has begun.
             pieces: the pieces that follow it in its job.
+
+        Returns:
+            The pieces that follow what it has taken in.
         """
         while queue.qsize() >= self._num_lanes:
             if not pieces:
@@ -236,10 +240,10 @@ class Lanes:
                 except Empty:
                     break
                 if more is None:
-                    queue.put(None)  # it is to wake another thread
+                    queue.put(None)  # it wakes another thread
                     break
                 pieces = more
-            with suppress(IndexError):  # an interrupted caller takes its pieces back
+            with suppress(IndexError):  # an interrupted caller may take its pieces back
                 piece = pieces.popleft()
                 if not work.take_in(piece):
                     pieces.appendleft(piece)

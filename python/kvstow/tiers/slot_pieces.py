@@ -2,9 +2,8 @@
 
 How a wrong block could be served, and what prevents it:
 
-- Joined puts mix up whose bytes are whose: slots, host slots and frames are sorted in one order,
-  and the outcomes go back in the reverse of it. A frame names its block and its slot, and its
-  checksum is that of its own host slot.
+- Joined puts give a block the bytes of another: one index sorts slots, host slots and frames, and
+  leads the outcomes back to their jobs.
 - Two joined puts write one slot: no two jobs that write have a slot in use at a time.
 """
 
@@ -43,7 +42,9 @@ class Store(Protocol):
 class Piece:
     """Part of a job, or parts of several puts, for one thread."""
 
-    def __init__(self, store: Store, job: Job, part: slice, slot_bytes: int, most_bytes: int) -> None:
+    def __init__(
+        self, store: Store, job: Job, part: slice, slot_bytes: int, most_bytes: int
+    ) -> None:
         """Cut a piece off a job.
 
         Args:
@@ -68,25 +69,30 @@ class Piece:
         self.num_bytes = num_bytes
         self._jobs += other._jobs
         if job is next_job:
+            assert part.stop == next_part.start, "a thread takes the pieces of a job in order"
             self._parts[-1] = job, slice(part.start, next_part.stop)
         else:
             self._parts += other._parts
         return True
 
     def run(self) -> None:
-        """Carry it out. An error ends the piece, and the thread goes on."""
+        """Carry out what is not late yet. An error ends the piece, and the thread goes on."""
+        in_time = [(job, part) for job, part in self._parts if not job.ticket.poll()]
         error = None
         try:
-            self._store.carry_out(self._parts)
+            if in_time:
+                self._store.carry_out(in_time)
         except OSError as failed:
             error = self._store.fail(self._jobs[0].kind, failed)
         except BaseException as failed:
             error = TransferError(f"the job failed ({failed!r}); this is an error in kvstow")
             error.__cause__ = failed
-        self.fail(error)
+        tried = {job for job, _ in in_time}
+        for job in self._jobs:
+            self._store.end_piece(job, error if job in tried else None)
 
-    def fail(self, error: TransferError | None) -> None:
-        """End it, without carrying it out if `run` has not."""
+    def fail(self, error: TransferError) -> None:
+        """End it without carrying it out."""
         for job in self._jobs:
             self._store.end_piece(job, error)
 
@@ -106,7 +112,8 @@ class Joined:
     slots: Index = field(init=False)
     host: Index = field(init=False)
     frames: Frames = field(init=False)
-    _order: Index | None = field(init=False, default=None)
+    # Where each block is among those of the parts; None while all are there, in that order.
+    _at: Index | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Join the columns."""
@@ -114,26 +121,30 @@ class Joined:
             job, part = self.parts[0]
             self.slots, self.host, self.frames = job.slots[part], job.host[part], job.frames[part]
             return
-        slots = np.concatenate([job.slots[part] for job, part in self.parts])
-        host = np.concatenate([job.host[part] for job, part in self.parts])
-        words = np.concatenate([words_of(job.frames[part]) for job, part in self.parts])
-        if not (slots[1:] > slots[:-1]).all():
-            self._order = order = np.argsort(slots)
-            slots, host, words = slots[order], host[order], words[order]
-        self.slots, self.host, self.frames = slots, host, words.reshape(-1).view(FRAME)
+        self.slots = np.concatenate([job.slots[part] for job, part in self.parts])
+        self.host = np.concatenate([job.host[part] for job, part in self.parts])
+        words = [words_of(job.frames[part]) for job, part in self.parts]
+        self.frames = np.concatenate(words).reshape(-1).view(FRAME)
+        if not (self.slots[1:] > self.slots[:-1]).all():
+            self._keep(np.argsort(self.slots))
 
     def keep(self, which: Bools) -> None:
-        """Leave out the other blocks. `report` still takes the outcome of all."""
-        self.slots, self.host = self.slots[which], self.host[which]
-        self.frames = taken(words_of(self.frames), np.flatnonzero(which))
+        """Leave out the other blocks, which fail."""
+        self._keep(np.flatnonzero(which))
 
-    def report(self, ok: Bools) -> None:
-        """Write the outcome of all blocks, in the order of their slots, into their jobs."""
-        if self._order is not None:
-            by_slot, ok = ok, np.empty_like(ok)
-            ok[self._order] = by_slot
-        begin = 0
-        for job, part in self.parts:
-            at = job.at[part]
-            job.ok[at] = ok[begin : begin + len(at)]
-            begin += len(at)
+    def succeed(self) -> None:
+        """Report success for the blocks that are left."""
+        if self._at is None and len(self.parts) == 1:
+            job, part = self.parts[0]
+            job.ok[job.at[part]] = True
+            return
+        ends = np.cumsum([part.stop - part.start for _, part in self.parts])
+        ok = np.zeros(ends[-1], np.bool_)
+        ok[slice(None) if self._at is None else self._at] = True
+        for (job, part), of_part in zip(self.parts, np.split(ok, ends[:-1]), strict=True):
+            job.ok[job.at[part]] = of_part
+
+    def _keep(self, at: Index) -> None:
+        self.slots, self.host = self.slots[at], self.host[at]
+        self.frames = taken(words_of(self.frames), at)
+        self._at = at if self._at is None else self._at[at]

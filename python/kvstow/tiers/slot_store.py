@@ -290,17 +290,15 @@ class SlotStore:
         """Do a part of one job, or of several puts; raise `OSError` if a call fails."""
         job, part = parts[0]
         if job.kind == "put":
-            in_time = [it for it in parts if not it[0].ticket.poll()]
-            if in_time:
-                self._write(Joined(in_time))
-        elif job.kind == "renew":
+            self._write(Joined(parts))
+        elif job.kind == "get":
+            self._read(job, part)
+        elif job.kind == "delete":
+            self._drop(job, part)
+        else:
             with self._header_lock:
                 self._calls.write_header(self.header)
             job.ok[:] = True
-        elif job.kind == "delete":
-            self._drop(job, part)
-        elif not job.ticket.poll():  # in time
-            self._read(job, part)
 
     def fail(self, kind: Kind, error: OSError) -> TransferError:
         """Lower the mode after a failed call, and return why."""
@@ -330,7 +328,7 @@ class SlotStore:
         self._calls.write_data(blocks.slots, blocks.host)
         self._calls.write_frames(blocks.slots, blocks.frames)
         self._words[blocks.slots] = words_of(blocks.frames)
-        blocks.report(sound)
+        blocks.succeed()
 
     def _drop(self, job: Job, part: slice) -> None:
         found = taken(self._words, job.slots[part])
@@ -342,8 +340,8 @@ class SlotStore:
     def _find(self, job: Job, free: Bools) -> None:
         """Give a get the frames of its slots, and take those of other blocks out of `free`.
 
-        Here, and not on a thread, where it costs ten times as long: each call leaves the
-        processor's cache without the interpreter's code. No put changes a slot that a get uses.
+        The caller does it, because a thread takes several times as long: the bytes of a piece have
+        driven the code out of the processor's cache. No put changes a slot that a get has in use.
         """
         found = taken(self._words, job.slots)
         fits = self._fit(found, job.frames)
