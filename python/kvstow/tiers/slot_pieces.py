@@ -23,7 +23,7 @@ from kvstow.transfer.mover import Index
 Part: TypeAlias = tuple[Job, slice]
 
 # Pieces that wait are joined up to so many bytes. A small get may wait for these of each large one.
-_JOINED_BYTES: Final = {"put": 32 << 20, "get": 16 << 20}
+_JOINED_BYTES: Final[dict[Kind, int]] = {"put": 32 << 20, "get": 16 << 20}
 
 
 class Store(Protocol):
@@ -64,7 +64,9 @@ class Piece:
         """Join the piece that follows, of this job or of the next, unless both are too much."""
         (job, part), (next_job, next_part) = self._parts[-1], other._parts[0]
         num_bytes = self.num_bytes + other.num_bytes
-        if num_bytes > min(_JOINED_BYTES.get(job.kind, 0), self._most_bytes):
+        if job.kind not in _JOINED_BYTES:
+            return False
+        if num_bytes > min(_JOINED_BYTES[job.kind], self._most_bytes):
             return False
         self.num_bytes = num_bytes
         self._jobs += other._jobs
