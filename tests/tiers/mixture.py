@@ -86,7 +86,7 @@ class Mixture:
         ]  # fmt: skip
         for _ in range(num_steps):
             self.random.choice(steps)()
-            self.settle(max_left=self.random.randrange(4))
+            self.settle(max_left=self.random.randrange(6))
         self.files.rate = 0.0
         self.reopen()
         for _ in range(4):
@@ -238,7 +238,7 @@ class Mixture:
             self.folder,
             on_mismatch="reset",
             stuck_after_s=0.05,
-            num_threads=2,
+            num_threads=self.random.choice([1, 2]),
             max_in_flight_bytes=self.random.choice([2, 4, 16]) * SLOT_BYTES,
             max_quarantined_bytes=self.random.choice([2, 64]) * SLOT_BYTES,
         )

@@ -14,6 +14,7 @@ from tests.tiers.damage import all_proven
 from tests.tiers.mixture import Mixture
 
 from kvstow.tiers import frame, slot_index, slot_store
+from kvstow.tiers.slot_pieces import Joined, Part
 from kvstow.tiers.slot_store import SlotStore
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_TIER_SEEDS", "200"))
@@ -23,12 +24,20 @@ NUM_STEPS = 30
 EXPECTED_FAULTS = {
     "fail", "full", "flip", "other block", "lose", "tear", "elsewhere", "short", "slow", "hang",
     "flip data", "flip index", "flip header", "cut data", "cut index", "move", "crash", "clock",
+    "join",
 }  # fmt: skip
 
 
-def test_no_seed_returns_a_wrong_block(tmp_path: Path) -> None:
+def test_no_seed_returns_a_wrong_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: Counter[str] = Counter()
     num_right = 0
+
+    def joined(parts: list[Part]) -> Joined:
+        if len(parts) > 1:
+            faults["join"] += 1
+        return Joined(parts)
+
+    monkeypatch.setattr(slot_store, "Joined", joined)
     for seed in range(FIRST, FIRST + NUM_SEEDS):
         print("seed", seed)
         folder = tmp_path / str(seed)

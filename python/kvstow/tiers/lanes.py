@@ -13,6 +13,10 @@ Each replacement costs a thread. So with too many bytes in quarantine the lanes 
 begins any more, and all work that waits fails.
 
 Puts have lanes of their own: no request waits for a put, but one may wait for a get.
+
+While at least as many jobs wait as there are lanes, a lane joins pieces: those of one job, and puts
+of several jobs. A large call costs little more processor time than a small one, and with large
+calls the disk never waits for the threads.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.ticket import HostTicket, TransferTimeout
@@ -36,6 +40,13 @@ class Work(Protocol):
     """One piece of work, which ends itself: `run` and `fail` raise nothing."""
 
     num_bytes: int
+
+    def take_in(self, other: Self) -> bool:
+        """Join the piece that follows, of the same job or the next, unless both are too much.
+
+        Returns:
+            Whether this piece has it now.
+        """
 
     def run(self) -> None:
         """Carry it out."""
@@ -76,11 +87,18 @@ class Lanes:
     ) -> None:
         """Start the threads.
 
+        Args:
+            num_lanes: threads for puts, and as many for all other work.
+            stuck_after_s: seconds after which a call counts as one that does not return.
+            max_quarantined_bytes: bytes in such calls. With more, the lanes go off.
+            now: seconds, as `time.monotonic` gives them.
+
         Raises:
             StateError: the system starts no more threads.
         """
         self.in_flight_bytes = self.quarantined_bytes = 0
         self.error: TransferError | None = None
+        self._num_lanes = num_lanes
         self._stuck_after_s = stuck_after_s
         self._max_quarantined_bytes = max_quarantined_bytes
         self._now = now
@@ -197,9 +215,40 @@ class Lanes:
                 continue
             with suppress(IndexError):
                 work = pieces.popleft()
+                pieces = self._join(queue, work, pieces)
                 if pieces:
                     queue.put(pieces)
                 return work
+
+    def _join(self, queue: _Queue, work: Work, pieces: deque[Work]) -> deque[Work]:
+        """Let `work` take in what follows, but leave a job for each other lane.
+
+        Args:
+            queue: where more jobs wait.
+            work: a piece that no thread has begun.
+            pieces: the pieces that follow it in its job.
+
+        Returns:
+            The pieces that follow what it has taken in.
+        """
+        while queue.qsize() >= self._num_lanes:
+            if not pieces:
+                if queue is not self._puts:
+                    break
+                try:
+                    more = queue.get_nowait()
+                except Empty:
+                    break
+                if more is None:
+                    queue.put(None)  # it wakes another thread
+                    break
+                pieces = more
+            with suppress(IndexError):  # an interrupted caller may take its pieces back
+                piece = pieces.popleft()
+                if not work.take_in(piece):
+                    pieces.appendleft(piece)
+                    break
+        return pieces
 
     def _run(self, lane: _Lane) -> None:
         while (work := self._next(lane.queue)) is not None:

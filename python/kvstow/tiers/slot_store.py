@@ -45,6 +45,7 @@ from kvstow.tiers.opening import Opened
 from kvstow.tiers.slot_calls import SlotCalls
 from kvstow.tiers.slot_index import new_generation
 from kvstow.tiers.slot_jobs import Job, Kind, Marks
+from kvstow.tiers.slot_pieces import Joined, Part, Piece
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import TierTicket
 from kvstow.tiers.tier import Checked, Mode, TierStats
@@ -95,9 +96,8 @@ class SlotStore:
         self._rows, self._sums = rows, sums
         slot_bytes = opened.header.slot_bytes
         num_threads = max(1, min(num_threads, max_in_flight_bytes // slot_bytes))
-        self._per_piece = max(
-            1, min(_PIECE_BYTES, max_in_flight_bytes // num_threads) // slot_bytes
-        )
+        self._most_bytes = max_in_flight_bytes // num_threads
+        self._per_piece = max(1, min(_PIECE_BYTES, self._most_bytes) // slot_bytes)
         self._lock = threading.RLock()
         self._header_lock = threading.Lock()
         self._slots_in_use = Marks(opened.header.num_slots)
@@ -184,6 +184,8 @@ class SlotStore:
             free = self._slots_in_use.are_free(slots, to_write=kind != "get")
             if kind != "delete":
                 free &= self._host_in_use.are_free(host, to_write=kind == "get")
+            if kind == "get":
+                self._find(job, free)
             job.keep(free)
             self._begin(job)
         return ticket
@@ -214,7 +216,13 @@ class SlotStore:
     def _begin(self, job: Job) -> None:
         """Take what a job needs, and queue its pieces. The caller holds the lock."""
         pieces: deque[Work] = deque(
-            _Piece(self, job, slice(begin, min(begin + self._per_piece, len(job.at))))
+            Piece(
+                self,
+                job,
+                slice(begin, min(begin + self._per_piece, len(job.at))),
+                self.header.slot_bytes,
+                self._most_bytes,
+            )
             for begin in range(0, len(job.at), self._per_piece)
         )
         job.num_left = len(pieces)
@@ -278,27 +286,26 @@ class SlotStore:
 
     # -- on the threads --------------------------------------------------------------------------
 
-    def carry_out(self, job: Job, part: slice) -> None:
-        """Do one piece of a job; raise `OSError` if a call fails."""
-        if job.kind == "renew":
+    def carry_out(self, parts: list[Part]) -> None:
+        """Do a part of one job, or of several puts; raise `OSError` if a call fails."""
+        job, part = parts[0]
+        if job.kind == "put":
+            self._write(Joined(parts))
+        elif job.kind == "get":
+            self._read(job, part)
+        elif job.kind == "delete":
+            self._drop(job, part)
+        else:
             with self._header_lock:
                 self._calls.write_header(self.header)
             job.ok[:] = True
-        elif job.kind == "delete":
-            self._drop(job, part)
-        elif job.ticket.poll():
-            return  # too late already
-        elif job.kind == "put":
-            self._write(job, part)
-        else:
-            self._read(job, part)
 
-    def fail(self, job: Job, error: OSError) -> TransferError:
+    def fail(self, kind: Kind, error: OSError) -> TransferError:
         """Lower the mode after a failed call, and return why."""
-        what = {"put": "write", "get": "read", "delete": "write", "renew": "write"}[job.kind]
+        what = {"put": "write", "get": "read", "delete": "write", "renew": "write"}[kind]
         failed = TransferError(f"the slot file cannot {what} ({error.strerror or error})")
         failed.__cause__ = error
-        if job.kind == "renew":
+        if kind == "renew":
             self._off = self._off or TransferError(
                 f"the tier is off because its new generation cannot be written ({error}); check "
                 "the disk, and open the tier again"
@@ -310,18 +317,18 @@ class SlotStore:
             )
         return failed
 
-    def _write(self, job: Job, part: slice | Index) -> None:
-        digests = row_digests(self._rows, job.host[part])
-        sound = self._sums.are_sound(job.host[part])  # after the digests, see `sums`
+    def _write(self, blocks: Joined) -> None:
+        digests = row_digests(self._rows, blocks.host)
+        sound = self._sums.are_sound(blocks.host)  # after the digests, see `sums`
         if not sound.all():
-            part, digests = _those(part, sound), digests[sound]
-        slots, frames = job.slots[part], job.frames[part]
-        seal(frames, digests)
-        self._words[slots] = 0
-        self._calls.write_data(slots, job.host[part])
-        self._calls.write_frames(slots, frames)
-        self._words[slots] = words_of(frames)
-        job.ok[job.at[part]] = True
+            blocks.keep(sound)
+            digests = digests[sound]
+        seal(blocks.frames, digests)
+        self._words[blocks.slots] = 0
+        self._calls.write_data(blocks.slots, blocks.host)
+        self._calls.write_frames(blocks.slots, blocks.frames)
+        self._words[blocks.slots] = words_of(blocks.frames)
+        blocks.succeed()
 
     def _drop(self, job: Job, part: slice) -> None:
         found = taken(self._words, job.slots[part])
@@ -330,20 +337,25 @@ class SlotStore:
         self._calls.write_frames(slots, np.zeros(len(slots), FRAME))
         job.ok[job.at[part]] = True
 
+    def _find(self, job: Job, free: Bools) -> None:
+        """Give a get the frames of its slots, and take those of other blocks out of `free`.
+
+        The caller does it, because a thread takes several times as long: the bytes of a piece have
+        driven the code out of the processor's cache. No put changes a slot that a get has in use.
+        """
+        found = taken(self._words, job.slots)
+        fits = self._fit(found, job.frames)
+        job.num_mismatched = int((free & ~fits).sum())
+        free &= fits
+        job.frames = found
+
     def _read(self, job: Job, part: slice | Index) -> None:
-        found = taken(self._words, job.slots[part])
-        fits = self._fit(found, job.frames[part])
-        if not fits.all():
-            job.num_mismatched += len(fits) - int(fits.sum())
-            part, found = _those(part, fits), found[fits]
-            if not len(found):
-                return
         arrived, error = self._calls.read_data(
             job.slots[part], job.host[part], report=self._count_read, may_go_on=self._is_on
         )
         if not arrived.all():
-            part, found = _those(part, arrived), found[arrived]
-        proven = self._are_proven(job.host[part], found)
+            part = _those(part, arrived)
+        proven = self._are_proven(job.host[part], job.frames[part])
         if not proven.all():
             damaged = _those(part, ~proven)
             job.num_mismatched += len(damaged)
@@ -405,28 +417,3 @@ def _those(part: slice | Index, which: Bools) -> Index:
     """Return the positions of a piece of which `which` is True."""
     at = np.flatnonzero(which)
     return at + part.start if isinstance(part, slice) else part[at]
-
-
-class _Piece:
-    """Part of a job, for one thread."""
-
-    def __init__(self, store: SlotStore, job: Job, part: slice) -> None:
-        self._store, self._job, self._part = store, job, part
-        num_blocks = part.stop - part.start if len(job.host) else 0
-        self.num_bytes = num_blocks * store.header.slot_bytes
-
-    def run(self) -> None:
-        """Carry it out. An error ends the piece, and the thread goes on."""
-        error = None
-        try:
-            self._store.carry_out(self._job, self._part)
-        except OSError as failed:
-            error = self._store.fail(self._job, failed)
-        except BaseException as failed:
-            error = TransferError(f"the job failed ({failed!r}); this is an error in kvstow")
-            error.__cause__ = failed
-        self._store.end_piece(self._job, error)
-
-    def fail(self, error: TransferError) -> None:
-        """End it without carrying it out."""
-        self._store.end_piece(self._job, error)

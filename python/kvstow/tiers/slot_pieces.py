@@ -1,0 +1,152 @@
+"""Pieces of the jobs of a slot file. One thread carries out a piece, or several that are joined.
+
+How a wrong block could be served, and what prevents it:
+
+- Joined puts give a block the bytes of another: one index sorts slots, host slots and frames, and
+  leads the outcomes back to their jobs.
+- Two joined puts write one slot: no two jobs that write have a slot in use at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+
+from kvstow._core import TransferError
+from kvstow.tiers.frame import FRAME, Bools, Frames, taken, words_of
+from kvstow.tiers.slot_jobs import Job, Kind
+from kvstow.transfer.mover import Index
+
+# Blocks of a job.
+Part: TypeAlias = tuple[Job, slice]
+
+# Pieces that wait are joined up to so many bytes. A small get may wait for these of each large one.
+_JOINED_BYTES: Final[dict[Kind, int]] = {"put": 32 << 20, "get": 16 << 20}
+
+
+class Store(Protocol):
+    """Who carries out the pieces."""
+
+    def carry_out(self, parts: list[Part]) -> None:
+        """Do a part of one job, or of several puts; raise `OSError` if a call fails."""
+
+    def fail(self, kind: Kind, error: OSError) -> TransferError:
+        """Lower the mode after a failed call, and return why."""
+
+    def end_piece(self, job: Job, error: TransferError | None) -> None:
+        """Report the end of a piece."""
+
+
+class Piece:
+    """Part of a job, or parts of several puts, for one thread."""
+
+    def __init__(
+        self, store: Store, job: Job, part: slice, slot_bytes: int, most_bytes: int
+    ) -> None:
+        """Cut a piece off a job.
+
+        Args:
+            store: carries it out.
+            job: the job.
+            part: the blocks.
+            slot_bytes: bytes of a slot.
+            most_bytes: the most bytes that one thread may have in flight.
+        """
+        self._store, self._most_bytes = store, most_bytes
+        self._parts = [(job, part)]
+        # The job of each piece that is joined here.
+        self._jobs = [job]
+        self.num_bytes = (part.stop - part.start) * slot_bytes if len(job.host) else 0
+
+    def take_in(self, other: Piece) -> bool:
+        """Join the piece that follows, of this job or of the next, unless both are too much."""
+        (job, part), (next_job, next_part) = self._parts[-1], other._parts[0]
+        num_bytes = self.num_bytes + other.num_bytes
+        if job.kind not in _JOINED_BYTES:
+            return False
+        if num_bytes > min(_JOINED_BYTES[job.kind], self._most_bytes):
+            return False
+        self.num_bytes = num_bytes
+        self._jobs += other._jobs
+        if job is next_job:
+            assert part.stop == next_part.start, "a thread takes the pieces of a job in order"
+            self._parts[-1] = job, slice(part.start, next_part.stop)
+        else:
+            self._parts += other._parts
+        return True
+
+    def run(self) -> None:
+        """Carry out what is not late yet. An error ends the piece, and the thread goes on."""
+        in_time = [(job, part) for job, part in self._parts if not job.ticket.poll()]
+        error = None
+        try:
+            if in_time:
+                self._store.carry_out(in_time)
+        except OSError as failed:
+            error = self._store.fail(self._jobs[0].kind, failed)
+        except BaseException as failed:
+            error = TransferError(f"the job failed ({failed!r}); this is an error in kvstow")
+            error.__cause__ = failed
+        tried = {job for job, _ in in_time}
+        for job in self._jobs:
+            self._store.end_piece(job, error if job in tried else None)
+
+    def fail(self, error: TransferError) -> None:
+        """End it without carrying it out."""
+        for job in self._jobs:
+            self._store.end_piece(job, error)
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """The blocks of parts of puts, as columns in the order of their slots.
+
+    Attributes:
+        parts: the parts.
+        slots: shape [n], which ascend.
+        host: shape [n], the host slot of each.
+        frames: shape [n], the frame of each.
+    """
+
+    parts: list[Part]
+    slots: Index = field(init=False)
+    host: Index = field(init=False)
+    frames: Frames = field(init=False)
+    # Where each block is among those of the parts; None while all are there, in that order.
+    _at: Index | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Join the columns."""
+        if len(self.parts) == 1:
+            job, part = self.parts[0]
+            self.slots, self.host, self.frames = job.slots[part], job.host[part], job.frames[part]
+            return
+        self.slots = np.concatenate([job.slots[part] for job, part in self.parts])
+        self.host = np.concatenate([job.host[part] for job, part in self.parts])
+        words = [words_of(job.frames[part]) for job, part in self.parts]
+        self.frames = np.concatenate(words).reshape(-1).view(FRAME)
+        if not (self.slots[1:] > self.slots[:-1]).all():
+            self._keep(np.argsort(self.slots))
+
+    def keep(self, which: Bools) -> None:
+        """Leave out the other blocks, which fail."""
+        self._keep(np.flatnonzero(which))
+
+    def succeed(self) -> None:
+        """Report success for the blocks that are left."""
+        if self._at is None and len(self.parts) == 1:
+            job, part = self.parts[0]
+            job.ok[job.at[part]] = True
+            return
+        ends = np.cumsum([part.stop - part.start for _, part in self.parts])
+        ok = np.zeros(ends[-1], np.bool_)
+        ok[slice(None) if self._at is None else self._at] = True
+        for (job, part), of_part in zip(self.parts, np.split(ok, ends[:-1]), strict=True):
+            job.ok[job.at[part]] = of_part
+
+    def _keep(self, at: Index) -> None:
+        self.slots, self.host = self.slots[at], self.host[at]
+        self.frames = taken(words_of(self.frames), at)
+        self._at = at if self._at is None else self._at[at]

@@ -1,0 +1,241 @@
+"""Pieces of a slot file's jobs that one thread carries out together."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from tests.tiers.setup import (
+    LONG_S,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    Here,
+    blocks_of,
+    bytes_of,
+    get,
+    key_of,
+    new_arena,
+    open_file,
+    put,
+)
+
+from kvstow._core import row_checksums
+from kvstow.tiers import SlotTier, TierTicket, slot_pieces, slot_store
+from kvstow.tiers.files import Buffers
+from kvstow.transfer import HostArena
+from kvstow.transfer.mover import Index
+
+Jobs: TypeAlias = list[tuple[list[int], list[int], TierTicket]]
+
+KEYS = [key_of(number) for number in range(NUM_SLOTS)]
+
+
+class Gated(Here):
+    """Calls that wait for `gate`, and count. Data writes fail with `error`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.sizes: list[int] = []
+        self.error = 0
+
+    def read(self, file: int, buffers: Buffers, offset: int) -> int:
+        assert self.gate.wait(LONG_S)
+        self.sizes.append(sum(map(len, buffers)))
+        return super().read(file, buffers, offset)
+
+    def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        assert self.gate.wait(LONG_S)
+        num_bytes = sum(map(len, buffers))
+        if num_bytes >= SLOT_BYTES:
+            self.sizes.append(num_bytes)
+            if self.error:
+                raise OSError(self.error, os.strerror(self.error))
+        return super().write(file, buffers, offset)
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with new_arena() as opened:
+        yield opened
+
+
+def hold(files: Gated, tier: SlotTier) -> TierTicket:
+    """Let the only thread of puts wait in a write of the last block."""
+    files.gate.clear()
+    held = tier.put(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS - 1])
+    while not tier.stats().in_flight_bytes:
+        time.sleep(0.001)
+    return held
+
+
+def put_many(tier: SlotTier, seed: int, *, late: frozenset[int] = frozenset()) -> Jobs:
+    """Queue puts of all other blocks, from host slots and into slots in random orders.
+
+    Returns:
+        The blocks, the slots and the ticket of each job.
+    """
+    choose = random.Random(seed)
+    rest = range(NUM_SLOTS - 1)
+    numbers, slots, host = (choose.sample(rest, len(rest)) for _ in range(3))
+    rows = tier.arena.memory.reshape(tier.num_host_slots, SLOT_BYTES)
+    jobs: Jobs = []
+    while numbers:
+        num = choose.randint(1, 4)
+        part = [[column.pop() for _ in range(min(num, len(column)))] for column in (numbers, slots)]
+        of_host = [host.pop() for _ in part[0]]
+        for number, at in zip(part[0], of_host, strict=True):
+            rows[at] = bytes_of(KEYS[number])
+        blocks = blocks_of([KEYS[number] for number in part[0]], part[1])
+        deadline = time.monotonic() - 1 if len(jobs) in late else None
+        jobs.append((part[0], part[1], tier.put(blocks, of_host, deadline=deadline)))
+    return jobs
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_joined_puts_write_each_block_in_its_own_slot(
+    tmp_path: Path, arena: HostArena, seed: int
+) -> None:
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        hold(files, tier)
+        jobs = put_many(tier, seed)
+        files.sizes.clear()
+        files.gate.set()
+        for numbers, slots, ticket in jobs:
+            ticket.wait(LONG_S)
+            assert ticket.ok.all()
+            assert all(get(tier, [KEYS[number] for number in numbers], slots))
+        assert (NUM_SLOTS - 1) * SLOT_BYTES in files.sizes, "they were not joined"
+    # The frames on the disk are those in memory.
+    with open_file(tmp_path, arena) as again:
+        for numbers, slots, _ in jobs:
+            assert all(get(again, [KEYS[number] for number in numbers], slots))
+
+
+def served(tier: SlotTier, jobs: Jobs) -> list[str]:
+    """Return what the gets of blocks bring: the block itself, nothing, or other bytes."""
+    rows, found = tier.arena.memory.reshape(tier.num_host_slots, SLOT_BYTES), []
+    for numbers, slots, _ in jobs:
+        for number, slot in zip(numbers, slots, strict=True):
+            ticket = tier.get(blocks_of([KEYS[number]], [slot]), [NUM_SLOTS + 1])
+            ticket.wait(LONG_S)
+            is_right = np.array_equal(rows[NUM_SLOTS + 1], bytes_of(KEYS[number]))
+            found.append(("right" if is_right else "wrong") if ticket.ok[0] else "miss")
+    return found
+
+
+@pytest.mark.parametrize("column", ["host", "frames"])
+def test_joined_puts_in_a_wrong_order_are_found(
+    tmp_path: Path, arena: HostArena, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prove that the tests above would find a column in another order than the slots."""
+    files = Gated()
+    keep = slot_pieces.Joined._keep
+
+    def keep_all_but_one(self: slot_pieces.Joined, at: Index) -> None:
+        old = getattr(self, column)
+        keep(self, at)
+        setattr(self, column, old)
+
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        hold(files, tier)
+        jobs = put_many(tier, 1)
+        monkeypatch.setattr(slot_pieces.Joined, "_keep", keep_all_but_one)
+        files.gate.set()
+        for _, _, ticket in jobs:
+            ticket.wait(LONG_S)
+        found = served(tier, jobs)
+    assert "wrong" in found if column == "host" else "miss" in found
+
+
+def test_late_put_fails_alone(tmp_path: Path, arena: HostArena) -> None:
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        hold(files, tier)
+        jobs = put_many(tier, 2, late=frozenset({0, 3}))
+        files.gate.set()
+        for at, (numbers, slots, ticket) in enumerate(jobs):
+            ticket.wait_until_ended(LONG_S)
+            assert ticket.ok.tolist() == [at not in {0, 3}] * len(numbers)
+            assert ticket.error is None
+            held = get(tier, [KEYS[number] for number in numbers], slots)
+            assert held == [at not in {0, 3}] * len(numbers)
+
+
+def test_damaged_host_slot_fails_alone(tmp_path: Path, arena: HostArena) -> None:
+    arena.keeps_checksums = True
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        hold(files, tier)
+        jobs = put_many(tier, 3)
+        rest = np.arange(NUM_SLOTS - 1)
+        arena.checksums[rest] = row_checksums(arena.slots, rest)
+        damaged = {4, 11}
+        right = arena.memory.reshape(-1, SLOT_BYTES).copy()
+        arena.memory.reshape(-1, SLOT_BYTES)[list(damaged), 7] ^= 1
+        files.gate.set()
+        number_of = {right[at].tobytes(): at for at in rest.tolist()}
+        num_failed = 0
+        for numbers, slots, ticket in jobs:
+            ticket.wait(LONG_S)
+            sound = [number_of[bytes_of(KEYS[it]).tobytes()] not in damaged for it in numbers]
+            assert ticket.ok.tolist() == sound
+            arena.keeps_checksums = False
+            assert get(tier, [KEYS[number] for number in numbers], slots) == sound
+            num_failed += sound.count(False)
+        assert num_failed == len(damaged)
+
+
+def test_failed_write_fails_all_that_it_carries(tmp_path: Path, arena: HostArena) -> None:
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        hold(files, tier)
+        jobs = put_many(tier, 4)
+        files.error = errno.ENOSPC
+        files.gate.set()
+        for numbers, slots, ticket in jobs:
+            ticket.wait(LONG_S)
+            assert not ticket.ok.any()
+            assert "No space" in str(ticket.error)
+            assert not any(get(tier, [KEYS[number] for number in numbers], slots))
+        assert tier.mode == "read_only"
+
+
+def test_gets_join_pieces_of_one_job_while_others_wait(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_store, "_PIECE_BYTES", 2 * SLOT_BYTES)
+    monkeypatch.setitem(slot_pieces._JOINED_BYTES, "get", 6 * SLOT_BYTES)
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        assert all(put(tier, KEYS, range(NUM_SLOTS)))
+        files.sizes.clear()
+        files.gate.clear()
+        held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS])
+        while not tier.stats().in_flight_bytes:
+            time.sleep(0.001)
+        large, small = range(10), range(10, 12)
+        tickets = [
+            tier.get(
+                blocks_of([KEYS[at] for at in job], list(job)), [NUM_SLOTS + 1 + at for at in job]
+            )
+            for job in (large, small)
+        ]
+        files.gate.set()
+        for ticket in (held, *tickets):
+            ticket.wait(LONG_S)
+            assert ticket.ok.all()
+        rows = arena.memory.reshape(-1, SLOT_BYTES)
+        for at in (*large, *small):
+            assert np.array_equal(rows[NUM_SLOTS + 1 + at], bytes_of(KEYS[at]))
+        sizes = [num_bytes // SLOT_BYTES for num_bytes in files.sizes]
+    assert sizes == [1, 6, 2, 2, 2], "the small job has its turn after a part of the large one"
