@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.tiers.mooncake_master import Master, missing
 
 from kvstow import ConfigError
+from kvstow._core import row_checksums
 from kvstow.tiers import TierBlocks, TierTicket
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.shared_keys import delete_blocks
 from kvstow.transfer import HostArena
@@ -37,9 +40,16 @@ def arena() -> Iterator[HostArena]:
         yield arena
 
 
-@pytest.fixture(scope="module")
-def tier(master: Master, arena: HostArena) -> Iterator[MooncakeTier]:
-    with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+@pytest.fixture(scope="module", params=["copied", "in place"])
+def tier(
+    request: pytest.FixtureRequest, master: Master, arena: HostArena
+) -> Iterator[MooncakeTier]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in place":
+            patch.setattr("kvstow.tiers.mooncake.MAX_COPIED_BYTES", 0)
+        tier = MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20)
+    with tier:
+        assert tier.copies_blocks == (request.param == "copied")
         yield tier
 
 
@@ -121,6 +131,58 @@ def test_a_damaged_block_is_a_miss_and_leaves_the_store(
     assert answer(tier.put(blocks(201), [0])) == [True]
     assert answer(tier.get(blocks(201), [5])) == [True]
     assert (arena.slots[5] == rows[0]).all()
+
+
+def test_values_of_both_ways_are_equal(
+    master: Master, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = fill(arena, range(2))
+    with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as copying:
+        monkeypatch.setattr("kvstow.tiers.mooncake.MAX_COPIED_BYTES", 0)
+        with MooncakeTier(arena, master.url, NAMESPACE) as other:
+            for number, (writer, reader) in enumerate(((copying, other), (other, copying)), 401):
+                assert answer(writer.put(blocks(number), [0])) == [True]
+                arena.slots[5] = 0
+                assert answer(reader.get(blocks(number), [5])) == [True]
+                assert (arena.slots[5] == rows[0]).all()
+
+
+class _Tardy:
+    """A store whose gets write again after they have returned: when a checksum was taken."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._late: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
+        self._late = [(each[0] + HEADER_BYTES, SLOT_BYTES) for each in pointers]
+        return self._store.batch_get_into_multi_buffers(keys, pointers, sizes)
+
+    def checksums(self, rows: np.ndarray, slots: list[int]) -> np.ndarray:
+        found = row_checksums(rows, slots)
+        for address, size in self._late:
+            ctypes.memset(address, 0xEE, size)
+        return found
+
+
+def test_bytes_that_arrive_after_their_call_are_not_served(
+    master: Master, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = fill(arena, range(1))
+    with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+        assert answer(tier.put(blocks(501), [0])) == [True]
+        store = tier.connected()
+        tardy = _Tardy(store)
+        monkeypatch.setattr(tier, "_store", tardy)
+        monkeypatch.setattr("kvstow.tiers.mooncake.row_checksums", tardy.checksums)
+        assert answer(tier.get(blocks(501), [5])) == [True]
+        assert (arena.slots[5] == rows[0]).all()
+        monkeypatch.undo()
 
 
 def test_a_dead_master_costs_no_more_than_the_deadline(

@@ -17,7 +17,7 @@ from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.shared_calls import NUM_SLOTS, SEEDS, SLOT_BYTES, Calls
 
 from kvstow.tiers.breaker import Breaker
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.transfer import HostArena
 
@@ -26,6 +26,13 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 NAMESPACE = b"0123456789abcdef"
 _FAILURES = (-800, -900, -707, -704, -200)
 _PAUSE_S = 0.05
+
+
+def _parts(pointers: list[int], sizes: list[int]) -> list[tuple[int, int]]:
+    """Return the address and the size of a value's header, and of its block."""
+    if len(pointers) == 2:
+        return list(zip(pointers, sizes, strict=True))
+    return [(pointers[0], HEADER_BYTES), (pointers[0] + HEADER_BYTES, sizes[0] - HEADER_BYTES)]
 
 
 class Shaken:
@@ -80,17 +87,15 @@ class Shaken:
         codes = self._shaken(lambda: call(keys, pointers, sizes), len(keys))
         if self._random.random() < self.rate:
             self.num_faults += 1
-            at = self._random.randrange(len(keys))
             part = self._random.randrange(2)
-            size = sizes[at][part]
+            parts = [_parts(*value)[part] for value in zip(pointers, sizes, strict=True)]
+            address, size = self._random.choice(parts)
             if self._random.random() < 0.5:
-                target = ctypes.c_uint8.from_address(
-                    pointers[at][part] + self._random.randrange(size)
-                )
+                target = ctypes.c_uint8.from_address(address + self._random.randrange(size))
                 target.value ^= 1 << self._random.randrange(8)
             else:
-                source = pointers[self._random.randrange(len(keys))][part]
-                ctypes.memmove(pointers[at][part], source, size // self._random.choice([1, 2]))
+                source, _ = self._random.choice(parts)
+                ctypes.memmove(address, source, size // self._random.choice([1, 2]))
         return codes
 
     def batch_is_exist(self, keys: list[str]) -> Any:
@@ -129,6 +134,13 @@ def arena(store: Any) -> Iterator[HostArena]:
 def _always_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each call meet its own faults, which a breaker would keep from it."""
     monkeypatch.setattr(Breaker, "may_try", lambda _: True)
+
+
+@pytest.fixture(autouse=True, params=["copied", "in place"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move blocks both ways, which their size decides."""
+    if request.param == "in place":
+        monkeypatch.setattr("kvstow.tiers.mooncake.MAX_COPIED_BYTES", 0)
 
 
 class _Tier(MooncakeTier):

@@ -89,6 +89,7 @@ class QueuedTier(SharedTier):
     Attributes:
         timeout_s: the most seconds for a job without a deadline.
         namespace: whose blocks the next job is about.
+        blocks_per_part: blocks of a put or a get that a thread carries out at a time.
         sums: the checksums that movers keep of the host slots.
     """
 
@@ -116,6 +117,7 @@ class QueuedTier(SharedTier):
         """
         super().__init__(arena)
         self.namespace = Namespace(namespace)
+        self.blocks_per_part = BLOCKS_PER_PART
         self.sums: Final = ArenaSums(arena)
         self.timeout_s: Final = _checked_seconds("timeout_s", timeout_s)
         self._num_threads = checked_int("num_threads", num_threads, 1, _MAX_THREADS, "pass 1 to 4")
@@ -188,7 +190,7 @@ class QueuedTier(SharedTier):
         ticket = TierTicket(len(blocks), deadline)
         now_s = time.monotonic()
         until_s = now_s + self.timeout_s if ticket.deadline is None else ticket.deadline
-        size = BLOCKS_PER_PART if operation in ("put", "get") else _KEYS_PER_PART
+        size = self.blocks_per_part if operation in ("put", "get") else _KEYS_PER_PART
         parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
         ok = np.zeros(len(blocks), np.bool_)
         job = Job(operation, blocks, host_slots, until_s, ok, ticket, len(parts), self.namespace)
