@@ -107,6 +107,8 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
+        (["--host-gib", "nan"], "host-gib is nan; it must be a size: pass a number of GiB"),
+        (["--host-gib", "2e9"], "host-gib is 2e+09; it must be at most 1073741824: pass fewer"),
         (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
         (["--block-size", "16"], "pass --block-size if your blocks have another size"),
         (["--tp", "3"], "tensor-parallel-size is 3; it must divide the 8 KV heads"),
