@@ -121,6 +121,8 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
         value = f"`{default[1]}`" if default and len(default[1].split()) == 1 else ""
         rows.append((f"`{option}`", value, DEFAULT.sub("", meaning) if value else meaning))
     yield table(("option", "default", "what it does"), rows)
+    if command.epilog:
+        yield command.epilog
 
 
 def _attributes(docstring: str) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvstow._core import ConfigError
 from kvstow.closing import Closing
 
 STANDARD_OUTPUT: Final = "standard output"
@@ -70,6 +72,20 @@ class Output(Closing):
                 error.filename = self._name
                 raise
         print_text(text if self.as_json else _rendered(shown()))
+
+
+def check_can_draw(png: str | None, *, otherwise: str = "") -> None:
+    """Raise `ConfigError` if a picture is wanted and matplotlib is missing.
+
+    Args:
+        png: the file of `--png`; None for no picture.
+        otherwise: what else the user can do.
+    """
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--png needs matplotlib, which is not installed: run pip install 'kvstow[plot]'"
+            + otherwise
+        )
 
 
 @contextmanager

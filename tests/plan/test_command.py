@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstow import cli
+from kvstow import HitCurve, cli
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.report import Chart, Series, Table, Text, html_page
 from kvstow.report.picture import draw_png
@@ -37,6 +37,45 @@ def test_table_sketch_sentence_and_flag_are_printed(capsys: pytest.CaptureFixtur
     assert "^ recommended" in text
     assert "Give the host tier " in text
     assert re.search(r"^--kv-transfer-config '\{.*\}'$", text, re.M)
+
+
+def test_tutorial_shows_the_table_and_the_sentence_of_its_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/tutorials/memory.md").read_text()
+    [command] = re.findall(r"^kvstow (plan .*)$", page, re.MULTILINE)
+    assert cli.main([*command.split(), str(BUNDLED_TRACE)]) == 0
+    printed = capsys.readouterr().out
+    [table] = re.findall(r"^```text\n( +device.*?)```", page, re.MULTILINE | re.DOTALL)
+    [recommended] = re.findall(r"^(Give the host tier .*\n)```", page, re.MULTILINE)
+    assert f"\n{table}\n" in printed
+    assert f"\n{recommended}--kv-transfer-config " in printed
+
+
+def test_last_block_of_a_repeated_prompt_is_a_hit_where_the_page_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt of two full blocks comes twice. The page of the JSON has each way of counting it."""
+    path = tmp_path / "two.jsonl"
+    row = {"timestamp": 0, "input_length": 32, "output_length": 1, "hash_ids": [1, 2]}
+    rows = [row, row | {"timestamp": 60_000}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+    def figures(*arguments: str) -> Any:
+        assert cli.main([*arguments, str(path), "--block-size", "16", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    curve = HitCurve()
+    for _ in rows:
+        curve.add([1, 2])
+    assert curve.hits([2]).tolist() == [2]
+    made = figures("plan", "--bytes-per-token", "4096", "--capacity", "2")
+    assert (made["infinite_hit_blocks"], made["curve"][0]["hit_blocks"]) == (2, 2)
+    assert made["sizes"][-1]["hit_ratio"] == made["curves"][0]["infinite_hit_ratio"] == 16 / 64
+    made = figures("plan", "--model", "gemma-3-27b", "--capacity", "100")
+    assert (made["infinite_hit_blocks"], made["curve"][0]["hit_blocks"]) == (2, 1)
+    assert figures("replay", "--device-blocks", "64")["hit_blocks"]["device"] == 1
+    assert figures("replay", "--servers", "1")["rows"][0]["shared"]["host_hits"] == 1
 
 
 def test_json_and_csv_have_the_same_sizes(
@@ -107,6 +146,8 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
+        (["--host-gib", "nan"], "host-gib is nan; it must be a size: pass a number of GiB"),
+        (["--host-gib", "2e9"], "host-gib is 2e+09; it must be at most 1073741824: pass fewer"),
         (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
         (["--block-size", "16"], "pass --block-size if your blocks have another size"),
         (["--tp", "3"], "tensor-parallel-size is 3; it must divide the 8 KV heads"),

@@ -10,6 +10,7 @@ has computed the beginning: each can lose the blocks that it shares with a reque
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
@@ -21,7 +22,14 @@ from kvstow.geometry import Geometry, KvGroup
 from kvstow.plan import PlanTrace, Server, Workload, build_workload, read_traces
 from kvstow.plan.curves import exact_curves
 from kvstow.plan.traces import PlanRequest
-from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, Trace, read_trace
+from kvstow.replay import (
+    BUNDLED_TRACE,
+    ReplayConfig,
+    ReplayEngine,
+    Trace,
+    TraceRequest,
+    read_trace,
+)
 from kvstow.replay.figures import Figures
 from kvstow.replay.model import build_model
 
@@ -82,6 +90,33 @@ def test_replay_without_overlap_hits_and_moves_exactly_what_is_simulated(
         curves = exact_curves(workload, lambda: None)
         assert figures.device_hits == curves.at(device)
         assert figures.device_hits + figures.host_hits == curves.at(max(device, host))
+
+
+@pytest.mark.parametrize(("output_tokens", "num_partial"), [(1, 1), (512, 0)])
+@pytest.mark.parametrize("device", [15, 16, 17])
+def test_partly_filled_block_takes_a_place_on_the_device(
+    device: int, output_tokens: int, num_partial: int
+) -> None:
+    """The curve leaves the block out, so a replay hits what a smaller device does in the curve."""
+    chances, new = random.Random(3), iter(range(1000, 10**6))
+    documents = [[next(new) for _ in range(3)] for _ in range(8)]
+    requests = [
+        TraceRequest(
+            at + 1,
+            10_000.0 * at,
+            4 * BLOCK,
+            output_tokens,
+            (*documents[min(7, int(chances.expovariate(1 / 2)))], next(new)),
+        )
+        for at in range(100)
+    ]
+    trace = Trace("trace", BLOCK, requests)
+    planned = PlanTrace(("trace",), BLOCK, False, [PlanRequest(one, 0) for one in requests])
+    curves = exact_curves(build_workload(planned, BLOCK), lambda: None)
+    hits = [curves.at(size) for size in range(device - 1, device + 1)]
+    assert hits[0] < hits[1]
+    figures = replayed(trace, "full", device, 1)
+    assert figures.device_hits == hits[1 - num_partial]
 
 
 @pytest.mark.parametrize(("device", "host"), [(1024, 4096), (1024, 8192)])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from tests.plan.world import geometry, workload
+from tests.plan.world import BLOCK, FULL, geometry, workload
 
-from kvstow import ConfigError
-from kvstow.plan import Plan, PlanOptions, build_plan
-from kvstow.plan.report import flag, row_figures, sentence
+from kvstow import ConfigError, FullAttention, SlidingWindow, StateSpace
+from kvstow.geometry.layout import Attention
+from kvstow.plan import Plan, PlanOptions, PlanTrace, Server, Workload, build_plan, tiers
+from kvstow.plan.report import DISK_PATH, about, flag, row_figures, sentence, sketch
 from kvstow.plan.tiers import GIB
 from kvstow.vllm.options import Options
 
@@ -54,23 +59,27 @@ def test_recommended_size_is_the_smallest_that_reaches_the_knee() -> None:
     assert chosen is made.rows[1]
     text = sentence(made, made.choices[0])
     assert "88.6% of the prompt tokens" in text
-    assert "100% of what unlimited memory hits, and twice the size adds 0.0 points" in text
+    assert "100% of what unlimited memory hits, and twice the size adds nothing." in text
+    assert "the largest size you gave" not in text
 
 
 def test_largest_size_is_recommended_if_none_reaches_the_knee() -> None:
     prompts = [[number] for number in range(8)] * 3 + [[1], [2]] * 5
     options = PlanOptions(host_gib=(BLOCK_GIB, 3 * BLOCK_GIB))
     made = build_plan(geometry(), workload(prompts), options)
-    assert made.choices[0].curves.knee == 8
-    assert made.choices[0].tiers is made.rows[1]
+    choice = made.choices[0]
+    assert choice.curves.knee == 8
+    assert choice.tiers is made.rows[1]
+    text = sentence(made, choice)
+    assert ", the largest size you gave (the knee is at 0.0313 MiB): it saves " in text
 
 
 def test_no_tier_is_recommended_where_it_hits_next_to_nothing() -> None:
     made = plan(device=100)
     choice = made.choices[0]
     assert choice.tiers is None
-    assert flag(choice) is None
-    assert "Set no host tier" in sentence(made, choice)
+    assert flag(made, choice) is None
+    assert sentence(made, choice).startswith("Set no host tier beside 0.3906 MiB on each GPU: ")
 
 
 def test_sizes_go_from_an_eighth_of_the_knee_to_where_more_hits_nothing_more() -> None:
@@ -79,16 +88,155 @@ def test_sizes_go_from_an_eighth_of_the_knee_to_where_more_hits_nothing_more() -
     assert made.rows[-1].host_hits == made.choices[0].curves.infinite
 
 
-def test_flag_is_one_that_the_connector_takes() -> None:
-    for host in (8, 2**19):  # below and above 1 GiB
-        line = flag(plan(host=(host,)).choices[0])
-        assert line is not None
-        name, _, text = line.partition(" ")
-        given = json.loads(text.strip("'"))
-        assert name == "--kv-transfer-config"
-        assert given["kv_load_failure_policy"] == "recompute"
-        options = Options.parse(given["kv_connector_extra_config"])
-        assert options.cpu_bytes_to_use == host * 4096
+def options_of(made: Plan) -> Options:
+    """Return the options of the connector that the printed flag sets."""
+    line = flag(made, made.choices[0])
+    assert line is not None
+    name, text = shlex.split(line)
+    given = json.loads(text)
+    assert name == "--kv-transfer-config"
+    assert given["kv_load_failure_policy"] == "recompute"
+    return Options.parse(given["kv_connector_extra_config"])
+
+
+@pytest.mark.parametrize("host", [8, 2**19, 2**19 + 1, 2**40])  # below and above 1 GiB
+def test_flag_is_one_that_the_connector_takes(host: int) -> None:
+    assert options_of(plan(host=(host,))) == Options(cpu_bytes_to_use=host * 4096)
+
+
+def test_flag_sets_all_that_was_planned() -> None:
+    sizes = PlanOptions((401 * BLOCK_GIB,), (1600 * BLOCK_GIB,), policy="hit-density", mode="lazy")
+    made = build_plan(geometry(), questions(), sizes)
+    assert options_of(made) == Options(
+        cpu_bytes_to_use=1600 * 4096, eviction_policy="hit-density", lazy_offload=True
+    )
+
+
+def test_flag_sets_a_disk_and_the_sentence_names_the_folder_to_replace() -> None:
+    made = plan(device=5, host=(2,), disk=16)
+    assert options_of(made) == Options(
+        cpu_bytes_to_use=2 * 4096, disk_path=DISK_PATH, disk_bytes_to_use=16 * 4096
+    )
+    text = sentence(made, made.choices[0])
+    assert text.endswith(f"Replace {DISK_PATH} in the flag with a folder on a local disk.")
+
+
+def test_disk_that_adds_next_to_nothing_is_not_recommended() -> None:
+    made = plan(device=5, host=(8,), disk=16)
+    assert options_of(made) == Options(cpu_bytes_to_use=8 * 4096)
+    assert made.choices[0].disk_gib is None
+    text = sentence(made, made.choices[0])
+    assert text.endswith(" A disk of 0.0625 MiB adds 0.0%, so the flag leaves it out.")
+
+
+# -- what a host tier saves beside a device ----------------------------------------------------
+
+
+def questions(num_blocks: int = 30) -> Workload:
+    """Return questions about 40 documents, of which some are popular."""
+    chances, number = random.Random(1), iter(range(1, 10**6))
+    documents = [[next(number) for _ in range(num_blocks)] for _ in range(40)]
+    asked = [min(39, int(chances.expovariate(1 / 8))) for _ in range(400)]
+    return workload([[*documents[at], next(number)] for at in asked])
+
+
+def planned(attentions: Sequence[Attention], *host: int) -> Plan:
+    sizes = PlanOptions((401 * BLOCK_GIB,), tuple(number * BLOCK_GIB for number in host))
+    return build_plan(geometry(attentions), questions(), sizes)
+
+
+WINDOWS: Sequence[Attention] = (*[SlidingWindow(16, 40)] * 5, FullAttention(16))
+WIDE: Sequence[Attention] = (*[SlidingWindow(16, 640)] * 5, FullAttention(16))
+STATES: Sequence[Attention] = (StateSpace(16), StateSpace(16), FullAttention(16))
+
+
+@pytest.mark.parametrize("attentions", [WINDOWS, STATES])
+def test_hits_that_a_host_tier_brings_the_device_are_saved_too(
+    attentions: Sequence[Attention],
+) -> None:
+    made = planned(attentions, 1600, 3200)
+    alone = Server(made.geometry, made.workload, 400).serve(0).served
+    assert alone.host_hits == alone.stored_bytes == 0
+    for row in made.rows:
+        assert row.device_hits > 1.1 * alone.device_hits
+        assert row.alone_hits == alone.device_hits
+        assert row.saved_blocks == row.device_hits + row.host_hits - alone.device_hits
+    small, large = made.rows
+    figures = row_figures(made, small)
+    assert figures["saved_tokens_per_hour"] == small.saved_blocks * 16
+    assert figures["device_alone_hit_ratio"] == made.hit_ratio(alone.device_hits)
+    choice = replace(made.choices[0], judged=small, doubled_hits=large.num_hits - small.num_hits)
+    text = sentence(made, choice)
+    assert f"it saves {made.hit_ratio(small.saved_blocks):.1%} of the prompt tokens" in text
+
+
+def test_twice_the_size_adds_hits_of_the_device_too() -> None:
+    made = planned(WINDOWS, 1600)
+    [twice] = planned(WINDOWS, 3200).rows
+    [row] = made.rows
+    choice = made.choices[0]
+    assert choice.doubled_hits == twice.num_hits - row.num_hits
+    points = 100 * made.hit_ratio(choice.doubled_hits)
+    assert f"and twice the size adds {points:.1f} points." in sentence(made, choice)
+    assert twice.num_hits - row.num_hits > 1.2 * (twice.host_hits - row.host_hits)
+
+
+def test_the_least_gain_counts_hits_of_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = planned(WINDOWS, 3200).rows
+    between = (row.host_hits + row.saved_blocks) / 2
+    monkeypatch.setattr(tiers, "LEAST_GAIN", between * 16 / questions().num_prompt_tokens)
+    assert planned(WINDOWS, 3200).choices[0].tiers is not None
+
+
+@pytest.mark.parametrize("attentions", [FULL, WIDE])
+def test_host_tier_brings_the_device_no_hits_if_a_load_takes_as_many_blocks(
+    attentions: Sequence[Attention],
+) -> None:
+    """With windows, a load takes fewer device blocks than the computation of the same tokens."""
+    small, large = planned(attentions, 1600, 3200).rows
+    assert small.host_hits > 0
+    assert small.device_hits == large.device_hits == small.alone_hits
+    assert large.saved_blocks == large.host_hits
+
+
+def test_device_alone_keeps_states_where_prompts_part() -> None:
+    work = workload([[1, 2, 3], [1, 2, 4], [1, 2, 5]])
+    served = Server(geometry(STATES), work, 100).serve(0).served
+    assert served.device_hits == 2, "the second prompt leaves a state, and the third finds it"
+
+
+def test_disk_of_a_hybrid_adds_hits_of_the_device_too() -> None:
+    sizes = PlanOptions((401 * BLOCK_GIB,), (800 * BLOCK_GIB,), (3200 * BLOCK_GIB,))
+    [row] = build_plan(geometry(WINDOWS), questions(), sizes).rows
+    [large] = planned(WINDOWS, 3200).rows
+    assert row.num_hits == large.num_hits
+
+
+def test_tier_without_a_device_is_compared_with_no_hits() -> None:
+    made = plan(host=(8,))
+    assert (made.rows[0].alone_hits, made.rows[0].saved_blocks) == (0, 72)
+
+
+def test_text_says_how_many_slots_a_block_of_several_groups_takes() -> None:
+    trace = PlanTrace(("trace",), BLOCK, False, [])
+    made = planned(WINDOWS, 1600)
+    assert about(made, trace)[-1] == (
+        "a block of 16 tokens takes up to 6 slots of the host tier, one for each group: "
+        "6 x 0.003906 MiB = 0.02344 MiB"
+    )
+    assert about(plan(), trace)[-1] == "a block of 16 tokens takes 0.003906 MiB of the host tier"
+
+
+def test_sketch_shows_the_knee() -> None:
+    made = plan(host=(2, 16))
+    assert "^ knee, 0.0313 MiB\n" in sketch(made, made.choices[0])
+
+
+def test_largest_size_that_may_be_given_can_be_recommended() -> None:
+    made = plan(host=(2**30 / BLOCK_GIB,))
+    assert made.choices[0].tiers is made.rows[0]
+    hybrid = build_plan(geometry(WINDOWS), questions(), PlanOptions(host_gib=(2**30,)))
+    assert hybrid.choices[0].doubled_hits == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +247,7 @@ def test_flag_is_one_that_the_connector_takes() -> None:
         ({"disk": 0.5}, r"disk-gib is .*; it must hold 1 block"),
         ({"host": (-1,)}, "it must hold 1 block"),
         ({"host": (math.inf,)}, r"host-gib is inf; it must be at most 1073741824: pass fewer GiB"),
-        ({"host": (math.nan,)}, r"host-gib is nan; it must be at most"),
+        ({"host": (math.nan,)}, r"^host-gib is nan; it must be a size: pass a number of GiB"),
     ],
 )
 def test_size_without_a_block_is_refused(sizes: dict[str, object], message: str) -> None:

@@ -120,12 +120,12 @@ def test_workload_of_the_bundled_trace_counts_full_blocks() -> None:
 @pytest.mark.parametrize(
     ("texts", "block_size", "message"),
     [
-        ([""], None, r":1: the trace is empty"),
+        ([""], None, r"t0: the trace is empty"),
         ([line(0, [1, 2, 3])], 16, r"found 3 hash_ids, expected 1 .*: pass --block-size if"),
         ([line(0, [1, 2])], None, r"found 2 hash_ids, expected 1 \(ceil\(8 / 512\)\)"),
         ([line(0, [1]) + tokens(0, [1])], BLOCK, r":2: the lines before have hash_ids, and all"),
         ([tokens(0, [1]) + line(0, [1])], BLOCK, r":2: the lines before have prompt_token_ids"),
-        (['{"timestamp": 0}\n'], None, r":1: no 'hash_ids'; a request has timestamp, output_leng"),
+        (['{"timestamp": 0}\n'], None, r":1: no 'hash_ids'; a request has .*, and this line has t"),
         ([line(0, [1], size=512), tokens(0, [1])], None, r"blocks of 16 and 512 tokens.*: pass --"),
         ([line(0, [1])], 0, r"block-size is 0; it must be 1 to"),
     ],

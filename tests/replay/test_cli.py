@@ -185,7 +185,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["nowhere.jsonl"], "nowhere.jsonl:1: cannot be read"),
+        (["nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--device-blocks", "0"], "device-blocks is 0"),
         (["--device-blocks", "many"], "'many' is not a valid integer"),
         (["--host-blocks", "-1"], "host-blocks is -1"),
@@ -251,7 +251,9 @@ def test_content_ids_need_chain(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert replay("--help") == 0
-    assert "--device-blocks" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--device-blocks" in shown
+    assert "Needs matplotlib (kvstow[plot])." in " ".join(shown.split())
     assert cli.main(["--version"]) == 0
     assert cli.main(["no-such-command"]) == 2
 

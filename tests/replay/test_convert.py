@@ -11,6 +11,7 @@ import pytest
 
 from kvstow import ConfigError, cli
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
+from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "traces.md"
 BLOCK = 4
@@ -189,3 +190,13 @@ def test_the_error_for_a_log_without_requests_names_the_flags(tmp_path: Path) ->
     path.write_text(LOG.splitlines()[0])
     with pytest.raises(ConfigError, match="--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG"):
         VllmLogReader(path, BLOCK).read()
+
+
+def test_help_ends_with_the_block_size_of_the_other_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["trace", "convert", "--help"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).endswith(
+        f"the same --block-size to kvstow plan and kvstow replay, which take {DEFAULT_BLOCK_SIZE} "
+        "without it."
+    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstow import ConfigError
 from kvstow.cli import main
 from kvstow.replay import Trace, TraceRequest
-from kvstow.replay.fleet import Fleet, FleetFigures, SharedBlocks
+from kvstow.replay.fleet import Fleet, FleetFigures, SharedBlocks, serve_all
+from kvstow.replay.fleet_command import fleet_chart
+from kvstow.report.picture import draw_png
 
 BLOCK_SIZE = 16
 
@@ -134,6 +138,37 @@ def test_the_command_reports_a_row_for_each_fleet(
     assert png.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "--routing", "prefix"]) == 0
     assert "prefix, store unbounded" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("servers", [[1], [1, 2, 3], [1, 4]])
+def test_picture_names_whole_numbers_of_servers(
+    servers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[float] = []
+    save = figure.savefig
+
+    def saved(self: Any, *arguments: Any, **options: Any) -> None:
+        save(self, *arguments, **options)
+        drawn.extend(tick for axes in self.axes for tick in axes.get_xticks())
+
+    monkeypatch.setattr(figure, "savefig", saved)
+    fleet = Fleet(host_blocks=60)
+    draw_png([fleet_chart(fleet, serve_all(fleet, sessions(0, 20), servers, lambda: None))])
+    assert set(servers) <= set(drawn)
+    assert all(tick.is_integer() for tick in drawn)
+
+
+def test_png_without_matplotlib_is_refused_before_the_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    png = tmp_path / "hits.png"
+    assert main(["replay", "nowhere.jsonl", "--servers", "1,4", "--png", str(png)]) == 2
+    assert capsys.readouterr().err == (
+        "kvstow: --png needs matplotlib, which is not installed: run pip install 'kvstow[plot]'\n"
+    )
+    assert not png.exists()
 
 
 @pytest.mark.parametrize(

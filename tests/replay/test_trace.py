@@ -89,7 +89,7 @@ def test_the_bundled_slice() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.jsonl:1: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: cannot be read: No such file"):
         read_trace(tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
@@ -97,7 +97,24 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])
 def test_an_empty_file_is_refused(refused: Callable[..., str], lines: list[str]) -> None:
-    assert refused(*lines).startswith("1: the trace is empty")
+    assert refused(*lines).startswith(" the trace is empty")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"ts": 1, "prompt": "x"}', "and this line has ts, prompt"),
+        ("{}", "and this line has no field"),
+        (json.dumps(dict.fromkeys("abcdefghij")), "has a, b, c, d, e, f, g, h and 2 more"),
+        (json.dumps({"x" * 50: 1}), f"has {'x' * 40}..."),
+    ],
+)
+def test_line_of_another_form_is_refused_with_its_fields(
+    refused: Callable[..., str], line: str, found: str
+) -> None:
+    message = refused(line)
+    assert message.startswith("1: no 'timestamp'; a request has timestamp, input_length, output_")
+    assert message.endswith(found)
 
 
 @pytest.mark.parametrize("compress", [bz2.compress, lzma.compress, gzip.compress])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from kvstow._core import ConfigError
 from kvstow.engine import Policy
 from kvstow.geometry import PRESETS, Geometry, find_model, lay_out
 from kvstow.geometry.layout import AUTO, DTYPE_BYTES, lay_out_evenly
-from kvstow.output import Output, with_output, written_file
+from kvstow.output import Output, check_can_draw, with_output, written_file
 from kvstow.plan.curves import NUM_SIMULATED
 from kvstow.plan.page import hits_charts, plan_page
 from kvstow.plan.report import plan_csv, plan_json, plan_text
@@ -28,6 +27,7 @@ from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.command import refuse_ignored_input
+from kvstow.replay.times import warn_of_seconds
 from kvstow.report.picture import draw_png
 
 
@@ -174,11 +174,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     layout = _layout(model, bytes_per_token, dtype, num_ranks)
     layout(block_size or 1)  # refuses bad options
-    if png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--png needs matplotlib, which is not installed: run pip install 'kvstow[plot]', or "
-            "save a picture from the page of --html"
-        )
+    check_can_draw(png, otherwise=", or save a picture from the page of --html")
     if not traces:
         refuse_ignored_input("plan for")
     with (
@@ -193,6 +189,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
             separate=separate_files,
             limit=limit,
         )
+        warn_of_seconds([one.request for one in trace.requests])
         if not traces:
             trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
         geometry = layout(trace.block_size)

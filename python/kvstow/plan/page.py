@@ -37,7 +37,7 @@ def hits_charts(plan: Plan) -> list[Chart]:
 
 def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
     for choice in plan.choices:
-        yield Text("", [sentence(plan, choice)], flag(choice) or "", strong=True)
+        yield Text("", [sentence(plan, choice)], flag(plan, choice) or "", strong=True)
     yield from hits_charts(plan)
     head, cells = sizes_cells(plan)
     chosen = [at for at, row in enumerate(plan.rows) for one in plan.choices if row is one.tiers]
@@ -50,8 +50,8 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
         [
             *lines,
             "Hits are the share of all prompt tokens that are found, in full blocks. Saved tokens "
-            "are those found below the device. Loads and stores are bytes per second on the link "
-            "of one GPU, on average over the trace.",
+            "are all hits less those that the device has without a host tier. Loads and stores are "
+            "bytes per second on the link of one GPU, on average over the trace.",
             f"The knee is {KNEE_METHOD}. The recommended size is the smallest one here that "
             "reaches it.",
         ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -20,6 +21,10 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _MAX_JSON_POINTS: Final = 512
 _MIB_PER_GIB: Final = 1024
 _WHOLE: Final = 10  # numbers from here on are shown without decimals
+
+DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
+"""What the flag has in place of a folder that only the user knows."""
+_LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
 
 KNEE_METHOD: Final = (
     "the point farthest above the line from the curve's first point to its last (Kneedle, 2011)"
@@ -41,10 +46,11 @@ def row_figures(plan: Plan, row: Tiers) -> dict[str, float | None]:
         "device_gib": row.device_gib,
         "host_gib": row.host_gib,
         "disk_gib": row.disk_gib,
-        "hit_ratio": plan.hit_ratio(row.device_hits + row.saved_blocks),
+        "hit_ratio": plan.hit_ratio(row.num_hits),
         "device_hit_ratio": plan.hit_ratio(row.device_hits),
         "host_hit_ratio": plan.hit_ratio(row.host_hits),
         "disk_hit_ratio": plan.hit_ratio(row.disk_hits),
+        "device_alone_hit_ratio": plan.hit_ratio(row.alone_hits),
         "saved_tokens_per_hour": per_hour(saved_tokens),
         "saved_prefill_seconds_per_hour": per_hour(
             saved_tokens / plan.options.prefill_tokens_per_s
@@ -105,10 +111,10 @@ def plan_json(plan: Plan, trace: PlanTrace) -> dict[str, object]:
         "recommendations": [
             {
                 "device_gib": choice.device_gib,
-                "host_gib": None if choice.tiers is None else choice.tiers.host_gib,
-                "disk_gib": None if choice.tiers is None else choice.tiers.disk_gib,
+                "host_gib": choice.host_gib,
+                "disk_gib": choice.disk_gib,
                 "sentence": sentence(plan, choice),
-                "flag": flag(choice),
+                "flag": flag(plan, choice),
             }
             for choice in plan.choices
         ],
@@ -170,41 +176,63 @@ def plan_csv(plan: Plan) -> str:
 
 def sentence(plan: Plan, choice: Choice) -> str:
     """Return the recommendation for one device."""
-    row = choice.tiers
+    row = choice.judged
     beside = "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each GPU"
-    if row is None:
+    knee = f"the knee is at {_knee_size(plan, choice)}"
+    if not choice.is_worth_it:
+        larger = "" if choice.reaches_knee else f", and {knee}"
         return (
-            f"Set no host tier{beside}: the largest size here adds hits of less than 1 % of the "
-            "prompt tokens."
+            f"Set no host tier{beside}: {size(row.host_gib)} saves less than 1 % of the prompt "
+            f"tokens{larger}."
         )
-    ratio, all_hits = plan.hit_ratio(row.host_hits), row.device_hits + row.host_hits
-    share = all_hits / choice.curves.infinite
-    disk = ""
-    if row.disk_gib is not None:
-        disk = f" A disk of {size(row.disk_gib)} adds {plan.hit_ratio(row.disk_hits):.1%}."
-    more = 100 * plan.hit_ratio(choice.doubled_hits - row.host_hits)
+    largest = "" if choice.reaches_knee else f", the largest size you gave ({knee})"
+    share = (row.num_hits - row.disk_hits) / choice.curves.infinite
+    more = 100 * plan.hit_ratio(choice.doubled_hits)
     return (
-        f"Give the host tier {size(row.host_gib)}{beside}: it saves {ratio:.1%} of the prompt "
-        f"tokens, {'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what "
-        f"unlimited memory hits, and twice the size adds {more:.1f} points." + disk
-    )
+        f"Give the host tier {size(row.host_gib)}{beside}{largest}: it saves "
+        f"{plan.hit_ratio(row.saved_by_host):.1%} of the prompt tokens, "
+        f"{'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what unlimited "
+        f"memory hits, and twice the size adds "
+        f"{f'{more:.1f} points' if more >= _LEAST_SHOWN else 'nothing'}."
+    ) + _disk_sentence(plan, choice)
 
 
-def flag(choice: Choice) -> str | None:
-    """Return the option of `vllm serve` that sets the recommended size."""
-    if choice.tiers is None:
+def _disk_sentence(plan: Plan, choice: Choice) -> str:
+    row = choice.judged
+    if row.disk_gib is None:
+        return ""
+    adds = f" A disk of {size(row.disk_gib)} adds {plan.hit_ratio(row.disk_hits):.1%}"
+    if not choice.takes_disk:
+        return f"{adds}, so the flag leaves it out."
+    return f"{adds}. Replace {DISK_PATH} in the flag with a folder on a local disk."
+
+
+def flag(plan: Plan, choice: Choice) -> str | None:
+    """Return the option of `vllm serve` that sets what was planned, at the recommended size."""
+    if choice.host_gib is None:
         return None
-    gib = choice.tiers.host_gib
+    extra: dict[str, object] = {"cpu_bytes_to_use": _num_bytes(choice.host_gib)}
+    if plan.options.policy != "lru":
+        extra["eviction_policy"] = plan.options.policy
+    if plan.options.mode == "lazy":
+        extra["lazy_offload"] = True
+    if choice.disk_gib is not None:
+        extra |= {"disk_path": DISK_PATH, "disk_bytes_to_use": _num_bytes(choice.disk_gib)}
     config = {
         "kv_connector": "KVStowConnector",
         "kv_connector_module_path": "kvstow.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": f"{gib:g}GiB" if gib >= 1 else int(gib * GIB)
-        },
+        "kv_connector_extra_config": extra,
     }
     return f"--kv-transfer-config '{json.dumps(config, separators=(',', ':'))}'"
+
+
+def _num_bytes(gib: float) -> str | int:
+    """Return a size as an option of the connector: in GiB if that is short and exact."""
+    text = f"{gib:g}"
+    is_exact = gib >= 1 and "e" not in text and float(text) == gib
+    return f"{text}GiB" if is_exact else int(gib * GIB)
 
 
 def size(gib: float) -> str:
@@ -219,13 +247,20 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
     time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
     ranks = "" if geometry.num_ranks == 1 else f", {geometry.num_ranks} ranks"
     copies = "" if geometry.num_copies == 1 else f", one copy for {geometry.num_copies} ranks"
+    num_groups, slot_gib = len(geometry.groups), geometry.host_block_bytes / GIB
+    tokens = f"a block of {geometry.block_tokens:,} tokens takes"
+    slots = f"{tokens} {size(slot_gib)} of the host tier{copies}"
+    if num_groups > 1:
+        slots = (
+            f"{tokens} up to {num_groups} slots of the host tier, one for each group: {num_groups} "
+            f"x {size(slot_gib)} = {size(num_groups * slot_gib)}{copies}"
+        )
     return [
         f"{', '.join(trace.names)}: {len(workload.prompts):,} requests in {time}, "
         f"{workload.num_prompt_tokens:,} prompt tokens",
         f"{geometry.name}{ranks}: {geometry.derivation[0]}",
         *geometry.derivation[1:],
-        f"a block of {geometry.block_tokens:,} tokens takes {size(geometry.host_block_bytes / GIB)}"
-        f" of the host tier{copies}",
+        slots,
     ]
 
 
@@ -266,7 +301,7 @@ def _cell(name: str, value: float | None, unit: str) -> str:
         return f"{value if unit == 'GiB' else value * _MIB_PER_GIB:,.6g}"
     if name.endswith("bytes_per_s"):
         value /= 1e6
-    return f"{value:,.0f}" if value >= _WHOLE or not value else f"{value:,.2g}"
+    return f"{value:,.0f}" if abs(value) >= _WHOLE or not value else f"{value:,.2g}"
 
 
 def plan_text(plan: Plan, trace: PlanTrace) -> str:
@@ -276,7 +311,7 @@ def plan_text(plan: Plan, trace: PlanTrace) -> str:
         if plan.options.policy != "lru":
             parts.append(f"The curve is that of lru, the table that of {plan.options.policy}.")
         parts += [sketch(plan, choice), "", sentence(plan, choice)]
-        if (line := flag(choice)) is not None:
+        if (line := flag(plan, choice)) is not None:
             parts.append(line)  # on one line, to copy
         parts.append("")
     return "\n".join(parts)
@@ -298,7 +333,7 @@ def _table(plan: Plan) -> str:
 
 
 def sketch(plan: Plan, choice: Choice) -> str:
-    """Return the curve in block characters, with the recommended size below it."""
+    """Return the curve in block characters, with the knee and the recommended size below it."""
     curves = choice.curves
     last = int(curves.capacities[-1]) or 1
     at = np.linspace(last / _SKETCH_COLUMNS, last, _SKETCH_COLUMNS).astype(np.int64)
@@ -315,10 +350,22 @@ def sketch(plan: Plan, choice: Choice) -> str:
     axis[0], axis[-len(end) :] = first, list(end)
     lines.append(" " * 7 + "+" + "-" * _SKETCH_COLUMNS)
     lines.append(" " * 8 + "".join(axis))
-    if choice.tiers is not None:
-        place = choice.tiers.host_gib / plan.gib(last) * _SKETCH_COLUMNS
-        lines.append(" " * (7 + min(max(1, round(place)), _SKETCH_COLUMNS)) + "^ recommended")
+    marks = [(knee_gib(plan, choice), f"knee, {_knee_size(plan, choice)}")]
+    if choice.host_gib is not None:
+        marks.append((choice.host_gib, "recommended"))
+    for gib, name in marks:
+        place = round(gib / plan.gib(last) * _SKETCH_COLUMNS)
+        lines.append(" " * (7 + min(max(1, place), _SKETCH_COLUMNS)) + f"^ {name}")
     return "\n".join(lines)
+
+
+def _knee_size(plan: Plan, choice: Choice) -> str:
+    """Return the knee in three digits, rounded up so that a tier of this size reaches it."""
+    gib = knee_gib(plan, choice)
+    unit = 1 if gib >= 1 else _MIB_PER_GIB
+    last = 10 ** (math.floor(math.log10(gib * unit)) - 2) if gib else 1
+    # The product of a quotient may exceed a whole number by a rounding error.
+    return size(math.ceil(round(gib * unit / last, 6)) * last / unit)
 
 
 def _can_print(text: str) -> bool:

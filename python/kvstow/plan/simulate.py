@@ -4,8 +4,9 @@ A simulation needs no clock. Requests do not overlap, none is preempted, and cop
 serves what no single curve can: several groups, hit density, and lazy stores.
 
 In a model with recurrent states, vLLM keeps a state at two places of a prompt: after its last full
-block that leaves a token to compute, and where it parts from prompts before it. Other states are
-neither found on the device nor stored, so the simulation drops their keys.
+block that leaves a token to compute, and where it parts from prompts before it. It knows that place
+if the device or the host has what they share. Other states are neither found on the device nor
+stored, so the simulation drops their keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import (
+    AllBlocksCleared,
     BlockLedger,
+    BlockRemoved,
+    BlockStored,
     ConfigError,
     FullAttention,
     Hashes,
@@ -27,6 +31,7 @@ from kvstow._core import (
 )
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
+from kvstow.geometry.layout import Attention
 from kvstow.plan.workload import Workload
 
 Ids = npt.NDArray[np.int32]
@@ -97,7 +102,7 @@ class Server:
     mode: Mode = "eager"
 
     def serve(self, num_host_blocks: int) -> Simulation:
-        """Serve all requests with a host tier of this many slots.
+        """Serve all requests with a host tier of this many slots; 0 for none.
 
         Raises:
             ConfigError: a request does not fit into the device.
@@ -132,15 +137,20 @@ class Simulation:
         self._workload = workload
         self._size = workload.block_tokens
         self._keeps_device = keeps_device
-        self._ledger = BlockLedger(num_device + 1, groups, max_in_flight_tokens=STEP_TOKENS)
+        self._states = [isinstance(group, StateSpace) for group in groups]
+        self._ledger = BlockLedger(
+            num_device + 1, groups, max_in_flight_tokens=STEP_TOKENS, events=any(self._states)
+        )
+        self._shared = _SharedBlocks(self._ledger, groups)
+        self._has_tier = num_host_blocks > 0
+        # Without a tier, this one stays empty.
         self._tier = OffloadScheduler(
-            num_host_blocks, groups, mode=server.mode, policy=server.policy
+            max(1, num_host_blocks), groups, mode=server.mode, policy=server.policy
         )
         # What the next step may take: its tokens' blocks, and those of the longest load.
         step_blocks = -(-STEP_TOKENS // self._size) + -(-longest // self._size)
         is_lazy = server.mode == "lazy"
         self._horizon = min(num_device, step_blocks * len(groups)) if is_lazy else 0
-        self._states = [isinstance(group, StateSpace) for group in groups]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
 
     @property
@@ -172,10 +182,12 @@ class Simulation:
         self.served.device_hits += num_local // self._size
         self.served.host_hits += num_found // self._size
         num_granted = num_local + num_found
-        kept = {
-            boundary // self._size - 1
-            for boundary in (num_granted, prompt_tokens - 1, tier.full_attention_hit(_NAME))
-        }
+        kept: set[int] = set()
+        if any(self._states):
+            num_asked = (prompt_tokens - 1) // self._size
+            on_device = self._shared.prefix(digests[:num_asked])
+            num_shared = max(on_device, tier.full_attention_hit(_NAME) // self._size)
+            kept = {num_granted // self._size - 1, num_asked - 1, num_shared - 1}
         if num_found:
             taken = ledger.allocate(_NAME, 0, hit=hit, num_external_tokens=num_found)
             assert taken is not None, "the longest request fits"
@@ -214,6 +226,8 @@ class Simulation:
             reported[group] = num_full
             parts.append(part)
             offsets.append(offsets[-1] + len(part))
+        if not self._has_tier:
+            return
         job = tier.store([_NAME], [num_computed], np.concatenate(parts), offsets)
         if job is None and self._horizon:
             job = tier.store_evictable(ledger.pool, self._horizon)
@@ -226,3 +240,26 @@ class Simulation:
         ends = offsets.tolist()
         parts = zip(ends, ends[1:], self._block_bytes, strict=False)
         return sum((end - begin) * size for begin, end, size in parts)
+
+
+class _SharedBlocks:
+    """The full-attention blocks on a device, which show where a prompt parts from earlier ones."""
+
+    def __init__(self, ledger: BlockLedger, groups: Sequence[Attention]) -> None:
+        self._pool = ledger.pool
+        self._group = next(
+            (at for at, group in enumerate(groups) if isinstance(group, FullAttention)), None
+        )
+        self._digests: set[bytes] = set()
+
+    def prefix(self, digests: Sequence[bytes]) -> int:
+        """Return the number of a prompt's first blocks that the device has."""
+        for event in self._pool.take_events():
+            if isinstance(event, BlockStored) and event.group == self._group:
+                self._digests.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved) and event.group == self._group:
+                self._digests.difference_update(event.block_hashes)
+            elif isinstance(event, AllBlocksCleared):
+                self._digests.clear()
+        missing = (at for at, digest in enumerate(digests) if digest not in self._digests)
+        return next(missing, len(digests))

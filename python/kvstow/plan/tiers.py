@@ -12,6 +12,11 @@ a cache of its size alone would hold:
 The partial last block of a running request takes a device block, which the curve leaves out.
 
 Other plans simulate each pair of sizes. A disk then counts as a larger host tier.
+
+With sliding windows or states, a host tier also raises the hits of the device. A computed prompt
+takes a device block of a window's group for each of its blocks, and those evict others. A loaded
+prompt takes only the blocks that the window still reads. So what the tiers below the device save is
+all hits minus those of the device without them, and not what is found below the device.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import Final
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
-from kvstow.plan.curves import Curves, exact_curves, simulated_curves
+from kvstow.plan.curves import Curves, exact_curves, largest_tier, simulated_curves
 from kvstow.plan.points import Point, checked_capacities, curve_points
 from kvstow.plan.simulate import Mode, Served, Server
 from kvstow.plan.workload import Workload
@@ -104,6 +109,7 @@ class Tiers:
         store_bytes: bytes that each GPU stores.
         read_bytes: bytes read from the disk.
         write_bytes: bytes written to the disk.
+        alone_hits: blocks that a device of this size finds without the tiers below it.
     """
 
     device_gib: float | None
@@ -116,11 +122,22 @@ class Tiers:
     store_bytes: int
     read_bytes: int
     write_bytes: int
+    alone_hits: int
+
+    @property
+    def num_hits(self) -> int:
+        """Blocks found in any of the tiers."""
+        return self.device_hits + self.host_hits + self.disk_hits
 
     @property
     def saved_blocks(self) -> int:
         """Blocks that the tiers below the device keep the server from computing."""
-        return self.host_hits + self.disk_hits
+        return self.num_hits - self.alone_hits
+
+    @property
+    def saved_by_host(self) -> int:
+        """Those that the host tier saves without the disk."""
+        return self.saved_blocks - self.disk_hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +147,35 @@ class Choice:
     Attributes:
         device_gib: size of the KV cache on each GPU; None for none.
         curves: the hits against the capacity of the host tier.
-        tiers: the recommended size; None if no host tier is worth its memory.
-        doubled_hits: blocks that a host tier of twice the size would hit.
+        judged: the smallest size that reaches the knee, or the largest size if none does.
+        reaches_knee: whether it reaches the knee.
+        is_worth_it: whether it saves enough to be recommended.
+        takes_disk: whether its disk adds enough to be recommended.
+        doubled_hits: blocks that a host tier of twice the size adds to its hits.
     """
 
     device_gib: float | None
     curves: Curves
-    tiers: Tiers | None
+    judged: Tiers
+    reaches_knee: bool
+    is_worth_it: bool
+    takes_disk: bool
     doubled_hits: int
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """The recommended size; None if no host tier is worth its memory."""
+        return self.judged if self.is_worth_it else None
+
+    @property
+    def host_gib(self) -> float | None:
+        """Size of the recommended host tier; None for none."""
+        return self.judged.host_gib if self.is_worth_it else None
+
+    @property
+    def disk_gib(self) -> float | None:
+        """Size of the recommended disk; None for none."""
+        return self.judged.disk_gib if self.takes_disk else None
 
 
 @dataclass(frozen=True)
@@ -203,15 +241,17 @@ def build_plan(
 def _choose(counter: _Counter, num_device: int, rows: Sequence[Tiers]) -> Choice:
     """Return the smallest size that reaches the knee, or the largest size if none does.
 
-    A host tier that hits less than `LEAST_GAIN` of the prompt tokens is not worth its memory.
+    A tier that saves less than `LEAST_GAIN` of the prompt tokens is not worth its memory.
     """
     knee = counter.curves.beside(num_device).knee
     reach = [row for row in rows if counter.num_slots(row.host_gib) >= knee]
     row = reach[0] if reach else rows[-1]
-    if counter.ratio(row.host_hits) < LEAST_GAIN:
-        return Choice(row.device_gib, counter.curves, None, 0)
-    doubled = counter.tiers(row.device_gib, 2 * row.host_gib, row.disk_gib)
-    return Choice(row.device_gib, counter.curves, row, doubled.host_hits)
+    takes_disk = counter.ratio(row.disk_hits) >= LEAST_GAIN
+    is_worth_it = takes_disk or counter.ratio(row.saved_by_host) >= LEAST_GAIN
+    doubled = counter.num_doubled_hits(row.host_gib) if is_worth_it else 0
+    return Choice(
+        row.device_gib, counter.curves, row, bool(reach), is_worth_it, takes_disk, doubled
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +269,10 @@ class _Sizes:
         return self._blocks(gib, "device-gib", self.geometry.device_block_bytes, _LEAST_DEVICE) - 1
 
     def _blocks(self, gib: float, name: str, block_bytes: int, least: int) -> int:
-        if not (math.isfinite(gib) and gib <= _MAX_GIB):
-            raise ConfigError(f"{name} is {gib}; it must be at most {_MAX_GIB}: pass fewer GiB")
+        if math.isnan(gib):
+            raise ConfigError(f"{name} is nan; it must be a size: pass a number of GiB")
+        if gib > _MAX_GIB:
+            raise ConfigError(f"{name} is {gib:g}; it must be at most {_MAX_GIB}: pass fewer GiB")
         num_blocks = int(gib * GIB // block_bytes)
         if num_blocks < least:
             raise ConfigError(
@@ -252,6 +294,7 @@ class _Counter:
         self._tick = tick
         self._sizes = _Sizes(server.geometry)
         self._follows = curves.is_exact and (server.policy, server.mode) == ("lru", "eager")
+        self._largest = largest_tier(server)
         self._served = cache(self._count)
 
     def num_slots(self, host_gib: float) -> int:
@@ -261,6 +304,11 @@ class _Counter:
     def ratio(self, num_blocks: int) -> float:
         """Return the share of the prompt tokens that these blocks hold."""
         return num_blocks * self._geometry.block_tokens / self._workload.num_prompt_tokens
+
+    def num_doubled_hits(self, host_gib: float) -> int:
+        """Return the blocks that a host tier of twice the size adds to the hits, without a disk."""
+        doubled = self._served(self.num_slots(min(2 * host_gib, _MAX_GIB)))
+        return doubled.num_hits - self._served(self.num_slots(host_gib)).num_hits
 
     def tiers(self, device_gib: float | None, host_gib: float, disk_gib: float | None) -> Tiers:
         """Return what one set of sizes does."""
@@ -276,17 +324,23 @@ class _Counter:
             disk_gib,
             top.device_hits,
             top.host_hits,
-            max(0, both.host_hits - top.host_hits),
+            max(0, both.num_hits - top.num_hits),
             both.loaded_bytes,
             top.stored_bytes,
             max(0, both.loaded_bytes - top.loaded_bytes) * num_shares,
             on_disk * num_shares,
+            self._served(0).num_hits,
         )
 
     def _count(self, num_host: int) -> Served:
-        """Return what a host tier of this size does, from the curve if it has the answer."""
+        """Return what a host tier of this size does, from the curve if it has the answer.
+
+        A host tier of 0 slots is none.
+        """
+        if not num_host and self._server.num_device_blocks is None:
+            return Served()  # nothing keeps a block
         if not self._follows:
-            served = self._server.serve(num_host).served
+            served = self._server.serve(min(num_host, self._largest)).served
             self._tick()
             return served
         num_device = self._server.num_device_blocks or 0

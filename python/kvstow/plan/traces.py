@@ -161,7 +161,7 @@ class _AnyReader(TraceReader):
                 "must have the same: put the others into a file of their own",
             )
         if not has_tokens and "hash_ids" not in row:
-            self._fail(line, f"no 'hash_ids'; a request has {self._FIELDS}")
+            self._fail_without("hash_ids", row, line)
         self._num_rows += 1
         self.has_tokens = has_tokens
         reader = self._reader

@@ -158,7 +158,7 @@ class VllmLogReader(TokenReader):
                 self.unread.append(line)
         if not rows:
             self._fail(
-                1,
+                None,
                 "the log has no line `Request ID details: ... prompt_token_ids: [...]`: start vLLM "
                 "with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
             )

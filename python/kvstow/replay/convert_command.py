@@ -7,6 +7,7 @@ import click
 
 from kvstow.output import Output, with_output
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_json, trace_lines
+from kvstow.replay.times import warn_of_seconds
 
 
 @click.group()
@@ -14,7 +15,9 @@ def trace() -> None:
     """Make traces for `kvstow replay`."""
 
 
-@trace.command()
+@trace.command(
+    epilog="Pass the same --block-size to kvstow plan and kvstow replay, which take 512 without it."
+)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--from",
@@ -49,7 +52,7 @@ def convert(
     """Convert FILE to a trace, and print one request a line.
 
     FILE may be - for standard input. The trace holds lengths and block numbers, but no token and
-    no hash. Replay it with the same --block-size.
+    no hash.
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
@@ -64,5 +67,6 @@ def convert(
                 f"first in line {log.unread[0]}: the line is cut, or the request has embeddings",
                 err=True,
             )
+    warn_of_seconds(converted.requests)
     output.write(trace_json(converted), lambda: "".join(trace_lines(converted)))
     return 0

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from kvstow._core import ConfigError
-from kvstow.output import Output, written_file
+from kvstow.output import Output, check_can_draw, written_file
 from kvstow.replay.fleet import ROUTINGS, Fleet, Row, serve_all
 from kvstow.replay.trace import Trace
 from kvstow.report import Chart, Series
@@ -33,7 +33,7 @@ def fleet_options(command: _Command) -> _Command:
         click.option(
             "--png",
             metavar="FILE",
-            help="With --servers: draw the hits into FILE. Needs matplotlib.",
+            help="With --servers: draw the hits into FILE. Needs matplotlib (kvstow[plot]).",
         ),
         click.option(
             "--shared-blocks",
@@ -78,6 +78,7 @@ def run_fleet(
         ConfigError: an option that a fleet does not take, or a wrong value.
     """
     _refuse_others()
+    check_can_draw(given["png"])
     numbers = _numbers(given["servers"])
     fleet = Fleet(given["host_blocks"], given["policy"], given["routing"], given["shared_blocks"])
     with written_file(given["png"]) as write_png:

@@ -41,9 +41,10 @@ class Source:
         self._is_stdin = str(path) == STANDARD_INPUT
         self.name = "<stdin>" if self._is_stdin else str(path)
 
-    def fail(self, line: int, problem: str) -> Never:
-        """Raise `ConfigError` with the name and the line."""
-        raise ConfigError(f"{self.name}:{line}: {problem}")
+    def fail(self, line: int | None, problem: str) -> Never:
+        """Raise `ConfigError` with the name, and the line if the problem is in one."""
+        place = self.name if line is None else f"{self.name}:{line}"
+        raise ConfigError(f"{place}: {problem}")
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield each line with its number, from 1.
@@ -82,12 +83,12 @@ class Source:
     def _open(self, stack: ExitStack) -> io.BufferedReader:
         if self._is_stdin:
             if sys.stdin is None:
-                self.fail(1, "standard input is closed")
+                self.fail(None, "standard input is closed")
             return cast(io.BufferedReader, sys.stdin.buffer)
         try:
             return stack.enter_context(self._path.open("rb"))
         except OSError as error:
-            self.fail(1, f"cannot be read: {error.strerror or error}")
+            self.fail(None, f"cannot be read: {error.strerror or error}")
 
     def _module(self, name: str, program: str) -> Any:
         try:
@@ -95,7 +96,7 @@ class Source:
         except ImportError:
             path = "" if self._is_stdin else f" {self.name}"
             self.fail(
-                1,
+                None,
                 f"is compressed, and this Python lacks the module {name} to read it: run "
                 f"{program}{path} | kvstow replay -",
             )

@@ -22,6 +22,7 @@ from kvstow.replay.source import Source
 MAX_TRACE_ID = 2**63 - 1
 MAX_BLOCK_SIZE = 2**20
 DEFAULT_BLOCK_SIZE = 512
+_MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class TraceReader:
                 break
         self._checked_all()
         if not requests:
-            self._fail(1, "the trace is empty; expected one JSON object a line")
+            self._fail(None, "the trace is empty; expected one JSON object a line")
         return Trace(self.source.name, self.block_size, requests)
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
@@ -133,7 +134,7 @@ class TraceReader:
     def _checked_all(self) -> None:
         """Raise the errors that a form can only find when it has read every line."""
 
-    def _fail(self, line: int, problem: str) -> Never:
+    def _fail(self, line: int | None, problem: str) -> Never:
         self.source.fail(line, problem)
 
     # -- lines ---------------------------------------------------------------------------------
@@ -161,8 +162,21 @@ class TraceReader:
         if key not in row:
             has_tokens = "prompt_token_ids" in row and "hash_ids" in self._FIELDS
             way_out = "; make them from token ids: kvstow trace convert" if has_tokens else ""
-            self._fail(line, f"no {key!r}; a request has {self._FIELDS}{way_out}")
+            self._fail_without(key, row, line, way_out)
         return row[key]
+
+    def _fail_without(
+        self, key: str, row: dict[str, object], line: int, way_out: str = ""
+    ) -> Never:
+        """Raise the error for a missing field, with the fields that the line has."""
+        names = [
+            name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in row
+        ]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        found = f"has {', '.join(names[:_MOST_NAMES])}{more}" if names else "has no field"
+        self._fail(
+            line, f"no {key!r}; a request has {self._FIELDS}, and this line {found}{way_out}"
+        )
 
     def _count(self, row: dict[str, object], line: int, key: str, *, at_least: int) -> int:
         value = self._field(row, line, key)

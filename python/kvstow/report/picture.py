@@ -14,6 +14,7 @@ _DASHES: Final = ("-", "--", "-.", ":")
 _INK, _SOFT, _LINE = "#1b1f26", "#565e6b", "#d5d9e0"
 _INCHES: Final = (8.0, 4.5)
 _DOTS_PER_INCH: Final = 150
+_ROOM_ABOVE: Final = 1.05  # above the highest point
 _FACTORS: Final[dict[Format, tuple[float, str]]] = {
     "percent": (100.0, " (%)"),
     "gib": (1.0, " (GiB)"),
@@ -31,6 +32,7 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - optional
 
     width, height = _INCHES
     figure = Figure((width, height * len(charts)), _DOTS_PER_INCH, layout="constrained")
@@ -61,10 +63,13 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
                 # The names of two marks grow away from each other.
                 horizontalalignment="left" if at or len(chart.marks) == 1 else "right",
             )
+        if all(float(x).is_integer() for series in chart.series for x in series.x):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_title(chart.title, loc="left", color=_INK, pad=16)
         axes.set_xlabel(chart.x_label + x_unit, color=_SOFT)
         axes.set_ylabel(chart.y_label + y_unit, color=_SOFT)
-        axes.set_ylim(bottom=None if chart.log_y else 0)
+        if not chart.log_y:
+            axes.set_ylim(0, axes.dataLim.y1 * _ROOM_ABOVE or 1)
         axes.grid(color=_LINE, linewidth=0.5)
         axes.legend(frameon=False)
     picture = io.BytesIO()

@@ -1,0 +1,34 @@
+"""Warn of a trace whose timestamps are seconds, because kvstow expects milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from kvstow.replay.trace import TraceRequest
+
+# So many prompt tokens a second are more than a server can parse. Fewer requests may be an example
+# that somebody wrote by hand, with any times.
+_TOO_MANY_TOKENS_PER_S: Final = 5e6
+_LEAST_REQUESTS: Final = 100
+# Seconds since 1970 have ten digits. As milliseconds they would lie in the second week of a
+# recording or later, which alone is no proof.
+_FIRST_SINCE_1970_MS, _LAST_SINCE_1970_MS = 1e9, 1e10
+_MANY_TOKENS_PER_S: Final = 1e5
+
+
+def warn_of_seconds(requests: Sequence[TraceRequest]) -> None:
+    """Print a warning to standard error if the timestamps are surely seconds."""
+    first_s, span_s = requests[0].arrival_s, requests[-1].arrival_s - requests[0].arrival_s
+    if len(requests) < _LEAST_REQUESTS or span_s <= 0:
+        return
+    tokens_per_s = sum(request.prompt_tokens for request in requests) / span_s
+    is_since_1970 = _FIRST_SINCE_1970_MS <= first_s * 1000 < _LAST_SINCE_1970_MS
+    if tokens_per_s > (_MANY_TOKENS_PER_S if is_since_1970 else _TOO_MANY_TOKENS_PER_S):
+        click.echo(
+            "kvstow: are the timestamps seconds? kvstow expects milliseconds, and takes this trace "
+            f"for {tokens_per_s:,.0f} prompt tokens a second: multiply seconds by 1000",
+            err=True,
+        )

@@ -1,0 +1,108 @@
+"""Timestamps in seconds get a warning, and others none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstow import cli
+from kvstow.replay import BUNDLED_TRACE, TraceRequest, read_trace
+from kvstow.replay.times import warn_of_seconds
+
+NOW_S = 1.7e9  # 2023, in seconds since 1970
+
+
+def every(step_ms: float, *, number: int = 1000, tokens: int = 4000, first_ms: float = 0) -> bytes:
+    rows = [
+        {
+            "timestamp": first_ms + step_ms * at,
+            "input_length": tokens,
+            "output_length": 1,
+            "hash_ids": list(range(-(-tokens // 512))),
+        }
+        for at in range(number)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def warning(tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: bytes) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(trace)
+    warn_of_seconds(read_trace(path).requests)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        every(0.5),  # two requests a second
+        every(10, first_ms=NOW_S),  # one in ten seconds
+    ],
+)
+def test_seconds_are_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: bytes
+) -> None:
+    found = warning(tmp_path, capsys, trace)
+    assert found.startswith("kvstow: are the timestamps seconds? kvstow expects milliseconds")
+    assert found.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        every(0),  # all at once
+        every(1),  # a burst
+        every(500),
+        every(10_000, first_ms=1000 * NOW_S),  # milliseconds since 1970
+        every(100, first_ms=NOW_S),  # a part of a long recording
+        every(0.001, number=50),  # an example
+    ],
+)
+def test_milliseconds_are_not_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: bytes
+) -> None:
+    assert warning(tmp_path, capsys, trace) == ""
+
+
+def test_bundled_trace_is_doubted_only_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = read_trace(BUNDLED_TRACE).requests
+    for number in range(1, len(requests) + 1):
+        warn_of_seconds(requests[:number])
+    assert capsys.readouterr().err == ""
+    warn_of_seconds([in_seconds(request) for request in requests])
+    assert "seconds?" in capsys.readouterr().err
+
+
+def in_seconds(request: TraceRequest) -> TraceRequest:
+    return replace(request, arrival_s=request.arrival_s / 1000)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--bytes-per-token", "4096", "TRACE"],
+        ["replay", "--servers", "1", "TRACE"],
+        ["replay", "--limit", "150", "--verify", "off", "TRACE"],
+        ["trace", "convert", "TOKENS"],
+    ],
+)
+def test_each_command_warns_once(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, tokens = tmp_path / "trace.jsonl", tmp_path / "tokens.jsonl"
+    with gzip.open(BUNDLED_TRACE) as source, trace.open("w") as file:
+        for line in source:
+            row = json.loads(line)
+            print(json.dumps(row | {"timestamp": row["timestamp"] / 1000}), file=file)
+    with tokens.open("w") as file:
+        for at in range(200):
+            ids = list(range(3000))
+            row = {"timestamp": at * 0.5, "prompt_token_ids": ids, "output_length": 1}
+            print(json.dumps(row), file=file)
+    files = {"TRACE": str(trace), "TOKENS": str(tokens)}
+    assert cli.main([files.get(word, word) for word in command]) == 0
+    assert capsys.readouterr().err.count("are the timestamps seconds?") == 1
