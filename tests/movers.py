@@ -50,10 +50,12 @@ class ManualMover(HostMover):
     def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
         super().__init__(layout, arena)
         self.stores: list[ManualTicket] = []
+        self.store_events: list[Event] = []
         self.loads: list[ManualTicket] = []
 
     def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
         submit = super().store
+        self.store_events.append(after)
         self.stores.append(ManualTicket(lambda: submit(block_ids, host_slots, after=after)))
         return self.stores[-1]
 

@@ -120,7 +120,7 @@ pub(crate) fn sequence<'a, 'py>(
     let is_text = obj.is_instance_of::<PyString>() || obj.is_instance_of::<PyBytes>();
     obj.cast::<PySequence>().ok().filter(|_| !is_text).ok_or_else(|| {
         let kind = obj.get_type();
-        ConfigError::new_err(format!("got {kind}, not a sequence of {what}"))
+        ConfigError::new_err(format!("got {kind}, not a sequence of {what}: pass a list"))
     })
 }
 

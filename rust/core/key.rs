@@ -34,7 +34,7 @@ pub struct BlockKey {
 #[derive(Clone, Debug, Default)]
 pub struct Hashes {
     width: HashWidth,
-    hashes: SharedHashes,
+    shared: SharedHashes,
     parent: Parent,
 }
 
@@ -52,7 +52,7 @@ pub enum Parent {
 
 impl PartialEq for Hashes {
     fn eq(&self, other: &Self) -> bool {
-        self.width == other.width && self.hashes == other.hashes
+        self.width == other.width && self.shared == other.shared
     }
 }
 
@@ -65,7 +65,7 @@ impl Hashes {
     /// Hashes of a known width.
     pub(crate) fn new(width: HashWidth, hashes: &SharedHashes) -> Self {
         let width = if hashes.is_empty() { HashWidth::default() } else { width };
-        Self { width, hashes: Arc::clone(hashes), parent: Parent::Unknown }
+        Self { width, shared: Arc::clone(hashes), parent: Parent::Unknown }
     }
 
     /// The same hashes, behind this block.
@@ -104,12 +104,12 @@ impl Hashes {
 
     /// The padded hashes.
     pub fn as_slice(&self) -> &[BlockHash] {
-        &self.hashes
+        &self.shared
     }
 
     /// The digests, in the width in which they were given.
     pub fn digests(&self) -> impl DoubleEndedIterator<Item = &[u8]> + ExactSizeIterator {
-        self.hashes.iter().map(|hash| self.width.digest(hash))
+        self.shared.iter().map(|hash| self.width.digest(hash))
     }
 
     /// Their common width; unknown while the list is empty.
@@ -119,21 +119,21 @@ impl Hashes {
 
     /// Number of hashes.
     pub fn len(&self) -> usize {
-        self.hashes.len()
+        self.shared.len()
     }
 
     /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
-        self.hashes.is_empty()
+        self.shared.is_empty()
     }
 
     /// Appends these hashes to a list. An empty list shares them, and one that others share is
     /// copied first.
     pub(crate) fn append_to(&self, list: &mut SharedHashes) {
         if list.is_empty() {
-            *list = Arc::clone(&self.hashes);
+            *list = Arc::clone(&self.shared);
         } else if let Some(own) = Arc::get_mut(list) {
-            own.extend_from_slice(&self.hashes);
+            own.extend_from_slice(&self.shared);
         } else if !self.is_empty() {
             *list = Arc::new([list.as_slice(), self.as_slice()].concat());
         }
@@ -173,7 +173,7 @@ impl HashesBuilder {
 
     /// The hashes, moved and not copied.
     pub fn finish(self) -> Hashes {
-        Hashes { width: self.width, hashes: Arc::new(self.hashes), parent: Parent::Unknown }
+        Hashes { width: self.width, shared: Arc::new(self.hashes), parent: Parent::Unknown }
     }
 }
 

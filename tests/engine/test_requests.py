@@ -174,6 +174,28 @@ def test_lazy_engine_stores_the_blocks_that_the_device_evicts_next() -> None:
         assert it.engine.ledger.pool.num_free == 8 - 2
 
 
+@pytest.mark.parametrize("leave", ["finish", "preempt"])
+def test_poll_of_a_lazy_engine_stores_what_a_request_gave_up(leave: str) -> None:
+    """The next step may evict it, and the report of that step comes too late."""
+    with world(num_device_blocks=9, mode="lazy", horizon_blocks=8) as it:
+        it.admit("first", DOCUMENT)
+        compute = HostEvent()
+        it.compute("first", DOCUMENT, after=compute)
+        blocks = it.engine.tables("first")[0].tolist()
+        assert it.engine.poll() == NOTHING
+        assert not it.engine.transfers, "the request still has its blocks"
+        getattr(it.engine, leave)("first")
+        it.engine.poll()
+        (transfer,) = it.engine.transfers
+        assert sorted(transfer.job.block_ids.tolist()) == sorted(blocks)
+        assert it.mover.store_events == [compute], "the copy does not wait for the compute"
+        it.engine.poll()
+        assert len(it.engine.transfers) == 1, "nothing was given up since"
+        compute.set()
+        it.mover.stores[0].land()
+        assert it.engine.poll().num_stored_blocks == 4
+
+
 # -- loads that fail or are late ---------------------------------------------------------------
 
 

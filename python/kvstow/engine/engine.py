@@ -49,7 +49,7 @@ from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.copies import Copies
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
-from kvstow.engine.publication import publish
+from kvstow.engine.publication import publish, store_freed
 from kvstow.engine.ranks import MakeMover, RankLayouts, build_arenas, checked_layouts
 from kvstow.engine.recovery import recover, settle
 from kvstow.engine.shared import SharedOptions
@@ -86,7 +86,8 @@ class Engine(Closing):
         mode: "eager" stores blocks as soon as they are computed. "lazy" stores them when the device
             is about to evict them.
         horizon_blocks: for a lazy engine, how many of the next blocks to be evicted it stores. It
-            must cover one step: its tokens, and the loads that it may admit.
+            must cover one step: its tokens, and the loads that it may admit. Choose "eager" if the
+            device has less than several times as many blocks.
         policy: which slots the host tier evicts first: "lru", or "hit-density", which learns from
             the blocks that come back.
         load_timeout_s: seconds after which a load is late. Its request fails and recomputes. Its
@@ -339,7 +340,8 @@ class Engine(Closing):
             request_ids: running requests, each named once.
             num_computed_tokens: per request, all of its tokens whose KV exists once `after` has
                 happened, those of hits and of earlier steps included.
-            after: the compute that fills the blocks. No copy begins before it.
+            after: the compute that fills the blocks. No copy begins before it. The events of later
+                calls happen later.
 
         Returns:
             The store that began, if any. `poll` reports its end.
@@ -403,13 +405,16 @@ class Engine(Closing):
     def poll(self) -> Landed:
         """End the copies that are done, then fail those that are late. Never blocks.
 
-        It also begins the reads and writes below the host that are due. It reports what a call that
-        raised had found, and after a sleep what ended then.
+        It also begins the reads and writes below the host that are due. A lazy engine begins the
+        store of blocks that requests have given up. It reports what a call that raised had found,
+        and after a sleep what ended then.
         """
         self._check_awake()
         self._copies.end_ended()
-        if self._copies.disk is not None and not self._state.is_closed:
-            self._copies.disk.poll(self._state, self._copies.now_s())
+        if not self._state.is_closed:
+            store_freed(self._state, self._copies)
+            if self._copies.disk is not None:
+                self._copies.disk.poll(self._state, self._copies.now_s())
         self.flush_events()
         return self._state.take_unreported()
 

@@ -1,8 +1,13 @@
-"""What a step has computed: the ledger publishes it, and the scheduler plans a store of it."""
+"""What a step has computed: the ledger publishes it, and the scheduler plans a store of it.
+
+A lazy engine stores the blocks that the device evicts next. It looks for them when a step is
+reported, and at a poll if requests have given up blocks since: the next step may evict these. Such
+a store waits for the last reported compute, and so for every compute that was reported before.
+"""
 
 from collections.abc import Iterable, Sequence
 
-from kvstow._core import ConfigError
+from kvstow._core import ConfigError, Job
 from kvstow.engine.copies import Copies
 from kvstow.engine.state import State
 from kvstow.engine.transfer import Transfer
@@ -46,11 +51,32 @@ def publish(
         state.change.commit()
         state.ledger.cache_step([name for name, _ in due], [count for _, count in due])
         if horizon_blocks is not None:
+            state.last_compute, state.has_freed = after, False
             job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
-        if job is None:
-            return None
-        transfer = Transfer(job, "store", state.ranks.num_bytes(job), begin_s)
-        return copies.begin(transfer, after)
+        return _begin(state, copies, job, begin_s, after)
+
+
+def store_freed(state: State, copies: Copies) -> None:
+    """Begin the store of what a lazy engine evicts next, if requests have given up blocks."""
+    horizon_blocks, after = state.blueprint.horizon_blocks, state.last_compute
+    if horizon_blocks is None or after is None or not state.has_freed:
+        return
+    begin_s = copies.now_s()
+    deadline = copies.deadline_s("store", begin_s)
+    with state.change:
+        state.change.commit()
+        state.has_freed = False
+        job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
+        _begin(state, copies, job, begin_s, after)
+
+
+def _begin(
+    state: State, copies: Copies, job: Job | None, begin_s: float, after: Event
+) -> Transfer | None:
+    if job is None:
+        return None
+    transfer = Transfer(job, "store", state.ranks.num_bytes(job), begin_s)
+    return copies.begin(transfer, after)
 
 
 def _check_granted(state: State, due: Sequence[tuple[str, int]]) -> None:

@@ -149,7 +149,8 @@ def checked_layouts(
             if layout.num_blocks < num_blocks:
                 raise ConfigError(
                     f"{where}[{group}] has memory for {layout.num_blocks} blocks, the pool has "
-                    f"{num_blocks}; each group needs memory for every block of the pool"
+                    f"{num_blocks}; each group needs memory for every block of the pool. Split an "
+                    "array of K and V, [2, blocks, ...], into two regions"
                 )
         checked.append(list(own))
     return checked

@@ -32,6 +32,7 @@ from kvstow.engine.answers import Ids, Landed
 from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import HOST, Image, To
+from kvstow.transfer import Event
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Known: TypeAlias = tuple[Hashes, list[int] | None, list[tuple[object, ...] | None] | None]
@@ -128,6 +129,8 @@ class State:
             because `stats` reads both at once from any thread.
         asleep: what is left while the engine sleeps. None while it is awake.
         change: whether an operation was cut short.
+        last_compute: of a lazy engine, the last compute that was reported.
+        has_freed: whether requests have given up blocks since.
     """
 
     def __init__(
@@ -146,6 +149,8 @@ class State:
         self.evicted_before = ledger, 0
         self.asleep: Asleep | None = None
         self.change = Change()
+        self.last_compute: Event | None = None
+        self.has_freed = False
         self._refused_id = ""
 
     @property
@@ -229,6 +234,7 @@ class State:
         and frees what it holds.
         """
         self.forget_blocks(request_id, recompute=recompute)
+        self.has_freed = True
         self.running.discard(request_id)
         self.scheduler.restart(request_id)
         self.ledger.restart(request_id)
@@ -243,6 +249,7 @@ class State:
     def finish(self, request_id: str) -> None:
         """Forget a request. If this is cut short, recovery removes it from ledger and scheduler."""
         del self.requests[request_id]
+        self.has_freed = True
         self.running.discard(request_id)
         self.scheduler.finish(request_id)
         self.ledger.free(request_id)
