@@ -283,3 +283,9 @@ def test_array_larger_than_memory_raises_memory_error() -> None:
     broadcast = np.broadcast_to(np.int64(1), (2**59,))  # one number in memory
     with pytest.raises(MemoryError):
         kvstow.hash_tokens(broadcast, 16)
+
+
+def test_a_parent_that_is_no_digest_is_refused() -> None:
+    hashes = kvstow.hash_tokens(range(32), 16)
+    with pytest.raises(kvstow.ConfigError, match=r"parent is of type Hashes: .* hashes\[-1\]"):
+        kvstow.hash_tokens(range(32, 48), 16, parent=hashes)  # type: ignore[arg-type]

@@ -53,11 +53,12 @@ pub(crate) fn hash_tokens<'py>(
     tokens: &Bound<'py, PyAny>,
     block_size: &Bound<'py, PyAny>,
     algorithm: Name,
-    parent: Option<&Bound<'py, PyBytes>>,
+    parent: Option<&Bound<'py, PyAny>>,
     extra_keys: Option<&Bound<'py, PyAny>>,
     seed: Option<Name>,
 ) -> PyResult<Hashes> {
     let py = tokens.py();
+    let parent = parent.map(digest_from_py).transpose()?;
     let algorithm: Algorithm = algorithm.0.parse().map_err(to_py)?;
     let block_size = block_size_from_py(block_size)?;
     let (ids, are_ints) = ids_from_py(tokens)?;
@@ -80,6 +81,15 @@ pub(crate) fn hash_tokens<'py>(
 
 /// Stands for a negative id. It is above the largest id.
 const NEGATIVE: u64 = u64::MAX;
+
+fn digest_from_py<'a, 'py>(parent: &'a Bound<'py, PyAny>) -> PyResult<&'a Bound<'py, PyBytes>> {
+    parent.cast::<PyBytes>().map_err(|_| {
+        let kind = type_name(parent);
+        ConfigError::new_err(format!(
+            "parent is of type {kind}: pass the digest of one block, such as hashes[-1]"
+        ))
+    })
+}
 
 fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
     block_size.extract().map_err(|error: PyErr| {

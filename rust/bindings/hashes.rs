@@ -240,7 +240,7 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
         match digest {
             Ok(digest) => hashes.push(digest.as_bytes()).map_err(to_py),
             Err(_) => Err(ConfigError::new_err(format!(
-                "a block hash is of type {}: pass bytes",
+                "a block hash is of type {}: pass bytes, as hash_tokens returns them",
                 item.get_type()
             ))),
         }

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvstow import ConfigError, StateError, TransferError
-from kvstow.tiers.asking import MAX_KEYS, Asker, Key, Question
+from kvstow import ConfigError, KvstowError, StateError, TransferError
+from kvstow.tiers.asking import MAX_KEYS, Answer, Asker, Key, Question
 
 LONG_S = 20.0
 
@@ -35,17 +35,19 @@ class Simulated:
         is_open: whether answers go through at once.
         calls: the keys of each call.
         fails: whether calls raise.
+        error: why answers lack keys.
     """
 
     held: set[Key] = field(default_factory=set)
     is_open: bool = True
     fails: bool = False
+    error: KvstowError | None = None
     calls: list[list[Key]] = field(default_factory=list)
     begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     is_closed: bool = False
 
-    def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
+    def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
         assert limit_s > 0
         self.calls.append(list(keys))
         answer = [key in self.held for key in keys]
@@ -54,7 +56,7 @@ class Simulated:
             assert self.allowed.acquire(timeout=LONG_S)
         if self.fails:
             raise TransferError("the store is dead")
-        return answer
+        return Answer(answer, self.error)
 
     def close(self) -> None:
         self.is_closed = True
@@ -131,6 +133,13 @@ def test_a_question_is_pending_until_its_deadline(
     assert question.found == [False]
     assert answer(asker.ask([key(1)])) == [True]
     assert len(store.calls) == 1
+
+
+def test_an_answer_that_lacks_keys_counts_as_failed(asker: Asker, store: Simulated) -> None:
+    store.held, store.error = {key(1)}, TransferError("one of two servers is gone")
+    assert answer(asker.ask([key(1), key(2)])) == [True, False]
+    assert asker.stats.failed_questions == 1
+    assert not asker.breaker._num_failed, "the other server is asked again"
 
 
 def test_an_answer_is_cached_for_a_while(asker: Asker, store: Simulated, clock: Clock) -> None:

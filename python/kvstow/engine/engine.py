@@ -237,7 +237,8 @@ class Engine(Closing):
     ) -> None:
         """Append hashes as generated tokens fill blocks, before `computed` reports such a block.
 
-        They continue the request's last hash: pass it to `hash_tokens` as `parent`.
+        They continue the request's last hash: pass it to `hash_tokens` as `parent`, or None if the
+        request has none yet.
 
         If an exception other than a `KvstowError` cuts this short, the request does not have the
         hashes. The next `poll` then reports a running request as failed.

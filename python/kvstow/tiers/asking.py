@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvstow._core import ConfigError, KvstowError, StateError, TransferError
 from kvstow.arguments import checked_int
@@ -53,10 +53,22 @@ _MAX_QUEUED_KEYS: Final = 1 << 17
 _NO_BLOCK: Final[Key] = (bytes(32), 0)
 
 
+class Answer(NamedTuple):
+    """What a store has.
+
+    Attributes:
+        found: for each key whether the store has it.
+        error: why blocks may be missing there, such as a server that is gone; None if none is.
+    """
+
+    found: Sequence[bool]
+    error: KvstowError | None = None
+
+
 class Store(Protocol):
     """Who answers. One thread uses it, and it may block."""
 
-    def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
+    def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
         """Return which of the keys the store has, within `limit_s` seconds.
 
         Raises:
@@ -74,16 +86,15 @@ class TierStore:
         """Take a tier, which `close` closes."""
         self._tier = tier
 
-    def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
+    def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
         """Return which of the keys the store has; see `Store`."""
         blocks = TierBlocks([digest for digest, _ in keys], [group for _, group in keys])
         ticket = self._tier.contains(blocks, deadline=time.monotonic() + limit_s)
         ticket.wait()
         if ticket.is_late:
             raise TransferError(f"the shared tier did not answer within {limit_s:g} s")
-        # An error comes early here, and may concern one of several servers. The tier counts it.
-        answer: list[bool] = ticket.ok.tolist()
-        return answer
+        # It may concern one of several servers. The tier itself leaves that one alone for a while.
+        return Answer(ticket.ok.tolist(), ticket.error)
 
     def close(self) -> None:
         """Close the tier."""
@@ -99,7 +110,7 @@ class AskerStats:
         asked_keys: their keys.
         found_keys: of these, keys that the store had.
         late_questions: requests that went on without an answer.
-        failed_questions: questions that the store did not answer.
+        failed_questions: questions that the store did not answer, or not for all keys.
         refused_questions: questions that were not asked, because the store had failed, or because
             too many waited.
     """
@@ -307,7 +318,7 @@ class Asker(Closing):
                 continue
             try:
                 store = store or self._connect()
-                answers = store.found(call.keys or [_NO_BLOCK], self._call_s)[: len(call.keys)]
+                answer = store.found(call.keys or [_NO_BLOCK], self._call_s)
             except Exception as error:
                 self._end(call, None)
                 if not isinstance(error, KvstowError):
@@ -319,20 +330,22 @@ class Asker(Closing):
                         error,
                     )
                 continue
-            self._end(call, answers)
+            self._end(call, answer)
             if self.breaker.succeeded():
                 logger.warning("kvstow: the shared tier says again what it has")
         if store is not None:
             store.close()
 
-    def _end(self, call: _Call, answers: Sequence[bool] | None) -> None:
-        """Note the answers of a call; None for a call that has failed."""
-        pairs = [] if answers is None else list(zip(call.keys, answers, strict=True))
+    def _end(self, call: _Call, answer: Answer | None) -> None:
+        """Note the answer to a call; None for a call that has failed."""
+        # A call without keys has asked for one all the same.
+        answers = [] if answer is None else answer.found[: len(call.keys)]
+        pairs = [] if answer is None else list(zip(call.keys, answers, strict=True))
         with self._lock:
             if call.keys:
                 self.stats.questions += 1
                 self.stats.asked_keys += len(call.keys)
-                self.stats.failed_questions += answers is None
+                self.stats.failed_questions += answer is None or answer.error is not None
             for key in call.keys:
                 if self._under_way.get(key) is call:
                     del self._under_way[key]

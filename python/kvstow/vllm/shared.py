@@ -43,7 +43,7 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers import Fingerprint
-from kvstow.tiers.asking import Asker, Key, Question, TierStore
+from kvstow.tiers.asking import Answer, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
@@ -261,7 +261,7 @@ class _Client:
         store = replace(options.store, num_threads=1, max_queued_bytes=_NO_BYTES, segment_bytes=0)
         self._tier = opened(store, self._arena, Fingerprint({"asks": "only"}))
 
-    def found(self, keys: Sequence[Key], limit_s: float) -> Sequence[bool]:
+    def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
         """Return which of the keys the first rank has put into the store."""
         if self._questions.namespace:  # it connects before it has one
             self._tier.rename(self._questions.namespace)

@@ -84,6 +84,16 @@ def test_a_stopped_server_costs_the_deadline_and_then_nothing(tmp_path: Path) ->
                 time.sleep(0.05)
 
 
+def test_one_of_two_servers_that_is_gone_counts_as_failed(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        url = f"{server.url},redis://127.0.0.1:{free_port()}"
+        put(server.url, KEYS)
+        with opened(url) as asker:
+            found = answer(asker, KEYS)
+            assert 0 < sum(found) < len(KEYS)
+            assert asker.stats.failed_questions == 1
+
+
 def test_a_server_that_comes_later_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +102,7 @@ def test_a_server_that_comes_later_is_found(
         for _ in range(6):
             assert answer(asker, KEYS) == [False] * len(KEYS)
             time.sleep(0.01)  # what is cached is older then
+        assert asker.stats.failed_questions == 6
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         with Server(tmp_path, port=port) as server:
             put(server.url, KEYS)
