@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -31,10 +33,44 @@ from kvstow.replay.times import warn_of_seconds
 from kvstow.report.picture import draw_png
 
 
-def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+class _Listed(click.ParamType):
+    """Numbers with commas between them, for an option that may be given several times."""
+
+    name = "numbers"
+
+    def __init__(self, number: Callable[[str], float]) -> None:
+        self._number = number
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """Return the numbers."""
+        try:
+            return tuple(self._number(part) for part in value.split(","))
+        except ValueError:
+            what = "GiB, such as 4 or 4,8,16 or 4GiB" if self._number is _gib_of else "blocks"
+            return self.fail(f"{value!r} is not a number of {what}.", param, ctx)
+
+
+def _gib_of(text: str) -> float:
+    return float(re.sub(r"\s*gib\s*$", "", text, flags=re.IGNORECASE))
+
+
+def _listed(
+    name: str, number: Callable[[str], float], metavar: str, text: str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     return click.option(
-        name, type=float, multiple=True, metavar="GIB", help=f"{text} Give it several times."
+        name,
+        type=_Listed(number),
+        multiple=True,
+        metavar=f"{metavar}[,{metavar}...]",
+        callback=lambda _context, _own, given: tuple(chain.from_iterable(given)),
+        help=text,
     )
+
+
+def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    return _listed(name, _gib_of, "GIB", text)
 
 
 @click.command()
@@ -64,13 +100,7 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     help="Number of GPUs that share the model, as for vLLM.",
 )
 @_gib("--device-gib", "Size of the KV cache on each GPU; vLLM logs it at its start.")
-@click.option(
-    "--device-blocks",
-    type=int,
-    multiple=True,
-    metavar="N",
-    help="The same in blocks, as vLLM's --num-gpu-blocks-override. Give it several times.",
-)
+@_listed("--device-blocks", int, "N", "The same in blocks, as vLLM's --num-gpu-blocks-override.")
 @_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
@@ -79,16 +109,14 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     multiple=True,
     default=("lru",),
     show_default=True,
-    help="Which block the host tier evicts first. hit-density is simulated for each size. Give it "
-    "several times for more of --capacity; the first is that of the tiers.",
+    help="Which block the host tier evicts first. hit-density is simulated for each size. Only the "
+    "first sets table and flag. More of them add columns to `curve` in the JSON.",
 )
-@click.option(
+@_listed(
     "--capacity",
-    type=int,
-    multiple=True,
-    metavar="BLOCKS",
-    help="Size at which --json gives the hits of one cache, for each policy. Give it several "
-    "times. [default: some sizes]",
+    int,
+    "BLOCKS",
+    "Size at which --json gives the hits of one cache, for each policy. [default: some sizes]",
 )
 @click.option(
     "--mode",
