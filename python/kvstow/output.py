@@ -170,8 +170,7 @@ class ResultFile(Closing):
         try:
             yield
         except OSError as error:
-            error.filename, error.filename2 = self._name, None
-            raise
+            raise OSError(error.errno, error.strerror, self._name) from error
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -33,25 +32,6 @@ from kvstow.replay.times import warn_of_seconds
 from kvstow.report.picture import draw_png
 
 
-class _Listed(click.ParamType):
-    """Numbers with commas between them, for an option that may be given several times."""
-
-    name = "numbers"
-
-    def __init__(self, number: Callable[[str], float]) -> None:
-        self._number = number
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        """Return the numbers."""
-        try:
-            return tuple(self._number(part) for part in value.split(","))
-        except ValueError:
-            what = "GiB, such as 4 or 4,8,16 or 4GiB" if self._number is _gib_of else "blocks"
-            return self.fail(f"{value!r} is not a number of {what}.", param, ctx)
-
-
 def _gib_of(text: str) -> float:
     return float(re.sub(r"\s*gib\s*$", "", text, flags=re.IGNORECASE))
 
@@ -59,12 +39,24 @@ def _gib_of(text: str) -> float:
 def _listed(
     name: str, number: Callable[[str], float], metavar: str, text: str
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return an option of several numbers: with commas between them, or given several times."""
+
+    def numbers(context: click.Context, own: click.Parameter, given: tuple[str, ...]) -> object:
+        found: list[float] = []
+        for part in given:
+            try:
+                found += map(number, part.split(","))
+            except ValueError:
+                what = "GiB, such as 4 or 4,8,16 or 4GiB" if number is _gib_of else "blocks"
+                message = f"{part!r} is not a number of {what}."
+                raise click.BadParameter(message, context, own) from None
+        return tuple(found)
+
     return click.option(
         name,
-        type=_Listed(number),
         multiple=True,
         metavar=f"{metavar}[,{metavar}...]",
-        callback=lambda _context, _own, given: tuple(chain.from_iterable(given)),
+        callback=numbers,
         help=text,
     )
 
