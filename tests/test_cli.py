@@ -1,6 +1,7 @@
 """Input, output and exit statuses of the commands, each in a child process."""
 
 import bz2
+import errno
 import gzip
 import importlib.metadata
 import json
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvstow import Engine, FullAttention, cli
+from kvstow.output import ResultFile
 from kvstow.replay import BUNDLED_TRACE, command
 from kvstow.transfer import READY, BlockLayout
 
@@ -130,6 +132,112 @@ def test_a_json_file_that_cannot_be_written_is_status_74(
 ) -> None:
     done = kvstow(*arguments, "--json-file", path)
     assert (done.returncode, done.stderr) == (IO_ERROR, f"kvstow: {path}: {problem}\n")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder for results alone, to see what else a command leaves there."""
+    path = tmp_path / "results"
+    path.mkdir()
+    return path
+
+
+COMMANDS_WITH_FILES = [
+    ("replay {trace}", "json-file"),
+    ("replay {trace}", "html"),
+    ("replay {trace} --servers 1", "png"),
+    ("plan {trace} --bytes-per-token 4096", "json-file"),
+    ("plan {trace} --bytes-per-token 4096", "html"),
+    ("plan {trace} --bytes-per-token 4096", "png"),
+    ("plan {trace} --bytes-per-token 4096", "csv"),
+    ("trace convert {trace}", "json-file"),
+    ("snapshot info {trace}", "json-file"),
+    ("tier info {trace}", "json-file"),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), COMMANDS_WITH_FILES)
+def test_a_command_that_fails_changes_no_file(command: str, option: str, folder: Path) -> None:
+    if option == "png":
+        pytest.importorskip("matplotlib")
+    old, new = folder / "old", folder / "new"
+    old.write_text("good")
+    for path in old, new:
+        words = command.format(trace=folder / "missing").split()
+        assert cli.main([*words, f"--{option}", str(path)]) in {USAGE, IO_ERROR}
+    assert old.read_text() == "good"
+    assert list(folder.iterdir()) == [old]
+
+
+def test_a_file_is_replaced_with_its_mode_and_through_a_link(trace: Path, folder: Path) -> None:
+    old, link, new = folder / "old", folder / "link", folder / "new"
+    old.write_text("good" * 10_000)
+    old.chmod(0o640)
+    link.symlink_to(old)
+    for path in link, new:
+        assert cli.main(["replay", str(trace), "--json-file", str(path)]) == OK
+        assert json.loads(path.read_text())["requests"] == 3
+    assert link.is_symlink()
+    assert old.stat().st_mode & 0o777 == 0o640
+    mask = os.umask(0)
+    os.umask(mask)
+    assert new.stat().st_mode & 0o777 == 0o666 & ~mask
+    assert set(folder.iterdir()) == {old, link, new}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", ["write", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(
+    error: BaseException, step: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "old"
+    path.write_text("good")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    file = ResultFile(str(path))
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(type(error)) as raised:
+        file.write(b"new")
+    assert getattr(raised.value, "filename", str(path)) == str(path)
+    assert path.read_text() == "good"
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_replaced_is_written_in_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "mounted"
+    path.write_text("a longer content")
+    file = ResultFile(str(path))
+
+    def is_mounted(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(os, "replace", is_mounted)
+    file.write(b"new")
+    assert path.read_text() == "new"
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_pipe_or_standard_output_gets_the_file(trace: Path, folder: Path) -> None:
+    done = kvstow("replay", str(trace), "--json", "--json-file", "/dev/stdout")
+    assert done.returncode == OK
+    assert len(done.stdout) % 2 == 0
+    first, second = (done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :])
+    assert first == second
+    assert json.loads(first)["requests"] == 3
+
+    both = folder / "both"
+    with both.open("w") as file:
+        kvstow("replay", str(trace), "--json", "--json-file", "/dev/stdout", stdout=file)
+    assert both.read_text().count('"requests": 3') == 2
+
+    done = shell('kvstow replay "$1" --json-file >(cat >"$2"); wait $!', str(trace), str(both))
+    assert done.returncode == OK
+    assert json.loads(both.read_text())["requests"] == 3
+    assert list(folder.iterdir()) == [both]
 
 
 @pytest.mark.parametrize("name", ["café", "caf\udce9", "[bold] :smile:"])

@@ -7,11 +7,13 @@ import importlib.util
 import io
 import json
 import os
+import secrets
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import IO, Final
+from typing import Final
 
 import click
 from rich.console import Console
@@ -21,6 +23,8 @@ from kvstow._core import ConfigError
 from kvstow.closing import Closing
 
 STANDARD_OUTPUT: Final = "standard output"
+_STANDARD_STREAMS: Final = (1, 2)
+_WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 def with_output(command: Callable[..., int]) -> Callable[..., int]:
@@ -42,7 +46,7 @@ class Output(Closing):
     Attributes:
         as_json: whether standard output gets JSON and nothing else.
 
-    The constructor opens the file, so that the command fails before the work if it cannot.
+    The constructor checks the file, so that the command fails before the work if it cannot write.
 
     Raises:
         OSError: the file, or later the standard output, cannot be written.
@@ -50,28 +54,129 @@ class Output(Closing):
 
     def __init__(self, *, as_json: bool, json_file: str | None) -> None:
         self.as_json = as_json
-        self._name = json_file
-        self._file: IO[str] | None = None
-        if json_file is not None:
-            self._file = open(json_file, "w", encoding="utf-8")  # noqa: SIM115
+        self._file = None if json_file is None else ResultFile(json_file)
 
     def close(self) -> None:
         """Close the file of `--json-file`."""
         if self._file is not None:
-            with suppress(OSError):  # `write` has flushed and reported every error
-                self._file.close()
+            self._file.close()
 
     def write(self, result: Mapping[str, object], shown: Callable[[], Table | str]) -> None:
         """Write the result to the file, and print it: as JSON, or as what `shown` returns."""
         text = json.dumps(result, indent=2, allow_nan=False) + "\n"
         if self._file is not None:
-            try:
-                self._file.write(text)
-                self._file.flush()
-            except OSError as error:
-                error.filename = self._name
-                raise
+            self._file.write(text.encode())
         print_text(text if self.as_json else _rendered(shown()))
+
+
+class ResultFile(Closing):
+    """A file that a command writes at its end: it holds either the whole result or what it held.
+
+    The content goes to a temporary file in the same folder, which then takes the name. An existing
+    file keeps its mode. A device, a pipe, and the file that is standard output or standard error
+    are written directly. So is an existing file whose folder refuses another one.
+
+    The constructor changes no file. It checks that the file can be written.
+
+    Raises:
+        OSError: the file cannot be written. The `filename` of the error is `name`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._path = os.path.realpath(name)  # a symbolic link keeps its place
+        self._old: os.stat_result | None = None
+        self._direct: int | None = None
+        with self._named_errors():
+            try:
+                self._old = os.stat(name)
+            except FileNotFoundError:
+                if not os.path.basename(name):
+                    raise
+            if self._old is not None and self._opened_directly(self._old):
+                return
+            try:
+                os.unlink(self._new_file(b""))
+            except OSError as error:
+                if not self._can_write_in_place(error):
+                    raise
+
+    def close(self) -> None:
+        """Close the device or pipe."""
+        descriptor, self._direct = self._direct, None
+        if descriptor is not None:
+            with suppress(OSError):  # `write` has reported every error
+                os.close(descriptor)
+
+    def write(self, content: bytes) -> None:
+        """Write the whole content. Call it once."""
+        with self._named_errors():
+            if self._direct is not None:
+                _write_all(self._direct, content)
+                return
+            try:
+                self._replace(content)
+            except OSError as error:
+                if not self._can_write_in_place(error):
+                    raise
+                with open(self._path, "wb") as file:
+                    file.write(content)
+
+    def _opened_directly(self, old: os.stat_result) -> bool:
+        """Keep a descriptor of what no file can replace, and return whether it is such a thing."""
+        for stream in _STANDARD_STREAMS:
+            with suppress(OSError):  # the stream is closed
+                if os.path.samestat(old, os.fstat(stream)):
+                    self._direct = os.dup(stream)  # shares its position with the stream
+                    return True
+        descriptor = os.open(self._name, os.O_WRONLY)
+        if stat.S_ISREG(old.st_mode):
+            os.close(descriptor)
+            return False
+        self._direct = descriptor
+        return True
+
+    def _replace(self, content: bytes) -> None:
+        path = self._new_file(content)
+        try:
+            os.replace(path, self._path)
+        except BaseException:
+            os.unlink(path)
+            raise
+
+    def _new_file(self, content: bytes) -> str:
+        """Create a temporary file beside the target, with its mode, and return the path."""
+        folder = os.path.dirname(self._path)
+        path = os.path.join(folder, f".kvstow-{os.getpid()}-{secrets.token_hex(4)}")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if self._old is not None:
+                with suppress(OSError):  # only root may give a file away
+                    os.fchown(descriptor, self._old.st_uid, self._old.st_gid)
+                os.fchmod(descriptor, stat.S_IMODE(self._old.st_mode))
+            _write_all(descriptor, content)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        return path
+
+    def _can_write_in_place(self, error: OSError) -> bool:
+        return self._old is not None and error.errno in _WRITE_IN_PLACE
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._name) from error
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def check_can_draw(png: str | None, *, otherwise: str = "") -> None:
@@ -90,27 +195,22 @@ def check_can_draw(png: str | None, *, otherwise: str = "") -> None:
 
 @contextmanager
 def written_file(name: str | None) -> Iterator[Callable[[Callable[[], str | bytes]], None]]:
-    """Open a file before the work, so that the command fails at once if it cannot.
+    """Check a file before the work, so that the command fails at once if it cannot write.
 
     Yields a function that writes the text or the bytes that its argument returns. Without a name it
     does nothing.
 
     Raises:
-        OSError: the file cannot be opened or written.
+        OSError: the file cannot be written.
     """
     if name is None:
         yield lambda _content: None
         return
-    with open(name, "wb") as file:
+    with ResultFile(name) as file:
 
         def write(content: Callable[[], str | bytes]) -> None:
             made = content()
-            try:
-                file.write(made if isinstance(made, bytes) else made.encode())
-                file.flush()
-            except OSError as error:
-                error.filename = name
-                raise
+            file.write(made if isinstance(made, bytes) else made.encode())
 
         yield write
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -148,6 +149,9 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
         (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
         (["--host-gib", "nan"], "host-gib is nan; it must be a size: pass a number of GiB"),
         (["--host-gib", "2e9"], "host-gib is 2e+09; it must be at most 1073741824: pass fewer"),
+        (["--host-gib", "4TB"], "'4TB' is not a number of GiB, such as 4 or 4,8,16 or 4GiB."),
+        (["--host-gib", "4,"], "'4,' is not a number of GiB"),
+        (["--capacity", "5,x"], "'5,x' is not a number of blocks."),
         (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
         (["--block-size", "16"], "pass --block-size if your blocks have another size"),
         (["--tp", "3"], "tensor-parallel-size is 3; it must divide the 8 KV heads"),
@@ -244,6 +248,132 @@ def test_chart_and_sketch_show_what_the_table_says(
     assert cli.main(given) == 0
     lines = re.findall(r"^ *[\d.]+% \|(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert lines and " " not in lines[-1], "the device alone hits something"
+
+
+def series_of(page: Path) -> dict[str, Any]:
+    """Return the lines of the chart of hits."""
+    [chart] = [one for title, one in charts_of(page).items() if title.startswith("Hits")]
+    return {series["name"]: series for series in chart["series"]}
+
+
+def test_line_of_hit_density_has_the_hits_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device is in front of the host tier in both, so the picture agrees with the table."""
+    page = tmp_path / "page.html"
+    sizes = ["--device-gib", "24", "--host-gib", "16,64,256", "--html", str(page), "--json"]
+    assert plan(*sizes, "--policy", "hit-density") == 0
+    made = json.loads(capsys.readouterr().out)
+    line = series_of(page)["hit-density"]
+    drawn = dict(zip(line["x"], line["y"], strict=True))
+    for row in made["sizes"]:
+        assert drawn[row["host_gib"]] == pytest.approx(row["hit_ratio"], abs=1e-6)
+    # Each point is what the table says of its size.
+    [curve] = made["curves"]
+    for gib, hits in list(zip(*curve["hit_density"].values(), strict=True))[::4]:
+        given = ["--device-gib", "24", "--host-gib", str(gib), "--policy", "hit-density"]
+        assert plan(*given, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["sizes"][0]["hit_ratio"] == hits
+
+
+def test_lazy_sizes_of_the_table_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    given = ["--device-gib", "24", "--host-gib", "64,256", "--html", str(page), "--mode", "lazy"]
+    assert plan(*given, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["sizes"]
+    line = series_of(page)["lru, lazy, as in the table"]
+    assert line["x"] == [64, 256]
+    assert line["y"] == pytest.approx([row["hit_ratio"] for row in rows], abs=1e-6)
+    assert plan(*given) == 0
+    text = capsys.readouterr().out
+    assert "The curve is that of lru, the table that of lru with lazy stores." in text
+
+
+def test_device_too_small_for_a_request_has_no_line_of_hit_density(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert plan("--device-blocks", "8", "--host-gib", "64", "--html", str(page), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["curves"][0]["hit_density"]["gib"] == []
+    assert "hit-density" not in series_of(page)
+
+
+def test_bound_beside_a_device_is_that_of_one_cache_alone(pages: dict[str, Path]) -> None:
+    text = pages["plan"].read_text()
+    assert "No single cache of that size can hit more than the best possible one" in text
+    assert "No policy can hit more" not in text
+    assert "best possible, one cache alone" in series_of(pages["plan"])
+
+
+@pytest.mark.parametrize("device", [[], ["--device-blocks", "9"]])
+def test_knee_follows_from_its_definition(
+    device: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace"
+    chances = random.Random(0)
+    with trace.open("w") as file:
+        for at in range(300):
+            number = int(chances.expovariate(0.15))
+            ids = [4 * number + block for block in range(4)]
+            row = {"timestamp": 1000 * at, "input_length": 63, "output_length": 1, "hash_ids": ids}
+            print(json.dumps(row), file=file)
+    given = ["plan", str(trace), "--block-size", "16", "--model", "llama-3.1-8b", *device]
+    assert cli.main([*given, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    for words in ("the size of the device's cache (0 without one)", "where its hits end"):
+        assert words in made["knee_method"]
+    [curve] = made["curves"]
+    x, y = np.array(curve["tier"]["gib"]), np.array(curve["tier"]["hit_ratio"])
+    first = 8 if device else 0  # vLLM keeps one block
+    x, y = x[first:], y[first:]
+    bend = (y - y[0]) / (y[-1] - y[0]) - (x - x[0]) / (x[-1] - x[0])
+    assert bend.max() >= 0.1
+    assert curve["knee_gib"] == x[bend.argmax()]
+
+
+def test_sentence_names_the_curve_of_the_knee(capsys: pytest.CaptureFixture[str]) -> None:
+    of = "the knee of the LRU curve"
+    assert plan("--policy", "hit-density", "--host-gib", "64,256,512") == 0
+    assert f", the smallest size here that reaches {of}: it saves" in capsys.readouterr().out
+    assert plan("--policy", "hit-density", "--device-gib", "24", "--host-gib", "128") == 0
+    assert f"{of} is at " in capsys.readouterr().out
+    assert plan("--host-gib", "512") == 0
+    assert "LRU curve" not in capsys.readouterr().out
+    hybrid = ["plan", *SMALL[:3], "--model", "gpt-oss-20b", "--policy", "hit-density"]
+    assert cli.main(hybrid) == 0
+    text = capsys.readouterr().out
+    assert "LRU curve" not in text and "The curve is that of lru" not in text
+
+
+def test_sizes_take_commas_and_the_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*arguments: str) -> Any:
+        assert plan("--json", *arguments) == 0
+        return json.loads(capsys.readouterr().out)["sizes"]
+
+    plain = rows("--device-gib", "24", "--host-gib", "64", "--host-gib", "256")
+    assert rows("--device-gib", "24GiB", "--host-gib", "64, 256 gib") == plain
+    assert rows("--device-blocks", "300,400", "--host-gib", "64") == rows(
+        "--device-blocks", "300", "--device-blocks", "400", "--host-gib", "64"
+    )
+
+
+def test_axis_of_the_sketch_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan() == 0
+    axis = r"^ +0 +size of the host tier +[\d.]+ GiB$"
+    assert re.search(axis, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_token_ids_without_a_time_get_no_hint_to_convert_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text('{"prompt_token_ids": [1, 2], "output_length": 1}\n')
+    assert cli.main(["plan", str(path), "--model", "llama-3.1-8b"]) == 2
+    error = capsys.readouterr().err
+    assert "no 'timestamp'" in error
+    assert "convert" not in error
 
 
 def test_pages_have_the_charts_that_they_promise(pages: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from tests.plan.world import FULL, SLIDING, STATEFUL, geometry, random_workload,
 from kvstow import ConfigError, clairvoyant_hits
 from kvstow.geometry.layout import Attention
 from kvstow.plan import Curves, PlanOptions, Server, build_plan, knee
-from kvstow.plan.curves import exact_curves, sampled, simulated_curves
+from kvstow.plan.curves import exact_curves, sampled, simulated_curves, with_density
 from kvstow.plan.simulate import Mode, host_hits
 from kvstow.plan.tiers import GIB, round_up
 
@@ -95,6 +95,7 @@ def test_clairvoyant_bound_is_above_every_policy(seed: int) -> None:
     curves = exact_curves(work, nothing)
     for capacity, bound in zip(curves.bound_at, curves.clairvoyant, strict=True):
         assert bound >= curves.at(int(capacity))
+    curves = with_density(curves, Server(geometry(), work), nothing)
     assert (curves.density <= clairvoyant_hits(*work.prompt_keys, curves.density_at)).all()
     assert curves.clairvoyant[-1] == curves.infinite
 

@@ -137,7 +137,11 @@ def test_the_command_reports_a_row_for_each_fleet(
     assert three["alone"]["hit_ratio"] <= three["shared"]["hit_ratio"]
     assert png.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "--routing", "prefix"]) == 0
-    assert "prefix, store unbounded" in " ".join(capsys.readouterr().out.split())
+    table = " ".join(capsys.readouterr().out.split())
+    assert "300 blocks (18.8 GiB) on each host, prefix, store unbounded" in table
+    assert "GiB as in Llama-3.1-8B" in table
+    puts = one["shared"]["puts"]
+    assert f"{puts:,} ({puts / 16:,.1f})" in table
 
 
 @pytest.mark.parametrize("servers", [[1], [1, 2, 3], [1, 4]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,10 +32,37 @@ from kvstow.replay.times import warn_of_seconds
 from kvstow.report.picture import draw_png
 
 
-def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def _gib_of(text: str) -> float:
+    return float(re.sub(r"\s*gib\s*$", "", text, flags=re.IGNORECASE))
+
+
+def _listed(
+    name: str, number: Callable[[str], float], metavar: str, text: str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return an option of several numbers: with commas between them, or given several times."""
+
+    def numbers(context: click.Context, own: click.Parameter, given: tuple[str, ...]) -> object:
+        found: list[float] = []
+        for part in given:
+            try:
+                found += map(number, part.split(","))
+            except ValueError:
+                what = "GiB, such as 4 or 4,8,16 or 4GiB" if number is _gib_of else "blocks"
+                message = f"{part!r} is not a number of {what}."
+                raise click.BadParameter(message, context, own) from None
+        return tuple(found)
+
     return click.option(
-        name, type=float, multiple=True, metavar="GIB", help=f"{text} Give it several times."
+        name,
+        multiple=True,
+        metavar=f"{metavar}[,{metavar}...]",
+        callback=numbers,
+        help=text,
     )
+
+
+def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    return _listed(name, _gib_of, "GIB", text)
 
 
 @click.command()
@@ -64,13 +92,7 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     help="Number of GPUs that share the model, as for vLLM.",
 )
 @_gib("--device-gib", "Size of the KV cache on each GPU; vLLM logs it at its start.")
-@click.option(
-    "--device-blocks",
-    type=int,
-    multiple=True,
-    metavar="N",
-    help="The same in blocks, as vLLM's --num-gpu-blocks-override. Give it several times.",
-)
+@_listed("--device-blocks", int, "N", "The same in blocks, as vLLM's --num-gpu-blocks-override.")
 @_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
@@ -79,16 +101,14 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     multiple=True,
     default=("lru",),
     show_default=True,
-    help="Which block the host tier evicts first. hit-density is simulated for each size. Give it "
-    "several times for more of --capacity; the first is that of the tiers.",
+    help="Which block the host tier evicts first. hit-density is simulated for each size. Only the "
+    "first sets table and flag. More of them add columns to `curve` in the JSON.",
 )
-@click.option(
+@_listed(
     "--capacity",
-    type=int,
-    multiple=True,
-    metavar="BLOCKS",
-    help="Size at which --json gives the hits of one cache, for each policy. Give it several "
-    "times. [default: some sizes]",
+    int,
+    "BLOCKS",
+    "Size at which --json gives the hits of one cache, for each policy. [default: some sizes]",
 )
 @click.option(
     "--mode",

@@ -5,13 +5,14 @@
     clairvoyant    the most that any policy hits     -
     hit density    simulated, at some capacities     -
 
+The hits of hit density include those of the device. The other exact curves are of one cache alone.
 The last point of `hits` belongs to a cache that never evicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -44,9 +45,9 @@ class Curves:
         resident: blocks that the tier already has when a request fills them, at `capacities`. These
             are the hits, and the last blocks of repeated prompts that end with them.
         bound_at: capacities of `clairvoyant`.
-        clairvoyant: the most hits that any policy has.
+        clairvoyant: the most hits that any policy has in one cache alone.
         density_at: capacities of `density`.
-        density: hits of a host tier with the policy hit-density.
+        density: hits of the device and of a host tier with the policy hit-density.
     """
 
     capacities: Ints
@@ -93,7 +94,10 @@ class Curves:
 
 
 def exact_curves(workload: Workload, tick: Callable[[], None]) -> Curves:
-    """Return the curves for a model with full attention only; call `tick` after each part."""
+    """Return the curves for a model with full attention only; call `tick` after each part.
+
+    They leave `density` out, because it depends on the device.
+    """
     filled = HitCurve()
     filled.add_all(*workload.all_keys)
     capacities = np.arange(filled.largest_capacity + 1)
@@ -104,11 +108,6 @@ def exact_curves(workload: Workload, tick: Callable[[], None]) -> Curves:
     # Its prompts look up all their blocks, so a prompt of whole blocks may hit one too many.
     bound = np.minimum(clairvoyant_hits(*workload.prompt_keys, drawn), hits[-1])
     tick()
-    density_at = sampled(filled.largest_capacity, NUM_SIMULATED)[1:]
-    density: list[int] = []
-    for capacity in density_at:
-        density.append(host_hits(workload, int(capacity), "hit-density"))
-        tick()
     return Curves(
         capacities,
         hits,
@@ -116,9 +115,27 @@ def exact_curves(workload: Workload, tick: Callable[[], None]) -> Curves:
         resident=filled.hits(capacities),
         bound_at=drawn,
         clairvoyant=bound,
-        density_at=density_at,
-        density=np.array(density, dtype=np.int64),
     )
+
+
+def with_density(curves: Curves, server: Server, tick: Callable[[], None]) -> Curves:
+    """Return exact curves with that of hit-density on this server; call `tick` after each size.
+
+    A device that is too small for the longest request cannot be simulated, so it gets no such
+    curve.
+    """
+    if server.num_device_blocks is not None and server.num_device_blocks < server.num_needed:
+        return curves
+    measured = replace(server, policy="hit-density", mode="eager")
+    capacities = sampled(int(curves.capacities[-1]), NUM_SIMULATED)[1:]
+    hits: list[int] = []
+    for capacity in capacities.tolist():
+        if server.num_device_blocks is None:
+            hits.append(host_hits(server.workload, capacity, "hit-density"))
+        else:
+            hits.append(measured.serve(capacity).served.num_hits)
+        tick()
+    return replace(curves, density_at=capacities, density=np.array(hits, dtype=np.int64))
 
 
 def _lru_curve(workload: Workload) -> HitCurve:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstow.plan.report import (
-    KNEE_METHOD,
     about,
     flag,
     knee_gib,
+    knee_method,
     least_hits,
     row_figures,
     sentence,
@@ -52,14 +52,14 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
             "Hits are the share of all prompt tokens that are found, in full blocks. Saved tokens "
             "are all hits less those that the device has without a host tier. Loads and stores are "
             "bytes per second on the link of one GPU, on average over the trace.",
-            f"The knee is {KNEE_METHOD}. The recommended size is the smallest one here that "
+            f"The knee is {knee_method(plan)}. The recommended size is the smallest one here that "
             "reaches it.",
         ],
     )
 
 
 def _hits_chart(plan: Plan, choice: Choice) -> Chart:
-    curves, least = choice.curves, least_hits(plan, choice)
+    curves, least, has_device = choice.curves, least_hits(plan, choice), bool(choice.device_gib)
     places = np.unique(
         np.concatenate(
             [
@@ -88,9 +88,14 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         )
     ]
     if len(curves.bound_at):
-        lines.append(series("best possible", curves.bound_at, curves.clairvoyant))
+        bound = "best possible, one cache alone" if has_device else "best possible"
+        lines.append(series(bound, curves.bound_at, curves.clairvoyant))
     if len(curves.density_at):
-        lines.append(series("hit-density", curves.density_at, curves.density, dots=True))
+        lines.append(_density_series(plan, choice))
+    if curves.is_exact and plan.options.mode == "lazy":
+        rows = _table_hits(plan, choice)
+        name = f"{plan.options.policy}, lazy, as in the table"
+        lines.append(Series(name, list(rows), list(rows.values()), dots=True))
     last = plan.gib(int(curves.capacities[-1]))
     infinite = plan.hit_ratio(curves.infinite)
     lines.append(Series("unlimited memory", [0, last], [infinite, infinite]))
@@ -103,8 +108,8 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         point = "With LRU, a host tier no larger than the device's cache adds nothing."
     return Chart(
         f"Hits against memory{beside}",
-        f"{point} No policy can hit more than the best possible one, which knows all later "
-        "requests."
+        f"{point} No single cache of that size can hit more than the best possible one, which "
+        "knows all later requests."
         if curves.is_exact
         else "Each point is a simulation of the host tier with that size.",
         lines,
@@ -115,6 +120,29 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         marks=marks,
         can_be_log=True,
     )
+
+
+def _density_series(plan: Plan, choice: Choice) -> Series:
+    """Return the hits of hit-density, with the sizes of the table if it has that policy."""
+    curves, options = choice.curves, plan.options
+    hits = {
+        round(plan.gib(capacity), 6): round(plan.hit_ratio(number), 6)
+        for capacity, number in zip(
+            curves.density_at.tolist(), curves.density.tolist(), strict=True
+        )
+    }
+    if (options.policy, options.mode) == ("hit-density", "eager"):
+        hits |= _table_hits(plan, choice)
+    return Series("hit-density", sorted(hits), [hits[gib] for gib in sorted(hits)], dots=True)
+
+
+def _table_hits(plan: Plan, choice: Choice) -> dict[float, float]:
+    """Return the hits of device and host at the sizes of the table."""
+    return {
+        row.host_gib: round(plan.hit_ratio(row.num_hits - row.disk_hits), 6)
+        for row in plan.rows
+        if row.device_gib == choice.device_gib
+    }
 
 
 def _traffic_charts(plan: Plan) -> Iterator[Part]:

@@ -25,10 +25,20 @@ _WHOLE: Final = 10  # numbers from here on are shown without decimals
 DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
 """What the flag has in place of a folder that only the user knows."""
 _LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
+_X_LABEL: Final = "size of the host tier"
 
-KNEE_METHOD: Final = (
-    "the point farthest above the line from the curve's first point to its last (Kneedle, 2011)"
-)
+
+def knee_method(plan: Plan) -> str:
+    """Return how the knee is found."""
+    curve = "curve"
+    first, last = "the smallest size that was simulated", "the largest one"
+    if plan.geometry.is_one_full_group:
+        curve = "LRU curve"
+        first, last = "the size of the device's cache (0 without one)", "where its hits end"
+    return (
+        f"the point of the {curve} farthest above the straight line from its first point, {first}, "
+        f"to its last, {last} (Kneedle, 2011)"
+    )
 
 
 def row_figures(plan: Plan, row: Tiers) -> dict[str, float | None]:
@@ -94,7 +104,7 @@ def plan_json(plan: Plan, trace: PlanTrace) -> dict[str, object]:
         "policy": plan.options.policy,
         "mode": plan.options.mode,
         "prefill_tokens_per_s": plan.options.prefill_tokens_per_s,
-        "knee_method": KNEE_METHOD,
+        "knee_method": knee_method(plan),
         "curve": [
             {
                 "policy": point.policy,
@@ -178,18 +188,25 @@ def sentence(plan: Plan, choice: Choice) -> str:
     """Return the recommendation for one device."""
     row = choice.judged
     beside = "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each GPU"
-    knee = f"the knee is at {_knee_size(plan, choice)}"
+    # The policy of the table need not be that of the curve.
+    of = " of the LRU curve" if choice.curves.is_exact and plan.options.policy != "lru" else ""
+    knee = f"the knee{of} is at {_knee_size(plan, choice)}"
     if not choice.is_worth_it:
         larger = "" if choice.reaches_knee else f", and {knee}"
         return (
             f"Set no host tier{beside}: {size(row.host_gib)} saves less than 1 % of the prompt "
             f"tokens{larger}."
         )
-    largest = "" if choice.reaches_knee else f", the largest size you gave ({knee})"
+    if not choice.reaches_knee:
+        why = f", the largest size you gave ({knee})"
+    elif of:
+        why = f", the smallest size here that reaches the knee{of}"
+    else:
+        why = ""
     share = (row.num_hits - row.disk_hits) / choice.curves.infinite
     more = 100 * plan.hit_ratio(choice.doubled_hits)
     return (
-        f"Give the host tier {size(row.host_gib)}{beside}{largest}: it saves "
+        f"Give the host tier {size(row.host_gib)}{beside}{why}: it saves "
         f"{plan.hit_ratio(row.saved_by_host):.1%} of the prompt tokens, "
         f"{'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what unlimited "
         f"memory hits, and twice the size adds "
@@ -308,8 +325,11 @@ def plan_text(plan: Plan, trace: PlanTrace) -> str:
     """Return the whole report for a terminal."""
     parts = [*about(plan, trace), "", _table(plan), ""]
     for choice in plan.choices:
-        if plan.options.policy != "lru":
-            parts.append(f"The curve is that of lru, the table that of {plan.options.policy}.")
+        if choice.curves.is_exact and not plan.is_lru_eager:
+            mode = " with lazy stores" if plan.options.mode == "lazy" else ""
+            parts.append(
+                f"The curve is that of lru, the table that of {plan.options.policy}{mode}."
+            )
         parts += [sketch(plan, choice), "", sentence(plan, choice)]
         if (line := flag(plan, choice)) is not None:
             parts.append(line)  # on one line, to copy
@@ -348,6 +368,8 @@ def sketch(plan: Plan, choice: Choice) -> str:
     first, end = "0", size(float(f"{plan.gib(last):.3g}"))
     axis = [" "] * _SKETCH_COLUMNS
     axis[0], axis[-len(end) :] = first, list(end)
+    begin = (_SKETCH_COLUMNS - len(_X_LABEL)) // 2
+    axis[begin : begin + len(_X_LABEL)] = list(_X_LABEL)
     lines.append(" " * 7 + "+" + "-" * _SKETCH_COLUMNS)
     lines.append(" " * 8 + "".join(axis))
     marks = [(knee_gib(plan, choice), f"knee, {_knee_size(plan, choice)}")]

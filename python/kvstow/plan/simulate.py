@@ -101,6 +101,12 @@ class Server:
     policy: Policy = "lru"
     mode: Mode = "eager"
 
+    @property
+    def num_needed(self) -> int:
+        """Usable blocks of a device that has room for the longest request."""
+        ledger = BlockLedger(2, self.geometry.attentions, max_in_flight_tokens=STEP_TOKENS)
+        return ledger.blocks_to_fit(max(self.workload.total_tokens))
+
     def serve(self, num_host_blocks: int) -> Simulation:
         """Serve all requests with a host tier of this many slots; 0 for none.
 
@@ -123,7 +129,7 @@ class Simulation:
         geometry, workload = server.geometry, server.workload
         groups = geometry.attentions
         longest = max(workload.total_tokens)
-        num_needed = BlockLedger(2, groups, max_in_flight_tokens=STEP_TOKENS).blocks_to_fit(longest)
+        num_needed = server.num_needed
         keeps_device = server.num_device_blocks is not None
         num_device = server.num_device_blocks if keeps_device else num_needed
         assert num_device is not None, "it is a number in both cases"

@@ -31,7 +31,7 @@ from typing import Final
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
-from kvstow.plan.curves import Curves, exact_curves, largest_tier, simulated_curves
+from kvstow.plan.curves import Curves, exact_curves, largest_tier, simulated_curves, with_density
 from kvstow.plan.points import Point, checked_capacities, curve_points
 from kvstow.plan.simulate import Mode, Served, Server
 from kvstow.plan.workload import Workload
@@ -189,6 +189,11 @@ class Plan:
     choices: tuple[Choice, ...]
     points: tuple[Point, ...]
 
+    @property
+    def is_lru_eager(self) -> bool:
+        """Whether the table has the policy and the mode of an exact curve."""
+        return (self.options.policy, self.options.mode) == ("lru", "eager")
+
     def gib(self, num_slots: float) -> float:
         """Return the size of this many slots of the host tier."""
         return num_slots * self.geometry.host_block_bytes / GIB
@@ -224,8 +229,11 @@ def build_plan(
     choices: list[Choice] = []
     for device_gib, num_device in devices or [(None, 0)]:
         server = Server(geometry, workload, num_device or None, options.policy, options.mode)
-        counter = _Counter(server, exact or simulated_curves(server, tick), tick)
-        curves = counter.curves
+        if exact is None:
+            curves = simulated_curves(server, tick)
+        else:
+            curves = with_density(exact, server, tick)
+        counter = _Counter(server, curves, tick)
         hosts = options.host_gib or _sizes_around(curves.beside(num_device), geometry)
         own = [
             counter.tiers(device_gib, host, disk) for host, disk in product(sorted(hosts), disks)

@@ -83,7 +83,7 @@ class FleetFigures:
         puts: blocks that were written to the store.
         questions: requests that asked the store.
         asked_keys: the keys of these questions.
-        busiest: blocks of the prompts of the server that got most.
+        busiest: full blocks of the server that got most, prompt and output together.
     """
 
     asked: int = 0

@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from kvstow._core import ConfigError
 from kvstow.output import Output, check_can_draw, written_file
+from kvstow.replay.config import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 from kvstow.replay.fleet import ROUTINGS, Fleet, Row, serve_all
 from kvstow.replay.trace import Trace
 from kvstow.report import Chart, Series
@@ -153,11 +154,24 @@ def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row]) -> Table:
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    bound = "unbounded" if fleet.shared_blocks is None else f"{fleet.shared_blocks:,} blocks"
+    def gib(number: int) -> str:
+        return f"{number * trace.block_size * REFERENCE_BYTES_PER_TOKEN / 2**30:,.1f}"
+
+    def size(number: int) -> str:
+        return f"{number:,} blocks ({gib(number)} GiB)"
+
+    bound = "unbounded" if fleet.shared_blocks is None else size(fleet.shared_blocks)
     table = Table(
-        *("servers", "alone", "shared", "from the store", "put", "busiest server"),
-        title=f"{trace.path}: {len(trace.requests):,} requests, {fleet.host_blocks:,} blocks on "
-        f"each host, {fleet.routing}, store {bound}",
+        *(
+            "servers",
+            "alone",
+            "shared",
+            "from the store\nblocks (GiB)",
+            "put\nblocks (GiB)",
+            "share of\nbusiest",
+        ),
+        title=f"{trace.path}: {len(trace.requests):,} requests, {size(fleet.host_blocks)} on "
+        f"each host, {fleet.routing}, store {bound}; GiB as in {REFERENCE_MODEL}",
         box=SIMPLE_HEAD,
         title_justify="left",
     )
@@ -169,8 +183,8 @@ def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row]) -> Table:
             str(row.num_servers),
             f"{row.alone.hit_ratio:.1%}",
             f"{shared.hit_ratio:.1%}",
-            f"{shared.shared_hits:,}",
-            f"{shared.puts:,}",
-            f"{shared.busiest / max(shared.asked, 1):.0%} of the blocks",
+            f"{shared.shared_hits:,} ({gib(shared.shared_hits)})",
+            f"{shared.puts:,} ({gib(shared.puts)})",
+            f"{shared.busiest / max(shared.asked, 1):.0%}",
         )
     return table

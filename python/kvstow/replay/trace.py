@@ -160,7 +160,7 @@ class TraceReader:
 
     def _field(self, row: dict[str, object], line: int, key: str) -> object:
         if key not in row:
-            has_tokens = "prompt_token_ids" in row and "hash_ids" in self._FIELDS
+            has_tokens = "prompt_token_ids" in row and "prompt_token_ids" not in self._FIELDS
             way_out = "; make them from token ids: kvstow trace convert" if has_tokens else ""
             self._fail_without(key, row, line, way_out)
         return row[key]
