@@ -74,6 +74,29 @@ def test_requests_wake_with_their_tables_and_tokens(
         it.engine.check()
 
 
+@pytest.mark.parametrize("options", [{}, {"mode": "lazy", "horizon_blocks": 8}], ids=str)
+@pytest.mark.parametrize("num_new", [0, 1, 6])
+def test_a_request_wakes_without_the_tokens_that_a_rewind_took_back(
+    options: dict[str, Any], num_new: int
+) -> None:
+    """It has reported a block that has no hash yet, and then lost tokens of this block."""
+    with world(**options) as it:
+        text = prompt(1, 20)
+        it.engine.add("a", hash_tokens(text[:16], BLOCK))
+        assert it.engine.admit("a", 20, 1000, after=READY).state is RUNS
+        it.engine.computed(["a"], [20], after=READY)
+        it.engine.rewind("a", 18)
+        if num_new:
+            it.engine.step(["a"], [num_new])
+        it.sleep(to=HOST, **WHO)
+        it.wake(**WHO)
+        if not num_new:
+            it.engine.step(["a"], [1])
+        it.engine.computed(["a"], [19], after=READY)
+        it.engine.finish("a")
+        it.engine.check()
+
+
 def test_tail_is_lost_without_the_copies_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """This shows that only the loads of the image restore what the tests above compare."""
     with world() as it:

@@ -49,9 +49,12 @@ def publish(
     with state.change:
         job = state.report_computed(due, deadline) if due else None
         state.change.commit()
+        if horizon_blocks is not None:
+            # Before the keys. Else an interrupt here would let `store_freed` copy too early.
+            state.last_compute = after
         state.ledger.cache_step([name for name, _ in due], [count for _, count in due])
         if horizon_blocks is not None:
-            state.last_compute, state.has_freed = after, False
+            state.has_freed = False
             job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
         return _begin(state, copies, job, begin_s, after)
 

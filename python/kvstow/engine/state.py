@@ -45,7 +45,7 @@ class Request:
     Attributes:
         num_given: number of hashes and of tokens that `add` and `extend` gave. The ledger has more
             after an extension that was cut short.
-        num_computed: computed tokens when its last block became full.
+        num_computed: computed tokens when its last block became full, without those taken back.
         due_tokens: number of computed tokens that fills its next block.
         state: "stranded" is a request that was loading when the engine was closed.
         load_id: the job that it waits for. 0 for none.
@@ -292,6 +292,7 @@ class State:
         """Take granted tokens back. The blocks that they filled are due again."""
         self.ledger.rewind(request_id, num_tokens)
         request, size = self.requests[request_id], self.ledger.hash_block_size
+        request.num_computed = min(request.num_computed, num_tokens)
         request.due_tokens = min(request.due_tokens, (num_tokens // size + 1) * size)
 
     # -- results for poll ----------------------------------------------------------------------
