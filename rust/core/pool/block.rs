@@ -13,7 +13,7 @@ use super::free_queue::{END, Link, OUTSIDE};
 const FLAG: u32 = 1 << 31;
 
 /// How many blocks later in the free queue a hint points.
-pub(super) const HINT_AHEAD: usize = 24;
+pub(super) const HINT_AHEAD: usize = 16;
 
 /// The most references that a block can have, and the most pins.
 pub(super) const MAX_COUNT: u32 = FLAG - 1;
