@@ -20,7 +20,9 @@ RESULTS: Final = ROOT / "benches" / "results"
 CATALOGUE: Final = Path(__file__).parent / "evidence.toml"
 PAGE: Final = ROOT / "docs" / "evidence.md"
 PLOTS: Final = ROOT / "docs" / "images" / "evidence"
-_MACHINE: Final = re.compile(r"((?:one core of a shared )?\d+-core machine, .*? Processor)")
+_MACHINE: Final = re.compile(
+    r"((?:one core of a shared )?\d+-core machine, (?:AMD EPYC|[^,;]{1,40}? Processor))"
+)
 _HEAD: Final = """\
 # Evidence
 
