@@ -115,3 +115,15 @@ def test_a_hash_without_its_parent_would_hit_another_prompt(*, is_known: bool) -
     at.allocate("one", 12)
     at.add("other", hash_tokens(NEW, BLOCK))
     assert at.lookup("other", 100).num_tokens == (0 if is_known else BLOCK)
+
+
+def test_a_store_with_new_hashes_takes_each_request_once() -> None:
+    tier = scheduler()
+    tier.add("one", KNOWN)
+    wrong = hash_tokens(NEW, BLOCK, parent=KNOWN[-1])
+    with pytest.raises(ConfigError, match='"one" is named twice'):
+        tier.store(["one", "one"], [8, 12], [1, 2, 3], [0, 2, 3], new_hashes=[NEXT, wrong])
+    tier.check()
+    job = tier.store(["one"], [12], [1, 2, 3], [0, 3], new_hashes=[NEXT])
+    assert job is not None
+    assert len(job) == 3

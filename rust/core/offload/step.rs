@@ -99,7 +99,7 @@ fn check_granted(request_id: &str, num_tokens: usize, num_granted: usize) -> Res
 }
 
 /// Refuses a request that is named twice. It would get its new hashes and blocks twice.
-fn check_each_once(mut named: Vec<(usize, &str)>) -> Result<()> {
+pub(super) fn check_each_once(mut named: Vec<(usize, &str)>) -> Result<()> {
     named.sort_unstable();
     match named.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(Error::Config(format!(

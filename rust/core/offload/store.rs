@@ -8,6 +8,7 @@ use crate::pool::check_ids;
 
 use super::job::{Kind, Ranks, place_of};
 use super::request::ReportedTable;
+use super::step::check_each_once;
 use super::tier::{Filling, Reserved, Tier};
 use super::{Job, Mode, OffloadScheduler};
 
@@ -93,7 +94,8 @@ impl OffloadScheduler {
     /// [`extend`](Self::extend) does.
     ///
     /// # Errors
-    /// As [`store`](Self::store) and [`extend`](Self::extend), before any request has got hashes.
+    /// As [`store`](Self::store) and [`extend`](Self::extend), and [`Error::Config`] for a request
+    /// that is named twice, before any request has got hashes.
     pub fn extend_and_store<'a>(
         &mut self,
         new_hashes: &'a [Hashes],
@@ -102,6 +104,11 @@ impl OffloadScheduler {
         deadline: Option<f64>,
     ) -> Result<Option<Job>> {
         let places = self.checked_places(progress.clone())?;
+        if !new_hashes.is_empty() {
+            // Each chain is compared with the hashes before the call.
+            let names = progress.clone().map(|each| each.request_id);
+            check_each_once(places.iter().copied().zip(names).collect())?;
+        }
         self.extend_step(progress.clone().map(|each| each.request_id).zip(new_hashes))?;
         self.store_checked(&places, max_blocks, progress, deadline)
     }
