@@ -30,6 +30,7 @@ from kvstow._core import (
     StateError,
     StepAllocation,
 )
+from kvstow.arguments import checked_int
 from kvstow.closing import Closing, call_all
 from kvstow.engine.admission import Wish, admit
 from kvstow.engine.answers import Admission, Awake, Ids, Landed
@@ -285,9 +286,8 @@ class Engine(Closing):
         check_event(after)
         state = self._known(request_id)
         if (found := state.requests[request_id].state) != "added":
-            fix = {"running": "call step for more of its tokens"}.get(
-                found, "wait until poll reports that it is loaded"
-            )
+            is_running = found == "running"
+            fix = "call step for more of its tokens" if is_running else "wait for poll to report it"
             raise StateError(f"request {request_id!r} is {found}; admit a request once, and {fix}")
         wish = Wish(
             request_id, num_tokens, max_new_tokens, num_lookahead_tokens, reserve, must_fit_tokens
@@ -371,7 +371,8 @@ class Engine(Closing):
             StateError: fewer tokens than are published, or the request does not run.
         """
         self._check_running([request_id])
-        self._state.rewind(request_id, num_tokens)
+        fix = "pass the tokens that stay"
+        self._state.rewind(request_id, checked_int("num_tokens", num_tokens, 0, 2**63 - 1, fix))
 
     def tables(self, request_id: str) -> tuple[Ids, ...]:
         """Return a request's block table per group. 0 stands where the group needs no block."""

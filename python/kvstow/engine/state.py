@@ -289,11 +289,19 @@ class State:
         return job
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Take granted tokens back. The blocks that they filled are due again."""
-        self.ledger.rewind(request_id, num_tokens)
+        """Take granted tokens back. The blocks that they filled are due again.
+
+        The engine's record changes first. If the rest is cut short, blocks are only reported again.
+        """
         request, size = self.requests[request_id], self.ledger.hash_block_size
+        before = request.num_computed, request.due_tokens
         request.num_computed = min(request.num_computed, num_tokens)
         request.due_tokens = min(request.due_tokens, (num_tokens // size + 1) * size)
+        try:
+            self.ledger.rewind(request_id, num_tokens)
+        except KvstowError:
+            request.num_computed, request.due_tokens = before
+            raise
 
     # -- results for poll ----------------------------------------------------------------------
 
