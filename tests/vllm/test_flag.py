@@ -123,8 +123,8 @@ def test_the_manifest_runs_the_image_that_the_dockerfile_builds() -> None:
     (version,) = re.findall(r"^FROM vllm/vllm-openai:v(.*)$", dockerfile, re.MULTILINE)
     assert version == vllm.__version__.partition("+")[0], "the image must have the tested version"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (extra,) = re.findall(r"\.whl\)\[(\w+)\]", dockerfile)
-    assert extra in project["optional-dependencies"]
+    (extras,) = re.findall(r"\.whl\)\[([\w,]+)\]", dockerfile)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 def rows(table: str) -> list[list[str]]:
