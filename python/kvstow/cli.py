@@ -15,7 +15,8 @@ from typing import Final
 
 import click
 
-from kvstow._core import ConfigError, __version__
+from kvstow._core import ConfigError
+from kvstow.build import version_and_build
 from kvstow.output import STANDARD_OUTPUT, discard_standard_output
 
 EXIT_USAGE: Final = 2
@@ -85,7 +86,7 @@ def _commands() -> click.Group:
     group = click.Group(
         "kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands
     )
-    return click.version_option(__version__, prog_name="kvstow")(group)
+    return click.version_option(version_and_build(), prog_name="kvstow")(group)
 
 
 def _complain(message: str) -> None:

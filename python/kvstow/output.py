@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstow._core import ConfigError
+from kvstow.build import version_and_build
 from kvstow.closing import Closing
 
 STANDARD_OUTPUT: Final = "standard output"
@@ -62,8 +63,13 @@ class Output(Closing):
             self._file.close()
 
     def write(self, result: Mapping[str, object], shown: Callable[[], Table | str]) -> None:
-        """Write the result to the file, and print it: as JSON, or as what `shown` returns."""
-        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+        """Write the result to the file, and print it: as JSON, or as what `shown` returns.
+
+        The JSON also says which build of kvstow found it.
+        """
+        text = (
+            json.dumps({**result, "kvstow": version_and_build()}, indent=2, allow_nan=False) + "\n"
+        )
         if self._file is not None:
             self._file.write(text.encode())
         print_text(text if self.as_json else _rendered(shown()))

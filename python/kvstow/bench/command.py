@@ -14,7 +14,7 @@ from typing import Final
 import click
 from rich.table import Table
 
-from kvstow._core import ConfigError, __version__, debug_build
+from kvstow._core import ConfigError, debug_build
 from kvstow.bench.accounting import AccountingRow, Maker, measure_accounting
 from kvstow.bench.clock import machine
 from kvstow.bench.copy import CopyRow, Device, has_gpu, measure_copies
@@ -191,7 +191,6 @@ def _result(rows: Sequence[AccountingRow | CopyRow | TierRow], turns: int) -> di
     return {
         "machine": machine(),
         "python": platform.python_version(),
-        "kvstow": __version__,
         "turns": turns,
         "rows": [asdict(row) for row in rows],
     }

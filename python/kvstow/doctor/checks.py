@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from kvstow._core import __version__
+from kvstow.build import version_and_build
 from kvstow.doctor import gpu
 from kvstow.doctor.findings import Finding, Status, run_check
 from kvstow.memory import free_memory
@@ -108,8 +108,9 @@ def _cuda(version: int) -> str:
 
 def _kvstow() -> Iterable[Finding]:
     python = platform.python_version()
-    figures = {"version": __version__, "python": python}
-    yield Finding("kvstow", "ok", f"Version {__version__}, on Python {python}.", figures=figures)
+    version = version_and_build()
+    figures = {"version": version, "python": python}
+    yield Finding("kvstow", "ok", f"Version {version}, on Python {python}.", figures=figures)
 
 
 def _machine() -> Iterable[Finding]:

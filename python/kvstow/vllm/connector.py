@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvstow import ConfigError, StateSpace
+from kvstow.build import version_and_build
 from kvstow.observability.events import EventFile
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.identity import Identity
@@ -104,6 +105,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 identity=Identity.of(vllm_config, options),
             )
             return
+        logger.info("kvstow: version %s", version_and_build())
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if model.tokens_per_hash % tokens_per_hash:
             raise ConfigError(
