@@ -13,10 +13,13 @@ from kvstow import (
     BlockRemoved,
     BlockStored,
     ConfigError,
+    InvalidBlock,
     Job,
+    KvstowError,
     OffloadScheduler,
     SlidingWindow,
     StateError,
+    hash_tokens,
 )
 
 
@@ -432,3 +435,73 @@ def test_a_request_that_starts_over_counts_once_towards_the_threshold() -> None:
     assert compute("b") == [1, 2], "two requests have seen these"
     assert compute("a") == [], "a job is filling slots with them"
     scheduler.check()
+
+
+# -- loads that report their blocks ------------------------------------------------------------
+
+
+def held(scheduler: OffloadScheduler) -> None:
+    """Bring a prompt of four blocks to the host, and look it up for request `b` after the first."""
+    scheduler.add("a", hashes("wxyz"))
+    job = some(scheduler.store(["a"], [4 * BLOCK_SIZE], [1, 2, 3, 4], [0, 4]))
+    scheduler.complete(job.job_id)
+    scheduler.add("b", hashes("wxyz"))
+    assert scheduler.lookup("b", BLOCK_SIZE, ALL) == 3 * BLOCK_SIZE
+
+
+def test_after_a_load_that_reports_its_blocks_a_store_takes_the_blocks_behind_it() -> None:
+    scheduler = OffloadScheduler(8, [GROUP])
+    held(scheduler)
+    load = scheduler.load("b", 3 * BLOCK_SIZE, [[12, 13, 14]], local_ids=[[11]])
+    assert load.block_ids.tolist() == [12, 13, 14]
+    scheduler.complete(load.job_id)
+    longer = hash_tokens([ord(letter) for letter in "wxyzv" for _ in range(BLOCK_SIZE)], BLOCK_SIZE)
+    job = some(
+        scheduler.store(["b"], [5 * BLOCK_SIZE], [15], [0, 1], new_hashes=[list(longer)[4:]])
+    )
+    assert job.block_ids.tolist() == [15]
+    scheduler.complete(job.job_id)
+    # What the tier has lost since is stored again, from the blocks that the load has reported.
+    scheduler.reset()
+    scheduler.add("c", hashes("wxyz"))
+    again = some(scheduler.store(["b"], [5 * BLOCK_SIZE], [], [0, 0]))
+    assert again.block_ids.tolist() == [11, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("local_ids", "error", "says"),
+    [
+        ([[]], ConfigError, f"{BLOCK_SIZE} local tokens are 1 blocks of {BLOCK_SIZE}, not 0"),
+        ([[11, 12]], ConfigError, f"{BLOCK_SIZE} local tokens are 1 blocks of {BLOCK_SIZE}, not 2"),
+        ([[11], [11]], ConfigError, "block ids for 2 groups"),
+        ([[0]], InvalidBlock, "is the null block"),
+    ],
+)
+def test_wrong_local_blocks_are_refused_and_change_nothing(
+    local_ids: list[list[int]], error: type[KvstowError], says: str
+) -> None:
+    scheduler = OffloadScheduler(8, [GROUP])
+    held(scheduler)
+    before = scheduler.stats()
+    with pytest.raises(error, match=says):
+        scheduler.load("b", 3 * BLOCK_SIZE, [[12, 13, 14]], local_ids=local_ids)
+    assert scheduler.stats() == before
+    scheduler.check()
+    job = scheduler.load("b", 3 * BLOCK_SIZE, [[12, 13, 14]], local_ids=[[11]])
+    scheduler.complete(job.job_id)
+    assert scheduler.store(["b"], [4 * BLOCK_SIZE], [], [0, 0]) is None
+
+
+def test_a_load_reports_no_blocks_twice_and_none_of_a_window() -> None:
+    scheduler = OffloadScheduler(8, [GROUP])
+    held(scheduler)
+    assert scheduler.store(["b"], [BLOCK_SIZE], [11], [0, 1]) is None  # the tier has it
+    with pytest.raises(StateError, match="no block was reported before"):
+        scheduler.load("b", 3 * BLOCK_SIZE, [[12, 13, 14]], local_ids=[[11]])
+    scheduler.load("b", 3 * BLOCK_SIZE, [[12, 13, 14]])
+
+    windows = OffloadScheduler(8, [SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)])
+    held(windows)
+    with pytest.raises(StateError, match="all groups have full attention"):
+        windows.load("b", 3 * BLOCK_SIZE, [[13, 14]], local_ids=[[11]])
+    windows.load("b", 3 * BLOCK_SIZE, [[13, 14]])

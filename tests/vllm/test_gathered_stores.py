@@ -76,9 +76,10 @@ def test_models_with_windows_are_stored_in_each_step() -> None:
     assert num_stored(scheduler) != []
 
 
-def test_a_load_is_not_taken_for_computed_tokens() -> None:
+@pytest.mark.parametrize("prompt_only", [False, True], ids=["load reports", "store reports"])
+def test_a_load_is_not_taken_for_computed_tokens(prompt_only: bool) -> None:
     """A request is preempted while its blocks wait for a store, and then loads others."""
-    scheduler = Scheduler(FULL, gathered_tokens=10_000)
+    scheduler = Scheduler(FULL, gathered_tokens=10_000, offload_prompt_only=prompt_only)
     scheduler.store_request("b", 100)
     request = scheduler.request("a", 100)
     request.skip_reading_prefix_cache = True
@@ -92,7 +93,10 @@ def test_a_load_is_not_taken_for_computed_tokens() -> None:
     half = scheduler.half
     half.stores.store_gathered()
     assert not half.requests.due
-    assert half.requests.tracked["a"].num_reported == [0]
+    assert half.transfers.jobs.stores == []
+    # A load that reports its blocks knows that they are not due.
+    tracked = half.requests.tracked["a"]
+    assert (tracked.num_reported, tracked.due_tokens) == (([0], 16) if prompt_only else ([6], 112))
 
 
 def engine(folder: Path, gathered_tokens: int, **settings: object) -> Simulated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -20,11 +21,16 @@ logger = logging.getLogger("vllm." + __name__)
 
 @dataclass
 class Loads:
-    """Answers vLLM's lookups, and plans loads."""
+    """Answers vLLM's lookups, and plans loads.
+
+    Attributes:
+        sees_all_blocks: whether `Stores` must see each block of a request, loaded ones too.
+    """
 
     tier: HostTier
     requests: Requests
     transfers: Transfers
+    sees_all_blocks: bool
 
     def lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Return the tokens after the local hit that the host can serve; None: ask again later."""
@@ -116,7 +122,7 @@ class Loads:
         if num_external_tokens == 0:
             offload.release(request_id)
             return
-        end = start + num_external_tokens
+        end, unit = start + num_external_tokens, tracked.model.tokens_per_hash
         target_ids: list[list[int]] = []
         targets: list[KVCacheBlock] = []
         for g, (group, table) in enumerate(zip(groups, blocks.blocks, strict=True)):
@@ -127,8 +133,11 @@ class Loads:
             targets += own
         tracked.is_loading = True
         deadline = self.tier.deadline()
+        local_ids = self._local_ids(tracked, blocks)
         try:
-            job = offload.load(request_id, num_external_tokens, target_ids, deadline=deadline)
+            job = offload.load(
+                request_id, num_external_tokens, target_ids, local_ids=local_ids, deadline=deadline
+            )
         except KvstowError:
             # vLLM accepted tokens that were not offered. It waits for this load, so the load must
             # fail, or the request would wait forever.
@@ -141,7 +150,29 @@ class Loads:
             offload.release(request_id)
             self.transfers.fail_load(request_id)
             return
+        if local_ids is not None:  # if the load fails, the request starts over
+            tracked.num_reported = [end // group.block_size for group in groups]
+            tracked.due_tokens = (end // unit + 1) * unit
         self.transfers.begin_load(job, targets, request_id)
+
+    def _local_ids(self, tracked: TrackedRequest, blocks: KVCacheBlocks) -> list[list[int]] | None:
+        """Return the blocks before a load, which then reports them with its own.
+
+        None if `Stores` must see each block of the request: a window drops its blocks, the lazy
+        queue and the events learn what was computed, and a hint may leave blocks out.
+        """
+        model = tracked.model
+        if (
+            self.sees_all_blocks
+            or self.tier.lazy is not None
+            or not model.is_full_attention
+            or tracked.max_stored_tokens != sys.maxsize
+        ):
+            return None
+        return [
+            [block.block_id for block in table[: tracked.num_local_tokens // group.block_size]]
+            for table, group in zip(blocks.blocks, model.groups, strict=True)
+        ]
 
 
 def _is_new_chunk_of_preempted(request: Request) -> bool:

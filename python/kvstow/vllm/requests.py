@@ -65,7 +65,8 @@ class TrackedRequest:
     """A request between its first lookup and its end.
 
     Attributes:
-        num_reported: per group, the blocks of its table that the tier knows.
+        num_reported: per group, the blocks of its table that the tier knows. A load may report its
+            blocks when it begins; they count as computed only when vLLM counts them.
         due_tokens: the number of computed tokens that completes the next block hash.
         num_hashes: hashes that the tier knows.
         last_hash: the last of these.

@@ -103,7 +103,7 @@ class SchedulerHalf:
         self.transfers = Transfers(tier)
         parts = tier, self.requests, self.transfers
         stores = Stores(*parts, host_events)
-        self.loads = Loads(*parts)
+        self.loads = Loads(*parts, sees_all_blocks=host_events is not None)
         self.stores = stores
         self.steps = Steps(*parts, stores)
         self.sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))

@@ -518,27 +518,41 @@ impl OffloadScheduler {
     ///     block_ids: per group, the device blocks to fill, in order. Pass what
     ///         `BlockLedger.allocate` took for these external tokens. A group that skips blocks
     ///         loads only those that the token after the load reads.
+    ///     local_ids: per group, the device blocks of the local hit. With them all blocks of the hit
+    ///         count as reported, and the next `store` takes those after them. For models of full
+    ///         attention alone. None: the next `store` takes all.
     ///     deadline: when `expire` fails the job, on the caller's clock.
     ///
     /// Raises:
     ///     StateError: `lookup` has found nothing to load. Or the load is shorter than what was
-    ///         found, and the host lacks the window before its end.
+    ///         found, and the host lacks the window before its end. With `local_ids`, also if
+    ///         blocks were reported before, or in a model with windows or states.
     ///     ConfigError: 0 tokens, more than were found, a number that is not a multiple of the
     ///         block size, or another number of blocks.
     ///     InvalidBlock: a repeated or null block.
-    #[pyo3(signature = (request_id, num_tokens, block_ids, *, deadline = None))]
+    #[pyo3(signature = (request_id, num_tokens, block_ids, *, local_ids = None, deadline = None))]
     fn load(
         &self,
         py: Python<'_>,
         request_id: RequestId,
         num_tokens: Count,
         block_ids: Vec<Bound<'_, PyAny>>,
+        local_ids: Option<Vec<Bound<'_, PyAny>>>,
         deadline: Option<f64>,
     ) -> PyResult<Job> {
         check_time("deadline", deadline)?;
-        let block_ids: Vec<_> =
-            block_ids.iter().map(|group| ids(group, MAX_BLOCKS)).collect::<PyResult<_>>()?;
-        let job = lock(&self.0).load(&request_id, num_tokens.0, &block_ids, deadline);
+        let ids_of = |groups: Vec<Bound<'_, PyAny>>| {
+            groups.iter().map(|group| ids(group, MAX_BLOCKS)).collect::<PyResult<Vec<_>>>()
+        };
+        let (block_ids, local_ids) = (ids_of(block_ids)?, local_ids.map(ids_of).transpose()?);
+        let (mut scheduler, num_tokens) = (lock(&self.0), num_tokens.0);
+        let job = match local_ids {
+            None => scheduler.load(&request_id, num_tokens, &block_ids, deadline),
+            Some(local_ids) => {
+                scheduler.load_reported(&request_id, num_tokens, &local_ids, &block_ids, deadline)
+            }
+        };
+        drop(scheduler);
         Ok(to_job(py, job.map_err(to_py)?, &block_ids.concat()))
     }
 

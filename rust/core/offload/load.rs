@@ -3,13 +3,13 @@
 use std::borrow::Cow;
 
 use crate::error::{Error, Result};
-use crate::group::{Hit, Source};
+use crate::group::{Attention, Hit, Source};
 use crate::ids::BlockId;
 use crate::pool::{check_ids, repeated};
 
 use super::job::Kind;
 use super::request::HeldSlots;
-use super::{Job, OffloadScheduler};
+use super::{Job, Mode, OffloadScheduler};
 
 impl OffloadScheduler {
     /// Returns the number of tokens after the local hit that the host can serve, up to `max_tokens`
@@ -92,6 +92,53 @@ impl OffloadScheduler {
         deadline: Option<f64>,
     ) -> Result<Job> {
         let (slots, copies) = self.plan_load(request_id, num_tokens, block_ids)?;
+        self.begin_load(request_id, num_tokens, block_ids, slots, copies, deadline)
+    }
+
+    /// As [`load`](Self::load), and counts the blocks of the whole hit as reported: per group, the
+    /// local ones and then those of the load. [`store`](Self::store) then takes the blocks after
+    /// them.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), and as [`store`](Self::store) for the local blocks;
+    /// [`Error::Config`] for another number of them; [`Error::State`] if the request has reported
+    /// blocks, or if a group does not have full attention: its blocks may leave the device before
+    /// the next store.
+    pub fn load_reported(
+        &mut self,
+        request_id: &str,
+        num_tokens: usize,
+        local_ids: &[Vec<BlockId>],
+        block_ids: &[Vec<BlockId>],
+        deadline: Option<f64>,
+    ) -> Result<Job> {
+        let (slots, copies) = self.plan_load(request_id, num_tokens, block_ids)?;
+        self.check_local(request_id, local_ids)?;
+        let request = self.requests.get_mut(request_id)?;
+        let is_local = request.held.num_local_tokens > 0;
+        for ((table, local), loaded) in request.tables.iter_mut().zip(local_ids).zip(block_ids) {
+            table.blocks.reserve(local.len() + loaded.len());
+            table.blocks.extend_from_slice(local);
+            table.blocks.extend_from_slice(loaded);
+            if !is_local && self.config.mode == Mode::Eager {
+                // The tier has these blocks, which no store has to look up again.
+                table.num_kept = loaded.len() / self.config.blocks_per_slot;
+            }
+        }
+        request.num_losses = self.host.num_losses;
+        self.begin_load(request_id, num_tokens, block_ids, slots, copies, deadline)
+    }
+
+    /// Begins a load that was checked.
+    fn begin_load(
+        &mut self,
+        request_id: &str,
+        num_tokens: usize,
+        block_ids: &[Vec<BlockId>],
+        slots: Vec<BlockId>,
+        copies: Job,
+        deadline: Option<f64>,
+    ) -> Result<Job> {
         let request = self.requests.get_mut(request_id)?;
         let held = std::mem::take(&mut request.held);
         let end = held.num_local_tokens + num_tokens;
@@ -199,6 +246,34 @@ impl OffloadScheduler {
         }
         check_targets(&copies.block_ids)?;
         Ok((slots, copies))
+    }
+
+    /// Checks the local blocks of a load that reports its blocks.
+    fn check_local(&self, request_id: &str, local_ids: &[Vec<BlockId>]) -> Result<()> {
+        let request = self.requests.get(request_id)?;
+        let num_local_tokens = request.held.num_local_tokens;
+        let slices: Vec<&[BlockId]> = local_ids.iter().map(Vec::as_slice).collect();
+        self.check_blocks(&slices)?;
+        for ((group, table), local) in self.model.groups().iter().zip(&request.tables).zip(&slices)
+        {
+            if group.attention != Attention::Full || !table.blocks.is_empty() {
+                return Err(Error::State(format!(
+                    "request {request_id:?}: a load reports its blocks only if all groups have full \
+                     attention and no block was reported before: load without local blocks, and \
+                     name all blocks in the next store"
+                )));
+            }
+            let num_local = num_local_tokens / group.block_size;
+            if local.len() != num_local {
+                return Err(Error::Config(format!(
+                    "request {request_id:?}: {num_local_tokens} local tokens are {num_local} blocks \
+                     of {}, not {}: give the blocks before the load",
+                    group.block_size,
+                    local.len()
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Unpins what a request's lookup holds.

@@ -59,7 +59,7 @@ impl OffloadScheduler {
             let &(_, request_id, num_computed_tokens, _) = due;
             Progress { request_id, num_computed_tokens, new_blocks }
         });
-        progress.clone().try_for_each(|progress| self.check_blocks(&progress))?;
+        progress.clone().try_for_each(|progress| self.check_blocks(progress.new_blocks))?;
         self.host.slots.pool.agree_width(ledger.pool().hash_width())?;
         let mut places = Vec::with_capacity(due.len());
         for &(place, _, _, hashes) in &due {

@@ -121,15 +121,15 @@ impl OffloadScheduler {
         let mut places: Vec<usize> = Vec::with_capacity(progress.size_hint().0);
         for progress in progress {
             places.push(self.requests.place(progress.request_id)?);
-            self.check_blocks(&progress)?;
+            self.check_blocks(progress.new_blocks)?;
         }
         Ok(places)
     }
 
     /// Checks the blocks that a request appends to its tables.
-    pub(super) fn check_blocks(&self, progress: &Progress<'_>) -> Result<()> {
-        self.check_num_groups(progress.new_blocks.len())?;
-        for (blocks, group) in progress.new_blocks.iter().zip(self.model.groups()) {
+    pub(super) fn check_blocks(&self, new_blocks: &[&[BlockId]]) -> Result<()> {
+        self.check_num_groups(new_blocks.len())?;
+        for (blocks, group) in new_blocks.iter().zip(self.model.groups()) {
             check_ids(blocks, self.config.num_device_blocks)?;
             let is_full = group.attention == Attention::Full;
             if is_full && blocks.contains(&BlockId::NULL) {

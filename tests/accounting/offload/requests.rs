@@ -73,8 +73,25 @@ impl World {
         let (id, end) = (who.to_string(), start + external);
         let targets: Vec<Vec<BlockId>> =
             taken.offsets.windows(2).map(|ends| taken.ids[ends[0]..ends[1]].to_vec()).collect();
-        let Ok(job) = self.scheduler.load(&id, external, &targets, Some(self.now + PATIENCE))
-        else {
+        let deadline = Some(self.now + PATIENCE);
+        // Every other load of a full-attention model reports its blocks.
+        let groups = self.groups();
+        let is_full = groups.iter().all(|(_, group)| group.attention == Attention::Full);
+        let job = if is_full && self.requests[&who].serial.is_multiple_of(2) {
+            let local: Vec<Vec<BlockId>> = groups
+                .iter()
+                .map(|&(at, group)| {
+                    let table = self.ledger.block_table(&id, at).unwrap();
+                    table[..start / group.block_size].to_vec()
+                })
+                .collect();
+            let num_reported = groups.iter().map(|(_, group)| end / group.block_size).collect();
+            self.requests.get_mut(&who).unwrap().num_reported = num_reported;
+            self.scheduler.load_reported(&id, external, &local, &targets, deadline)
+        } else {
+            self.scheduler.load(&id, external, &targets, deadline)
+        };
+        let Ok(job) = job else {
             // The window before an earlier end may not be on the host any more.
             assert!(external < found && self.model.groups().len() > 1);
             return self.leave(who);
