@@ -249,6 +249,45 @@ def test_copies_end_before_sleep_and_the_next_poll_reports_them() -> None:
         it.check()
 
 
+@pytest.mark.parametrize("leave", ["preempt", "finish"])
+def test_next_poll_leaves_out_a_load_whose_request_was_given_up_after_waking(leave: str) -> None:
+    """The request of this id runs again by then, or is another one that was only added."""
+    with world() as it:
+        it.run("a", prompt(1, 16))
+        it.settle()
+        it.engine.preempt("a")
+        it.engine.ledger.pool.evict(np.arange(1, 24))
+        assert it.engine.admit("a", 16, 100, after=READY).state is LOADS
+        it.sleep()
+        it.wake()
+        if leave == "preempt":
+            it.engine.preempt("a")
+        else:
+            it.engine.finish("a")
+            it.engine.add("a", hash_tokens(prompt(2, 16), BLOCK))
+        assert it.engine.admit("a", 16, 100, after=READY).state is RUNS
+        assert it.engine.poll().loaded == []
+        it.engine.check()
+
+
+@pytest.mark.parametrize("leave", ["preempt", "finish"])
+def test_next_poll_leaves_out_a_failed_load_of_a_request_that_was_given_up(leave: str) -> None:
+    """Its user has put it back into the queue, and must not do so twice."""
+    with world() as it:
+        it.run("a", prompt(1, 16))
+        it.settle()
+        it.engine.preempt("a")
+        it.engine.ledger.pool.evict(np.arange(1, 24))
+        assert it.engine.admit("a", 16, 100, after=READY).state is LOADS
+        it.sleep(preserve=False)
+        it.wake()
+        getattr(it.engine, leave)("a")
+        if leave == "finish":
+            it.engine.add("a", hash_tokens(prompt(2, 16), BLOCK))
+        assert it.engine.poll().failed == []
+        it.engine.check()
+
+
 def test_copy_past_the_timeout_has_failed_and_cannot_land_later() -> None:
     never = HostEvent()
     with world() as it:

@@ -385,9 +385,10 @@ class Engine(Closing):
         copy stay taken until `poll` reports its end.
         """
         state = self._known(request_id)
-        if state.requests[request_id].state != "added":
-            with state.change:
-                state.change.commit()
+        with state.change:
+            state.change.commit()
+            state.withdraw(request_id)
+            if state.requests[request_id].state != "added":
                 state.restart(request_id)
 
     def finish(self, request_id: str) -> None:
@@ -395,6 +396,7 @@ class Engine(Closing):
         state = self._known(request_id)
         with state.change:
             state.change.commit()
+            state.withdraw(request_id)
             state.finish(request_id)
 
     # -- copies --------------------------------------------------------------------------------

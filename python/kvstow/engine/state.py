@@ -314,10 +314,18 @@ class State:
             num_failed_stores=found.num_failed_stores + num_failed,
         )
 
+    def withdraw(self, request_id: str) -> None:
+        """Report no earlier load of a request, because its user finishes or preempts it now.
+
+        The request may be admitted again, or another one may get its id, before `poll` reports.
+        """
+        for names in self.unreported.loaded, self.unreported.failed:
+            names[:] = [name for name in names if name != request_id]
+
     def take_unreported(self) -> Landed:
         """Return what no `poll` has reported yet.
 
-        If a call raised, the caller may have finished or preempted a request since: leave it out.
+        A request may have changed its state since, if a call was cut short: leave it out.
         """
         found, requests = self.unreported, self.requests
         if found.loaded or found.failed:
