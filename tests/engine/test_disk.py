@@ -232,6 +232,26 @@ def sleep_in_a_file(it: World, to: Path) -> None:
     it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **names)
 
 
+@pytest.mark.parametrize("preserve", [True, False])
+def test_disk_is_on_again_after_a_sleep_that_came_before_the_reset_was_durable(
+    tmp_path: Path, calls: Calls, caplog: pytest.LogCaptureFixture, preserve: bool
+) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        calls.syncs_wait = True
+        it.engine.reset()
+        it.engine.sleep(after=READY, preserve=preserve)
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY)
+        it.engine.poll()
+        assert mode(it) == "off", "the new generation is not durable"
+        calls.syncs_wait = False
+        settle(it)
+        assert mode(it) == "on"
+        assert not caplog.messages, "the disk has no fault"
+        fall_off(it)  # loads nothing of before the reset
+        assert serve(it, "last", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
 def test_reset_that_could_not_be_written_counts_after_a_wake(tmp_path: Path, calls: Calls) -> None:
     with world(tmp_path / "disk") as it:
         fall_off(it)

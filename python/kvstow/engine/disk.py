@@ -153,7 +153,8 @@ class Disk(Closing):
                 self.close()
             if not self._runners:
                 self._open(state.ranks.arenas)
-            ranks = [] if self._must_renew else self._records()
+            # A tier that begins a new generation holds nothing, and writes nothing before it ends.
+            ranks = [] if self._must_renew or self._renewals else self._records()
         except KvstowError as error:
             self._warn("off", error)
             ranks = []
