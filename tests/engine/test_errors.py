@@ -66,6 +66,23 @@ def test_store_fails_if_its_event_raises_and_the_engine_goes_on(error: BaseExcep
         assert polled(it.engine).num_stored_blocks == 5, "the next store takes all blocks"
 
 
+def test_no_lookup_finds_a_step_that_failed_after_preempt_and_reset() -> None:
+    with world(mover=HostMover) as it:
+        it.admit("one", DOCUMENT)
+        step = HostEvent()
+        it.compute("one", DOCUMENT, after=step)
+        step.set(RuntimeError("the model failed"))
+        assert polled(it.engine).num_failed_stores == 1
+        assert it.admit("two", DOCUMENT).num_hit_tokens == len(DOCUMENT) - BLOCK, "not known here"
+        it.engine.preempt("one")
+        it.engine.preempt("two")
+        it.engine.reset()
+        for name in "one", "two":
+            found = it.engine.admit(name, len(DOCUMENT), 100, after=READY)
+            assert (found.num_hit_tokens, found.num_external_tokens) == (0, 0)
+        it.engine.check()
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_request_recomputes_if_the_event_of_its_load_raises(error: BaseException) -> None:
     with world(mover=HostMover) as it:

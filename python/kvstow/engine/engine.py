@@ -342,7 +342,9 @@ class Engine(Closing):
             num_computed_tokens: per request, all of its tokens whose KV exists once `after` has
                 happened, those of hits and of earlier steps included.
             after: the compute that fills the blocks. No copy begins before it. The events of later
-                calls happen later.
+                calls happen later. If it fails, its store fails, but lookups still find blocks
+                that were never computed. Then `preempt` or `finish` every request, and `reset`,
+                before you admit another.
 
         Returns:
             The store that began, if any. `poll` reports its end.
