@@ -310,7 +310,8 @@ class Engine(Closing):
             num_new_tokens: shape [n], the tokens that each computes next, drafts to verify
                 included.
             num_lookahead_tokens: tokens beyond those that get slots only, for each request.
-            num_in_flight_tokens: granted tokens of each whose step is not finished.
+            num_in_flight_tokens: granted tokens of each whose step is not finished. Where they
+                differ, the most of any of these requests.
 
         Returns:
             How many requests, from the first, have their slots (`num_granted`), and their new
