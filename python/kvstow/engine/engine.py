@@ -440,8 +440,9 @@ class Engine(Closing):
     def end(self, transfer: Transfer) -> JobEnd:
         """Wait for one transfer and account for its end, as `poll` does for all that are done.
 
-        If the result is `ok`, the request that waits for a load runs. If it is not, admit the
-        request again. If it is `late`, `expire` or `poll` has reported it already.
+        If the result is `ok`, the request that waits for this load runs. If it is not, admit the
+        request again. If it is `late`, `expire` or `poll` has reported it already. No request waits
+        for a load if it was preempted or finished since, whatever the result is.
 
         Raises:
             StateError: the transfer has ended already.
