@@ -691,7 +691,8 @@ class BlockLedger:
 
         Returns:
             The newly allocated block ids per group, without the blocks of the hit. None if the pool
-            cannot serve the request; then the request keeps what it held.
+            cannot serve the request. Then the request keeps what it held, except blocks that their
+            group no longer reads.
 
         Raises:
             UnknownRequest: the request was never added, or was freed.

@@ -315,7 +315,7 @@ class Engine(Closing):
 
         Returns:
             How many requests, from the first, have their slots (`num_granted`), and their new
-            blocks.
+            blocks. The others keep their blocks, except those that their group no longer reads.
 
         Raises:
             UnknownRequest: a request was not added.
@@ -368,10 +368,12 @@ class Engine(Closing):
         """Take granted tokens back to this many, because drafts were rejected.
 
         Drafts are granted if the step's `num_new_tokens` counts them. Blocks stay the request's.
+        Call this before the next `step`, which frees the blocks that a window has left.
 
         Raises:
             ConfigError: more tokens than were granted.
-            StateError: fewer tokens than are published, or the request does not run.
+            StateError: fewer tokens than are published, blocks that are already freed and would be
+                read again, or the request does not run.
         """
         self._check_running([request_id])
         fix = "pass the tokens that stay"
