@@ -409,6 +409,12 @@ class ChunkedLocal:
 class StateSpace:
     """Layers with a recurrent state (Mamba). A block holds the state after its last token.
 
+    A step reads the state of the block that holds the token before its first one. It writes the
+    state after the last token of each block that it fills, and after its own last token.
+    Lookups find every full block. If your kernel returns only the last state, let no step
+    compute past the next block end. `rewind` brings no earlier state back: before you compute
+    drafts, copy the state.
+
     Args:
         block_size: tokens per block.
 
