@@ -1263,9 +1263,9 @@ class OffloadScheduler:
             block_ids: per group, the device blocks to fill, in order. Pass what
                 `BlockLedger.allocate` took for these external tokens. A group that skips blocks
                 loads only those that the token after the load reads.
-            local_ids: per group, the device blocks of the local hit. With them all blocks of the hit
-                count as reported, and the next `store` takes those after them. For models of full
-                attention alone. None: the next `store` takes all.
+            local_ids: per group, the device blocks of the local hit. With them all blocks of the
+                hit count as reported, and the next `store` takes those after them. For models of
+                full attention alone. None: the next `store` takes all.
             deadline: when `expire` fails the job, on the caller's clock.
 
         Raises:

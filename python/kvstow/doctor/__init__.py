@@ -3,7 +3,7 @@
 `diagnose` returns the findings to a program. A check that fails becomes a finding too, and the
 other checks still run.
 
-May import: kvstow._core, kvstow.memory, kvstow.output, kvstow.transfer.
+May import: kvstow._core, kvstow.build, kvstow.memory, kvstow.output, kvstow.transfer.
 """
 
 from kvstow.doctor.checks import diagnose

@@ -105,14 +105,13 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 identity=Identity.of(vllm_config, options),
             )
             return
-        logger.info("kvstow: version %s", version_and_build())
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if model.tokens_per_hash % tokens_per_hash:
             raise ConfigError(
                 f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
                 f"block size {model.tokens_per_hash}: start vLLM without --prefix-match-unit"
             )
-        _warn(self._kv_transfer_config, model, options, tokens_per_hash)
+        _log_start(self._kv_transfer_config, model, options, tokens_per_hash)
         if options.accelerate:
             from kvstow.vllm import accelerate  # noqa: PLC0415 - off by default
 
@@ -385,8 +384,9 @@ def _check_config(config: VllmConfig) -> None:
         )
 
 
-def _warn(transfer: Any, model: Model, options: Options, tokens_per_hash: int) -> None:
-    """Log a warning for each setting that works less well than another."""
+def _log_start(transfer: Any, model: Model, options: Options, tokens_per_hash: int) -> None:
+    """Log which kvstow this is, and a warning for each setting that works less well than another."""
+    logger.info("kvstow: version %s", version_and_build())
     if transfer.kv_role != "kv_both":
         logger.warning(
             "kvstow: kv_role is %r. Set it to kv_both, or vLLM gives freed blocks away before "
