@@ -22,7 +22,7 @@ from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME_BYTES, Context, Fingerprint, Frames, taken, words_of
 from kvstow.tiers.opening import INDEX_SUFFIX, index_bytes
-from kvstow.tiers.slot_calls import SlotCalls
+from kvstow.tiers.slot_calls import SlotCalls, Unbounded
 from kvstow.tiers.slot_index import (
     HEADER_BYTES,
     Header,
@@ -97,7 +97,7 @@ class Inspection:
         try:
             with suppress(OSError):
                 self._files.set_direct(data, True)
-            calls = SlotCalls(self._files, data, -1, rows, slot_bytes)
+            calls = SlotCalls(self._files, data, -1, rows, Unbounded())
             slots: Index = self.frames["slot"].astype(np.int64)
             bad: list[int] = []
             last: OSError | None = None

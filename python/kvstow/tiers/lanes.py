@@ -3,11 +3,15 @@
 A call to a dead disk cannot be cancelled. So its thread is abandoned, and another takes its place:
 
 ```
-lane:  idle --- work begins ---> busy --- the call returns ----------------> idle
+lane:  idle --- work begins ---> busy --- the last call returns -----------> idle
                                   |
-                                  +-- busy for too long --> abandoned; its bytes are quarantined
-                                      ... the call returns at last --> the thread ends
+                                  +-- a call takes too long --> abandoned; its bytes are quarantined
+                                      ... the work ends at last --> the thread ends
 ```
+
+The time counts from the last call that returned. So a piece may take as long as a slow disk needs
+for it, and a call that hangs is found all the same. A slow disk gets small calls (`Pace`), which it
+returns in time.
 
 Each replacement costs a thread. So with too many bytes in quarantine the lanes go off. Then no work
 begins any more, and all work that waits fails.
@@ -34,6 +38,13 @@ from kvstow.transfer.ticket import HostTicket, TransferTimeout
 
 # How often the watch looks at the threads within the time after which a call counts as stuck.
 _LOOKS = 4
+# Bytes of a call, unless it has less to move. Eight threads that share a disk of 1 MB/s wait 17 s
+# for the smallest. After each call a thread may wait 5 ms for Python, so a fast disk gets the
+# largest.
+_LEAST_BYTES, _MOST_BYTES = 2 << 20, 32 << 20
+# Calls grow until one takes this part of the time after which it counts as stuck. The disk may then
+# become so many times as slow.
+_MARGIN = 16
 
 
 class Work(Protocol):
@@ -59,9 +70,38 @@ class Work(Protocol):
 _Queue: TypeAlias = SimpleQueue[deque[Work] | None]
 
 
+@dataclass(slots=True)
+class Pace:
+    """How many bytes a call may move, so that the disk returns it before it counts as stuck.
+
+    Threads share it without a lock: each value that one of them writes is a valid one.
+
+    Attributes:
+        slow_s: seconds of a call after which the next ones are smaller.
+        most_bytes: the most bytes of the next call.
+    """
+
+    slow_s: float
+    most_bytes: int = field(default_factory=lambda: _LEAST_BYTES)
+
+    def note(self, num_bytes: int, took_s: float) -> None:
+        """Note how long a call took. Only a large one that was quick makes the next ones larger."""
+        if took_s > self.slow_s:
+            self.most_bytes = max(_LEAST_BYTES, self.most_bytes // 2)
+        elif 2 * took_s < self.slow_s and 2 * num_bytes > self.most_bytes:
+            self.most_bytes = min(_MOST_BYTES, 2 * self.most_bytes)
+
+    def slow_down(self) -> None:
+        """Begin again with small calls."""
+        self.most_bytes = _LEAST_BYTES
+
+
 @dataclass(slots=True, eq=False)
 class _Lane:
+    """A thread. Since `since_s` it has had this work, or no call of it has returned."""
+
     queue: _Queue
+    pace: Pace
     work: Work | None = None
     since_s: float = 0.0
     is_abandoned: bool = False
@@ -108,7 +148,11 @@ class Lanes:
         self._others: _Queue = SimpleQueue()
         self._stop_watch: SimpleQueue[None] = SimpleQueue()
         self._is_stopping = False
+        # A disk may read fast and write slowly.
+        slow_s = stuck_after_s / _MARGIN
+        self._put_pace, self._other_pace = Pace(slow_s), Pace(slow_s)
         self._lanes: list[_Lane] = []
+        self._own = threading.local()  # the lane of each thread
         try:
             for queue in (self._puts, self._others) * num_lanes:
                 self._add(queue)
@@ -150,6 +194,17 @@ class Lanes:
         self._stop_watch.put(None)
         return all(lane.end.poll() for lane in self._lanes)
 
+    def most_bytes(self) -> int:
+        """Return how many bytes the next call of this thread may move."""
+        lane: _Lane = self._own.lane
+        return lane.pace.most_bytes
+
+    def note_return(self, num_bytes: int) -> None:
+        """Note that a call of this thread has returned, and has moved so many bytes."""
+        lane, now_s = self._own.lane, self._now()
+        lane.pace.note(num_bytes, now_s - lane.since_s)
+        lane.since_s = now_s
+
     def look_after(self) -> None:
         """Abandon threads whose call has not returned for too long, and replace them."""
         now_s = self._now()
@@ -159,6 +214,7 @@ class Lanes:
                 if lane.work is None or not is_stuck or lane.is_abandoned:
                     continue
                 lane.is_abandoned = True
+                lane.pace.slow_down()
                 self.quarantined_bytes += lane.work.num_bytes
                 if self.quarantined_bytes > self._max_quarantined_bytes:
                     self._go_off(
@@ -197,7 +253,7 @@ class Lanes:
                 queue.put(None)  # in place of one that was taken here
 
     def _add(self, queue: _Queue) -> None:
-        lane = _Lane(queue)
+        lane = _Lane(queue, self._put_pace if queue is self._puts else self._other_pace)
         threading.Thread(target=self._run, args=(lane,), name="kvstow-tier", daemon=True).start()
         self._lanes.append(lane)
 
@@ -251,6 +307,7 @@ class Lanes:
         return pieces
 
     def _run(self, lane: _Lane) -> None:
+        self._own.lane = lane
         while (work := self._next(lane.queue)) is not None:
             with self._lock:
                 lane.work, lane.since_s = work, self._now()

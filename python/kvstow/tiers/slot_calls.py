@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,36 @@ _Call: TypeAlias = Callable[[int, Buffers, int], int]
 _MAX_RUN = 1024
 
 
+class Pace(Protocol):
+    """Who bounds the bytes of a call."""
+
+    def most_bytes(self) -> int:
+        """Return how many bytes the next call may move."""
+
+    def note_return(self, num_bytes: int) -> None:
+        """Note that a call has returned, and has moved so many bytes."""
+
+
+class Unbounded:
+    """The pace of a caller that waits for each call as long as it takes."""
+
+    def most_bytes(self) -> int:
+        """Return more than any caller moves."""
+        return 1 << 40
+
+    def note_return(self, num_bytes: int) -> None:
+        """Do nothing."""
+
+
 class SlotCalls:
     """Both files and the host slots. Each method raises `OSError` if a call fails."""
 
-    def __init__(self, files: Files, data: int, index: int, rows: Rows, slot_bytes: int) -> None:
-        """Take over the descriptors `data` and `index`."""
+    def __init__(self, files: Files, data: int, index: int, rows: Rows, pace: Pace) -> None:
+        """Take over the descriptors `data` and `index`. A slot has the bytes of a row."""
         self._files = files
         self._data, self._index = data, index
-        self._rows = rows
-        self._slot_bytes = slot_bytes
+        self._rows, self._pace = rows, pace
+        self._slot_bytes: int = rows.shape[1]
 
     @property
     def is_open(self) -> bool:
@@ -39,18 +60,30 @@ class SlotCalls:
         """Write and sync the header."""
         write_header(self._files, self._index, header)
 
-    def write_data(self, slots: Index, host: Index) -> None:
-        """Write host slots to slots, which ascend."""
-        for begin, end in _runs(slots):
+    def write_data(self, slots: Index, host: Index, *, may_go_on: Callable[[], bool]) -> int:
+        """Write host slots to slots, which ascend.
+
+        Args:
+            slots: shape [n].
+            host: shape [n].
+            may_go_on: whether to make another call.
+
+        Returns:
+            How many were written, the first ones.
+        """
+        for begin, end in _runs(slots, self._slots_per_call):
+            if not may_go_on():
+                return begin
             self._move(self._files.write, int(slots[begin]), host[begin:end])
+        return len(slots)
 
     def write_frames(self, slots: Index, frames: Frames) -> None:
         """Write the frames of slots, which ascend."""
         data = frames.view(np.uint8)
-        for begin, end in _runs(slots):
+        for begin, end in _runs(slots, lambda: _MAX_RUN):
             part = data[begin * FRAME_BYTES : end * FRAME_BYTES]
             offset = HEADER_BYTES + int(slots[begin]) * FRAME_BYTES
-            _fully(self._files.write, self._index, [part], len(part), offset)
+            self._fully(self._files.write, self._index, [part], len(part), offset)
 
     def read_data(
         self,
@@ -72,17 +105,17 @@ class SlotCalls:
             Which slots arrived, and the last error.
         """
         arrived: Bools = np.zeros(len(slots), np.bool_)
-        left = list(_runs(slots))
+        runs, again = _runs(slots, self._slots_per_call), list[tuple[int, int]]()
         last: OSError | None = None
-        while left and may_go_on():
-            begin, end = left.pop(0)
+        while may_go_on() and (run := again.pop() if again else next(runs, None)) is not None:
+            begin, end = run
             try:
                 self._move(self._files.read, int(slots[begin]), host[begin:end])
             except OSError as error:
                 last = error
                 report(error)
                 if end - begin > 1:
-                    left[:0] = [(one, one + 1) for one in range(begin, end)]
+                    again = [(one, one + 1) for one in reversed(range(begin, end))]
             else:
                 arrived[begin:end] = True
                 report(None)
@@ -95,34 +128,49 @@ class SlotCalls:
                 self._files.close(file)
         self._data = self._index = -1
 
+    def _slots_per_call(self) -> int:
+        """Return how many slots the next call may move."""
+        return min(_MAX_RUN, max(1, self._pace.most_bytes() // self._slot_bytes))
+
     def _move(self, call: _Call, slot: int, host: Index) -> None:
-        """Move a run of slots, which begins at `slot`, in one call."""
+        """Move a run of slots, which begins at `slot`."""
         num = len(host)
         if num > 1 and host[-1] - host[0] == num - 1 and (host[1:] - host[:-1] == 1).all():
             buffers = [self._rows[host[0] : host[-1] + 1].reshape(-1)]
         else:
             buffers = [self._rows[one] for one in host.tolist()]
-        _fully(call, self._data, buffers, num * self._slot_bytes, slot * self._slot_bytes)
+        self._fully(call, self._data, buffers, num * self._slot_bytes, slot * self._slot_bytes)
+
+    def _fully(self, call: _Call, file: int, buffers: Buffers, left: int, offset: int) -> None:
+        """Repeat a call until it has moved the `left` bytes; raise if it moves nothing."""
+        while True:
+            most_bytes, num_bytes = self._pace.most_bytes(), 0
+            # A large slot is more than a call may move.
+            now = buffers if left <= most_bytes else [buffers[0][:most_bytes]]
+            try:
+                num_bytes = call(file, now, offset)
+            finally:
+                self._pace.note_return(num_bytes)
+            if num_bytes == left:
+                return
+            if num_bytes <= 0:
+                raise OSError(errno.EIO, "the file ends before the slot does")
+            left, offset = left - num_bytes, offset + num_bytes
+            while num_bytes >= len(buffers[0]):
+                num_bytes -= len(buffers.pop(0))
+            buffers[0] = buffers[0][num_bytes:]
 
 
-def _runs(slots: Index) -> Iterator[tuple[int, int]]:
-    """Yield where each run of consecutive slots, which ascend, begins and ends."""
+def _runs(slots: Index, most: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    """Yield where each run of consecutive slots, which ascend, begins and ends.
+
+    A run has at most `most()` slots, which is asked anew for each.
+    """
     ends = [len(slots)]
     if len(slots) > 1 and slots[-1] - slots[0] >= len(slots):
         ends[:0] = (np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist()
     begin = 0
     for end in ends:
-        for at in range(begin, end, _MAX_RUN):
-            yield at, min(at + _MAX_RUN, end)
-        begin = end
-
-
-def _fully(call: _Call, file: int, buffers: Buffers, left: int, offset: int) -> None:
-    """Repeat a call that moves less than the `left` bytes; raise if it moves nothing."""
-    while (num_bytes := call(file, buffers, offset)) != left:
-        if num_bytes <= 0:
-            raise OSError(errno.EIO, "the file ends before the slot does")
-        left, offset = left - num_bytes, offset + num_bytes
-        while num_bytes >= len(buffers[0]):
-            num_bytes -= len(buffers.pop(0))
-        buffers[0] = buffers[0][num_bytes:]
+        while begin < end:
+            at, begin = begin, min(begin + most(), end)
+            yield at, begin

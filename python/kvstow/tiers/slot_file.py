@@ -51,7 +51,8 @@ class SlotFile:
         num_threads: threads for puts, and as many for all other calls.
         max_in_flight_bytes: bytes that puts write at a time, and as many that gets read.
         max_quarantined_bytes: bytes in calls that do not return. With more, the tier goes off.
-        stuck_after_s: seconds after which a call counts as one that does not return.
+        stuck_after_s: seconds after which a call counts as one that does not return. A slow disk
+            gets calls of 2 MiB or less.
     """
 
     path: str | os.PathLike[str]

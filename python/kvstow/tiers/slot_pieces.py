@@ -130,6 +130,10 @@ class Joined:
         if not (self.slots[1:] > self.slots[:-1]).all():
             self._keep(np.argsort(self.slots))
 
+    def are_wanted(self) -> bool:
+        """Return whether any put of these is not late."""
+        return not all(job.ticket.poll() for job, _ in self.parts)
+
     def keep(self, which: Bools) -> None:
         """Leave out the other blocks, which fail."""
         self._keep(np.flatnonzero(which))

@@ -92,7 +92,6 @@ class SlotStore:
         self.frames: Final = opened.frames
         self._words = words_of(self.frames)
         self._now = files.now
-        self._calls = SlotCalls(files, opened.data, opened.index, rows, opened.header.slot_bytes)
         self._rows, self._sums = rows, sums
         slot_bytes = opened.header.slot_bytes
         num_threads = max(1, min(num_threads, max_in_flight_bytes // slot_bytes))
@@ -114,6 +113,7 @@ class SlotStore:
             max_quarantined_bytes=max_quarantined_bytes,
             now=files.now,
         )
+        self._calls = SlotCalls(files, opened.data, opened.index, rows, self._lanes)
         close_in_children(self)
 
     @property
@@ -325,7 +325,9 @@ class SlotStore:
             digests = digests[sound]
         seal(blocks.frames, digests)
         self._words[blocks.slots] = 0
-        self._calls.write_data(blocks.slots, blocks.host)
+        num = self._calls.write_data(blocks.slots, blocks.host, may_go_on=blocks.are_wanted)
+        if num < len(blocks.slots):
+            blocks.keep(np.arange(len(blocks.slots)) < num)
         self._calls.write_frames(blocks.slots, blocks.frames)
         self._words[blocks.slots] = words_of(blocks.frames)
         blocks.succeed()
@@ -351,7 +353,10 @@ class SlotStore:
 
     def _read(self, job: Job, part: slice | Index) -> None:
         arrived, error = self._calls.read_data(
-            job.slots[part], job.host[part], report=self._count_read, may_go_on=self._is_on
+            job.slots[part],
+            job.host[part],
+            report=self._count_read,
+            may_go_on=lambda: self.mode != "off" and not job.ticket.poll(),
         )
         if not arrived.all():
             part = _those(part, arrived)
@@ -375,9 +380,6 @@ class SlotStore:
         """Return which host slots hold the bytes that were written."""
         proven: Bools = row_digests(self._rows, host) == frames["checksum"]
         return proven
-
-    def _is_on(self) -> bool:
-        return self.mode != "off"
 
     def _count_read(self, error: OSError | None) -> None:
         """Count how many calls in a row cannot read."""
