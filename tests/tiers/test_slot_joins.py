@@ -3,101 +3,35 @@
 from __future__ import annotations
 
 import errno
-import os
-import random
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import pytest
+from tests.tiers.joins import KEYS, Gated, Jobs, hold, put_many
 from tests.tiers.setup import (
     LONG_S,
     NUM_SLOTS,
     SLOT_BYTES,
-    Here,
     blocks_of,
     bytes_of,
     get,
-    key_of,
     new_arena,
     open_file,
     put,
 )
 
 from kvstow._core import row_checksums
-from kvstow.tiers import SlotTier, TierTicket, slot_pieces, slot_store
-from kvstow.tiers.files import Buffers
+from kvstow.tiers import SlotTier, slot_pieces, slot_store
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index
-
-Jobs: TypeAlias = list[tuple[list[int], list[int], TierTicket]]
-
-KEYS = [key_of(number) for number in range(NUM_SLOTS)]
-
-
-class Gated(Here):
-    """Calls that wait for `gate`, and count. Data writes fail with `error`."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.sizes: list[int] = []
-        self.error = 0
-
-    def read(self, file: int, buffers: Buffers, offset: int) -> int:
-        assert self.gate.wait(LONG_S)
-        self.sizes.append(sum(map(len, buffers)))
-        return super().read(file, buffers, offset)
-
-    def write(self, file: int, buffers: Buffers, offset: int) -> int:
-        assert self.gate.wait(LONG_S)
-        num_bytes = sum(map(len, buffers))
-        if num_bytes >= SLOT_BYTES:
-            self.sizes.append(num_bytes)
-            if self.error:
-                raise OSError(self.error, os.strerror(self.error))
-        return super().write(file, buffers, offset)
 
 
 @pytest.fixture
 def arena() -> Iterator[HostArena]:
     with new_arena() as opened:
         yield opened
-
-
-def hold(files: Gated, tier: SlotTier) -> TierTicket:
-    """Let the only thread of puts wait in a write of the last block."""
-    files.gate.clear()
-    held = tier.put(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS - 1])
-    while not tier.stats().in_flight_bytes:
-        time.sleep(0.001)
-    return held
-
-
-def put_many(tier: SlotTier, seed: int, *, late: frozenset[int] = frozenset()) -> Jobs:
-    """Queue puts of all other blocks, from host slots and into slots in random orders.
-
-    Returns:
-        The blocks, the slots and the ticket of each job.
-    """
-    choose = random.Random(seed)
-    rest = range(NUM_SLOTS - 1)
-    numbers, slots, host = (choose.sample(rest, len(rest)) for _ in range(3))
-    rows = tier.arena.memory.reshape(tier.num_host_slots, SLOT_BYTES)
-    jobs: Jobs = []
-    while numbers:
-        num = choose.randint(1, 4)
-        part = [[column.pop() for _ in range(min(num, len(column)))] for column in (numbers, slots)]
-        of_host = [host.pop() for _ in part[0]]
-        for number, at in zip(part[0], of_host, strict=True):
-            rows[at] = bytes_of(KEYS[number])
-        blocks = blocks_of([KEYS[number] for number in part[0]], part[1])
-        deadline = time.monotonic() - 1 if len(jobs) in late else None
-        jobs.append((part[0], part[1], tier.put(blocks, of_host, deadline=deadline)))
-    return jobs
 
 
 @pytest.mark.parametrize("seed", range(20))
