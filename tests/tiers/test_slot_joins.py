@@ -105,6 +105,18 @@ def test_late_put_fails_alone(tmp_path: Path, arena: HostArena) -> None:
             assert held == [at not in {0, 3}] * len(numbers)
 
 
+def test_late_put_has_no_error_of_those_that_were_written(tmp_path: Path, arena: HostArena) -> None:
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        hold(files, tier)
+        jobs = put_many(tier, 2, late=frozenset({0, 3}))
+        files.error = errno.EIO
+        files.gate.set()
+        for at, (_, _, ticket) in enumerate(jobs):
+            ticket.wait_until_ended(LONG_S)
+            assert (ticket.error is None) == (at in {0, 3})
+
+
 def test_damaged_host_slot_fails_alone(tmp_path: Path, arena: HostArena) -> None:
     arena.keeps_checksums = True
     files = Gated()
@@ -173,3 +185,23 @@ def test_gets_join_pieces_of_one_job_while_others_wait(
             assert np.array_equal(rows[NUM_SLOTS + 1 + at], bytes_of(KEYS[at]))
         sizes = [num_bytes // SLOT_BYTES for num_bytes in files.sizes]
     assert sizes == [1, 6, 2, 2, 2], "the small job has its turn after a part of the large one"
+
+
+def test_pieces_of_a_delete_are_not_joined(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_store, "_PIECE_BYTES", 2 * SLOT_BYTES)
+    files = Gated()
+    with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
+        assert all(put(tier, KEYS, range(NUM_SLOTS)))
+        files.gate.clear()
+        held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS])
+        while not tier.stats().in_flight_bytes:
+            time.sleep(0.001)
+        deleted = tier.delete(blocks_of(KEYS[:10], range(10)))
+        read = tier.get(blocks_of(KEYS[10:12], [10, 11]), [NUM_SLOTS + 1, NUM_SLOTS + 2])
+        files.gate.set()
+        for ticket in (held, deleted, read):
+            ticket.wait(LONG_S)
+            assert ticket.ok.all()
+        assert get(tier, KEYS[:12], range(12)) == [False] * 10 + [True] * 2
