@@ -385,7 +385,7 @@ def _check_config(config: VllmConfig) -> None:
 
 
 def _log_start(transfer: Any, model: Model, options: Options, tokens_per_hash: int) -> None:
-    """Log which kvstow this is, and a warning for each setting that works less well than another."""
+    """Log which kvstow this is, and a warning for each setting that works worse than another."""
     logger.info("kvstow: version %s", version_and_build())
     if transfer.kv_role != "kv_both":
         logger.warning(
