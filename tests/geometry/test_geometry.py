@@ -117,6 +117,96 @@ def test_layers_of_a_pattern_and_of_an_interval() -> None:
     assert qwen.layers == ("state", "state", "state", "full")
 
 
+def test_config_of_jamba_names_few_attention_layers() -> None:
+    """Jamba-1.5-mini: 4 of 32 layers. Mamba-1 has a state of 16 values for each channel."""
+    fields = DENSE | {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+    }
+    model = parse_config("m", fields)
+    assert [at for at, kind in enumerate(model.layers) if kind == "full"] == [4, 12, 20, 28]
+    geometry = lay_out(model, 16)
+    assert geometry.token_bytes == 4 * 8 * 128 * 2 * 2
+    assert "28 layers x 311,296 bytes per state" in geometry.derivation[1]
+    assert geometry.block_tokens == 80  # 76 tokens of 4,096 bytes, up to a multiple of 16
+
+
+def test_config_of_bamba_lists_its_attention_layers() -> None:
+    state = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+    }
+    model = parse_config("m", DENSE | state | {"attn_layer_indices": [1]})
+    assert model.layers == ("state", "full", "state", "state")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "windows"), [("gemma2", 2), ("gemma3_text", 3), ("mistral", 4), (None, 4)]
+)
+def test_type_of_a_model_says_which_layers_have_the_window(
+    model_type: str | None, windows: int
+) -> None:
+    fields = DENSE | {"sliding_window": 64, "model_type": model_type}
+    num_layers = 3 if model_type == "gemma3_text" else 4
+    model = parse_config("m", fields | {"num_hidden_layers": num_layers})
+    assert model.num_layers["window"] == windows
+
+
+def test_layers_of_llama_4_without_rotary_positions_have_full_attention() -> None:
+    fields = DENSE | {"attention_chunk_size": 64}
+    assert parse_config("m", fields).layers == ("chunk", "chunk", "chunk", "full")
+    named = parse_config("m", fields | {"no_rope_layers": [0, 1, 1, 0]})
+    assert named.layers == ("full", "chunk", "chunk", "full")
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_heads"),
+    [
+        ({"multi_query": True, "num_kv_heads": 8, "new_decoder_architecture": False}, 1),
+        ({"multi_query": True, "num_kv_heads": 2, "new_decoder_architecture": True}, 2),
+        ({}, 8),
+    ],
+)
+def test_falcon_names_its_kv_heads_otherwise(fields: dict[str, Any], num_heads: int) -> None:
+    model = parse_config("m", DENSE | {"num_key_value_heads": None} | fields)
+    assert model.num_kv_heads == num_heads
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attn_type_list", [0, 0, 0, 1]),
+        ("block_configs", [{}]),
+        ("cross_attention_layers", [3]),
+        ("hybrid_layer_ids", [2]),
+        ("linear_attn_config", {"full_attn_layers": [4]}),
+        ("mamba_d_ssm", 512),
+        ("num_kv_shared_layers", 2),
+    ],
+)
+def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: object) -> None:
+    message = f"^m: has '{field}', so its layers keep KV that kvstow cannot count: pass another"
+    with pytest.raises(ConfigError, match=message):
+        parse_config("m", DENSE | {field: value})
+    assert len(parse_config("m", DENSE | {field: None}).layers) == 4
+
+
+def test_dense_config_may_name_the_state_that_no_layer_has() -> None:
+    """As those of Granite 4.0 Micro, which lists its layers."""
+    fields = DENSE | {"layer_types": ["attention"] * 4, "mamba_n_heads": 128}
+    assert parse_config("m", fields).layers == ("full",) * 4
+
+
 def test_window_counts_only_if_it_is_used() -> None:
     config = DENSE | {"sliding_window": 4096}
     assert set(parse_config("m", config).layers) == {"window"}
@@ -155,6 +245,7 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
             {"layer_types": ["mamba", "attention"] * 2},
             "no 'mamba_num_heads'",
         ),
+        ({"attn_layer_indices": 3}, "attn_layer_indices is 3; it must be a list"),
     ],
 )
 def test_config_without_a_field_is_refused(changed: dict[str, Any], message: str) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports Triton
 import torch
-from transformers import DeepseekV3Config, GptOssConfig, Qwen3NextConfig
+from transformers import (
+    CONFIG_MAPPING,
+    DeepseekV3Config,
+    GptOssConfig,
+    JambaConfig,
+    Qwen3NextConfig,
+)
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
@@ -16,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstow.geometry import PRESETS, find_model, lay_out
-from kvstow.geometry.config import parse_config
+from kvstow.geometry.config import _WINDOW_PERIODS, parse_config
 from kvstow.geometry.layout import _group_sizes, _state_bytes
 
 HYBRIDS = ["gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "granite-4.0-h-small"]
@@ -63,6 +71,34 @@ def test_nearly_equal_numbers_of_layers_are_two_groups(windows: int, full: int) 
     layers = {f"layers.{number}": specs[kind] for number, kind in enumerate(kinds)}
     sizes = [len(group.layer_names) for group in _get_kv_cache_groups_uniform_page_size(layers)]
     assert [size for kind in _group_sizes([windows, full]) for size in kind] == sizes
+
+
+@pytest.mark.parametrize("model_type", [*_WINDOW_PERIODS, "llama4_text", "bamba"])
+def test_layers_without_types_are_those_that_transformers_adds(model_type: str) -> None:
+    changed: dict[str, Any] = {"attn_layer_indices": [9, 18, 27]} if model_type == "bamba" else {}
+    config = CONFIG_MAPPING[model_type](**changed).get_text_config()
+    fields = config.to_dict() | {"layer_types": None, "layers_block_type": None}
+    fields |= {"sliding_window_pattern": None, "model_type": model_type}
+    names = getattr(config, "layer_types", None) or config.layers_block_type
+    assert (
+        parse_config("m", fields).layers
+        == parse_config("m", fields | {"layer_types": names}).layers
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_jamba_has_the_layers_of_transformers_and_the_states_of_vllm(ranks: int) -> None:
+    config = JambaConfig()
+    model = parse_config("jamba", config.to_dict() | {"dtype": "bfloat16"})
+    kinds = {"attention": "full", "full_attention": "full"}
+    assert list(model.layers) == [kinds.get(name, "state") for name in config.layers_block_type]
+    assert model.state is not None
+    channels = config.mamba_expand * config.hidden_size
+    shapes = MambaStateShapeCalculator.mamba1_state_shape(
+        ranks, channels, config.mamba_d_state, config.mamba_d_conv
+    )
+    expected = sum(2 * torch.Size(shape).numel() for shape in shapes)
+    assert _state_bytes(model, model.state, ranks) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

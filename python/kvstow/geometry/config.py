@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -36,6 +36,34 @@ _KINDS: Final[Mapping[str, Kind | None]] = {
 }
 _PATTERN_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
+# Of these models, one of so many layers has full attention and the others a window. Their published
+# configs do not say so; vLLM reads them through transformers, which knows it by `model_type`.
+_WINDOW_PERIODS: Final = {
+    "cohere2": 4,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3_text": 6,
+    "olmo3": 4,
+    "vaultgemma": 2,
+}
+# Fields of models whose layers differ in ways that `ModelConfig` cannot hold: a plan that ignored
+# them would be wrong by as much as ten times.
+_UNCOUNTED: Final = (
+    "attn_type_list",
+    "block_configs",
+    "block_types",
+    "conv_L_cache",
+    "cross_attention_layers",
+    "global_head_dim",
+    "hybrid_layer_ids",
+    "hybrid_layer_pattern",
+    "linear_attn_config",
+    "num_attention_groups",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +161,9 @@ class _Fields:
                     f"{self._name}: has {field!r}, so its attention keeps an index that kvstow "
                     "cannot count: pass a model without sparse attention"
                 )
+        for field in _UNCOUNTED:
+            if self._fields.get(field):
+                raise self._uncounted(field)
         layers = self._layers()
         kinds = set(layers)
         if not kinds - {"state"}:
@@ -155,6 +186,12 @@ class _Fields:
             state_dtype=self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype"),
         )
 
+    def _uncounted(self, field: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name}: has {field!r}, so its layers keep KV that kvstow cannot count: pass "
+            "another model, or --bytes-per-token for a plan with full attention only"
+        )
+
     def _count(self, field: str, default: int | None = None) -> int:
         value = self._fields.get(field)
         if value is None:
@@ -168,13 +205,22 @@ class _Fields:
             raise ConfigError(f"{self._name}: {field} is {value!r}; it must be 1 to {_MAX}")
         return value
 
+    def _list(self, field: str) -> list[object]:
+        value = self._fields.get(field)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"{self._name}: {field} is {value!r}; it must be a list")
+        return value or []
+
     def _text(self, field: str) -> str | None:
         value = self._fields.get(field)
         return value.removeprefix("torch.") if isinstance(value, str) else None
 
     def _kv_heads(self) -> int:
         heads = self._count("num_attention_heads")
-        return self._count("num_key_value_heads", heads)
+        # Falcon has names of its own.
+        if self._fields.get("multi_query") and not self._fields.get("new_decoder_architecture"):
+            return 1
+        return self._count("num_key_value_heads", self._count("num_kv_heads", heads))
 
     def _head_size(self) -> int:
         if self._fields.get("head_dim") is not None:
@@ -224,23 +270,43 @@ class _Fields:
         pattern = self._text("hybrid_override_pattern")
         if pattern is not None:
             return [_PATTERN_LETTERS.get(letter, letter) for letter in pattern]
+        layers = range(num_layers)
+        is_full, other = self._full_layers(layers)
+        return ["full_attention" if layer in is_full else other for layer in layers]
+
+    def _full_layers(self, layers: range) -> tuple[Container[object], str]:
+        """Return the layers with full attention, and the type of the others."""
+        if self._fields.get("attn_layer_indices") is not None:  # Bamba
+            return self._list("attn_layer_indices"), "mamba"
+        if self._fields.get("attn_layer_period") is not None:  # Jamba
+            period, first = self._count("attn_layer_period"), self._fields.get("attn_layer_offset")
+            return [layer for layer in layers if layer % period == first], "mamba"
         for field, other in (
             ("full_attention_interval", "linear_attention"),
             ("sliding_window_pattern", "sliding_attention"),
         ):
             if self._fields.get(field) is not None:
-                every = self._count(field)
-                return [
-                    other if (layer + 1) % every else "full_attention"
-                    for layer in range(num_layers)
-                ]
+                return _every(self._count(field), layers), other
+        for field, value in self._fields.items():
+            if field.startswith("mamba_") and value:
+                raise self._uncounted(field)
+        if self._fields.get("attention_chunk_size") is not None:
+            return self._layers_without_positions(layers), "chunked_attention"
         has_window = self._fields.get("sliding_window") is not None
         if has_window and self._fields.get("use_sliding_window") is not False:
-            return ["sliding_attention"] * num_layers
-        return ["full_attention"] * num_layers
+            every = _WINDOW_PERIODS.get(self._text("model_type") or "")
+            return _every(every, layers) if every else (), "sliding_attention"
+        return layers, "full_attention"
+
+    def _layers_without_positions(self, layers: range) -> Container[object]:
+        """Return the layers of Llama 4 without rotary positions, which have full attention."""
+        is_rotary = self._list("no_rope_layers")
+        if not is_rotary:
+            return _every(self._count("no_rope_layer_interval", 4), layers)
+        return [layer for layer, rotary in enumerate(is_rotary) if not rotary]
 
     def _state(self) -> StateSize:
-        """Return the state of Mamba-2 (`mamba_*`) or of a gated delta net (`linear_*`)."""
+        """Return the state of Mamba (`mamba_*`) or of a gated delta net (`linear_*`)."""
         if "linear_num_value_heads" in self._fields:
             key_size = self._count("linear_key_head_dim")
             value_size = self._count("linear_value_head_dim")
@@ -249,7 +315,11 @@ class _Fields:
             kernel = self._count("linear_conv_kernel_dim")
             channels = keys + value_size * heads
             return StateSize(channels, 0, 1, kernel - 1, heads, key_size * value_size)
-        # Nemotron-H has other names for the same.
+        if "attn_layer_period" in self._fields:  # Jamba's layers are Mamba-1, without heads
+            channels = self._count("mamba_expand") * self._count("hidden_size")
+            kernel = self._count("mamba_d_conv")
+            return StateSize(channels, 0, 1, kernel - 1, channels, self._count("mamba_d_state"))
+        # Mamba-2. Nemotron-H has other names for the same.
         short = "mamba_n_heads" in self._fields
         heads = self._count("mamba_n_heads" if short else "mamba_num_heads")
         head_size = self._count("mamba_d_head" if short else "mamba_head_dim")
@@ -264,3 +334,8 @@ class _Fields:
             heads,
             head_size * state_size,
         )
+
+
+def _every(period: int, layers: range) -> range:
+    """Return the last layer of each period."""
+    return layers[period - 1 :: period]
