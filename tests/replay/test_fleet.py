@@ -103,6 +103,15 @@ def test_prefix_routing_keeps_a_conversation_on_its_server(seed: int) -> None:
     assert by_prefix.busiest <= 1.25 * by_prefix.asked / 4 + 24, f"seed {seed}"
 
 
+def test_one_server_gets_all_blocks_that_are_asked_for() -> None:
+    """Also if the last block of a prompt is not full."""
+    requests = [TraceRequest(1, 0.0, 5, 1, (1,)), TraceRequest(2, 1.0, 40, 1, (2, 3, 4))]
+    trace = Trace("a trace", BLOCK_SIZE, requests)
+    for num_servers, busiest in (1, 4), (2, 3):
+        figures = Fleet(host_blocks=8).serve(trace, num_servers, is_shared=True)
+        assert (figures.asked, figures.busiest) == (4, busiest)
+
+
 def test_the_store_drops_what_was_used_longest_ago() -> None:
     store = SharedBlocks(2)
     store.put(b"a")

@@ -83,7 +83,7 @@ class FleetFigures:
         puts: blocks that were written to the store.
         questions: requests that asked the store.
         asked_keys: the keys of these questions.
-        busiest: full blocks of the server that got most, prompt and output together.
+        busiest: those of `asked` that the server with the most of them got.
     """
 
     asked: int = 0
@@ -115,7 +115,8 @@ class _Server:
             max_disk_blocks_in_flight=max(num_claims, 1),
         )
         self._store = store
-        self.num_blocks = 0
+        self.num_blocks = 0  # full ones, as the router counts them
+        self.num_asked = 0
         if store is not None:
             self.tier.set_disk("on")
 
@@ -242,10 +243,12 @@ class Fleet:
         for request, digests in _requests(trace):
             num_prompt = min((request.prompt_tokens - 1) // trace.block_size, len(digests))
             prompt = digests[: len(request.trace_ids)]
-            router.choose(prompt).serve(digests, num_prompt, figures)
-            figures.asked += len(request.trace_ids)
+            server = router.choose(prompt)
+            server.serve(digests, num_prompt, figures)
+            server.num_asked += len(request.trace_ids)
             served()
-        figures.busiest = max(server.num_blocks for server in servers)
+        figures.asked = sum(server.num_asked for server in servers)
+        figures.busiest = max(server.num_asked for server in servers)
         return figures
 
 
