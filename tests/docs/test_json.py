@@ -83,3 +83,14 @@ def test_fields_of_a_store_exist(name: str) -> None:
     source = (ROOT / "python/kvstow/replay/report.py").read_text()
     last = name.rpartition(".")[2]
     assert last in source or re.fullmatch("(failed_)?(disk_and_)?shared(_blocks)?", last)
+
+
+@pytest.mark.parametrize("command", [["replay"], ["replay", "--servers", "1"], ["plan"]])
+def test_figures_say_how_the_trace_was_read(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--bytes-per-token", "131072"] if command == ["plan"] else []
+    for given, expected in ([], False), (["--chain"], True):
+        assert main([*command, *model, str(BUNDLED_TRACE), "--limit", "20", *given, "--json"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert (figures["limit"], figures["chain"], figures["block_size"]) == (20, expected, 512)

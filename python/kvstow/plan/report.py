@@ -77,6 +77,10 @@ def plan_json(plan: Plan, trace: PlanTrace) -> dict[str, object]:
     geometry, workload = plan.geometry, plan.workload
     return {
         "traces": list(trace.names),
+        "block_size": trace.block_size,
+        "chain": trace.is_content,
+        "separate_files": trace.is_separate,
+        "limit": trace.limit,
         "requests": len(workload.prompts),
         "blocks": workload.num_blocks,
         "unique_blocks": workload.num_unique,

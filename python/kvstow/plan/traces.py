@@ -57,12 +57,16 @@ class PlanTrace:
         block_size: number of tokens per id.
         is_content: whether the ids name passages.
         requests: the requests.
+        limit: the most requests that were to be read of each file; None for all.
+        is_separate: whether ids of different files name different blocks.
     """
 
     names: tuple[str, ...]
     block_size: int
     is_content: bool
     requests: list[PlanRequest]
+    limit: int | None = None
+    is_separate: bool = False
 
 
 def read_traces(
@@ -116,6 +120,8 @@ def read_traces(
         sizes[0],
         chain and not all(reader.has_tokens for reader in readers),
         list(heapq.merge(*streams, key=attrgetter("arrival_s"))),
+        limit,
+        separate,
     )
 
 

@@ -90,7 +90,7 @@ def run_fleet(
         output.write(
             {
                 "trace": requests.path,
-                "block_size": requests.block_size,
+                **requests.as_json(),
                 "requests": len(requests.requests),
                 "host_blocks": fleet.host_blocks,
                 "policy": fleet.policy,

@@ -35,7 +35,7 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
     counters = {name: count for name, count in asdict(figures).items() if name not in _GROUPED}
     return counters | {
         "trace": replay.trace.path,
-        "block_size": replay.trace.block_size,
+        **replay.trace.as_json(),
         "model": replay.model.name,
         "options": asdict(replay.config) | in_force,
         "interrupted": interrupted,

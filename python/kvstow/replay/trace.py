@@ -57,11 +57,19 @@ class Trace:
         path: the path of the file; `<stdin>` for standard input.
         block_size: number of tokens per id.
         requests: the requests in file order.
+        limit: the most requests that were to be read; None for all.
+        is_content: whether the ids name passages.
     """
 
     path: str
     block_size: int
     requests: list[TraceRequest]
+    limit: int | None = None
+    is_content: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        """Return how it was read, for `json.dumps`: the options of the command that decide."""
+        return {"block_size": self.block_size, "chain": self.is_content, "limit": self.limit}
 
     @property
     def num_blocks(self) -> int:
@@ -126,7 +134,8 @@ class TraceReader:
         self._checked_all()
         if not requests:
             self._fail(None, "the trace is empty; expected one JSON object a line")
-        return Trace(self.source.name, self.block_size, requests)
+        is_content = isinstance(self, ContentReader)
+        return Trace(self.source.name, self.block_size, requests, limit, is_content)
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         raise NotImplementedError
