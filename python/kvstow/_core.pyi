@@ -1642,7 +1642,9 @@ class HitCurve:
     def errors(self, capacities: _Ints) -> npt.NDArray[np.float64]:
         """Return the standard error of the hit ratio at each of these capacities.
 
-        The estimate comes from the differences between 16 parts of the sample.
+        The estimate comes from the differences between 16 parts of the sample. It leaves out the
+        keys with many uses, whose capacities are estimates, too. Where these keys make most of the
+        hits, the error can be several times as large: compare curves of several seeds.
 
         Args:
             capacities: numbers of blocks that a cache can hold.
