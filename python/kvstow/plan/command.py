@@ -101,8 +101,9 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     multiple=True,
     default=("lru",),
     show_default=True,
-    help="Which block the host tier evicts first. hit-density is simulated for each size. Only the "
-    "first sets table and flag. More of them add columns to `curve` in the JSON.",
+    help="Which block the host tier evicts first. hit-density is simulated for each size. Repeat "
+    "the option to add points of other policies to `curve` in the JSON. The first sets table and "
+    "flag.",
 )
 @_listed(
     "--capacity",
