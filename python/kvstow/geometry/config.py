@@ -277,10 +277,10 @@ class _Fields:
     def _full_layers(self, layers: range) -> tuple[Container[object], str]:
         """Return the layers with full attention, and the type of the others."""
         if self._fields.get("attn_layer_indices") is not None:  # Bamba
-            return self._list("attn_layer_indices"), "mamba"
+            return {at for at in self._list("attn_layer_indices") if isinstance(at, int)}, "mamba"
         if self._fields.get("attn_layer_period") is not None:  # Jamba
             period, first = self._count("attn_layer_period"), self._fields.get("attn_layer_offset")
-            return [layer for layer in layers if layer % period == first], "mamba"
+            return {layer for layer in layers if layer % period == first}, "mamba"
         for field, other in (
             ("full_attention_interval", "linear_attention"),
             ("sliding_window_pattern", "sliding_attention"),
@@ -303,7 +303,7 @@ class _Fields:
         is_rotary = self._list("no_rope_layers")
         if not is_rotary:
             return _every(self._count("no_rope_layer_interval", 4), layers)
-        return [layer for layer, rotary in enumerate(is_rotary) if not rotary]
+        return {layer for layer, rotary in enumerate(is_rotary) if not rotary}
 
     def _state(self) -> StateSize:
         """Return the state of Mamba (`mamba_*`) or of a gated delta net (`linear_*`)."""
