@@ -72,12 +72,13 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_slow_loads.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_shared_random.py
 
-test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, a file system that it fills, and below 10,000 random engines; and shared stores with 1,000 seeds of faults each
+test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, a file system that it fills, and below 10,000 random engines; shared stores with 1,000 seeds of faults each; and bytes that Mooncake moves after its calls
 	KVSTOW_TIER_SEEDS=10000 $(BIN)/pytest tests/tiers/test_mixture.py
 	KVSTOW_TIER_CUTS=1000 $(BIN)/pytest tests/tiers/test_power.py
 	KVSTOW_TIER_KILLS=200 $(BIN)/pytest -s tests/tiers/test_slot_faults.py tests/engine/test_disk_kills.py -k killed
 	KVSTOW_TIER_SOAK_MIB=256 $(BIN)/pytest tests/tiers/test_soak.py
 	KVSTOW_SEEDS=1000 $(BIN)/pytest tests/tiers/resp/test_faults.py tests/tiers/test_mooncake_faults.py
+	KVSTOW_MOONCAKE_LATE=full $(BIN)/pytest tests/tiers/test_mooncake_late.py
 	KVSTOW_SEEDS=850 $(BIN)/pytest -s tests/engine/test_disk_random.py
 	KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_disk_faults.py
 

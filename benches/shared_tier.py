@@ -190,7 +190,7 @@ def own_memory(url: str, num_bytes: int, ready: Connection) -> None:
         HostArena(1, 4096) as arena,
         MooncakeTier(arena, url, NAMESPACE, segment_bytes=num_bytes) as tier,
     ):
-        tier.connected()
+        tier.links.current()
         ready.send(None)
         with contextlib.suppress(EOFError):
             ready.recv()
@@ -222,7 +222,8 @@ class BatchCalls:
     name = "own"
 
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
-        self.store, self.num_per_call = tier.connected(), tier.blocks_per_part
+        self.link, self.num_per_call = tier.links.current(), tier.blocks_per_part
+        self.store = self.link.store
         self.calls = []
         for first in range(0, num_blocks, self.num_per_call):
             slots = range(first, min(first + self.num_per_call, num_blocks))
@@ -249,7 +250,7 @@ class BatchCallsWithRoom(BatchCalls):
     name = "room"
 
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
-        tier.register(tier.connected(), arena.memory)
+        tier.links.current().register(arena.memory)
         super().__init__(tier, arena, num_blocks)
 
 
@@ -259,7 +260,7 @@ class BatchCallsWithHeader(BatchCalls):
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
         super().__init__(tier, arena, num_blocks)
         self.headers = np.zeros((self.num_per_call, HEADER_BYTES), np.uint8)
-        tier.register(self.store, self.headers)
+        self.link.register(self.headers)
         apart = [header.ctypes.data for header in self.headers]
         self.values = [
             (

@@ -107,7 +107,7 @@ def test_a_damaged_block_is_a_miss_and_leaves_the_store(
     tier: MooncakeTier, arena: HostArena, damage: str
 ) -> None:
     rows = fill(arena, range(2))
-    store = tier.connected()
+    store = tier.links.current().store
     for group in range(2):
         answer(tier.delete(blocks(201, 202, group=group)))
         assert answer(tier.put(blocks(201, 202, group=group), [0, 1])) == [True, True]
@@ -176,9 +176,9 @@ def test_bytes_that_arrive_after_their_call_are_not_served(
     rows = fill(arena, range(1))
     with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
         assert answer(tier.put(blocks(501), [0])) == [True]
-        store = tier.connected()
-        tardy = _Tardy(store)
-        monkeypatch.setattr(tier, "_store", tardy)
+        link = tier.links.current()
+        tardy = _Tardy(link.store)
+        monkeypatch.setattr(link, "store", tardy)
         monkeypatch.setattr("kvstow.tiers.mooncake.row_checksums", tardy.checksums)
         assert answer(tier.get(blocks(501), [5])) == [True]
         assert (arena.slots[5] == rows[0]).all()

@@ -11,15 +11,19 @@ How it could serve a wrong block, and what prevents it:
 - The store gives the memory of a block to another one while a get reads it, because its lease ended
   (-707, or torn bytes): the checksum.
 - The store keeps what is there when a put comes: a get that finds a bad block drops it first.
-- Bytes arrive in a host slot after its job has ended: a job ends when its call has returned.
-- A small block travels in memory of its thread, where bytes of an earlier call may still arrive: a
-  get checks the block in its host slot, after the copy. The header must name this block.
+- Bytes arrive in a host slot, or in the memory of a thread, after their call has failed: the job
+  ends when the link of the call is closed, which ends all transfers (see `mooncake_link`). A thread
+  takes new memory for each link.
+- A put reads its slot or its header after its call has failed, and they have changed: the same. If
+  it did read them, it would write into memory that the master may have given to another block. A
+  get of that block compares its header and its checksum.
+- A small block changes while it is copied out of the memory of its thread: a get checks it in its
+  host slot, after the copy.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +31,12 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow._core import ConfigError, TransferError, row_checksums
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import HEADER_BYTES
+from kvstow.tiers.mooncake_link import Link, Links
 from kvstow.tiers.queued import (
     DEFAULT_QUEUED_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -61,6 +65,9 @@ _LEAST_BLOCKS, _MOST_BLOCKS = 4, 128
 _OK, _NO_SPACE, _WRONG_SIZE = 0, -200, -600
 _NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER = -704, -705, -706, -707
 _ANSWERS: Final = frozenset({_NO_SPACE, _WRONG_SIZE, _NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER})
+# The master does not answer. Then no transfer has begun, or all have ended. After other failures
+# transfers may go on.
+_NO_MASTER: Final = -900
 # A store that had less time to answer has not failed.
 _FAIR_S: Final = 0.02
 
@@ -71,6 +78,7 @@ class MooncakeTier(QueuedTier):
     Attributes:
         address: host and port of the master.
         base_address: where host slot 0 is in memory.
+        links: what calls the store.
         copies_blocks: whether a block is copied beside its header, so that both are one buffer.
     """
 
@@ -123,53 +131,40 @@ class MooncakeTier(QueuedTier):
         num_blocks = _PART_BYTES // self.slot_bytes
         self.blocks_per_part = min(max(num_blocks, _LEAST_BLOCKS), _MOST_BLOCKS)
         self._make = _store_class()
-        # As Mooncake's `setup` takes it.
-        self._setup = (host, "P2PHANDSHAKE", segment_bytes, _LOCAL_BUFFER_BYTES, protocol, devices)
-        self._store: Any = None
-        # What the store knows stays, because a transfer may outlast its call.
-        self._known: list[npt.NDArray[np.uint8]] = []
-        self._connecting = threading.Lock()
+        self._host, self._segment_bytes = host, segment_bytes
+        self._network = (protocol, devices, self.address)
+        # Gives memory to the store, and calls nothing. So no doubt closes it.
+        self._giver: Any = None
+        self.links: Final = Links(self._connect)
         self.breaker: Final = Breaker()
         self.start()
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop."""
         super().close()
-        if self._store is not None and not any(thread.is_alive() for thread in self._threads):
-            self._store.close()
-            self._store = None
-            self._known.clear()
+        if self._is_forked:
+            return
+        if not any(thread.is_alive() for thread in self._threads):
+            self.links.close()
+        if self._giver is not None:
+            self._giver.close()
 
     def _worker(self) -> Worker:
         return _Calls(self)
 
-    def connected(self) -> Any:
-        """Return the store, which knows the arena.
+    def _connect(self) -> Link:
+        if self._segment_bytes and self._giver is None:
+            self._giver = self._new_store(self._segment_bytes)
+        link = Link(self._new_store(0))
+        link.register(self._rows)
+        return link
 
-        Raises:
-            TransferError: the store refuses.
-        """
-        with self._connecting:
-            if self._store is None:
-                store = self._make()
-                if code := store.setup(*self._setup, self.address):
-                    raise TransferError(f"Mooncake at {self.address} cannot be reached ({code})")
-                self.register(store, self._rows)
-                self._store = store
-            return self._store
-
-    def register(self, store: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Let the store read and write memory, which stays where it is until the store closes.
-
-        Raises:
-            TransferError: the store refuses.
-        """
-        if code := store.register_buffer(memory.ctypes.data, memory.nbytes):
-            raise TransferError(
-                f"Mooncake does not take {memory.nbytes} bytes of host memory ({code}): with rdma, "
-                "raise the limit of locked memory (ulimit -l)"
-            )
-        self._known.append(memory)
+    def _new_store(self, segment_bytes: int) -> Any:
+        store = self._make()
+        sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
+        if code := store.setup(self._host, "P2PHANDSHAKE", *sizes, *self._network):
+            raise TransferError(f"Mooncake at {self.address} cannot be reached ({code})")
+        return store
 
 
 class _Calls:
@@ -186,11 +181,19 @@ class _Calls:
 
     def __init__(self, tier: MooncakeTier) -> None:
         self._tier = tier
+        self._link: Link | None = None
+
+    def _use(self, link: Link) -> None:
+        """Take new memory for each link, because bytes may arrive in that of the last one."""
+        if link is self._link:
+            return
+        tier = self._tier
         num_bytes = _HEADER_ROOM + (tier.slot_bytes if tier.copies_blocks else 0)
         self._memory = np.zeros((tier.blocks_per_part, num_bytes), np.uint8)
         self._headers = self._memory[:, _HEADER_ROOM - HEADER_BYTES : _HEADER_ROOM]
         self._copies = self._memory[:, _HEADER_ROOM:]
-        self._is_registered = False
+        link.register(self._memory)
+        self._link = link
 
     def close(self) -> None:
         """Do nothing: the threads share one store."""
@@ -202,10 +205,13 @@ class _Calls:
         if not breaker.may_try():
             raise TransferError(f"Mooncake at {tier.address} has failed and is left alone a while")
         try:
-            codes = self._ask(tier.connected(), job, part)
-            failures = sorted({code for code in codes if code < 0 and code not in _ANSWERS})
+            with tier.links.borrowed() as link:
+                failures = self._ask(link, job, part) - _ANSWERS
+                error = TransferError(f"Mooncake at {tier.address} answers {sorted(failures)}")
+                if failures - {_NO_MASTER}:
+                    raise error
             if failures:
-                raise TransferError(f"Mooncake at {tier.address} answers {failures}")
+                raise error
         except TransferError as error:
             if time.monotonic() - begin_s >= _FAIR_S or job.until_s - begin_s >= _FAIR_S:
                 _failed(breaker, tier.address, error)
@@ -213,8 +219,9 @@ class _Calls:
         if breaker.succeeded():
             logger.warning("kvstow: the shared tier at %s answers again", tier.address)
 
-    def _ask(self, store: Any, job: Job, part: range) -> Sequence[int]:
-        """Write `job.ok` for a part, and return what the store answered."""
+    def _ask(self, link: Link, job: Job, part: range) -> set[int]:
+        """Write `job.ok` for a part, and return the codes that are no success."""
+        store = link.store
         blocks, namespace = job.blocks, job.namespace
         named = [(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
         prefix = namespace.prefix.decode()
@@ -227,12 +234,10 @@ class _Calls:
             codes = store.batch_remove(keys, True)
             job.ok[part.start : part.stop] = [code in (_OK, _NOT_FOUND) for code in codes]
         else:
-            if not self._is_registered:
-                self._tier.register(store, self._memory)
-                self._is_registered = True
+            self._use(link)
             move = self._put if job.operation == "put" else self._get
             codes = move(store, job, part, named, keys)
-        return codes
+        return {code for code in codes if code < 0}
 
     def _buffers(self, slots: list[int]) -> tuple[list[list[int]], list[list[int]]]:
         """Return the addresses and the sizes of each value's buffers."""
@@ -276,13 +281,13 @@ class _Calls:
         tier, rows = self._tier, self._tier._rows
         num_bytes, whole = tier.slot_bytes, HEADER_BYTES + tier.slot_bytes
         slots = job.host_slots[part.start : part.stop].tolist()
-        codes = list(store.batch_get_into_multi_buffers(keys, *self._buffers(slots)))
+        codes: Sequence[int] = store.batch_get_into_multi_buffers(keys, *self._buffers(slots))
         wrong = []
         for at, slot in enumerate(slots):
+            is_wrong = codes[at] == _WRONG_SIZE
             if codes[at] < 0 and codes[at] not in _ANSWERS:
                 # The transfer of an object that is too short fails as any other.
-                is_short = 0 <= store.get_size(keys[at]) != whole
-                codes[at] = _WRONG_SIZE if is_short else codes[at]
+                is_wrong = 0 <= store.get_size(keys[at]) != whole
             header = self._headers[at].tobytes()
             checksum = job.namespace.checksum(header, *named[at], num_bytes)
             if codes[at] == whole and checksum is not None:
@@ -290,7 +295,7 @@ class _Calls:
                     rows[slot] = self._copies[at]
                 # In the host slot, because nothing else may write there.
                 job.ok[part[at]] = row_checksums(rows, [slot])[0] == checksum
-            if codes[at] == _WRONG_SIZE or (codes[at] >= 0 and not job.ok[part[at]]):
+            if is_wrong or (codes[at] >= 0 and not job.ok[part[at]]):
                 wrong.append(keys[at])
         if wrong:
             store.batch_remove(wrong, True)

@@ -1,0 +1,140 @@
+"""Links to Mooncake Store: one store object each, and the memory that its transfers may touch.
+
+A call may fail while its transfers go on. Its wait gives up after 60 s, and cancels nothing. Before
+Mooncake 0.3.11, it also gives up when the first of its buffers has failed. Then bytes arrive in the
+buffers of the call after it has returned. Only `close` ends all transfers, and then none is left.
+So a link is closed after a call that failed, and that call ends when the link is closed:
+
+```
+open --- a call is in doubt ---> retired --- its last call returns ---> closed
+  |                                 |                                      |
+  all calls use it                  others get a new link                  the call in doubt ends
+```
+
+If the close fails, the call never ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow._core import TransferError
+
+
+class Link:
+    """A store that is set up. Several threads may call it at once.
+
+    Attributes:
+        store: Mooncake's object.
+    """
+
+    def __init__(self, store: Any) -> None:
+        """Take a store that nothing else closes."""
+        self.store: Final = store
+        self._memory: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._is_retired = False
+        self._is_closed = threading.Event()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether no call may begin any more."""
+        return self._is_retired
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Let the store read and write memory, which stays allocated until the store is closed.
+
+        Raises:
+            TransferError: the store refuses.
+        """
+        if code := self.store.register_buffer(memory.ctypes.data, memory.nbytes):
+            raise TransferError(
+                f"Mooncake does not take {memory.nbytes} bytes of host memory ({code}): with rdma, "
+                "raise the limit of locked memory (ulimit -l)"
+            )
+        self._memory.append(memory)
+
+    def begin(self) -> bool:
+        """Count a call, unless the link is retired; return whether it counts."""
+        with self._lock:
+            self._num_calls += not self._is_retired
+            return not self._is_retired
+
+    def end(self, *, in_doubt: bool) -> None:
+        """End a call. If its transfers may go on, retire the link, and wait until it is closed."""
+        with self._lock:
+            self._is_retired = self._is_retired or in_doubt
+            self._num_calls -= 1
+            is_last = self._is_retired and not self._num_calls
+        try:
+            if is_last:
+                self.close()
+        finally:
+            if in_doubt:
+                self._is_closed.wait()
+
+    def close(self) -> None:
+        """End all transfers. No call may be under way. Closing again does nothing.
+
+        Raises:
+            TransferError: the store does not close, so transfers may go on.
+        """
+        if self._is_closed.is_set():
+            return
+        if code := self.store.close():
+            raise TransferError(f"Mooncake does not close a store ({code})")
+        self._memory.clear()
+        self._is_closed.set()
+
+
+class Links:
+    """The link that calls use now, and a new one after each doubt."""
+
+    def __init__(self, connect: Callable[[], Link]) -> None:
+        """Take what sets up a link. It may raise `TransferError`."""
+        self._connect = connect
+        self._connecting = threading.Lock()
+        self._link: Link | None = None
+
+    def current(self) -> Link:
+        """Return the link that the next call uses.
+
+        Raises:
+            TransferError: the store cannot be reached.
+        """
+        with self._connecting:
+            if self._link is None or self._link.is_retired:
+                self._link = self._connect()
+            return self._link
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Link]:
+        """Yield the link for one call, which is in doubt if it raises.
+
+        Raises:
+            TransferError: the store cannot be reached.
+        """
+        while not (link := self.current()).begin():
+            pass
+        try:
+            yield link
+        except BaseException:
+            link.end(in_doubt=True)
+            raise
+        link.end(in_doubt=False)
+
+    def close(self) -> None:
+        """Close the link. No call may be under way.
+
+        Raises:
+            TransferError: the store does not close.
+        """
+        if self._link is not None:
+            self._link.close()
