@@ -190,7 +190,7 @@ def test_next_call_uses_another_store_and_other_memory(
     assert second.is_closed
 
 
-@pytest.mark.parametrize("code", [-900, -704, -707, -600, -200])
+@pytest.mark.parametrize("code", [-900, -901, -703, -704, -707, -600, -200])
 def test_what_no_transfer_outlasts_closes_nothing(
     tier: MooncakeTier, stores: list[Doubtful], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

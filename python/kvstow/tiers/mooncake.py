@@ -63,11 +63,13 @@ _LEAST_BLOCKS, _MOST_BLOCKS = 4, 128
 
 # What the store answers; others are failures of the store.
 _OK, _NO_SPACE, _WRONG_SIZE = 0, -200, -600
-_NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER = -704, -705, -706, -707
-_ANSWERS: Final = frozenset({_NO_SPACE, _WRONG_SIZE, _NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER})
-# The master does not answer. Then no transfer has begun, or all have ended. After other failures
-# transfers may go on.
-_NO_MASTER: Final = -900
+_NOT_READY, _NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER = range(-703, -708, -1)
+_ANSWERS: Final = frozenset(
+    {_NO_SPACE, _WRONG_SIZE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASED, _LEASE_OVER}
+)
+# The master does not answer, or not in time. Then no transfer has begun, or all have ended. After
+# each other failure, transfers may go on.
+_NO_MASTER: Final = frozenset({-900, -901})
 # A store that had less time to answer has not failed.
 _FAIR_S: Final = 0.02
 
@@ -207,17 +209,19 @@ class _Calls:
         try:
             with tier.links.borrowed() as link:
                 failures = self._ask(link, job, part) - _ANSWERS
-                error = TransferError(f"Mooncake at {tier.address} answers {sorted(failures)}")
-                if failures - {_NO_MASTER}:
-                    raise error
+                if failures - _NO_MASTER:
+                    raise self._answered(failures)
             if failures:
-                raise error
+                raise self._answered(failures)
         except TransferError as error:
             if time.monotonic() - begin_s >= _FAIR_S or job.until_s - begin_s >= _FAIR_S:
                 _failed(breaker, tier.address, error)
             raise
         if breaker.succeeded():
             logger.warning("kvstow: the shared tier at %s answers again", tier.address)
+
+    def _answered(self, failures: set[int]) -> TransferError:
+        return TransferError(f"Mooncake at {self._tier.address} answers {sorted(failures)}")
 
     def _ask(self, link: Link, job: Job, part: range) -> set[int]:
         """Write `job.ok` for a part, and return the codes that are no success."""
