@@ -81,6 +81,12 @@ def test_system_without_large_pages_gets_advice(
     assert finding.advice == ("" if status == "ok" else f"as root: echo madvise > {file}")
 
 
+def test_the_reference_explains_every_line() -> None:
+    page = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+    section = page.read_text().split("## The lines of kvstow doctor\n")[1]
+    assert [name for name in found() if f"`{name}`" not in section] == []
+
+
 def test_unknown_option_is_bad_usage() -> None:
     assert cli.main(["doctor", "--jsonn"]) == 2
 
