@@ -13,6 +13,7 @@ from tests.examples.monitoring import (
     MONITORING,
     NO_PROMTOOL,
     PROMTOOL,
+    ROOT,
     RULES,
     expressions,
     family,
@@ -85,7 +86,21 @@ def test_each_alert_says_how_grave_it_is_and_what_to_do() -> None:
     for rule in rules():
         if "alert" in rule:
             assert rule["labels"]["severity"] in {"info", "warning", "critical"}
-            assert rule["annotations"].keys() == {"summary", "description"}
+            assert rule["annotations"].keys() == {"runbook", "summary", "description"}
+
+
+def test_each_alert_names_a_section_that_exists() -> None:
+    for rule in rules():
+        if "alert" in rule:
+            page, _, anchor = rule["annotations"]["runbook"].partition("#")
+            headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.MULTILINE)
+            assert rule["alert"] in headings and anchor == rule["alert"].lower(), rule["alert"]
+
+
+def test_each_alert_names_the_server() -> None:
+    for rule in rules():
+        if "alert" in rule:
+            assert "{{ $labels.instance }}" in rule["annotations"]["summary"], rule["alert"]
 
 
 @needs_promtool
