@@ -16,7 +16,7 @@ from tests.vllm.traffic import Traffic
 
 from kvstow import ConfigError, hash_tokens
 from kvstow.observability.metrics import SHADOW_KEY
-from kvstow.vllm import observe, shadow
+from kvstow.vllm import shadow
 from kvstow.vllm.model import Model
 from kvstow.vllm.observe import Observer
 from kvstow.vllm.options import Options
