@@ -370,6 +370,23 @@ def test_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
         assert it.engine.admit("big", 32, 32, after=READY).state is RUNS
 
 
+@pytest.mark.parametrize("group", [SlidingWindow(16, 20), ChunkedLocal(16, 32)], ids=repr)
+def test_window_that_could_run_is_not_reported_as_impossible(
+    group: SlidingWindow | ChunkedLocal,
+) -> None:
+    """`must_fit_tokens` counts all tokens of a window if nothing bounds those in flight."""
+    layouts = [BlockLayout.from_arrays([np.zeros((9, 8), np.uint8)])]
+    with Engine(9, 8, [group], layouts) as engine:
+        engine.add("long", [])
+        with pytest.raises(OutOfBlocks, match=r"counts 63 blocks .* has 8: .* max_in_flight"):
+            engine.admit("long", 1000, 16, after=READY, must_fit_tokens=1000)
+        assert engine.admit("long", 1000, 16, after=READY).state is RUNS
+    with Engine(9, 8, [group], layouts, max_in_flight_tokens=16) as engine:
+        engine.add("long", [])
+        assert engine.admit("long", 1000, 16, after=READY, must_fit_tokens=1000).state is RUNS
+        assert all(engine.step(["long"], [16]).num_granted for _ in range(61))
+
+
 def test_admission_refuses_fewer_tokens_than_were_hashed() -> None:
     """Hashes of a smaller block size would give a prompt the blocks of a longer one."""
     with world(num_device_blocks=9) as it:

@@ -26,7 +26,7 @@ class Wish:
     must_fit_tokens: int | None
 
     def check(self, ledger: BlockLedger) -> None:
-        """Refuse numbers that are wrong, and a request that not even an empty pool could hold."""
+        """Refuse numbers that are wrong, and a request that would not fit into an empty pool."""
         check_sizes(
             num_lookahead_tokens=self.num_lookahead_tokens,
             reserve=self.reserve,
@@ -43,16 +43,25 @@ class Wish:
                 f"hash_tokens a block_size of {ledger.hash_block_size}"
             )
         num_usable = ledger.pool.num_blocks - 1
-        needed = {self.num_tokens: ledger.min_blocks(self.num_tokens, self.num_tokens - 1)}
-        if self.must_fit_tokens is not None:
-            needed[self.must_fit_tokens] = ledger.blocks_to_fit(self.must_fit_tokens)
-        for count, num_needed in needed.items():
-            if num_needed > num_usable:
-                raise OutOfBlocks(
-                    f"request {self.request_id!r} needs {num_needed} blocks for {count} tokens, "
-                    f"the pool has {num_usable}: it can never run; refuse it, or build the engine "
-                    f"with num_device_blocks={num_needed + 1} or more"
-                )
+        must_fit_tokens = self.must_fit_tokens or 0
+        num_tokens = max(self.num_tokens, must_fit_tokens)
+        num_needed = ledger.min_blocks(num_tokens, num_tokens - 1)
+        if num_needed > num_usable:
+            raise OutOfBlocks(
+                f"request {self.request_id!r} needs {num_needed} blocks for {num_tokens} tokens, "
+                f"the pool has {num_usable}: it can never run; refuse it, or build the engine "
+                f"with num_device_blocks={num_needed + 1} or more"
+            )
+        num_to_fit = ledger.blocks_to_fit(must_fit_tokens)
+        if num_to_fit > num_usable:
+            # The window, chunk or state needs fewer at once, so the request may run.
+            raise OutOfBlocks(
+                f"must_fit_tokens={must_fit_tokens} counts {num_to_fit} blocks for request "
+                f"{self.request_id!r}, the pool has {num_usable}: pass no must_fit_tokens, or "
+                f"build the engine with num_device_blocks={num_to_fit + 1} or more; windows and "
+                "chunks count less with max_in_flight_tokens, the token budget of a step times the "
+                "steps that overlap"
+            )
 
     def check_has_room(self, ledger: BlockLedger, num_computed: int, num_new: int) -> None:
         """Refuse an admission that would not fit into an empty pool either."""

@@ -96,7 +96,9 @@ class Engine(Closing):
         store_timeout_s: seconds after which a store is late and has failed. Its blocks stay pinned
             until the copy has read them. Another store may bring them to the host. None: no limit.
         clock: returns finite seconds, for the two timeouts and the times of transfers and events.
-        max_in_flight_tokens: as `BlockLedger` takes it.
+        max_in_flight_tokens: the token budget of a step, times the number of steps that overlap.
+            With it, `must_fit_tokens` counts for a window or a chunk only what a request holds at
+            once.
         world_size: number of ranks, each with its own device and host memory. A transfer copies on
             all of them. It fails, or is late, if it does so on one.
         blocks_per_slot: with more than 1, copies have longer runs of host memory, and a tail that
@@ -272,13 +274,14 @@ class Engine(Closing):
             after: the compute that may still read blocks of the pool. A load waits for it.
             num_lookahead_tokens: tokens that get slots only.
             reserve: refuse unless this many blocks stay free.
-            must_fit_tokens: refuse unless slots for that many tokens would fit as well.
+            must_fit_tokens: refuse unless slots for that many tokens would fit as well. It counts
+                all tokens of a window or a chunk too, unless the engine has `max_in_flight_tokens`.
 
         Raises:
             UnknownRequest: the request was not added.
             StateError: the request was admitted already, or this engine is closed.
-            OutOfBlocks: not even an empty pool could hold this. If the message names the whole
-                request, or `must_fit_tokens`, refuse the request, because it can never run.
+            OutOfBlocks: not even an empty pool could hold this. If the message says so, the request
+                can never run, so refuse it. Otherwise it names the argument to change.
             ConfigError: a number that is not positive, fewer tokens than were hashed, or `after` is
                 no `Event`.
         """
