@@ -389,8 +389,8 @@ class Engine(Closing):
     def preempt(self, request_id: str) -> None:
         """Free a request's blocks. It stays added with all its hashes: admit it again.
 
-        You may call it at any moment, with copies of the request in flight too. Blocks of such a
-        copy stay taken until `poll` reports its end.
+        You may call it at any moment while the engine is awake, with copies of the request in
+        flight too. Blocks of such a copy stay taken until `poll` reports its end.
         """
         state = self._known(request_id)
         with state.change:
@@ -400,7 +400,12 @@ class Engine(Closing):
                 state.restart(request_id)
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that is done or aborted, at any moment. Its copies go on."""
+        """Forget a request that is done or aborted, at any moment. Its copies go on.
+
+        Raises:
+            UnknownRequest: the request was not added.
+            StateError: the engine sleeps. Finish the request after `wake`.
+        """
         state = self._known(request_id)
         with state.change:
             state.change.commit()
@@ -488,7 +493,8 @@ class Engine(Closing):
 
         Raises:
             ConfigError: the engine has had this name.
-            StateError: a request holds blocks of the weights before, or this engine is closed.
+            StateError: a request holds blocks of the weights before, or this engine sleeps or is
+                closed.
         """
         self._check_open()
         state = self._state
