@@ -198,7 +198,7 @@ def test_job_without_an_event_is_refused(setup: Setup) -> None:
         setup.mover.store([1], [0])  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         setup.mover.load([0], [1], READY)  # type: ignore[call-arg]
-    for wrong in (None, threading.Event(), 0):
+    for wrong in (None, threading.Event(), HostEvent, 0):
         with pytest.raises(ConfigError, match="expected an Event"):
             setup.mover.store([1], [0], after=wrong)  # type: ignore[arg-type]
     assert isinstance(READY, Event)
