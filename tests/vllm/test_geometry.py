@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports Triton
@@ -14,7 +15,11 @@ from transformers import (
     JambaConfig,
     Qwen3NextConfig,
 )
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateDtypeCalculator,
+    MambaStateShapeCalculator,
+)
+from vllm.model_executor.models.config import NemotronHForCausalLMConfig
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -120,6 +125,42 @@ def test_block_of_a_gated_delta_net_has_the_tokens_of_vllm(dtype: str, num_token
     conv, recurrent = (torch.Size(shape).numel() for shape in shapes)
     value_bytes = {"bfloat16": 2, "float32": 4}[dtype]
     assert _state_bytes(model, model.state, 1) == 2 * conv + value_bytes * recurrent
+    assert lay_out(model, 16).block_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("named", "num_tokens"), [(None, 1040), ("float32", 1040), ("bfloat16", 528)]
+)
+def test_state_of_nemotron_h_has_the_dtype_of_vllm(named: str | None, num_tokens: int) -> None:
+    """vLLM takes float32 unless the config names a dtype. The sizes are those of the 8B model."""
+    fields: dict[str, Any] = {
+        "model_type": "nemotron_h",
+        "dtype": "bfloat16",
+        "num_hidden_layers": 52,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+    }
+    if named is not None:
+        fields["mamba_ssm_cache_dtype"] = named
+    cache = SimpleNamespace(mamba_ssm_cache_dtype="auto")
+    of_vllm: Any = NemotronHForCausalLMConfig
+    of_vllm.update_mamba_ssm_cache_dtype(cache_config=cache, hf_config=SimpleNamespace(**fields))
+    conv_dtype, state_dtype = MambaStateDtypeCalculator.mamba2_state_dtype(
+        torch.bfloat16, "auto", cast("Any", cache.mamba_ssm_cache_dtype)
+    )
+    conv, state = MambaStateShapeCalculator.mamba2_state_shape(1, 128 * 64, 8, 128, 64, 128, 4)
+    model = parse_config("nemotron-h", fields)
+    assert model.state is not None
+    expected = conv_dtype.itemsize * torch.Size(conv).numel()
+    expected += state_dtype.itemsize * torch.Size(state).numel()
+    assert _state_bytes(model, model.state, 1) == expected
     assert lay_out(model, 16).block_tokens == num_tokens
 
 

@@ -183,7 +183,7 @@ class _Fields:
             chunk=self._count("attention_chunk_size") if "chunk" in kinds else 0,
             state=self._state() if "state" in kinds else None,
             dtype=self._text("dtype") or self._text("torch_dtype"),
-            state_dtype=self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype"),
+            state_dtype=self._state_dtype(),
         )
 
     def _uncounted(self, field: str) -> ConfigError:
@@ -304,6 +304,12 @@ class _Fields:
         if not is_rotary:
             return _every(self._count("no_rope_layer_interval", 4), layers)
         return {layer for layer, rotary in enumerate(is_rotary) if not rotary}
+
+    def _state_dtype(self) -> str | None:
+        named = self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype")
+        # vLLM keeps the states of Nemotron-H in 32 bits if the config names no dtype for them.
+        is_nemotron = (self._text("model_type") or "").startswith("nemotron_h")
+        return named or ("float32" if is_nemotron else None)
 
     def _state(self) -> StateSize:
         """Return the state of Mamba (`mamba_*`) or of a gated delta net (`linear_*`)."""
