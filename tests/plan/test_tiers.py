@@ -13,7 +13,7 @@ import pytest
 from tests.plan.world import BLOCK, FULL, geometry, workload
 
 from kvstow import ConfigError, FullAttention, SlidingWindow, StateSpace
-from kvstow.geometry.layout import Attention
+from kvstow.geometry.layout import Attention, KvGroup
 from kvstow.plan import Plan, PlanOptions, PlanTrace, Server, Workload, build_plan, tiers
 from kvstow.plan.report import DISK_PATH, about, flag, row_figures, sentence, sketch
 from kvstow.plan.tiers import GIB
@@ -170,6 +170,20 @@ def test_hits_that_a_host_tier_brings_the_device_are_saved_too(
     assert f"it saves {made.hit_ratio(small.saved_blocks):.1%} of the prompt tokens" in text
 
 
+def test_hits_move_from_the_device_to_the_host_if_a_load_leaves_the_beginning_out() -> None:
+    """The last prompt shares what the third computes without a host tier, and else loads."""
+    system, chat, other = range(1, 7), range(11, 17), range(101, 134)
+    work = workload([[*system, *chat], [*other], [*system, *chat, 17], [*system, 21]])
+    made = build_plan(
+        geometry([SlidingWindow(16, 40)]),
+        work,
+        PlanOptions((35 * BLOCK_GIB,), (100 * BLOCK_GIB,)),
+    )
+    [row] = made.rows
+    assert (row.device_hits, row.host_hits, row.alone_hits) == (0, 18, 6)
+    assert row.saved_blocks == 12
+
+
 def test_twice_the_size_adds_hits_of_the_device_too() -> None:
     made = planned(WINDOWS, 1600)
     [twice] = planned(WINDOWS, 3200).rows
@@ -224,7 +238,13 @@ def test_text_says_how_many_slots_a_block_of_several_groups_takes() -> None:
         "a block of 16 tokens takes up to 6 slots of the host tier, one for each group: "
         "6 x 0.003906 MiB = 0.02344 MiB"
     )
-    assert about(plan(), trace)[-1] == "a block of 16 tokens takes 0.003906 MiB of the host tier"
+    whole = "a block of 16 tokens takes 0.003906 MiB of the host tier"
+    assert about(plan(), trace)[-1] == whole
+    ranks = replace(geometry(), groups=(KvGroup(FullAttention(16), 1, 2048),), num_ranks=2)
+    padded = about(replace(plan(), geometry=ranks), trace)[-1]
+    assert padded == (
+        "a block of 16 tokens takes 0.007812 MiB of the host tier, padded from 4,096 to 8,192 bytes"
+    )
 
 
 def test_sketch_shows_the_knee() -> None:

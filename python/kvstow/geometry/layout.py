@@ -106,6 +106,12 @@ class Geometry:
         """Bytes of a slot of the host tier on all ranks, each copy counted once."""
         return slot_stride_bytes(self.device_block_bytes) * (self.num_ranks // self.num_copies)
 
+    @property
+    def host_padding_bytes(self) -> int:
+        """Bytes of a slot that hold nothing, because a slot begins at a multiple of 4 KiB."""
+        used = self.device_block_bytes * (self.num_ranks // self.num_copies)
+        return self.host_block_bytes - used
+
 
 def lay_out(
     model: ModelConfig, block_tokens: int, *, dtype: str = AUTO, num_ranks: int = 1

@@ -276,6 +276,10 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
             f"{tokens} up to {num_groups} slots of the host tier, one for each group: {num_groups} "
             f"x {size(slot_gib)} = {size(num_groups * slot_gib)}{copies}"
         )
+    if padding := geometry.host_padding_bytes:
+        padded = geometry.host_block_bytes
+        each = "each " if num_groups > 1 else ""
+        slots += f", {each}padded from {padded - padding:,} to {padded:,} bytes"
     return [
         f"{', '.join(trace.names)}: {len(workload.prompts):,} requests in {time}, "
         f"{workload.num_prompt_tokens:,} prompt tokens",
