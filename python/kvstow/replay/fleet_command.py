@@ -40,7 +40,8 @@ def fleet_options(command: _Command) -> _Command:
             "--shared-blocks",
             type=int,
             metavar="N",
-            help="With --servers: blocks of the shared store. Without it, the store keeps all.",
+            help="With --servers: blocks of the shared store, which drops the block that was "
+            "written or read longest ago. Without it, the store keeps all.",
         ),
         click.option(
             "--routing",
