@@ -201,6 +201,13 @@ def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: obj
     assert len(parse_config("m", DENSE | {field: None}).layers) == 4
 
 
+def test_minimax_with_full_attention_in_each_layer_is_counted() -> None:
+    """As MiniMax-M2, whose list has 1 for each layer."""
+    assert parse_config("m", DENSE | {"attn_type_list": [1] * 4}).layers == ("full",) * 4
+    with pytest.raises(ConfigError, match="attn_type_list is 1; it must be a list"):
+        parse_config("m", DENSE | {"attn_type_list": 1})
+
+
 def test_dense_config_may_name_the_state_that_no_layer_has() -> None:
     """As those of Granite 4.0 Micro, which lists its layers."""
     fields = DENSE | {"layer_types": ["attention"] * 4, "mamba_n_heads": 128}

@@ -162,7 +162,7 @@ class _Fields:
                     "cannot count: pass a model without sparse attention"
                 )
         for field in _UNCOUNTED:
-            if self._fields.get(field):
+            if self._fields.get(field) and not self._has_full_attention_only(field):
                 raise self._uncounted(field)
         layers = self._layers()
         kinds = set(layers)
@@ -185,6 +185,10 @@ class _Fields:
             dtype=self._text("dtype") or self._text("torch_dtype"),
             state_dtype=self._state_dtype(),
         )
+
+    def _has_full_attention_only(self, field: str) -> bool:
+        """Whether the field is that of MiniMax, and says 1, which is full attention, throughout."""
+        return field == "attn_type_list" and all(kind == 1 for kind in self._list(field))
 
     def _uncounted(self, field: str) -> ConfigError:
         return ConfigError(
