@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.tiers.memory import MemoryTier
 from tests.tiers.resp.server import Server
+from tests.tiers.resp.tls import Authority, TlsServer
 
 from kvstow import cli
 from kvstow.bench import accounting, copy
@@ -199,6 +200,24 @@ def test_shared_store_is_measured_and_left_as_it_was(
         server.kill()
         assert cli.main(command) == 74
         assert "the store has kept no block" in capsys.readouterr().err
+
+
+def test_shared_store_takes_the_files_that_a_server_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, password = Authority(tmp_path), tmp_path / "password"
+    password.write_text("secret")
+    issued = authority.issue("127.0.0.1")
+    with Server(tmp_path, "--requirepass", "secret") as plain, TlsServer(plain.port, issued) as tls:
+        url = f"rediss://127.0.0.1:{tls.port}"
+        command = ["bench", "shared", url, "--size", "8KiB", "--turns", "1"]
+        login, proof = ["--password-file", str(password)], ["--ca-file", authority.ca_file]
+        assert cli.main([*command, *login, *proof]) == 0
+        assert "put 32 blocks" in capsys.readouterr().out
+        assert cli.main([*command, *proof]) == 74
+        assert cli.main([*command, *login]) == 74
+        assert cli.main([*command, "--password-file", str(tmp_path / "missing"), *proof]) == 2
+        assert "missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

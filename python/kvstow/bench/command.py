@@ -9,7 +9,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 from rich.table import Table
@@ -24,6 +24,7 @@ from kvstow.sizes import parse_bytes
 from kvstow.tiers import Fingerprint, SlotFile
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.resp import RespTier
+from kvstow.tiers.shared_command import store_access, store_options
 from kvstow.transfer import HostArena
 
 EXIT_OK, EXIT_WRONG = 0, 1
@@ -145,8 +146,9 @@ def disk(output: Output, folder: Path, size: str, turns: int) -> int:
 @click.argument("url")
 @click.option("--size", default="1MiB", show_default=True, help="Bytes of a block.")
 @_turns
+@store_options
 @with_output
-def shared(output: Output, url: str, size: str, turns: int) -> int:
+def shared(output: Output, url: str, size: str, turns: int, **store: Any) -> int:
     """Time a shared store: blocks go to the servers of URL, and come back.
 
     URL is what the shared tier takes, for example redis://HOST:PORT/DB or mooncake://HOST:PORT. The
@@ -157,11 +159,14 @@ def shared(output: Output, url: str, size: str, turns: int) -> int:
     """
     _refuse_debug_build()
     block_bytes = _block_bytes(size)
-    made = MooncakeTier if url.startswith("mooncake:") else RespTier
-    with (
-        HostArena(NUM_SLOTS, block_bytes) as arena,
-        made(arena, url, os.urandom(NAMESPACE_BYTES)) as tier,
-    ):
+    namespace = os.urandom(NAMESPACE_BYTES)
+
+    def opened(arena: HostArena) -> MooncakeTier | RespTier:
+        if url.startswith("mooncake:"):
+            return MooncakeTier(arena, url, namespace)
+        return RespTier(arena, url, namespace, **store_access(store))
+
+    with HostArena(NUM_SLOTS, block_bytes) as arena, opened(arena) as tier:
         rows = measure_tier(tier, turns, has_slots=False)
     if all(row.num_failed == row.num_blocks * (turns + 1) for row in rows):
         raise OSError(errno.EIO, "the store has kept no block: check its address and its log")

@@ -67,7 +67,7 @@ def refuse_store_options(command: str, **others: str | None) -> None:
 
 def show_blocks(output: Output, url: str, files: Mapping[str, Any]) -> int:
     """List how many blocks each fingerprint has."""
-    found = _asked(lambda: count_blocks(url, **_access(files)))
+    found = _asked(lambda: count_blocks(url, **store_access(files)))
 
     def shown() -> Table:
         table = Table("fingerprint", "blocks", box=SIMPLE_HEAD, title=url, title_justify="left")
@@ -88,13 +88,18 @@ def drop_blocks(output: Output, url: str, fingerprint: str | None, files: Mappin
             f"deleted; kvstow tier info {url} lists them"
         )
     namespace = namespace_of(fingerprint)
-    num = _asked(lambda: delete_blocks(url, namespace, **_access(files)))
+    num = _asked(lambda: delete_blocks(url, namespace, **store_access(files)))
     result = {"url": url, "fingerprint": fingerprint, "dropped_blocks": num}
     output.write(result, lambda: f"{num:,} blocks dropped\n")
     return 0
 
 
-def _access(files: Mapping[str, Any]) -> dict[str, Any]:
+def store_access(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how to log in and to prove both sides, from the values of `store_options`.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     security = Security(files["ca_file"], files["certificate_file"], files["key_file"])
     return {"credentials": Credentials.find(files["password_file"]), "security": security}
 
