@@ -39,11 +39,16 @@ def compose(path: Path = COMPOSE) -> dict[str, Any]:
     return found
 
 
+def deployment(path: Path = MANIFEST) -> dict[str, Any]:
+    """Return the specification of a manifest's servers."""
+    parts = yaml.safe_load_all(path.read_text())
+    found, *_ = (part["spec"] for part in parts if part["kind"] == "Deployment")
+    assert isinstance(found, dict)
+    return found
+
+
 def manifest_arguments(path: Path = MANIFEST) -> list[str]:
-    deployment, *_ = (
-        part for part in yaml.safe_load_all(path.read_text()) if part["kind"] == "Deployment"
-    )
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = deployment(path)["template"]["spec"]["containers"]
     return [*container["command"], *container["args"]]
 
 
@@ -179,6 +184,15 @@ def test_the_manifest_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(p
             kubernetes_validate.validate(part, versions[-1], strict=True)
 
 
+@pytest.mark.parametrize("path", [MANIFEST, SHARED_MANIFEST])
+def test_kubernetes_waits_longer_for_a_rollout_than_for_a_start(path: Path) -> None:
+    servers = deployment(path)
+    (container,) = servers["template"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    start_s = probe["periodSeconds"] * probe["failureThreshold"]
+    assert servers["progressDeadlineSeconds"] > start_s
+
+
 # -- two servers that share blocks -------------------------------------------------------------
 
 
@@ -199,6 +213,14 @@ def test_the_servers_name_the_store_that_is_beside_them() -> None:
     servers = parts["Deployment", "vllm-kvstow"]["spec"]["template"]["metadata"]["labels"]
     assert policy["podSelector"]["matchLabels"] == store
     assert policy["ingress"][0]["from"] == [{"podSelector": {"matchLabels": servers}}]
+
+
+def test_one_of_two_servers_serves_while_the_other_is_replaced() -> None:
+    servers = deployment(SHARED_MANIFEST)
+    assert servers["replicas"] == 2
+    # A surge would wait for the GPU of a server that nobody stops.
+    rolling = {"maxSurge": 0, "maxUnavailable": 1}
+    assert servers["strategy"] == {"type": "RollingUpdate", "rollingUpdate": rolling}
 
 
 def shared_of(command: list[str]) -> str | None:
