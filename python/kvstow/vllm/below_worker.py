@@ -117,17 +117,19 @@ class LowerWorker:
             return ok
         # A pipeline stage has no layers of some groups, and copies nothing of them.
         own = np.array(self._slot_bytes)[job.blocks.groups]
-        arrived = np.flatnonzero(np.array(ok) & (own > 0))
-        slots, slot_bytes = job.host_slots[arrived].astype(np.int64), own[arrived].tolist()
-        if job.direction == "promote":
+        is_demote = job.direction == "demote"
+        # A demote that was late may have written blocks that count as failed. They last.
+        at = np.flatnonzero((np.array(ok, np.bool_) | is_demote) & (own > 0))
+        slots, slot_bytes = job.host_slots[at].astype(np.int64), own[at].tolist()
+        if not is_demote:
             record_device_sums(arena, slots, slot_bytes)
             return ok
-        damaged = arrived[~have_device_sums(arena, slots, slot_bytes)]
+        damaged = at[~have_device_sums(arena, slots, slot_bytes)]
         if len(damaged):
             with suppress(KvstowError):
                 self.tier.delete(some_of(job.blocks, damaged))
-            for at in damaged:
-                ok[at] = False
+            for index in damaged:
+                ok[index] = False
         return ok
 
     def counted(self) -> dict[str, int]:

@@ -225,10 +225,8 @@ class DiskWorker(LowerWorker):
             if not self._runner.wait(left_s + _LAST_CALLS_S):
                 break
             for job_id, ok in self._runner.poll():
-                # The file may have a block that counts as failed because it was late.
-                ended, is_own = self._jobs.pop(job_id), job_id == job.job_id
-                self._checked(ended, [True] * len(ok) if is_own else ok)
-                num_written += sum(ok) if is_own else 0
+                sound = self._checked(self._jobs.pop(job_id), ok)
+                num_written += sum(sound) if job_id == job.job_id else 0
         logger.info(
             "kvstow: rank %d has written %d of %d blocks that only the host had",
             self._rank,
