@@ -492,6 +492,26 @@ def test_wrong_local_blocks_are_refused_and_change_nothing(
     assert scheduler.store(["b"], [4 * BLOCK_SIZE], [], [0, 0]) is None
 
 
+def test_request_whose_load_failed_loads_into_other_blocks_only_after_a_restart() -> None:
+    scheduler = OffloadScheduler(8, [GROUP])
+    held(scheduler)
+    failed = scheduler.load("b", 3 * BLOCK_SIZE, [[12, 13, 14]], local_ids=[[11]])
+    scheduler.complete(failed.job_id, ok=False)
+    assert scheduler.lookup("b", BLOCK_SIZE, ALL) == 3 * BLOCK_SIZE
+    # A store would take block 12 for the tokens of block 22, and name all later blocks wrongly.
+    with pytest.raises(StateError, match="has reported block 12 where the load fills block 22"):
+        scheduler.load("b", 3 * BLOCK_SIZE, [[22, 23, 24]])
+    scheduler.restart("b")
+    assert scheduler.lookup("b", BLOCK_SIZE, ALL) == 3 * BLOCK_SIZE
+    job = scheduler.load("b", 3 * BLOCK_SIZE, [[22, 23, 24]])
+    scheduler.complete(job.job_id)
+    longer = hash_tokens([ord(letter) for letter in "wxyzv" for _ in range(BLOCK_SIZE)], BLOCK_SIZE)
+    ids, new = [11, 22, 23, 24, 25], [list(longer)[4:]]
+    store = some(scheduler.store(["b"], [5 * BLOCK_SIZE], ids, [0, 5], new_hashes=new))
+    assert store.block_ids.tolist() == [25]
+    scheduler.check()
+
+
 def test_a_load_reports_no_blocks_twice_and_none_of_a_window() -> None:
     scheduler = OffloadScheduler(8, [GROUP])
     held(scheduler)

@@ -80,7 +80,8 @@ impl OffloadScheduler {
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::State`] if lookup found nothing to load, if the window
-    /// before an earlier end is not on the host, and if a found block proved damaged since;
+    /// before an earlier end is not on the host, if a found block proved damaged since, and if the
+    /// request has reported other blocks for these tokens;
     /// [`Error::Config`] for no tokens, more than were found, a number that is not a multiple of
     /// the block size, or another number of groups or blocks; [`Error::NoSuchBlock`] for an id
     /// outside the device pool, [`Error::InvalidBlock`] for a null or repeated block.
@@ -97,7 +98,8 @@ impl OffloadScheduler {
 
     /// As [`load`](Self::load), and counts the blocks of the whole hit as reported: per group, the
     /// local ones and then those of the load. [`store`](Self::store) then takes the blocks after
-    /// them.
+    /// them. If the load fails, [`restart`](Self::restart) the request, because its blocks still
+    /// count as reported.
     ///
     /// # Errors
     /// As [`load`](Self::load), and as [`store`](Self::store) for the local blocks;
@@ -215,6 +217,11 @@ impl OffloadScheduler {
                 )));
             }
             check_ids(blocks, self.config.num_device_blocks)?;
+            check_reported(
+                request_id,
+                request.tables[usize::from(id.0)].blocks.get(first..),
+                blocks,
+            )?;
             let slot_group = self.slot_model.groups()[usize::from(id.0)];
             let needed = first / per_slot..end.div_ceil(per_slot);
             let own = self.slot_model.own_hashes(slot_group, &request.hashes, needed.clone());
@@ -293,6 +300,19 @@ impl OffloadScheduler {
             )));
         }
         Ok(())
+    }
+}
+
+/// Refuses to load into other blocks than those that were reported in their places. A store would
+/// take the reported ones for these tokens.
+fn check_reported(request_id: &str, known: Option<&[BlockId]>, blocks: &[BlockId]) -> Result<()> {
+    match known.into_iter().flatten().zip(blocks).find(|(known, block)| known != block) {
+        Some((known, block)) => Err(Error::State(format!(
+            "request {request_id:?} has reported block {} where the load fills block {}: restart a \
+             request that has lost its blocks, also if its load has failed",
+            known.0, block.0
+        ))),
+        None => Ok(()),
     }
 }
 
