@@ -8,14 +8,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiers.damage import all_proven
 from tests.tiers.mixture import Mixture
+from tests.tiers.setup import SLOT_BYTES
 
-from kvstow.tiers import frame, slot_index, slot_store
+from kvstow.tiers import frame, lanes, slot_index, slot_store
+from kvstow.tiers.slot_calls import SlotCalls
 from kvstow.tiers.slot_pieces import Joined, Part
 from kvstow.tiers.slot_store import SlotStore
+from kvstow.transfer.mover import Index
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_TIER_SEEDS", "200"))
 FIRST = int(os.environ.get("KVSTOW_TIER_SEED", "0"))
@@ -24,7 +28,7 @@ NUM_STEPS = 30
 EXPECTED_FAULTS = {
     "fail", "full", "flip", "other block", "lose", "tear", "elsewhere", "short", "slow", "hang",
     "flip data", "flip index", "flip header", "cut data", "cut index", "move", "crash", "clock",
-    "join",
+    "join", "stop",
 }  # fmt: skip
 
 
@@ -37,9 +41,21 @@ def test_no_seed_returns_a_wrong_block(tmp_path: Path, monkeypatch: pytest.Monke
             faults["join"] += 1
         return Joined(parts)
 
+    def written(calls: SlotCalls, slots: Index, host: Index, **checks: Any) -> int:
+        num_written = write_data(calls, slots, host, **checks)
+        if num_written < len(slots):
+            faults["stop"] += 1
+        return num_written
+
+    write_data = SlotCalls.write_data
+    monkeypatch.setattr(SlotCalls, "write_data", written)
     monkeypatch.setattr(slot_store, "Joined", joined)
     for seed in range(FIRST, FIRST + NUM_SEEDS):
         print("seed", seed)
+        # A call moves a part of a slot, or one slot, or a few, or all.
+        least_bytes = [SLOT_BYTES // 2, SLOT_BYTES, 2 * SLOT_BYTES, 2 << 20][seed % 4]
+        monkeypatch.setattr(lanes, "_LEAST_BYTES", least_bytes)
+        monkeypatch.setattr(lanes, "_MOST_BYTES", 4 * least_bytes)
         folder = tmp_path / str(seed)
         folder.mkdir()
         outcome = Mixture(seed, folder).run(NUM_STEPS)
