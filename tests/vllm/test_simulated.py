@@ -15,6 +15,7 @@ from tests.vllm.simulated import Simulated, WrongKV, tokens
 from vllm.v1.request import Request
 
 from kvstow.vllm.connector import _hashes_sessions_correctly
+from kvstow.vllm.loads import Loads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -156,6 +157,60 @@ def test_requests_read_their_own_kv(
     life = Life(engine, seed)
     life.go(500)
     assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
+class HarshLife(Life):
+    """Also makes jobs late, damages host slots, and asks whether vLLM may rest."""
+
+    def __init__(self, engine: Simulated, seed: int) -> None:
+        super().__init__(engine, seed)
+        self.now_s = 0.0
+        engine.half.tier.clock = lambda: self.now_s
+
+    def step(self) -> None:
+        if self.dice.random() < 0.1:
+            self.now_s += 15.0
+        if self.dice.random() < 0.05:
+            self.engine.half.may_rest()
+        super().step()
+
+    def copy(self) -> None:
+        arena = self.engine.worker.arena
+        if arena is not None and self.dice.random() < 0.15:
+            arena.slots[self.dice.randrange(len(arena.slots)), 7] ^= 1
+        super().copy()
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_requests_read_their_own_kv_after_loads_that_fail_or_are_late(
+    folder: Path, num_groups: int, num_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads report their blocks when they begin."""
+    num_reported, local_ids = 0, Loads._local_ids
+
+    def counted(loads: Loads, *args: Any) -> list[list[int]] | None:
+        nonlocal num_reported
+        ids = local_ids(loads, *args)
+        num_reported += ids is not None
+        return ids
+
+    monkeypatch.setattr(Loads, "_local_ids", counted)
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 60 * num_groups, "verify": "checksum", "load_timeout_s": 10.0},
+        specs=(FULL,) * num_groups,
+        num_blocks=40 * num_groups,
+        num_in_flight=num_in_flight,
+        settings={"scheduling_policy": "priority", "long_prefill_token_threshold": 32},
+    )
+    life = HarshLife(engine, num_groups)
+    life.go(600)
+    assert engine.half.offload is not None
+    stats = engine.half.offload.stats()
+    assert num_reported > 30
+    assert min(stats["failed_loads"], stats["late_jobs"], stats["damaged_blocks"]) > 0
     engine.close()
 
 
