@@ -1264,15 +1264,16 @@ class OffloadScheduler:
                 `BlockLedger.allocate` took for these external tokens. A group that skips blocks
                 loads only those that the token after the load reads.
             local_ids: per group, the device blocks of the local hit. With them all blocks of the
-                hit count as reported, and the next `store` takes those after them. So call `restart`
-                if the load fails. For models of full attention alone. None: the next `store` takes all.
+                hit count as reported, and the next `store` takes those after them. So call
+                `restart` if the load fails. For models of full attention alone. None: the next
+                `store` takes all.
             deadline: when `expire` fails the job, on the caller's clock.
 
         Raises:
             StateError: `lookup` has found nothing to load. Or the load is shorter than what was
                 found, and the host lacks the window before its end. Or the request has reported
-                other blocks for these tokens. With `local_ids`, also if blocks were reported before,
-                or in a model with windows or states.
+                other blocks for these tokens. With `local_ids`, also if blocks were reported
+                before, or in a model with windows or states.
             ConfigError: 0 tokens, more than were found, a number that is not a multiple of the
                 block size, or another number of blocks.
             InvalidBlock: a repeated or null block.

@@ -8,7 +8,7 @@ use crate::ids::BlockId;
 use crate::pool::{check_ids, repeated};
 
 use super::job::Kind;
-use super::request::HeldSlots;
+use super::request::{HeldSlots, ReportedTable};
 use super::{Job, Mode, OffloadScheduler};
 
 impl OffloadScheduler {
@@ -217,11 +217,7 @@ impl OffloadScheduler {
                 )));
             }
             check_ids(blocks, self.config.num_device_blocks)?;
-            check_reported(
-                request_id,
-                request.tables[usize::from(id.0)].blocks.get(first..),
-                blocks,
-            )?;
+            check_reported(request_id, &request.tables[usize::from(id.0)], first, blocks)?;
             let slot_group = self.slot_model.groups()[usize::from(id.0)];
             let needed = first / per_slot..end.div_ceil(per_slot);
             let own = self.slot_model.own_hashes(slot_group, &request.hashes, needed.clone());
@@ -305,8 +301,14 @@ impl OffloadScheduler {
 
 /// Refuses to load into other blocks than those that were reported in their places. A store would
 /// take the reported ones for these tokens.
-fn check_reported(request_id: &str, known: Option<&[BlockId]>, blocks: &[BlockId]) -> Result<()> {
-    match known.into_iter().flatten().zip(blocks).find(|(known, block)| known != block) {
+fn check_reported(
+    request_id: &str,
+    table: &ReportedTable,
+    first: usize,
+    blocks: &[BlockId],
+) -> Result<()> {
+    let reported = table.blocks.iter().skip(first);
+    match reported.zip(blocks).find(|(known, block)| known != block) {
         Some((known, block)) => Err(Error::State(format!(
             "request {request_id:?} has reported block {} where the load fills block {}: restart a \
              request that has lost its blocks, also if its load has failed",
