@@ -28,6 +28,7 @@ from tests.engine.test_disk import Calls
 from tests.engine.test_shared import NUM_WHOLE, keys, options, stat
 from tests.engine.world import BLOCK, DOCUMENT, PENDING, World
 from tests.tiers.resp.server import Server
+from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, hash_tokens
 from kvstow.tiers import SharedStore
@@ -224,6 +225,12 @@ def test_a_disk_that_hangs_leaves_the_store_on(
         b.now_s += 1.0
         b.engine.poll()
         assert serve(b, "stuck", DOCUMENT, settles=False) == 0
+        # The hanging read holds host slots. So the reader needs those that copies hold now.
+        end_s = time.monotonic() + LONG_S
+        while stat(b, "storing_blocks") or stat(b, "demoting_blocks"):
+            b.engine.poll()
+            assert time.monotonic() < end_s, "the copies do not end"
+            time.sleep(0.001)
         assert serve(b, "reader", new, settles=False) == NUM_WHOLE
         assert stat(b, "shared_got_blocks") == NUM_BLOCKS
         calls.reads_wait = False

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstow import ConfigError, cli
+from kvstow.build import version_and_build
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
@@ -178,7 +179,8 @@ def test_the_converter_prints_and_writes_one_json_object(
     assert cli.main([*convert, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {
-        "block_size": BLOCK, "requests": 2, "blocks": 3, "unique_blocks": 3, "trace": rows
+        "block_size": BLOCK, "requests": 2, "blocks": 3, "unique_blocks": 3, "trace": rows,
+        "kvstow": version_and_build(),
     }  # fmt: skip
     assert cli.main([*convert, "--json-file", str(file)]) == 0
     assert json.loads(file.read_text()) == found
