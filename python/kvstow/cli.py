@@ -86,7 +86,21 @@ def _commands() -> click.Group:
     group = click.Group(
         "kvstow", help="Keep the KV cache of an LLM server in host memory.", commands=commands
     )
-    return click.version_option(version_and_build(), prog_name="kvstow")(group)
+    # Not `click.version_option`, which takes the version itself: each command would read all code.
+    return click.option(
+        "--version",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_version,
+        help="Show the version and exit.",
+    )(group)
+
+
+def _print_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(f"kvstow, version {version_and_build()}")
+        context.exit()
 
 
 def _complain(message: str) -> None:
