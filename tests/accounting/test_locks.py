@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 
@@ -94,6 +96,55 @@ def test_thread_that_waits_for_a_scheduler_lets_others_go_on() -> None:
         return seen
 
     assert any(lets_others_go_on() for _ in range(50))
+
+
+def lets_in(call: Callable[[], object]) -> bool:
+    """Return whether a thread that waits for the interpreter lock gets it between calls."""
+    wakes, runs = SimpleQueue[None](), threading.Event()
+
+    def wait() -> None:
+        wakes.get()
+        runs.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.01)  # it waits
+    wakes.put(None)
+    end_s = time.monotonic() + 0.1
+    while not runs.is_set() and time.monotonic() < end_s:
+        call()
+    seen = runs.is_set()
+    thread.join()
+    return seen
+
+
+@pytest.mark.usefixtures("_no_forced_switch")
+@pytest.mark.parametrize("name", ["store_evictable", "store_step", "lookup", "stats"])
+def test_short_calls_keep_the_interpreter_lock(name: str) -> None:
+    """A lock that is given up and taken again at once starts anew the wait of other threads."""
+    ledger, tier = BlockLedger(64, [GROUP]), OffloadScheduler(64, [GROUP], mode="lazy")
+    ledger.add("a", prompt(1, 8))
+    ledger.allocate("a", 8 * BLOCK)
+    tier.add("a", prompt(1, 8))
+    own, pool = BlockPool(64), ledger.pool
+
+    def store_evictable() -> None:
+        tier.store_evictable(pool, 64)
+        tier.store_evictable(own, 64)
+
+    calls: dict[str, Callable[[], object]] = {
+        "store_evictable": store_evictable,
+        "store_step": lambda: tier.store_step(ledger, ["a"], [8 * BLOCK]),
+        "lookup": lambda: tier.lookup("a", 0, 8 * BLOCK),
+        "stats": tier.stats,
+    }
+    assert not lets_in(calls[name])
+
+
+@pytest.mark.usefixtures("_no_forced_switch")
+def test_thread_gets_a_lock_that_is_given_up() -> None:
+    """Without this, the test above would pass whatever the calls do."""
+    assert lets_in(lambda: time.sleep(1e-6))
 
 
 def test_threads_that_share_pool_ledger_and_scheduler_never_wait_for_one_another() -> None:

@@ -46,10 +46,22 @@ impl<'py> FromPyObject<'_, 'py> for Outcome {
 }
 
 /// A pool of either kind.
-#[derive(FromPyObject)]
 pub(super) enum AnyPool<'py> {
     Own(PyRef<'py, BlockPool>),
     Ledger(PyRef<'py, LedgerPool>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for AnyPool<'py> {
+    type Error = PyErr;
+
+    // Not derived: that makes a Python error for each kind that the pool is not, and releases the
+    // interpreter lock four times. A loop of polls can so keep the lock from the copying threads.
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(pool) = obj.cast::<LedgerPool>() {
+            return Ok(Self::Ledger(pool.try_borrow()?));
+        }
+        Ok(Self::Own(obj.cast::<BlockPool>()?.try_borrow()?))
+    }
 }
 
 /// Refuses NaN, which compares with no time.
