@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -31,9 +32,17 @@ class Calls:
         num_hits: blocks that came back.
     """
 
-    def __init__(self, seed: int, tier: SharedTier) -> None:
-        """Take a tier over an arena of `NUM_SLOTS` slots."""
-        self.random = random.Random(seed)
+    def __init__(
+        self, seed: int, tier: SharedTier, late: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take a tier over an arena of `NUM_SLOTS` slots.
+
+        Args:
+            seed: draws the calls.
+            tier: what to call.
+            late: is called after the end of each get.
+        """
+        self.random, self.late = random.Random(seed), late
         self.tier, self.arena = tier, tier.arena
         self.num_hits = 0
 
@@ -67,4 +76,5 @@ class Calls:
                 assert (self.arena.slots[slot] == bytes_of(key)).all(), f"key {key} is wrong"
         kept = self.arena.slots[slots].copy()
         time.sleep(0.002)
+        self.late()
         assert (self.arena.slots[slots] == kept).all(), "bytes arrive after the end"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.tiers.setup import (
     Here,
     get,
     key_of,
-    new_arena,
     open_file,
     put,
 )
@@ -28,12 +26,6 @@ from kvstow.transfer import HostArena
 
 KEYS = [key_of(number) for number in range(6)]
 SLOTS = [0, 1, 2, 3, 9, 20]
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -29,12 +29,6 @@ from kvstow.transfer import HostArena
 KEYS = [key_of(number) for number in range(NUM_SLOTS)]
 
 
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
-
-
 @pytest.fixture(params=KINDS)
 def tier(request: pytest.FixtureRequest, tmp_path: Path, arena: HostArena) -> Iterator[Tier]:
     with KINDS[request.param](tmp_path, arena) as opened:

@@ -45,6 +45,7 @@ class Faults:
         random: what draws them.
         rate: the probability of a fault in a call.
         num_faults: how many there were.
+        late: writes of failed gets that come after the job.
     """
 
     def __init__(self, seed: int) -> None:
@@ -52,6 +53,12 @@ class Faults:
         self.random = random.Random(f"faults {seed}")
         self.rate = 0.0
         self.num_faults = 0
+        self.late: list[Callable[[], None]] = []
+
+    def come_late(self) -> None:
+        """Write what has not arrived yet."""
+        while self.late:
+            self.late.pop()()
 
 
 class Shaken:
@@ -84,7 +91,7 @@ class Shaken:
         return 0
 
     def _arrive_late(self, buffers: list[tuple[int, int]]) -> None:
-        """Write into the buffers of a failed call, after its end."""
+        """Write into the buffers of a failed call: soon, or after the end of its job."""
 
         def arrive() -> None:
             with self._lock:
@@ -92,8 +99,10 @@ class Shaken:
                     for address, size in buffers:
                         ctypes.memset(address, 0xEE, size)
 
-        if buffers:
+        if buffers and self._random.random() < 0.5:
             threading.Timer(0.001, arrive).start()
+        elif buffers:
+            self._faults.late.append(arrive)
 
     def _shaken(self, call: Callable[[], Any], num: int) -> Any:
         if self._random.random() >= self._faults.rate:
@@ -207,7 +216,7 @@ def run(seed: int, store: Any, arena: HostArena) -> tuple[int, Faults]:
     namespace = seed.to_bytes(4, "little") * 4
     with _Tier(arena, "mooncake://127.0.0.1", namespace, timeout_s=0.4) as tier:
         tier.store, tier.faults = store, Faults(seed)
-        calls = Calls(seed, tier)
+        calls = Calls(seed, tier, tier.faults.come_late)
         for _ in range(12):
             tier.faults.rate = draw.choice([0.0, 0.2, 0.6])
             calls.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     key_of,
-    new_arena,
     open_file,
 )
 
@@ -26,12 +24,6 @@ from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.tier import Checked
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as made:
-        yield made
 
 
 class Held(Here):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,12 +35,6 @@ from kvstow.transfer import HostArena, TransferTimeout
 
 KEYS = [key_of(number) for number in range(NUM_SLOTS)]
 NUM_KILLS = int(os.environ.get("KVSTOW_TIER_KILLS", "5"))
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
 
 
 class Broken(Here):

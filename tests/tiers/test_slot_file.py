@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ from kvstow.transfer import HostArena
 
 KEYS = [key_of(number) for number in range(NUM_SLOTS)]
 OTHER = Fingerprint({"model": "b", "rank": 0, "world_size": 1})
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
 
 
 def on_disk(path: Path) -> dict[str, bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from tests.tiers.setup import (
     bytes_of,
     get,
     key_of,
-    new_arena,
     open_file,
     put,
 )
@@ -101,12 +99,6 @@ class Faulty(Gated):
             if left <= 0:
                 break
         return first
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
 
 
 @pytest.fixture

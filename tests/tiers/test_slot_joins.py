@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     get,
-    new_arena,
     open_file,
     put,
 )
@@ -26,12 +24,6 @@ from kvstow._core import row_checksums
 from kvstow.tiers import SlotTier, slot_pieces, slot_store
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("seed", range(20))

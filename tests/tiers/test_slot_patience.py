@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from tests.tiers.setup import (
     bytes_of,
     get,
     key_of,
-    new_arena,
     open_file,
     put,
     stats_after,
@@ -87,12 +85,6 @@ class Slow(Here):
         self.sizes.append(num_bytes)
         self.tier._store._lanes.look_after()
         self.quarantined.append(self.tier.stats().quarantined_bytes)
-
-
-@pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with new_arena() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -132,9 +133,10 @@ class MooncakeTier(QueuedTier):
         self.copies_blocks: Final = self.slot_bytes <= MAX_COPIED_BYTES
         num_blocks = _PART_BYTES // self.slot_bytes
         self.blocks_per_part = min(max(num_blocks, _LEAST_BLOCKS), _MOST_BLOCKS)
-        self._make = _store_class()
-        self._host, self._segment_bytes = host, segment_bytes
-        self._network = (protocol, devices, self.address)
+        self._segment_bytes = segment_bytes
+        self._new_store = partial(
+            _set_up, _store_class(), self.address, host=host, protocol=protocol, devices=devices
+        )
         # Gives memory to the store, and calls nothing. So no doubt closes it.
         self._giver: Any = None
         self.links: Final = Links(self._connect)
@@ -156,17 +158,10 @@ class MooncakeTier(QueuedTier):
 
     def _connect(self) -> Link:
         if self._segment_bytes and self._giver is None:
-            self._giver = self._new_store(self._segment_bytes)
-        link = Link(self._new_store(0))
+            self._giver = self._new_store(segment_bytes=self._segment_bytes)
+        link = Link(self._new_store())
         link.register(self._rows)
         return link
-
-    def _new_store(self, segment_bytes: int) -> Any:
-        store = self._make()
-        sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
-        if code := store.setup(self._host, "P2PHANDSHAKE", *sizes, *self._network):
-            raise TransferError(f"Mooncake at {self.address} cannot be reached ({code})")
-        return store
 
 
 class _Calls:
@@ -338,13 +333,32 @@ def connect(url: str, host: str = "127.0.0.1", protocol: str = "tcp") -> Iterato
         ConfigError: `url` names no master, or Mooncake is not installed.
         TransferError: the master does not answer.
     """
-    address, store = parse(url), _store_class()()
-    if code := store.setup(host, "P2PHANDSHAKE", 0, _LOCAL_BUFFER_BYTES, protocol, "", address):
-        raise TransferError(f"Mooncake at {address} cannot be reached ({code})")
+    store = _set_up(_store_class(), parse(url), host=host, protocol=protocol)
     try:
         yield store
     finally:
         store.close()
+
+
+def _set_up(  # noqa: PLR0913 - what Mooncake asks
+    store_class: Callable[[], Any],
+    address: str,
+    *,
+    host: str,
+    protocol: str,
+    devices: str = "",
+    segment_bytes: int = 0,
+) -> Any:
+    """Return a store that is connected to its master.
+
+    Raises:
+        TransferError: the master does not answer.
+    """
+    store = store_class()
+    sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
+    if code := store.setup(host, "P2PHANDSHAKE", *sizes, protocol, devices, address):
+        raise TransferError(f"Mooncake at {address} cannot be reached ({code})")
+    return store
 
 
 def parse(url: str) -> str:
