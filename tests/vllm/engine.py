@@ -194,6 +194,7 @@ class Engine:
         self._patch.setattr(identity, "process_began", lambda: float("inf"))
         settings = _install_kernels(model, self._patch) | settings
         if options is not None:
+            ensure_kv_transfer_shutdown()  # an engine whose test has failed is still open
             settings["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": options}
         defaults: dict[str, Any] = {
             "skip_tokenizer_init": True,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import (
     BLOCK_SIZE,
     DAMAGE,
+    REST_S,
     TOLERANCE,
     Answer,
     Engine,
@@ -92,6 +94,15 @@ def one_by_one(engine: Engine, asked: list[list[int]]) -> list[Answer]:
         answers += engine.generate([tokens])
         engine.settle()
     return answers
+
+
+def wait_until_on(engine: Engine) -> None:
+    """Serve until the disk's new generation is durable."""
+    end_s = time.monotonic() + REST_S
+    assert engine.half.offload is not None
+    while engine.half.offload.disk_mode != "on":
+        assert time.monotonic() < end_s, "the disk stays off"
+        one_by_one(engine, PROMPTS[:1])
 
 
 def flip_all_slots(disk: Path) -> None:
@@ -193,6 +204,8 @@ def test_sleep_keeps_the_disk_and_a_reset_empties_it(
     found = one_by_one(engine, PROMPTS)
     assert not any(each.num_cached for each in found)
     assert difference(found, expected) < TOLERANCE
+    wait_until_on(engine)
+    one_by_one(engine, PROMPTS)
     assert one_by_one(engine, PROMPTS[:1])[0].num_cached > 0, "the disk is on again"
     engine.close()
     # The generation of a reset is never warm.

@@ -15,14 +15,14 @@ from typing import ClassVar
 
 from kvstow._core import OffloadScheduler
 from kvstow.engine.blueprint import Blueprint
-from kvstow.engine.disk import MODES, Disk
+from kvstow.engine.disk import Disk
 from kvstow.engine.shared import Shared, SharedOptions
 from kvstow.engine.state import State
 from kvstow.tiers import BothTier, SlotFile, SlotTier
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore
 from kvstow.tiers.slot_index import SlotRecords
-from kvstow.tiers.tier import Mode, SharedTier
+from kvstow.tiers.tier import MODES, Mode, SharedTier
 from kvstow.transfer import BlockLayout, HostArena
 
 

@@ -41,13 +41,12 @@ from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
 from kvstow.tiers.budget import ALL, Budget
 from kvstow.tiers.runner import TierRunner, blocks_of
 from kvstow.tiers.slot_index import SlotRecords
-from kvstow.tiers.tier import Mode, Tier
+from kvstow.tiers.tier import MODES, Mode, Tier
 from kvstow.tiers.warm import adopt, agreed, disagreed
 from kvstow.transfer import BlockLayout, HostArena, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
 _GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
 

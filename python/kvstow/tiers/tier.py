@@ -40,6 +40,8 @@ _MAX_SEQUENCE: Final = 2**63 - 1
 
 Mode: TypeAlias = Literal["on", "read_only", "off"]
 """What a tier still does: all; gets only; nothing, so that each job fails at once."""
+MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
+"""The modes, from the one that does nothing to the one that does all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

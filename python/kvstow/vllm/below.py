@@ -27,14 +27,13 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler, TierJob
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers.budget import Budget
-from kvstow.tiers.tier import Mode
+from kvstow.tiers.tier import MODES, Mode
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Lower, Options
 from kvstow.vllm.slow_loads import SlowLoads
 
 logger = logging.getLogger("vllm." + __name__)
 
-MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
 # Bytes that a rank demotes at a time, and as many that it promotes.
 _MAX_IN_FLIGHT_BYTES: Final = 128 << 20
 

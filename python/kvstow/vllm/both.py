@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler
 from kvstow.tiers import TierStats
 from kvstow.tiers.shared import of_shared
-from kvstow.vllm.below import MODES
+from kvstow.tiers.tier import MODES
 from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.messages import LowerOrders, LowerReport
 from kvstow.vllm.shared import Questions

@@ -37,8 +37,9 @@ import numpy as np
 
 from kvstow import OffloadScheduler
 from kvstow.tiers import SlotRecords, TierBlocks
+from kvstow.tiers.tier import MODES
 from kvstow.tiers.warm import adopt, agreed
-from kvstow.vllm.below import MODES, LowerTier
+from kvstow.vllm.below import LowerTier
 from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 
 logger = logging.getLogger("vllm." + __name__)

@@ -46,8 +46,9 @@ from kvstow.tiers import Fingerprint
 from kvstow.tiers.asking import Answer, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
+from kvstow.tiers.tier import MODES
 from kvstow.transfer import HostArena
-from kvstow.vllm.below import MODES, LowerTier
+from kvstow.vllm.below import LowerTier
 from kvstow.vllm.messages import LowerOrders, LowerReport
 from kvstow.vllm.options import Options
 from kvstow.vllm.shared_worker import opened
