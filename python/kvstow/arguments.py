@@ -1,6 +1,7 @@
 """Checks of arguments that more than one part of kvstow makes."""
 
 import operator
+import reprlib
 
 from kvstow._core import ConfigError
 
@@ -17,7 +18,7 @@ def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise ConfigError(f"{name} must be an integer, got {value!r}; {fix}")
+        raise ConfigError(f"{name} must be an integer, got {reprlib.repr(value)}; {fix}")
     if not low <= number <= high:
         raise ConfigError(f"{name} is {number}, outside {low} to {high}; {fix}")
     return number

@@ -120,7 +120,11 @@ def test_reset_forgets_every_prefix_at_any_moment() -> None:
         (lambda e: e.computed(["runs"], [17], after=READY), ConfigError, "it was granted 16"),
         (lambda e: e.computed(["runs"] * 2, [16, 16], after=READY), ConfigError, "twice"),
         (lambda e: e.computed(["runs"], [8, 8], after=READY), ConfigError, "1 .* but 2"),
+        (lambda e: e.computed(["runs"], [15.7], after=READY), ConfigError, "sequence of integers"),
+        (lambda e: e.computed(["runs"], ["16"], after=READY), ConfigError, "sequence of integers"),
+        (lambda e: e.computed(["runs"], np.ones(1), after=READY), ConfigError, "of integers"),
         (lambda e: e.computed(["runs"], [16], after=None), ConfigError, "expected an Event"),
+        (lambda e: e.end(None), ConfigError, "transfer is None.*if there is one"),
         (lambda e: e.step(["runs"], [0]), ConfigError, "0 new tokens.*leave the request out"),
         (lambda e: e.rewind("loads", 0), StateError, "loading"),
         (lambda e: e.finish("nobody"), UnknownRequest, "nobody"),
@@ -388,6 +392,10 @@ def test_block_that_left_the_window_before_it_was_computed_is_not_stored() -> No
         (lambda e: e.add("new", ["x"]), "a block hash is of type"),
         (lambda e: e.add("new", [], tokens=["x"]), "token 0 is of type str"),
         (lambda e: e.admit("added", "x", 1, after=READY), "num_tokens must be an integer, got 'x'"),
+        (
+            lambda e: e.admit("added", [*range(99)], 1, after=READY),
+            r"got \[0, 1, 2, 3, 4, 5, ...\];",
+        ),
         (lambda e: e.admit("added", 5.0, 1, after=READY), "num_tokens must be an integer"),
         (lambda e: e.admit("added", 9, "3", after=READY), "max_new_tokens must be an integer"),
         (

@@ -96,9 +96,10 @@ class Engine(Closing):
         store_timeout_s: seconds after which a store is late and has failed. Its blocks stay pinned
             until the copy has read them. Another store may bring them to the host. None: no limit.
         clock: returns finite seconds, for the two timeouts and the times of transfers and events.
-        max_in_flight_tokens: the token budget of a step, times the number of steps that overlap.
-            With it, `must_fit_tokens` counts for a window or a chunk only what a request holds at
-            once.
+        max_in_flight_tokens: the most tokens that one request has in unfinished steps: the token
+            budget of a step, or its part that one request may take, times the number of steps that
+            overlap. With it, `must_fit_tokens` counts for a window or a chunk only what a request
+            holds at once.
         world_size: number of ranks, each with its own device and host memory. A transfer copies on
             all of them. It fails, or is late, if it does so on one.
         blocks_per_slot: with more than 1, copies have longer runs of host memory, and a tail that
@@ -115,7 +116,8 @@ class Engine(Closing):
         events_path: file to which all events are appended, in the form that
             `kvstow.observability.events` describes.
         mover: makes the mover of a group. The engine calls it for each group, rank by rank. By
-            default it takes the mover that suits the device.
+            default it takes the mover that suits the device. With
+            `functools.partial(mover_for, verify=True)` a load fails if host memory changed.
 
     Raises:
         ConfigError: sizes that are wrong or contradict each other, or a file that cannot be opened.
@@ -356,9 +358,9 @@ class Engine(Closing):
         Raises:
             UnknownRequest: a request was not added.
             StateError: a request does not run, or this engine is closed.
-            ConfigError: lists of unequal length, a request named twice, with more tokens than it
-                was granted or with fewer than fill the blocks reported before, or `after` is no
-                `Event`.
+            ConfigError: lists of unequal length, a number that is no integer, a request named
+                twice, with more tokens than it was granted or with fewer than fill the blocks
+                reported before, or `after` is no `Event`.
         """
         self._check_open()
         check_event(after)
@@ -438,7 +440,9 @@ class Engine(Closing):
     def settle_disk(self) -> None:
         """Begin the reads and writes below the host that are due, and wait until all have ended.
 
-        `poll` does the same without waiting. Without a tier below the host this does nothing.
+        `poll` does the same without waiting. A stored block may be written once `poll` or `end` has
+        seen the end of its store, so call `poll` first. Without a tier below the host this does
+        nothing.
 
         Raises:
             TransferError: a read or a write does not end.
@@ -455,9 +459,16 @@ class Engine(Closing):
         for a load if it was preempted or finished since, whatever the result is.
 
         Raises:
+            ConfigError: `transfer` is None, as `computed` returns it where nothing is to be stored.
             StateError: the transfer has ended already.
         """
         self._check_awake()
+        given: object = transfer
+        if not isinstance(given, Transfer):
+            raise ConfigError(
+                f"transfer is {transfer!r}, expected a Transfer: computed returns None where "
+                "nothing is to be stored, so call end only if there is one"
+            )
         return self._copies.end(transfer, report=False)
 
     def expire(self) -> list[str]:
