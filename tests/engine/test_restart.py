@@ -1,6 +1,7 @@
 """Files that an `Engine` sleeps in: wake from them, and restart another engine."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kvstow.transfer import (
     HostArena,
     HostMover,
     VerifiedMover,
+    mover_for,
 )
 
 # -- files -------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def test_restart_from_a_damaged_image_restores_no_request(tmp_path: Path) -> Non
     path.write_bytes(damaged)
     with world() as it:
         arenas = it.engine.arenas
-        with pytest.raises(TransferError, match="the file is damaged"):
+        with pytest.raises(TransferError, match=r"the file is damaged.*requests=False"):
             it.engine.restart(path, after=READY, requests=True, **WHO)
         assert (it.engine.arenas, it.engine.ledger.num_requests) == (arenas, 0)
         it.engine.restart(path, after=READY, **WHO)
@@ -244,6 +246,18 @@ def test_checksums_outlive_the_movers(shape: dict[str, Any], to: str, tmp_path: 
         it.sleep(to=tmp_path / "image", **WHO)
         with SnapshotFile(tmp_path / "image") as file:
             assert file.damaged_slots() == [(0, slot)]
+
+
+def test_wake_says_that_damaged_blocks_of_a_request_do_not_come_back(tmp_path: Path) -> None:
+    for to in HOST, tmp_path / "image":
+        with world(mover=partial(mover_for, verify=True)) as it:
+            it.run("a", prompt(1, 18))
+            it.settle()
+            it.engine.arenas[0].slots[int(it.engine.scheduler.used_slots()[0]), 3] ^= 1
+            it.sleep(to=to, **WHO)
+            for _ in range(2):
+                with pytest.raises(TransferError, match=r"another try fails too.*recompute"):
+                    it.wake(**WHO)
 
 
 def test_tokens_and_extra_keys_survive_sleep(tmp_path: Path) -> None:

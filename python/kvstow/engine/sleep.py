@@ -30,6 +30,7 @@ from kvstow.engine.recovery import mend
 from kvstow.engine.snapshot_file import HOST, Image, Model, SnapshotFile, To, write_snapshot
 from kvstow.engine.state import Asleep, State
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket
+from kvstow.transfer.ticket import DamagedSlots
 
 BlockIds: TypeAlias = Literal["same", "packed"] | Sequence[int] | npt.NDArray[np.integer]
 
@@ -139,13 +140,23 @@ def _check_place(to: To, model: Model) -> None:
 
 
 def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
-    """Wait for the copies of all ranks, even after one has failed, and raise the first error."""
+    """Wait for the copies of all ranks, even after one has failed, and raise the first error.
+
+    Damaged slots come first, because no other try brings their blocks back.
+    """
     errors = []
     for ticket in (ticket for own in tickets for ticket in own):
         try:
             ticket.wait()
         except TransferError as error:
             errors.append(error)
+    for lost in errors:
+        if isinstance(lost, DamagedSlots):
+            raise TransferError(
+                f"the blocks could not be {done}: {lost}. Nothing has changed, and another try "
+                "fails too: let the requests recompute, in a new engine or in one that restarts "
+                "from the file with requests=False"
+            ) from lost
     if errors:
         raise TransferError(
             f"the blocks could not be {done}: {errors[0]}. Nothing has changed, so try again"
