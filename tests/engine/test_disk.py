@@ -382,6 +382,7 @@ def test_ranks_must_all_hold_a_block(tmp_path: Path) -> None:
     [
         ({"disk_options": None}, "needs both"),
         ({"disk": None}, "needs both"),
+        ({"disk_options": {"identity": "m"}}, "disk_options is .*; pass DiskOptions"),
     ],
 )
 def test_option_without_its_partner_is_named(
@@ -402,6 +403,9 @@ def test_option_without_its_partner_is_named(
         {"timeout_s": -1.0},
         {"max_write_bytes_per_s": "much"},
         {"flush_s": -1},
+        {"flush_s": "3s"},
+        {"admit": "return"},
+        {"policy": "LRU"},
     ],
 )
 def test_bad_option_is_named(given: dict[str, object]) -> None:

@@ -407,6 +407,7 @@ def test_sizes_that_cannot_fit_are_refused(tmp_path: Path, arena: HostArena) -> 
         ({"on_mismatch": "ask"}, "on_mismatch is 'ask'"),
         ({"num_threads": 0}, "num_threads is 0"),
         ({"stuck_after_s": 0}, "stuck_after_s is 0"),
+        ({"stuck_after_s": "9"}, "stuck_after_s is '9'"),
         ({"stuck_after_s": float("nan")}, "stuck_after_s is nan"),
         ({"max_in_flight_bytes": 4095}, "max_in_flight_bytes is 4095"),
     ],
@@ -417,6 +418,11 @@ def test_bad_option_is_a_config_error(
     with pytest.raises(ConfigError, match=message):
         open_file(tmp_path, arena, **options)
     assert on_disk(tmp_path) == {}
+
+
+def test_path_of_another_type_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="path is None"):
+        SlotFile(None, "1MiB")  # type: ignore[arg-type]
 
 
 def test_fingerprint_longer_than_the_header_is_refused() -> None:

@@ -4,7 +4,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Literal, get_args
 
 from kvstow._core import ConfigError
 from kvstow.arguments import checked_int
@@ -16,6 +17,7 @@ from kvstow.transfer import BlockLayout
 _MAX_BLOCKS = 2**31 - 1
 _MAX_TOKENS = 1 << 40
 _MAX_FLUSH_S = 86400.0
+_CHOICES = {"admit": ("all", "returned"), "policy": get_args(Policy)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class DiskOptions:
                     f"{name} is {value!r}; pass a name, because cached KV of another model or of "
                     "other weights must not be served"
                 )
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} is {value!r}; pass {' or '.join(map(repr, choices))}")
         checked_int("min_promote_tokens", self.min_promote_tokens, 0, _MAX_TOKENS, "pass tokens")
         checked_int(
             "max_blocks_in_flight", self.max_blocks_in_flight, 1, _MAX_BLOCKS, "pass blocks"
@@ -72,7 +77,7 @@ class DiskOptions:
         checked_limit_s("timeout_s", self.timeout_s)
         if self.max_write_bytes_per_s is not None:
             parse_bytes(self.max_write_bytes_per_s, name="max_write_bytes_per_s")
-        if not 0.0 <= self.flush_s <= _MAX_FLUSH_S:
+        if not isinstance(self.flush_s, Real) or not 0.0 <= self.flush_s <= _MAX_FLUSH_S:
             raise ConfigError(
                 f"flush_s is {self.flush_s!r}, outside 0 to {_MAX_FLUSH_S}; pass the seconds that "
                 "close may take"
@@ -92,6 +97,10 @@ def checked_files(
         raise ConfigError(
             f"disk is {disk!r} and disk_options {options!r}; a disk tier needs both, so pass "
             "SlotFile(...) and DiskOptions(identity=..., weights_version=...), or neither"
+        )
+    if not isinstance(options, DiskOptions | None):
+        raise ConfigError(
+            f"disk_options is {options!r}; pass DiskOptions(identity=..., weights_version=...)"
         )
     if disk is None:
         return []

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final, Literal
 
 import numpy as np
@@ -65,6 +66,8 @@ class SlotFile:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if a value can never be right."""
+        if not isinstance(self.path, str | os.PathLike):
+            raise ConfigError(f"path is {self.path!r}; pass the name of a file")
         for name in ("max_bytes", "max_in_flight_bytes", "max_quarantined_bytes"):
             parse_bytes(getattr(self, name), name=name)
         if self.on_mismatch not in {"refuse", "reset"}:
@@ -74,7 +77,8 @@ class SlotFile:
         checked_int(
             "num_threads", self.num_threads, 1, _MAX_THREADS, "pass the calls that may wait at once"
         )
-        if not 0.0 < self.stuck_after_s <= _MAX_PATIENCE_S:
+        stuck_after_s = self.stuck_after_s
+        if not isinstance(stuck_after_s, Real) or not 0.0 < stuck_after_s <= _MAX_PATIENCE_S:
             raise ConfigError(
                 f"stuck_after_s is {self.stuck_after_s!r}, outside 0 to {_MAX_PATIENCE_S}; pass "
                 "the seconds after which a read of a few MiB has surely failed"
