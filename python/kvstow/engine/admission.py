@@ -58,9 +58,9 @@ class Wish:
             raise OutOfBlocks(
                 f"must_fit_tokens={must_fit_tokens} counts {num_to_fit} blocks for request "
                 f"{self.request_id!r}, the pool has {num_usable}: pass no must_fit_tokens, or "
-                f"build the engine with num_device_blocks={num_to_fit + 1} or more; windows and "
-                "chunks count less with max_in_flight_tokens, the token budget of a step times the "
-                "steps that overlap"
+                f"build the engine with num_device_blocks={num_to_fit + 1} or more. With its "
+                "max_in_flight_tokens (the most tokens that one request has in unfinished steps) "
+                "windows and chunks count less, the smaller it is"
             )
 
     def check_has_room(self, ledger: BlockLedger, num_computed: int, num_new: int) -> None:

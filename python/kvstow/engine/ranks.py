@@ -69,7 +69,13 @@ class Ranks:
             self.movers: list[Mover] = []
             for own, arena in zip(layouts, arenas, strict=True):
                 for layout in own:
-                    made = built.enter_context(mover(layout, arena))
+                    made = mover(layout, arena)
+                    if not isinstance(made, Mover):
+                        raise ConfigError(
+                            f"mover made {made!r}, expected a Mover: pass a function of a layout "
+                            "and an arena that returns one, such as mover_for"
+                        )
+                    built.enter_context(made)
                     self.movers.append(made if arena.unproven is None else ProvingMover(made))
             built.pop_all()
         self.layouts, self.arenas = layouts, list(arenas)
@@ -140,8 +146,9 @@ def checked_layouts(
             isinstance(layout, BlockLayout) for layout in own
         ):
             raise ConfigError(
-                f"world_size is {world_size} and {where} is no list of BlockLayout; pass one "
-                "layout for each group. With several ranks pass world_size and such a list for each"
+                f"world_size is {world_size} and {where} is no list of BlockLayout, but "
+                f"{_kind(own)}; pass one layout for each group, [BlockLayout.from_arrays(arrays)] "
+                "for one. With several ranks pass world_size and such a list for each"
             )
         if len(own) != num_groups:
             raise ConfigError(f"{num_groups} groups but {len(own)} {where}; pass one for each")
@@ -149,11 +156,19 @@ def checked_layouts(
             if layout.num_blocks < num_blocks:
                 raise ConfigError(
                     f"{where}[{group}] has memory for {layout.num_blocks} blocks, the pool has "
-                    f"{num_blocks}; each group needs memory for every block of the pool. Split an "
-                    "array of K and V, [2, blocks, ...], into two regions"
+                    f"{num_blocks}; each group needs memory for every block of the pool. Pass its "
+                    "size as num_device_blocks, and split an array of K and V, [2, blocks, ...], "
+                    "into two regions"
                 )
         checked.append(list(own))
     return checked
+
+
+def _kind(given: object) -> str:
+    """Return what was passed in place of a list of layouts: its type, and those in a list."""
+    if isinstance(given, list | tuple):
+        return f"a {type(given).__name__} of {sorted({type(each).__name__ for each in given})}"
+    return f"of type {type(given).__name__}"
 
 
 def _submit(
