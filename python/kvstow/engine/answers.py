@@ -56,7 +56,8 @@ class Landed:
     Attributes:
         loaded: requests whose load has landed. They run: put them into the next `step`.
         failed: requests whose load failed or is late. Each is reported once and holds no blocks.
-            Admit it again, and it recomputes.
+            Admit it again, and it recomputes. The tickets of its `Admission.transfer` say why, once
+            the load has ended.
         num_stored_blocks: blocks that stores have brought to the host.
         num_failed_stores: stores that failed or are late, each reported once.
     """
