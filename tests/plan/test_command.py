@@ -140,7 +140,9 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert {row["saved_tokens_per_hour"] for row in sizes} == {None}
     assert cli.main(arguments) == 0
-    assert " - " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " - " in printed
+    assert "2 requests in 0.0 seconds" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Timestamps in seconds get a warning, and others none."""
+"""Timestamps in seconds or out of order get a warning, and others none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvstow import cli
 from kvstow.replay import BUNDLED_TRACE, TraceRequest, read_trace
-from kvstow.replay.times import warn_of_seconds
+from kvstow.replay.times import warn_of_seconds, warn_of_times
 
 NOW_S = 1.7e9  # 2023, in seconds since 1970
 
@@ -106,3 +106,40 @@ def test_each_command_warns_once(
     files = {"TRACE": str(trace), "TOKENS": str(tokens)}
     assert cli.main([files.get(word, word) for word in command]) == 0
     assert capsys.readouterr().err.count("are the timestamps seconds?") == 1
+
+
+def at_seconds(tmp_path: Path, seconds: list[float]) -> Path:
+    path = tmp_path / "trace.jsonl"
+    row = {"input_length": 512, "output_length": 1, "hash_ids": [0]}
+    rows = [json.dumps({"timestamp": at * 1000} | row) for at in seconds]
+    path.write_text("".join(f"{row}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("seconds", "counts", "worst"),
+    [
+        ([3, 2, 1], "2 of 3", "line 3 by 2.0 s"),
+        ([0, 100, 39, 200, 300, 400], "1 of 6", "line 3 by 61.0 s"),
+    ],
+)
+def test_trace_that_is_not_sorted_by_time_gets_a_warning(
+    seconds: list[float],
+    counts: str,
+    worst: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace = str(at_seconds(tmp_path, seconds))
+    assert cli.main(["replay", trace, "--verify", "off"]) == 0
+    warned = capsys.readouterr().err
+    assert warned.startswith(f"kvstow: {counts} requests have an earlier timestamp")
+    assert worst in warned
+
+
+@pytest.mark.parametrize("seconds", [[0, 0, 0], [0, 50, 30, 60, 90], [5, 66, 6.1, 70, 80]])
+def test_a_few_late_lines_get_no_warning(
+    seconds: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_times(read_trace(at_seconds(tmp_path, seconds)).requests)
+    assert capsys.readouterr().err == ""

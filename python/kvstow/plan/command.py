@@ -28,7 +28,7 @@ from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.command import refuse_ignored_input
-from kvstow.replay.times import warn_of_seconds
+from kvstow.replay.times import warn_of_times
 from kvstow.report.picture import draw_png
 
 
@@ -210,7 +210,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
             separate=separate_files,
             limit=limit,
         )
-        warn_of_seconds([one.request for one in trace.requests])
+        warn_of_times([one.request for one in trace.requests])
         if not traces:
             trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
         geometry = layout(trace.block_size)

@@ -266,6 +266,8 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
     geometry, workload = plan.geometry, plan.workload
     hours = workload.hours
     time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
+    if hours * 60 < 1:  # a short trace, or seconds for milliseconds
+        time = f"{hours * _SECONDS_PER_HOUR:,.1f} seconds"
     ranks = "" if geometry.num_ranks == 1 else f", {geometry.num_ranks} ranks"
     copies = "" if geometry.num_copies == 1 else f", one copy for {geometry.num_copies} ranks"
     num_groups, slot_gib = len(geometry.groups), geometry.host_block_bytes / GIB

@@ -34,7 +34,7 @@ from kvstow.replay.page import replay_page
 from kvstow.replay.report import figures_json, figures_table
 from kvstow.replay.state import ReplayState
 from kvstow.replay.timeline import Timeline
-from kvstow.replay.times import warn_of_seconds
+from kvstow.replay.times import warn_of_times
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, Trace, read_trace
 
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
@@ -109,7 +109,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
         if trace is None:
             refuse_ignored_input("replay")
         found = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit, block_size=block_size)
-        warn_of_seconds(found.requests)
+        warn_of_times(found.requests)
         return found
 
     if options["servers"] is not None:

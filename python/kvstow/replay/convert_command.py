@@ -7,7 +7,7 @@ import click
 
 from kvstow.output import Output, with_output
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_json, trace_lines
-from kvstow.replay.times import warn_of_seconds
+from kvstow.replay.times import warn_of_times
 
 
 @click.group()
@@ -67,6 +67,6 @@ def convert(
                 f"first in line {log.unread[0]}: the line is cut, or the request has embeddings",
                 err=True,
             )
-    warn_of_seconds(converted.requests)
+    warn_of_times(converted.requests)
     output.write(trace_json(converted), lambda: "".join(trace_lines(converted)))
     return 0

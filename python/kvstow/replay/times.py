@@ -1,4 +1,4 @@
-"""Warn of a trace whose timestamps are seconds, because kvstow expects milliseconds."""
+"""Warn of a trace whose timestamps are seconds, or whose lines are not in the order of arrival."""
 
 from __future__ import annotations
 
@@ -17,6 +17,31 @@ _LEAST_REQUESTS: Final = 100
 # recording or later, which alone is no proof.
 _FIRST_SINCE_1970_MS, _LAST_SINCE_1970_MS = 1e9, 1e10
 _MANY_TOKENS_PER_S: Final = 1e5
+# vLLM may admit a request before another that came a little earlier. A log in the order of
+# completion is late by no more than an answer takes.
+_TOO_LATE_S: Final = 60
+_TOO_MANY_LATE: Final = 0.5  # of the lines
+
+
+def warn_of_times(requests: Sequence[TraceRequest]) -> None:
+    """Print a warning to standard error if a plan or a replay would get the times wrong."""
+    warn_of_disorder(requests)
+    warn_of_seconds(requests)
+
+
+def warn_of_disorder(requests: Sequence[TraceRequest]) -> None:
+    """Print a warning to standard error if the requests are surely not in the order of arrival."""
+    late = [request for request in requests if request.late_s > 0]
+    if not late:
+        return
+    worst = max(late, key=lambda request: request.late_s)
+    if worst.late_s > _TOO_LATE_S or len(late) > _TOO_MANY_LATE * len(requests):
+        click.echo(
+            f"kvstow: {len(late):,} of {len(requests):,} requests have an earlier timestamp than "
+            f"one before them, that of line {worst.line} by {worst.late_s:,.1f} s, so their order "
+            "and arrivals are wrong: sort the lines by timestamp",
+            err=True,
+        )
 
 
 def warn_of_seconds(requests: Sequence[TraceRequest]) -> None:

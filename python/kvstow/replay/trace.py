@@ -12,7 +12,7 @@ The form fixes how ids relate to tokens. No reader guesses it from the data:
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Never
 
@@ -35,6 +35,7 @@ class TraceRequest:
         prompt_tokens: number of tokens in the prompt.
         output_tokens: number of tokens that the request generates.
         trace_ids: one id per block of the prompt, a partial last block included.
+        late_s: how much later than its timestamp the request arrives.
     """
 
     line: int
@@ -42,6 +43,7 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     trace_ids: tuple[int, ...]
+    late_s: float = 0.0
 
     @property
     def total_tokens(self) -> int:
@@ -128,7 +130,10 @@ class TraceReader:
         for line, row in self._rows():
             arrival_s = self._timestamp(row, line) / 1000
             latest_s = max(latest_s, arrival_s)
-            requests.append(self._request(row, line, latest_s))
+            request = self._request(row, line, latest_s)
+            if arrival_s < latest_s:
+                request = replace(request, late_s=latest_s - arrival_s)
+            requests.append(request)
             if len(requests) == limit:
                 break
         self._checked_all()
