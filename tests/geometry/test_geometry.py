@@ -245,6 +245,8 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
             r"names the types of 1 layers, and num_hidden_layers is 4",
         ),
         ({"layer_types": ["conv"] * 4}, r"a layer is of type 'conv', and kvstow knows"),
+        ({"state_size": 16}, r"no layer has attention.*: pass a model with attention"),
+        ({"is_encoder_decoder": True}, "has an encoder.*: pass the config.json of a decoder"),
         ({"layer_types": ["mamba"] * 4}, r"no layer has attention.*: pass a model with attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "no 'sliding_window'"),
         ({"layer_types": ["chunked_attention"] * 4}, "no 'attention_chunk_size'"),

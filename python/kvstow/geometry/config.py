@@ -164,13 +164,17 @@ class _Fields:
         for field in _UNCOUNTED:
             if self._fields.get(field) and not self._has_full_attention_only(field):
                 raise self._uncounted(field)
+        if self._fields.get("is_encoder_decoder"):
+            raise ConfigError(
+                f"{self._name}: has an encoder, and kvstow counts decoders only: pass the "
+                "config.json of a decoder model"
+            )
+        if self._fields.get("state_size"):  # Mamba, Mamba 2 and Falcon Mamba
+            raise self._without_attention()
         layers = self._layers()
         kinds = set(layers)
         if not kinds - {"state"}:
-            raise ConfigError(
-                f"{self._name}: no layer has attention, and kvstow derives vLLM's block size from "
-                "an attention layer: pass a model with attention"
-            )
+            raise self._without_attention()
         latent_values = self._latent_values()
         heads = 1 if latent_values else self._kv_heads()
         return ModelConfig(
@@ -189,6 +193,12 @@ class _Fields:
     def _has_full_attention_only(self, field: str) -> bool:
         """Whether the field is that of MiniMax, and says 1, which is full attention, throughout."""
         return field == "attn_type_list" and all(kind == 1 for kind in self._list(field))
+
+    def _without_attention(self) -> ConfigError:
+        return ConfigError(
+            f"{self._name}: no layer has attention, and kvstow derives vLLM's block size from "
+            "an attention layer: pass a model with attention"
+        )
 
     def _uncounted(self, field: str) -> ConfigError:
         return ConfigError(
