@@ -122,6 +122,18 @@ def test_a_vllm_log_becomes_a_trace(tmp_path: Path) -> None:
     assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["Dec 31 23:59:59 host vllm[12]: ", "2026-12-31T23:59:59+0000 host vllm[12]: ", "vllm-1  | "],
+)
+def test_a_log_may_come_from_the_journal_or_a_container(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(LOG)
+    plain = VllmLogReader(path, BLOCK).read().requests
+    path.write_text("".join(f"{before}{line}\n" for line in LOG.splitlines()))
+    assert VllmLogReader(path, BLOCK).read().requests == plain
+
+
 def test_requests_of_a_log_that_cannot_be_read_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +144,7 @@ def test_requests_of_a_log_that_cannot_be_read_are_counted(
     assert cli.main(convert) == 0
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 2
-    assert "left out 2 requests whose token ids cannot be read, the first in line 10" in printed.err
+    assert "their token ids cannot be read: 2, the first in line 10" in printed.err
     path.write_text(LOG)
     assert cli.main(convert) == 0
     assert not capsys.readouterr().err
@@ -191,6 +203,9 @@ def test_the_error_for_a_log_without_requests_names_the_flags(tmp_path: Path) ->
     path = tmp_path / "vllm.log"
     path.write_text(LOG.splitlines()[0])
     with pytest.raises(ConfigError, match="--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG"):
+        VllmLogReader(path, BLOCK).read()
+    path.write_text(LOG.splitlines()[1][:-60])
+    with pytest.raises(ConfigError, match="log:1: the token ids cannot be read, and no other line"):
         VllmLogReader(path, BLOCK).read()
 
 

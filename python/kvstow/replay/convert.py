@@ -100,7 +100,11 @@ class TokenReader(TraceReader):
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_MOMENT = r"^[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
+# The journal puts a host and `PROGRAM[PID]: ` before a line. No other text in brackets may come
+# before the time, because a line may quote another one.
+_MOMENT = (
+    r"^(?:[^\[\]]*\[\d+\]: )?[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
+)
 _ANY_REQUEST = re.compile(_MOMENT + r"Request \S+ details: ")
 _REQUEST = re.compile(
     _MOMENT + r"Request (?P<id>\S+) details: prompt: .*, "
@@ -156,11 +160,18 @@ class VllmLogReader(TokenReader):
                 outputs[found["id"]] = outputs.get(found["id"], 0) + num_tokens
             elif _ANY_REQUEST.match(text):
                 self.unread.append(line)
+        if not rows and self.unread:
+            self._fail(
+                self.unread[0],
+                "the token ids cannot be read, and no other line has any: the line is cut, or the "
+                "request has embeddings",
+            )
         if not rows:
             self._fail(
                 None,
-                "the log has no line `Request ID details: ... prompt_token_ids: [...]`: start vLLM "
-                "with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
+                "the log has no line `DEBUG MM-DD HH:MM:SS [...] Request ID details: ... "
+                "prompt_token_ids: [...]` in vLLM's own form: start vLLM with "
+                "--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
             )
         for request_id, (line, row) in rows.items():
             yield line, row | {"output_length": outputs.get(request_id, self._output_tokens)}

@@ -63,8 +63,8 @@ def convert(
         converted = log.read()
         if log.unread:
             click.echo(
-                f"kvstow: left out {len(log.unread)} requests whose token ids cannot be read, the "
-                f"first in line {log.unread[0]}: the line is cut, or the request has embeddings",
+                f"kvstow: requests left out because their token ids cannot be read: "
+                f"{len(log.unread)}, the first in line {log.unread[0]}: the line is cut, or the request has embeddings",
                 err=True,
             )
     warn_of_times(converted.requests)
