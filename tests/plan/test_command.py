@@ -278,6 +278,22 @@ def test_line_of_hit_density_has_the_hits_of_the_table(
         assert json.loads(capsys.readouterr().out)["sizes"][0]["hit_ratio"] == hits
 
 
+def test_simulated_curve_goes_through_the_sizes_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, gibs = tmp_path / "page.html", (20, 70)
+    given = ["plan", "--model", "gpt-oss-20b", "--device-gib", "24", "--limit", "200"]
+    given += ["--host-gib", ",".join(map(str, gibs)), "--html", str(page), "--json"]
+    assert cli.main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    line = series_of(page)["LRU, simulated"]
+    assert line["x"] == sorted(line["x"])
+    drawn = {round(x, 1): y for x, y in zip(line["x"], line["y"], strict=True)}
+    assert not {*gibs} & {round(gib, 1) for gib in found["curves"][0]["tier"]["gib"]}
+    for row in found["sizes"]:
+        assert drawn[row["host_gib"]] == pytest.approx(row["hit_ratio"], abs=1e-6)
+
+
 def test_lazy_sizes_of_the_table_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstow.plan.report import (
     about,
+    drawn_hits,
     flag,
     knee_gib,
     knee_method,
@@ -60,11 +61,12 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
 
 def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     curves, least, has_device = choice.curves, least_hits(plan, choice), bool(choice.device_gib)
+    capacities, hits = drawn_hits(plan, choice)
     places = np.unique(
         np.concatenate(
             [
-                np.linspace(0, len(curves.capacities) - 1, _MAX_POINTS // 2),
-                np.geomspace(1, len(curves.capacities), _MAX_POINTS // 2) - 1,
+                np.linspace(0, len(capacities) - 1, _MAX_POINTS // 2),
+                np.geomspace(1, len(capacities), _MAX_POINTS // 2) - 1,
             ]
         ).astype(np.int64)
     )
@@ -82,8 +84,8 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     lines = [
         series(
             f"{policy}, {how}",
-            curves.capacities[places],
-            curves.hits[places],
+            capacities[places],
+            hits[places],
             dots=not curves.is_exact,
         )
     ]

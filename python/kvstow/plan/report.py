@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, Choice, Plan, Tiers
 from kvstow.plan.traces import PlanTrace
 
@@ -167,6 +168,21 @@ def least_hits(plan: Plan, choice: Choice) -> int:
     """Return the hits of the device, which a smaller host tier does not lower."""
     # Simulated curves have them.
     return choice.curves.at(_num_device(plan, choice)) if choice.curves.is_exact else 0
+
+
+def drawn_hits(plan: Plan, choice: Choice) -> tuple[Ints, Ints]:
+    """Return the capacities and hits to draw: a simulated curve also has the sizes of the table."""
+    curves = choice.curves
+    if curves.is_exact:
+        return curves.capacities, curves.hits
+    hits = dict(zip(curves.capacities.tolist(), curves.hits.tolist(), strict=True))
+    slot_bytes = plan.geometry.host_block_bytes
+    for row in plan.rows:
+        num_slots = int(row.host_gib * GIB // slot_bytes)
+        if row.device_gib == choice.device_gib and num_slots < curves.capacities[-1]:
+            hits[num_slots] = row.num_hits - row.disk_hits
+    capacities = np.array(sorted(hits), dtype=np.int64)
+    return capacities, np.array([hits[at] for at in capacities.tolist()], dtype=np.int64)
 
 
 def _num_device(plan: Plan, choice: Choice) -> int:
@@ -367,7 +383,7 @@ def sketch(plan: Plan, choice: Choice) -> str:
     curves = choice.curves
     last = int(curves.capacities[-1]) or 1
     at = np.linspace(last / _SKETCH_COLUMNS, last, _SKETCH_COLUMNS).astype(np.int64)
-    hits = np.maximum(np.interp(at, curves.capacities, curves.hits), least_hits(plan, choice))
+    hits = np.maximum(np.interp(at, *drawn_hits(plan, choice)), least_hits(plan, choice))
     eighths = _EIGHTHS if _can_print(_EIGHTHS) else "    #####"
     levels = np.rint(hits / (curves.infinite or 1) * _SKETCH_ROWS * 8).astype(np.int64)
     lines = []

@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const charts = JSON.parse(document.getElementById("charts").textContent);
-  const DASHES = ["", "7 4", "2 3", "10 3 2 3", "", "7 4"];
+  const DASHES = ["", "7 4", "2 3", "10 3 2 3", "1 5", "10 3 2 3 2 3"];
   const NS = "http://www.w3.org/2000/svg";
 
   const node = (parent, name, attributes = {}, text = "") => {

@@ -10,7 +10,14 @@ from kvstow.report.page import Chart, Format
 
 # Those of the page in its light form.
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#a8477f", "#9a6a00", "#3390c4")
-_DASHES: Final = ("-", "--", "-.", ":")
+_DASHES: Final[tuple[str | tuple[int, tuple[int, ...]], ...]] = (
+    "-",
+    "--",
+    "-.",
+    ":",
+    (0, (1, 4)),
+    (0, (6, 2, 1, 2, 1, 2)),
+)
 _INK, _SOFT, _LINE = "#1b1f26", "#565e6b", "#d5d9e0"
 _INCHES: Final = (8.0, 4.5)
 _DOTS_PER_INCH: Final = 150
@@ -45,7 +52,7 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
             axes.plot(
                 [x * x_factor for x in series.x],
                 [float("nan") if y is None else y * y_factor for y in series.y],
-                _DASHES[at % len(_DASHES)],
+                linestyle=_DASHES[at % len(_DASHES)],
                 color=_COLOURS[at % len(_COLOURS)],
                 marker="o" if series.dots else None,
                 markersize=4,
