@@ -102,9 +102,7 @@ class TokenReader(TraceReader):
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # The journal puts a host and `PROGRAM[PID]: ` before a line. No other text in brackets may come
 # before the time, because a line may quote another one.
-_MOMENT = (
-    r"^(?:[^\[\]]*\[\d+\]: )?[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
-)
+_MOMENT = r"^(?:[^\[\]]*\[\d+\]: )?[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
 _ANY_REQUEST = re.compile(_MOMENT + r"Request \S+ details: ")
 _REQUEST = re.compile(
     _MOMENT + r"Request (?P<id>\S+) details: prompt: .*, "
