@@ -5,6 +5,7 @@ import lzma
 import os
 import sys
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,7 +104,11 @@ def test_an_empty_file_is_refused(refused: Callable[..., str], lines: list[str])
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ('{"ts": 1, "prompt": "x"}', "and this line has ts, prompt"),
+        (
+            '{"ts": 1, "prompt": "x"}',
+            "this line has ts, prompt; make prompt_token_ids from the text with your model's "
+            "tokenizer",
+        ),
         ("{}", "and this line has no field"),
         (json.dumps(dict.fromkeys("abcdefghij")), "has a, b, c, d, e, f, g, h and 2 more"),
         (json.dumps({"x" * 50: 1}), f"has {'x' * 40}..."),
@@ -197,6 +202,14 @@ def test_the_error_for_a_truncated_gzip_names_the_line(tmp_path: Path, keep: int
         assert (int(place) > 1000) == (keep < 0)
 
 
+def test_a_zip_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("trace.jsonl", row())
+    with pytest.raises(ConfigError, match=r"trace\.zip: is a zip archive: unpack it"):
+        read_trace(path)
+
+
 def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
     damaged = bytearray(gzip.compress(row().encode()))
     damaged[20] ^= 0xFF
@@ -230,7 +243,7 @@ def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_p
     [
         ("{", "not a JSON object: Expecting"),
         ("time,prompt\n", "not a JSON object: Expecting value: line 1 column 1 (char 0); each"),
-        ("[1, 2]", "not a JSON object but a list"),
+        ("[1, 2]", "not a JSON object but a list; each line must be an object with timestamp"),
         ("7", "not a JSON object but 7"),
         ("null", "not a JSON object but null"),
         ("[" * 100_000, "not a JSON object: maximum recursion"),

@@ -64,7 +64,8 @@ def convert(
         if log.unread:
             click.echo(
                 f"kvstow: requests left out because their token ids cannot be read: "
-                f"{len(log.unread)}, the first in line {log.unread[0]}: the line is cut, or the request has embeddings",
+                f"{len(log.unread)}, the first in line {log.unread[0]}: the line is cut, or the "
+                "request has embeddings",
                 err=True,
             )
     warn_of_times(converted.requests)

@@ -23,6 +23,7 @@ _FORMS: Final = (
     (b"\xfd7zXZ\x00", "lzma", "LZMAError", "xz -dc"),
     (b"\x28\xb5\x2f\xfd", "compression.zstd", "ZstdError", "zstd -dc"),  # new in Python 3.14
 )
+_ZIP: Final = b"PK\x03\x04"
 _LONGEST_MAGIC: Final = max(len(magic) for magic, *_ in _FORMS)
 
 
@@ -64,6 +65,8 @@ class Source:
     def _numbered(self, raw: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
         file = _Rejoined(raw, _LONGEST_MAGIC)
         form = next((form for form in _FORMS if file.head.startswith(form[0])), None)
+        if file.head.startswith(_ZIP):
+            self.fail(None, "is a zip archive: unpack it, and pass the file that is in it")
         if form is None:
             yield from enumerate(io.BufferedReader(file), start=1)
             return

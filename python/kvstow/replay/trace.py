@@ -23,6 +23,7 @@ MAX_TRACE_ID = 2**63 - 1
 MAX_BLOCK_SIZE = 2**20
 DEFAULT_BLOCK_SIZE = 512
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
+_TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,11 @@ class TraceReader:
                 way_out = "; the file may be cut off here"
             self._fail(line, f"not a JSON object: {error}{way_out}")
         if not isinstance(row, dict):
-            self._fail(line, f"not a JSON object but {_kind(row)}")
+            self._fail(
+                line,
+                f"not a JSON object but {_kind(row)}; each line must be an object with "
+                f"{self._FIELDS}",
+            )
         return row
 
     # -- fields --------------------------------------------------------------------------------
@@ -187,6 +192,8 @@ class TraceReader:
             name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in row
         ]
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        if not way_out and _TEXTS & row.keys() and "hash_ids" not in row:
+            way_out = "; make prompt_token_ids from the text with your model's tokenizer"
         found = f"has {', '.join(names[:_MOST_NAMES])}{more}" if names else "has no field"
         self._fail(
             line, f"no {key!r}; a request has {self._FIELDS}, and this line {found}{way_out}"
