@@ -183,8 +183,8 @@ def lay_out_evenly(token_bytes: int, block_tokens: int, *, num_ranks: int = 1) -
         raise ConfigError(f"tensor-parallel-size is {num_ranks}; it must be at least 1")
     if token_bytes < 1 or token_bytes % num_ranks:
         raise ConfigError(
-            f"bytes-per-token is {token_bytes}; it must be a multiple of the {num_ranks} ranks and "
-            "at least 1: pass the bytes on all ranks together"
+            f"bytes-per-token is {token_bytes}; it must be at least 1 and a multiple of the "
+            f"number of ranks, {num_ranks}: pass the bytes on all ranks together"
         )
     own = token_bytes // num_ranks
     group = KvGroup(FullAttention(block_tokens), 1, block_tokens * own)
@@ -248,7 +248,8 @@ def _attention_text(
         what = f"{heads} KV heads x {model.head_values // 2} values x 2 (K and V)"
     ranks = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
     total = layers * heads * model.head_values * value_bytes
-    return f"{kinds} x {what} x {value_bytes} bytes ({dtype}) = {total:,} bytes per token{ranks}"
+    value = "1 byte" if value_bytes == 1 else f"{value_bytes} bytes"
+    return f"{kinds} x {what} x {value} ({dtype}) = {total:,} bytes per token{ranks}"
 
 
 def _state_bytes(model: ModelConfig, size: StateSize, num_ranks: int) -> int:
