@@ -5,7 +5,7 @@ use kvstow_core::error::{Error, Result};
 use kvstow_core::key::HashWidth;
 use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PySequence};
+use pyo3::types::{PyBytes, PyInt, PySequence};
 
 use crate::convert::{Count, check_integer_array, counts};
 use crate::error::{ConfigError, to_py};
@@ -371,10 +371,14 @@ fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     for (position, key) in keys.try_iter()?.enumerate() {
         let key = key?;
         words.push(key.extract().map_err(|_: PyErr| {
+            let wrong = if key.is_instance_of::<PyInt>() {
+                "an integer out of range".to_owned()
+            } else {
+                format!("of type {}", key.get_type())
+            };
             ConfigError::new_err(format!(
-                "key {position} is of type {}: keys are all hashes, or all integers from 0 to \
-                 2**64 - 1",
-                key.get_type()
+                "key {position} is {wrong}: keys are all hashes, or all integers from 0 to \
+                 2**64 - 1"
             ))
         })?);
     }

@@ -228,6 +228,15 @@ def test_keys_that_are_none_are_refused(keys: object) -> None:
     assert (curve.num_requests, curve.num_lookups) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [(-1, "an integer out of range"), (2**64, "an integer out of range"), ("a", "of type .*str")],
+)
+def test_error_for_a_key_says_what_is_wrong_with_it(key: object, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"^key 1 is {wrong}"):
+        HitCurve().add([1, key])  # type: ignore[arg-type]
+
+
 def test_kinds_of_keys_do_not_mix_in_one_curve() -> None:
     curve = HitCurve()
     curve.add([b"hash"])
