@@ -50,8 +50,38 @@ def test_weights_that_change_during_sleep_empty_the_tier(
     version.unlink() if content is None else version.write_text(content)
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == expected
     if expected == 0:
-        scheduler.store_request("c")
-    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 96, "it is used again"
+        scheduler.store_request("c")  # and resets vLLM's pool
+    is_used_again = scheduler.half.lookup(scheduler.request("d", 100), 0) == 96
+    assert is_used_again == (content is not None), "without the file, each reset empties the tier"
+
+
+@pytest.mark.parametrize(("content", "expected"), [("1", 96), ("2", 0), (None, 0)])
+def test_other_weights_empty_the_tier_when_vllm_resets_its_pool_alone(
+    tmp_path: Path, content: str | None, expected: int
+) -> None:
+    """vLLM's `/reset_prefix_cache` reports itself to no connector without `reset_external`."""
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    scheduler.store_request()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+    version.unlink() if content is None else version.write_text(content)
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96, "nothing was reset"
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == expected
+    if expected == 0:
+        scheduler.store_request("e")
+    is_used_again = scheduler.half.lookup(scheduler.request("f", 100), 0) == 96
+    assert is_used_again == (content is not None), "without the file, each reset empties the tier"
+
+
+def test_a_reset_of_vllms_pool_alone_keeps_a_tier_without_a_version_of_the_weights() -> None:
+    for preserve in (False, True):
+        scheduler = Scheduler(FULL, preserve_on_sleep=preserve)
+        scheduler.store_request()
+        assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
+        assert scheduler.manager.reset_prefix_cache()
+        assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
 
 
 def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Sleep:
     stores: Stores
     weights: WeightsVersion
     must_compare: bool = False
+    # vLLM's map of the blocks on the device, which it makes anew when it resets its pool.
+    _device_keys: object = None
 
     def reset(self) -> bool:
         """Empty the tier, unless `preserve_on_sleep` keeps it and the weights are unchanged.
@@ -57,7 +59,13 @@ class Sleep:
         replaced in between. So the first lookup after a reset compares them once more. It does so
         after a reset that emptied the tier, too: if the operator puts the old weights back, what is
         stored from now on is theirs.
+
+        Unless it is asked for more, vLLM resets its pool alone, and reports that to no connector.
+        The weights may be others then, too.
         """
+        before, self._device_keys = self._device_keys, self.tier.pool.cached_block_hash_to_block
+        if before is not self._device_keys and before is not None:
+            self.must_compare = self.tier.options.preserve_on_sleep
         if self.must_compare:
             self.must_compare = False
             self._keep_or_empty()
