@@ -116,6 +116,33 @@ def test_an_access_list_of_four_commands_is_enough(
         assert len(caplog.records) == 4, "one warning for each tier"
 
 
+def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: HostArena) -> None:
+    password = tmp_path / "password"
+    password.write_text("open-sesame\n")
+    users = tmp_path / "users.acl"
+    users.write_text(
+        "user default on nopass ~* +@all\n"
+        "user kvstow on >open-sesame ~kvstow:* +get +set +exists +del\n"
+    )
+    with Server(tmp_path, "--aclfile", str(users)) as server:
+        credentials = Credentials("kvstow", "open-sesame", str(password))
+        assert "sesame" not in repr(credentials)
+        with RespTier(arena, server.url, NAMESPACE, credentials=credentials) as tier:
+            round_trip(tier)
+            server.command("ACL", "SETUSER", "kvstow", "resetpass", ">open-barley")
+            server.command("CLIENT", "KILL", "TYPE", "normal")
+            for is_there in (True, False):  # the old password, and then no file
+                time.sleep(1.5)  # the tier leaves a server alone after a failure
+                assert not ended(tier.put(blocks(), range(20))).ok.any()
+                if is_there:
+                    password.unlink()
+            password.write_text("open-barley\n")
+            until_s = time.monotonic() + LONG_S
+            while not ended(tier.put(blocks(), range(20))).ok.all():
+                assert time.monotonic() < until_s, "the new password is not used"
+                time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -87,10 +88,12 @@ class Credentials:
     Attributes:
         username: of an access list; None for the default user.
         password: None for none.
+        password_file: the file that it was read from, which each new connection reads again.
     """
 
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
+    password_file: str | None = None
 
     @classmethod
     def find(cls, password_file: str | os.PathLike[str] | None = None) -> Credentials:
@@ -99,16 +102,32 @@ class Credentials:
         Raises:
             ConfigError: the file cannot be read.
         """
-        password = os.environ.get(PASSWORD_VARIABLE)
-        if password_file is not None:
-            try:
-                password = Path(password_file).read_text("utf-8").rstrip("\r\n")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"the password file {os.fspath(password_file)} cannot be read ({error}): name "
-                    f"a file with only the password, or set {PASSWORD_VARIABLE}"
-                ) from error
-        return cls(os.environ.get(USERNAME_VARIABLE), password or None)
+        username = os.environ.get(USERNAME_VARIABLE)
+        if password_file is None:
+            return cls(username, os.environ.get(PASSWORD_VARIABLE) or None)
+        try:
+            password = _read_password(password_file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"the password file {os.fspath(password_file)} cannot be read ({error}): name "
+                f"a file with only the password, or set {PASSWORD_VARIABLE}"
+            ) from error
+        return cls(username, password, os.fspath(password_file))
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """Return user and password as redis-py sends them, with what the file holds now.
+
+        A file that cannot be read, for example while it is replaced, leaves the first password.
+        """
+        password = self.password
+        if self.password_file is not None:
+            with suppress(OSError, UnicodeDecodeError):
+                password = _read_password(self.password_file)
+        return tuple(part for part in (self.username, password) if part)
+
+
+def _read_password(path: str | os.PathLike[str]) -> str | None:
+    return Path(path).read_text("utf-8").rstrip("\r\n") or None
 
 
 @dataclass(frozen=True, slots=True)

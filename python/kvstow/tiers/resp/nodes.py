@@ -60,14 +60,16 @@ class Nodes:
     ) -> dict[str, Any]:
         redis = self._redis
         options: dict[str, Any] = {
-            "username": credentials.username,
-            "password": credentials.password,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             # redis-py would try again for seconds, while a request waits.
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
             "protocol": 2,
         }
+        if credentials.password_file is None:
+            options |= {"username": credentials.username, "password": credentials.password}
+        else:
+            options["credential_provider"] = credentials
         if self.address.is_encrypted:
             options |= {
                 "ssl_ca_certs": security.ca_file,
