@@ -281,12 +281,12 @@ class _Opening:
         if header.fingerprint != dict(wanted.fingerprint.fields):
             difference = wanted.fingerprint.difference(header.fingerprint)
             raise SlotFileMismatch(
-                f"{wanted.path} holds blocks of something else ({difference}); {fix}"
+                f"{wanted.path} holds blocks of something else ({difference})", fix
             )
         if header.slot_bytes != wanted.slot_bytes:
             raise SlotFileMismatch(
-                f"{wanted.path} has slots of {header.slot_bytes} bytes, not {wanted.slot_bytes}; "
-                f"{fix}"
+                f"{wanted.path} has slots of {header.slot_bytes} bytes, not {wanted.slot_bytes}",
+                fix,
             )
 
     def _foreign(self, why: str) -> ConfigError:

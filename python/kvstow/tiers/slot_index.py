@@ -42,7 +42,15 @@ class SlotFileMismatch(ConfigError):
     """A slot file is not what this tier expects: another fingerprint, other sizes, or damage.
 
     `on_mismatch="reset"` empties it.
+
+    Attributes:
+        why: what differs, without the fix that the message adds.
     """
+
+    def __init__(self, why: str, fix: str = "") -> None:
+        """Join both to a message."""
+        super().__init__(f"{why}; {fix}" if fix else why)
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +109,10 @@ def read_header(path: str, page: npt.NDArray[np.uint8]) -> Header:
     _, version, length = _PREFIX.unpack_from(page.tobytes())
     stored = _DIGEST.unpack(page[-_DIGEST.size :].tobytes())[0]
     if len(page) != HEADER_BYTES or _digest(page) != stored:
-        raise SlotFileMismatch(f"the header of {path} does not have its checksum; {fix}")
+        raise SlotFileMismatch(f"the header of {path} does not have its checksum", fix)
     if version != VERSION:
         raise SlotFileMismatch(
-            f"{path} has version {version}, this kvstow reads version {VERSION}; {fix}"
+            f"{path} has version {version}, this kvstow reads version {VERSION}", fix
         )
     try:
         fields = json.loads(page[_PREFIX.size : _PREFIX.size + length].tobytes())
@@ -116,7 +124,7 @@ def read_header(path: str, page: npt.NDArray[np.uint8]) -> Header:
             dict(fields["fingerprint"].items()),
         )
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise SlotFileMismatch(f"the header of {path} makes no sense ({error!r}); {fix}") from error
+        raise SlotFileMismatch(f"the header of {path} makes no sense ({error!r})", fix) from error
 
 
 def _checked(fields: Mapping[str, int], name: str, at_least: int) -> int:
