@@ -123,7 +123,9 @@ class Credentials:
         if self.password_file is not None:
             with suppress(OSError, UnicodeDecodeError):
                 password = _read_password(self.password_file)
-        return tuple(part for part in (self.username, password) if part)
+        if password is None:
+            return ()
+        return (password,) if self.username is None else (self.username, password)
 
 
 def _read_password(path: str | os.PathLike[str]) -> str | None:
