@@ -405,7 +405,8 @@ async def check(asked: argparse.Namespace) -> int:
         try:
             await server.read_sizes()
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            print(f"{asked.address} does not answer: {error!r}", file=sys.stderr)
+            why = str(error) or type(error).__name__
+            print(f"{asked.address} does not answer: {why}", file=sys.stderr)
             return 2
         print(
             f"{server.model} at {asked.address}: {server.max_model_len:,} tokens at most, "

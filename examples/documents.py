@@ -27,6 +27,17 @@ def fetch(path: str, body: object = None) -> str:
         return str(answer.read().decode())
 
 
+def served_model() -> str:
+    """Return the name of the model, or end the script if no server answers."""
+    try:
+        return str(json.loads(fetch("/v1/models"))["data"][0]["id"])
+    except (OSError, ValueError) as error:
+        sys.exit(
+            f"no vLLM server answers at {ADDRESS} ({error}): wait until it logs `Application "
+            "startup complete`, or pass its address, such as http://localhost:8000"
+        )
+
+
 def metric(name: str) -> float:
     """Return the sum of a metric's samples, for example those of several engines."""
     found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", fetch("/metrics"), re.MULTILINE)
@@ -48,7 +59,7 @@ def prompts() -> list[list[int]]:
 
 def main() -> None:
     """Ask all questions, one after the other, and print the shares of the tokens."""
-    model = json.loads(fetch("/v1/models"))["data"][0]["id"]
+    model = served_model()
     names = "vllm:prefix_cache_hits_total", "kvstow_prefix_hit_tokens_total"
     before = [metric(name) for name in names]
     num_tokens = 0

@@ -24,13 +24,24 @@ def fetch(path: str, body: object = None) -> str:
         return str(answer.read().decode())
 
 
+def served_model() -> str:
+    """Return the name of the model, or end the script if no server answers."""
+    try:
+        return str(json.loads(fetch("/v1/models"))["data"][0]["id"])
+    except (OSError, ValueError) as error:
+        sys.exit(
+            f"no vLLM server answers at {ADDRESS} ({error}): wait until it logs `Application "
+            "startup complete`, or pass its address, such as http://localhost:8000"
+        )
+
+
 def host_tokens() -> int:
     """Return the prompt tokens that the server has loaded from host memory so far."""
     pattern = r'^kvstow_prefix_hit_tokens_total\{.*tier="host".*\} (\S+)$'
     return int(sum(map(float, re.findall(pattern, fetch("/metrics"), re.MULTILINE))))
 
 
-model = json.loads(fetch("/v1/models"))["data"][0]["id"]
+model = served_model()
 numbers = random.Random(time.time())  # new prompts in each run
 prompts = [[numbers.randrange(10, 200) for _ in range(NUM_TOKENS)] for _ in range(NUM_PROMPTS)]
 for name in "first", "second":

@@ -11,6 +11,8 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "two_rounds.py"
 BLOCK = 32
 seen: Counter[str] = Counter()
@@ -63,3 +65,18 @@ def test_the_script_shows_the_tokens_of_each_round() -> None:
         "first round: T, 0 of 3200 prompt tokens came from host memory",
         "second round: T, 3072 of 3200 prompt tokens came from host memory",
     ]
+
+
+@pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
+def test_a_script_without_a_server_names_the_address(name: str) -> None:
+    for address in ("http://127.0.0.1:1", "localhost:1", "--help"):
+        done = subprocess.run(
+            [sys.executable, SCRIPT.with_name(name), address],
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"no vLLM server answers at {address} (")
+        assert done.stderr.count("\n") == 1
