@@ -126,7 +126,7 @@ def test_disk_that_adds_next_to_nothing_is_not_recommended() -> None:
     assert options_of(made) == Options(cpu_bytes_to_use=8 * 4096)
     assert made.choices[0].disk_gib is None
     text = sentence(made, made.choices[0])
-    assert text.endswith(" A disk of 0.0625 MiB adds 0.0%, so the flag leaves it out.")
+    assert text.endswith(" A disk of 0.0625 MiB adds 0.0 points, so the flag leaves it out.")
 
 
 # -- what a host tier saves beside a device ----------------------------------------------------

@@ -238,7 +238,8 @@ def _disk_sentence(plan: Plan, choice: Choice) -> str:
     row = choice.judged
     if row.disk_gib is None:
         return ""
-    adds = f" A disk of {size(row.disk_gib)} adds {plan.hit_ratio(row.disk_hits):.1%}"
+    more = 100 * plan.hit_ratio(row.disk_hits)
+    adds = f" A disk of {size(row.disk_gib)} adds {more:.1f} points"
     if not choice.takes_disk:
         return f"{adds}, so the flag leaves it out."
     return f"{adds}. Replace {DISK_PATH} in the flag with a folder on a local disk."
