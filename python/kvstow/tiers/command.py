@@ -9,6 +9,7 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from kvstow._core import ConfigError
 from kvstow.output import Output, with_output
 from kvstow.tiers.inspection import Inspection, inspected
 from kvstow.tiers.shared_command import (
@@ -25,7 +26,7 @@ EXIT_OK, EXIT_DAMAGED = 0, 1
 _MAX_NAMED_SLOTS = 10
 
 _PLACE = click.argument("place", metavar="PLACE")
-_PATH = click.argument("path", type=click.Path(exists=True, dir_okay=False))
+_PATH = click.argument("path")
 
 
 @click.group()
@@ -67,6 +68,12 @@ def verify(output: Output, path: str) -> int:
     Stop the server first. The exit status is 0 if all blocks are sound, 1 if one is not, 2 for bad
     usage or a file in use, and 74 if it cannot be opened.
     """
+    if is_url(path):
+        raise ConfigError(
+            f"{path} is a URL, and verify reads slot files only: servers check each block of a "
+            "store when they read it"
+        )
+    path = checked_path(path)
 
     def look() -> tuple[dict[str, object], str | None]:
         with inspected(path, to_lock=True) as found:

@@ -14,7 +14,13 @@ from typing import Any, Final
 from kvstow._core import ConfigError, TransferError
 from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES, Namespace
 from kvstow.tiers.mooncake import connect
-from kvstow.tiers.resp.address import Address, Credentials, Security
+from kvstow.tiers.resp.address import (
+    PASSWORD_VARIABLE,
+    USERNAME_VARIABLE,
+    Address,
+    Credentials,
+    Security,
+)
 from kvstow.tiers.resp.nodes import Nodes
 from kvstow.tiers.resp.reasons import reason
 
@@ -117,7 +123,11 @@ def _clients(
         clients += [nodes.client(node) for node in nodes.all()]
         yield clients
     except nodes.errors as error:
-        raise TransferError(f"{address}: {reason(error)}") from error
+        why = reason(error)
+        # redis-py removes the code of this answer.
+        if "no permissions" in why:
+            why += f": log in as the administrator ({USERNAME_VARIABLE}, {PASSWORD_VARIABLE})"
+        raise TransferError(f"{address}: {why}") from error
     finally:
         for client in clients:
             client.close()

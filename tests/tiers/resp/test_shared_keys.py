@@ -55,6 +55,18 @@ def test_a_cluster_is_emptied_node_by_node(tmp_path: Path) -> None:
         assert server.command("DBSIZE") == b":0\r\n"
 
 
+def test_the_login_of_a_server_cannot_list_and_the_message_names_who_can(tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(
+        "user default on nopass ~* +@all\n"
+        "user kvstow on >open-sesame ~kvstow:* +get +set +exists +del\n"
+    )
+    with Server(tmp_path, "--aclfile", str(users)) as server:
+        login = Credentials("kvstow", "open-sesame")
+        with pytest.raises(TransferError, match=r"'scan' command.*: log in as the administrator"):
+            count_blocks(server.url, credentials=login)
+
+
 def test_what_cannot_be_deleted_names_the_reason(tmp_path: Path) -> None:
     with Server(tmp_path, "--requirepass", "open-sesame") as server:
         wrong = Credentials(password="closed-sesame")
