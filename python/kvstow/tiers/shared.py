@@ -32,7 +32,8 @@ class SharedStore:
         url: RESP servers (`redis://HOST:PORT`, `rediss://` for TLS, `redis+cluster://`,
             `redis+sentinel://HOST:PORT/SERVICE`, several separated by commas), or `mooncake://HOST`.
         password_file: file with the password, which each new connection reads again. Without it,
-            the environment variables KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD count.
+            the environment variable KVSTOW_SHARED_PASSWORD counts. The user is
+            KVSTOW_SHARED_USERNAME in both cases.
         ca_file: certificates that vouch for the servers; None for those of the system.
         certificate_file: this side's certificate, if the servers ask for one.
         key_file: its key.

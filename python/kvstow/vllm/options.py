@@ -214,7 +214,8 @@ class Options:
         events_path: a file that gets a JSON line for each transfer that begins, commits or ends.
         preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
-            and empties the tier if the content has changed. Needs `preserve_on_sleep`.
+            and empties the tier if the content has changed. Between a change and the reset, new
+            requests load and store nothing. Needs `preserve_on_sleep`.
         observe: keep no host tier, and only report the hit ratios that host tiers of several sizes
             would have. Takes no host memory for KV, copies nothing, and changes no answer.
         observe_gib: reports the ratios of tiers of 0.5, 1, 2, 4 and 8 times this size, in GiB. The
@@ -251,8 +252,9 @@ class Options:
         shared: URL of a store for what falls off host memory, which servers of one model share:
             "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT". With `disk_path`
             too, the disk is read first. A URL with a password is refused.
-        shared_password_file: a file with the store's password. Without it, the environment
-            variables KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD count.
+        shared_password_file: a file with the store's password, which each new connection reads
+            again. Without it, the environment variable KVSTOW_SHARED_PASSWORD counts. The user is
+            KVSTOW_SHARED_USERNAME in both cases.
         shared_ca_file: certificates that vouch for the store. The default is those of the system.
         shared_certificate_file: the server's own certificate, if the store asks for one.
         shared_key_file: its key.
