@@ -259,7 +259,7 @@ def _open(place: Place, options: Options, arena: HostArena) -> SlotTier:
             if options.disk_on_mismatch == "refuse":
                 raise ConfigError(
                     f"{WHERE}.disk_path is {options.disk_path!r}: {error.why}; name another "
-                    "folder, or set disk_on_mismatch: \"reset\" to empty the file"
+                    'folder, or set disk_on_mismatch: "reset" to empty the file'
                 ) from error
             logger.warning("kvstow: the slot file is emptied, because %s", error.why)
         return opened("reset")
