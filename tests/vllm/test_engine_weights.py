@@ -143,10 +143,13 @@ def step_until(engine: Engine, is_reached: Callable[[], object]) -> None:
         time.sleep(0.0001)
 
 
-def change_weights(engine: Engine, weights: Weights, new: int, direction: str) -> list[Answer]:
+def change_weights(
+    engine: Engine, weights: Weights, new: int, direction: str, version: Path | None = None
+) -> list[Answer]:
     """Change the weights while a copy is under way; return what a request in flight answers.
 
-    A request waits for promotes and loads. A demote is of a request that has been answered.
+    A request waits for promotes and loads. A demote is of a request that has been answered. The
+    version is a file in which the new weights are named before they are loaded.
     """
     asked = [FRESH] if direction == "demote" else [PROMPTS[at] for at in ASKED[direction]]
     assert engine.llm.reset_prefix_cache(), "the device must ask the host"
@@ -157,6 +160,8 @@ def change_weights(engine: Engine, weights: Weights, new: int, direction: str) -
             assert difference(engine.finish(), weights.answers[1 - new][-1:]) < TOLERANCE
             step_until(engine, lambda: held.copies and not engine.half.transfers.in_flight)
         step_until(engine, lambda: held.copies)
+        if version is not None:
+            version.write_text("new")
         engine.llm.collective_rpc(
             "reload_weights", kwargs={"weights_path": str(weights.folders[new])}
         )
@@ -227,7 +232,26 @@ def test_a_reset_keeps_the_blocks_of_weights_whose_version_is_the_same(
     more: Any = {"preserve_on_sleep": True, "weights_version_path": str(version)}
     with running(weights, below, **more) as engine:
         one_by_one(engine, PROMPTS)
+        named = version if is_written else None
+        found = change_weights(engine, weights, 1, "promote", named)
+        assert (difference(found, weights.answers[1][:1]) < TOLERANCE) == is_written
+
+
+@pytest.mark.parametrize("is_written", [True, False], ids=["version", "the old version"])
+def test_a_reset_of_the_device_alone_keeps_no_blocks_of_a_version_that_was(
+    weights: Weights, below: Below, tmp_path: Path, *, is_written: bool
+) -> None:
+    """Without `reset_connector` vLLM tells no connector of the reset."""
+    version = tmp_path / "version"
+    version.write_text("old")
+    more: Any = {"preserve_on_sleep": True, "weights_version_path": str(version)}
+    with running(weights, below, **more) as engine:
+        one_by_one(engine, PROMPTS)
         if is_written:
             version.write_text("new")
-        found = change_weights(engine, weights, 1, "promote")
-        assert (difference(found, weights.answers[1][:1]) < TOLERANCE) == is_written
+        engine.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_path": str(weights.folders[1])}
+        )
+        assert engine.llm.reset_prefix_cache()
+        found = one_by_one(engine, PROMPTS)
+        assert (difference(found, weights.answers[1][:-1]) < TOLERANCE) == is_written
