@@ -51,7 +51,15 @@ def test_the_password_comes_from_a_file_or_the_environment(
         assert "sesame" not in repr(store)
         with store.open(arena, MODEL) as tier:
             assert isinstance(tier, RespTier)
-            assert tier.nodes._options["password"] == "open-sesame"
+            login = tier.nodes._options["credential_provider"]
+            assert login.get_credentials() == ("open-sesame",)
+            file.write_text("new-sesame\n")
+            assert login.get_credentials() == ("new-sesame",), "each connection reads it again"
+            file.write_text("")
+            assert login.get_credentials() == ("open-sesame",), "it is being replaced"
+        with SharedStore("redis://host", password_file=file).open(arena, MODEL) as tier:
+            assert isinstance(tier, RespTier)
+            assert tier.nodes._options["password"] is None, "an empty file is no password"
         monkeypatch.setenv("KVSTOW_SHARED_PASSWORD", "from-outside")
         with SharedStore("redis://host").open(arena, MODEL) as tier:
             assert isinstance(tier, RespTier)

@@ -117,12 +117,13 @@ class Credentials:
     def get_credentials(self) -> tuple[str, ...]:
         """Return user and password as redis-py sends them, with what the file holds now.
 
-        A file that cannot be read, for example while it is replaced, leaves the first password.
+        A file that cannot be read or is empty, for example while it is replaced, leaves the first
+        password.
         """
         password = self.password
         if self.password_file is not None:
             with suppress(OSError, UnicodeDecodeError):
-                password = _read_password(self.password_file)
+                password = _read_password(self.password_file) or password
         if password is None:
             return ()
         return (password,) if self.username is None else (self.username, password)

@@ -66,7 +66,7 @@ class Nodes:
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
             "protocol": 2,
         }
-        if credentials.password_file is None:
+        if credentials.password_file is None or credentials.password is None:
             options |= {"username": credentials.username, "password": credentials.password}
         else:
             options["credential_provider"] = credentials
