@@ -93,8 +93,8 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.r
 	        dist/kvstow-*_$$(uname -m).whl && \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
 	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py tests/vllm/test_scheduler_states.py \
-	        tests/vllm/test_secondary_tier.py \
-	        -k 'test_drift or test_accelerate or scheduler_states or second_round or damage or secondary_tier' || failed="$$failed $$version"; \
+	        tests/vllm/test_scheduler_sleep.py tests/vllm/test_secondary_tier.py \
+	        -k 'test_drift or test_accelerate or scheduler_states or scheduler_sleep or second_round or damage or secondary_tier' || failed="$$failed $$version"; \
 	done; \
 	for version in $(DRIFT_SOURCES); do \
 	    echo "vLLM $$version: the drift test, on its sources"; \
