@@ -98,19 +98,6 @@ def test_new_engine_finds_on_the_disk_what_another_one_left(tmp_path: Path) -> N
         assert num_written == 0, "a block that is there is not written again"
 
 
-def test_settle_disk_writes_what_stores_have_brought_without_a_poll(tmp_path: Path) -> None:
-    with world(tmp_path / "disk") as it:
-        assert it.admit("writer", DOCUMENT).state is RUNS
-        it.compute("writer", DOCUMENT)
-        for transfer in it.engine.transfers:
-            for ticket in transfer.tickets:
-                ticket.wait()
-        it.engine.settle_disk()
-        assert it.engine.stats()["demoted_blocks"] == 4
-        assert it.engine.poll().num_stored_blocks == 4, "the next poll reports the store"
-        it.engine.finish("writer")
-
-
 def test_close_writes_blocks_that_are_due(tmp_path: Path) -> None:
     with world(tmp_path / "disk", disk_options=options(max_write_bytes_per_s=1)) as it:
         assert serve(it, "writer", DOCUMENT) == 0

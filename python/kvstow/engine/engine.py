@@ -440,16 +440,15 @@ class Engine(Closing):
     def settle_disk(self) -> None:
         """Begin the reads and writes below the host that are due, and wait until all have ended.
 
-        `poll` does the same without waiting, and reports the copies that this call ends. It does
-        not wait for stores: a block may be written once its store has ended. Without a tier below
-        the host this does nothing.
+        `poll` does the same without waiting. A stored block may be written once `poll` or `end` has
+        seen the end of its store, so call `poll` first. Without a tier below the host this does
+        nothing.
 
         Raises:
             TransferError: a read or a write does not end.
         """
         self._check_open()
         if self._copies.disk is not None:
-            self._copies.end_ended()
             self._copies.disk.settle(self._state, self._copies.now_s())
 
     def end(self, transfer: Transfer) -> JobEnd:
