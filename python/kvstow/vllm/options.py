@@ -214,8 +214,8 @@ class Options:
         events_path: a file that gets a JSON line for each transfer that begins, commits or ends.
         preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
-            and empties the tier if the content has changed. Between a change and the reset, new
-            requests load and store nothing. Needs `preserve_on_sleep`.
+            also of vLLM's own cache alone, and empties the tier if the content has changed. Needs
+            `preserve_on_sleep`.
         observe: keep no host tier, and only report the hit ratios that host tiers of several sizes
             would have. Takes no host memory for KV, copies nothing, and changes no answer.
         observe_gib: reports the ratios of tiers of 0.5, 1, 2, 4 and 8 times this size, in GiB. The
