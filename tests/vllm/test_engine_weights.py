@@ -88,6 +88,16 @@ def running(weights: Weights, below: Below, **more: Any) -> Iterator[Engine]:
         engine.close()
 
 
+@contextmanager
+def running_with_version(weights: Weights, below: Below, version: Path) -> Iterator[Engine]:
+    """An engine with blocks of the old weights, which reads their version from a file."""
+    version.write_text("old")
+    more: Any = {"preserve_on_sleep": True, "weights_version_path": str(version)}
+    with running(weights, below, **more) as engine:
+        one_by_one(engine, PROMPTS)
+        yield engine
+
+
 def one_by_one(engine: Engine, asked: list[list[int]]) -> list[Answer]:
     answers = []
     for tokens in asked:
@@ -228,10 +238,7 @@ def test_a_reset_keeps_the_blocks_of_weights_whose_version_is_the_same(
 ) -> None:
     """Who changes weights writes their version first. The control forgets it."""
     version = tmp_path / "version"
-    version.write_text("old")
-    more: Any = {"preserve_on_sleep": True, "weights_version_path": str(version)}
-    with running(weights, below, **more) as engine:
-        one_by_one(engine, PROMPTS)
+    with running_with_version(weights, below, version) as engine:
         named = version if is_written else None
         found = change_weights(engine, weights, 1, "promote", named)
         assert (difference(found, weights.answers[1][:1]) < TOLERANCE) == is_written
@@ -243,10 +250,7 @@ def test_a_reset_of_the_device_alone_keeps_no_blocks_of_a_version_that_was(
 ) -> None:
     """Without `reset_connector` vLLM tells no connector of the reset."""
     version = tmp_path / "version"
-    version.write_text("old")
-    more: Any = {"preserve_on_sleep": True, "weights_version_path": str(version)}
-    with running(weights, below, **more) as engine:
-        one_by_one(engine, PROMPTS)
+    with running_with_version(weights, below, version) as engine:
         if is_written:
             version.write_text("new")
         engine.llm.collective_rpc(

@@ -15,6 +15,14 @@ from kvstow.vllm.messages import Copies
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 
+def with_a_request_stored(version: Path) -> Scheduler:
+    """Return a scheduler whose tier has a request of weights 1, which the file names."""
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    scheduler.store_request()
+    return scheduler
+
+
 def test_a_reset_empties_the_tier_unless_it_is_preserved(tmp_path: Path) -> None:
     for preserve, expected in ((False, 0), (True, 96)):
         scheduler = Scheduler(FULL, preserve_on_sleep=preserve)
@@ -25,9 +33,7 @@ def test_a_reset_empties_the_tier_unless_it_is_preserved(tmp_path: Path) -> None
 
 def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:
     version = tmp_path / "version"
-    version.write_text("1")
-    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
-    scheduler.store_request()
+    scheduler = with_a_request_stored(version)
     for content, expected in (("1", 96), ("2", 0), ("2", 0), (None, 0)):
         version.unlink() if content is None else version.write_text(content)
         scheduler.half.reset()
@@ -43,9 +49,7 @@ def test_weights_that_change_during_sleep_empty_the_tier(
     tmp_path: Path, content: str | None, expected: int
 ) -> None:
     version = tmp_path / "version"
-    version.write_text("1")
-    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
-    scheduler.store_request()
+    scheduler = with_a_request_stored(version)
     scheduler.half.reset()  # vLLM's last call before it sleeps; there is none when it wakes
     version.unlink() if content is None else version.write_text(content)
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == expected
@@ -61,9 +65,7 @@ def test_other_weights_empty_the_tier_when_vllm_resets_its_pool_alone(
 ) -> None:
     """vLLM's `/reset_prefix_cache` reports itself to no connector without `reset_external`."""
     version = tmp_path / "version"
-    version.write_text("1")
-    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
-    scheduler.store_request()
+    scheduler = with_a_request_stored(version)
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
     version.unlink() if content is None else version.write_text(content)
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96, "nothing was reset"
