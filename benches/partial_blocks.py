@@ -12,7 +12,7 @@ bound: a prompt loses less than a block. The figures are shares of all prompt to
 content form do not fit, because their ids name passages of any length.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from kvstow.replay import Trace, read_trace
@@ -54,5 +54,7 @@ def report(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        report(Path(name))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path)
+    for path in parser.parse_args().traces:
+        report(path)

@@ -14,6 +14,7 @@ A policy beside LRU must meet a condition. On both Mooncake traces it has a hit 
 point higher at 5,000, 7,500 and 10,000 blocks, and it is nowhere more than 0.5 points lower.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,15 +94,15 @@ def compare(path: Path) -> Iterator[str]:
         print(line, flush=True)
 
 
-def main(names: list[str]) -> int:
-    if not names:
-        print("no trace is given: run python -m benches.policies TRACE...", file=sys.stderr)
-        return 2
-    failures = [failure for name in names for failure in compare(Path(name))]
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path)
+    traces = parser.parse_args().traces
+    failures = [failure for path in traces for failure in compare(path)]
     print("\nThe condition does not hold:" if failures else "\nThe condition holds.")
     print("\n".join(failures))
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -13,6 +13,7 @@ from tests.engine.sleep_world import (
     RUNS,
     SHAPES,
     WHO,
+    World,
     prompt,
     world,
 )
@@ -249,6 +250,17 @@ def test_copies_end_before_sleep_and_the_next_poll_reports_them() -> None:
         it.check()
 
 
+def start_load(it: World, *, after: Event) -> None:
+    """Let request "a" load what another one has stored."""
+    it.run("writer", prompt(1, 16))
+    it.settle()
+    it.engine.finish("writer")
+    it.engine.ledger.pool.evict(np.arange(1, 24))
+    del it.texts["writer"]
+    it.engine.add("a", hash_tokens(prompt(1, 16), BLOCK))
+    assert it.engine.admit("a", 17, 100, after=after).state is LOADS
+
+
 @pytest.mark.parametrize("leave", ["preempt", "finish"])
 def test_next_poll_leaves_out_a_load_whose_request_was_given_up_after_waking(leave: str) -> None:
     """The request of this id runs again by then, or is another one that was only added."""
@@ -291,13 +303,7 @@ def test_next_poll_leaves_out_a_failed_load_of_a_request_that_was_given_up(leave
 def test_copy_past_the_timeout_has_failed_and_cannot_land_later() -> None:
     never = HostEvent()
     with world() as it:
-        it.run("writer", prompt(1, 16))
-        it.settle()
-        it.engine.finish("writer")
-        it.engine.ledger.pool.evict(np.arange(1, 24))
-        del it.texts["writer"]
-        it.engine.add("a", hash_tokens(prompt(1, 16), BLOCK))
-        assert it.engine.admit("a", 17, 100, after=never).state is LOADS
+        start_load(it, after=never)
         it.run("b", list(range(500, 513)))
         it.sleep(timeout_s=0.05)
         it.wake(block_ids="packed")
@@ -376,12 +382,7 @@ def test_requests_recompute_what_the_host_lacks_without_preserve(to: str, tmp_pa
 
 def test_request_that_was_loading_is_reported_as_failed_without_preserve() -> None:
     with world() as it:
-        it.run("writer", prompt(1, 16))
-        it.settle()
-        it.engine.finish("writer")
-        it.engine.ledger.pool.evict(np.arange(1, 24))
-        it.engine.add("a", hash_tokens(prompt(1, 16), BLOCK))
-        assert it.engine.admit("a", 17, 100, after=READY).state is LOADS
+        start_load(it, after=READY)
         it.sleep(preserve=False)
         it.wake()
         landed = it.engine.poll()

@@ -54,6 +54,12 @@ def test_float32_weights_have_a_cache_of_16_bits() -> None:
     assert lay_out(model, 16).dtype == "float16"
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "RobertaForCausalLM", None])
+def test_architecture_of_a_decoder_is_no_encoder(name: str | None) -> None:
+    model = parse_config("m", DENSE | {"architectures": name and [name]})
+    assert model == parse_config("m", DENSE)
+
+
 def test_head_size_follows_from_the_hidden_size() -> None:
     assert lay_out(parse_config("m", DENSE), 16).token_bytes == 4 * 2 * (512 // 8) * 2 * 2
 
@@ -247,6 +253,8 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
         ({"layer_types": ["conv"] * 4}, r"a layer is of type 'conv', and kvstow knows"),
         ({"state_size": 16}, r"no layer has attention.*: pass a model with attention"),
         ({"is_encoder_decoder": True}, "has an encoder.*: pass the config.json of a decoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "has an encoder.*: pass the config.json of a d"),
+        ({"architectures": ["XLMRobertaModel"]}, "has an encoder.*: pass the config.json of a d"),
         ({"layer_types": ["mamba"] * 4}, r"no layer has attention.*: pass a model with attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "no 'sliding_window'"),
         ({"layer_types": ["chunked_attention"] * 4}, "no 'attention_chunk_size'"),

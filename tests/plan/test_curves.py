@@ -158,7 +158,7 @@ def test_simulation_keeps_every_invariant(groups: Sequence[Attention], mode: Mod
 
 
 def test_request_that_does_not_fit_into_the_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^device-gib holds 2 blocks, and the request of 65 tok"):
+    with pytest.raises(ConfigError, match=r"^the KV cache on the GPU holds 2 blocks, and the req"):
         Server(geometry(SLIDING), workload([[1, 2, 3, 4]]), 2).serve(10)
 
 

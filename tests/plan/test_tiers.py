@@ -262,12 +262,18 @@ def test_largest_size_that_may_be_given_can_be_recommended() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"device": 1}, r"device-gib is .*; it must hold 2 blocks of 16 tokens in 4,096 bytes or"),
-        ({"host": (0.5,)}, r"host-gib is .*; it must hold 1 block of 16 .*: pass 4e-06 or more"),
-        ({"disk": 0.5}, r"disk-gib is .*; it must hold 1 block"),
+        (
+            {"device": 1},
+            r"--device-gib is .*; it must hold 2 blocks of 16 tokens in 4,096 bytes",
+        ),
+        ({"host": (0.5,)}, r"--host-gib is .*; it must hold 1 block of 16 .*: pass 4e-06 or more"),
+        ({"disk": 0.5}, r"--disk-gib is .*; it must hold 1 block"),
         ({"host": (-1,)}, "it must hold 1 block"),
-        ({"host": (math.inf,)}, r"host-gib is inf; it must be at most 1073741824: pass fewer GiB"),
-        ({"host": (math.nan,)}, r"^host-gib is nan; it must be a size: pass a number of GiB"),
+        (
+            {"host": (math.inf,)},
+            r"--host-gib is inf; it must be at most 1073741824: pass fewer",
+        ),
+        ({"host": (math.nan,)}, r"^--host-gib is nan; it must be a size: pass a number of GiB"),
     ],
 )
 def test_size_without_a_block_is_refused(sizes: dict[str, object], message: str) -> None:
@@ -277,7 +283,7 @@ def test_size_without_a_block_is_refused(sizes: dict[str, object], message: str)
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
 def test_rate_without_a_meaning_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match=r"prefill-tokens-per-s is .*: pass the prompt tokens"):
+    with pytest.raises(ConfigError, match=r"--prefill-tokens-per-s is .*: pass the prompt tokens"):
         PlanOptions(prefill_tokens_per_s=rate)
 
 
@@ -289,10 +295,10 @@ def test_device_in_blocks_is_the_device_of_as_many_bytes() -> None:
 
 @pytest.mark.parametrize("number", [-1, 0, 1, 2**31])
 def test_device_without_a_usable_block_is_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match=rf"device-blocks is {number}; it must be from 2 to "):
+    with pytest.raises(ConfigError, match=rf"--device-blocks is {number}; it must be from 2 to "):
         PlanOptions(device_blocks=(number,))
 
 
 def test_lazy_tier_needs_a_device() -> None:
-    with pytest.raises(ConfigError, match=r"^mode is lazy, and no device-gib is given; .*: pass"):
+    with pytest.raises(ConfigError, match=r"^mode is lazy, and no size of the device.*: pass"):
         PlanOptions(mode="lazy")

@@ -391,8 +391,8 @@ def test_sizes_that_cannot_fit_are_refused(tmp_path: Path, arena: HostArena) -> 
     for files, max_bytes, message in (
         (Here(), SlotFile.bytes_for(1, SLOT_BYTES) - 1, "the header and one slot of 4096 bytes"),
         (Here(), "9000000TB", "more than 2147483647; lower it"),
-        (Small(), 2 << 20, "has 1048576 bytes; lower it"),
-        (Small(), 1 << 19, "1024 free; lower it"),
+        (Small(), 2 << 20, "has 1,048,576 bytes; lower it"),
+        (Small(), 1 << 19, "1,024 free; lower it"),
     ):
         with pytest.raises(ConfigError, match=message):
             open_file(tmp_path, arena, files=files, max_bytes=max_bytes)

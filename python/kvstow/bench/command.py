@@ -24,6 +24,7 @@ from kvstow.sizes import parse_bytes
 from kvstow.tiers import Fingerprint, SlotFile
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.resp import RespTier
+from kvstow.tiers.shared import SharedStore
 from kvstow.tiers.shared_command import store_access, store_options
 from kvstow.transfer import HostArena
 
@@ -159,6 +160,7 @@ def shared(output: Output, url: str, size: str, turns: int, **store: Any) -> int
     """
     _refuse_debug_build()
     block_bytes = _block_bytes(size)
+    SharedStore(url, **store).check()
     namespace = os.urandom(NAMESPACE_BYTES)
 
     def opened(arena: HostArena) -> MooncakeTier | RespTier:

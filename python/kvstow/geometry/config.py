@@ -11,6 +11,7 @@ recurrent state    a state per prompt, not per token      mamba_* or linear_*
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ _KINDS: Final[Mapping[str, Kind | None]] = {
     "moe": None,
 }
 _PATTERN_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+# Architectures whose tokens attend to later ones. No other field of BERT's config says so.
+_ENCODER: Final = re.compile("Bert|Roberta|Electra|Gte|Bidirectional|Encoder")
+_DECODER: Final = re.compile("ForCausalLM$|LMHeadModel$")
 _SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
 # Of these models, one of so many layers has full attention and the others a window. Their published
 # configs do not say so; vLLM reads them through transformers, which knows it by `model_type`.
@@ -164,11 +168,7 @@ class _Fields:
         for field in _UNCOUNTED:
             if self._fields.get(field) and not self._has_full_attention_only(field):
                 raise self._uncounted(field)
-        if self._fields.get("is_encoder_decoder"):
-            raise ConfigError(
-                f"{self._name}: has an encoder, and kvstow counts decoders only: pass the "
-                "config.json of a decoder model"
-            )
+        self._check_is_decoder()
         if self._fields.get("state_size"):  # Mamba, Mamba 2 and Falcon Mamba
             raise self._without_attention()
         layers = self._layers()
@@ -189,6 +189,17 @@ class _Fields:
             dtype=self._text("dtype") or self._text("torch_dtype"),
             state_dtype=self._state_dtype(),
         )
+
+    def _check_is_decoder(self) -> None:
+        """Refuse models in which a token attends to later ones: vLLM caches no prefix of them."""
+        architectures = self._fields.get("architectures") or ()
+        names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+        is_encoder = any(map(_ENCODER.search, names)) and not any(map(_DECODER.search, names))
+        if is_encoder or self._fields.get("is_encoder_decoder"):
+            raise ConfigError(
+                f"{self._name}: has an encoder, and kvstow counts decoders only: pass the "
+                "config.json of a decoder model"
+            )
 
     def _has_full_attention_only(self, field: str) -> bool:
         """Whether the field is that of MiniMax, and says 1, which is full attention, throughout."""

@@ -136,8 +136,8 @@ class Simulation:
         if num_device < num_needed:
             gib = (num_needed + 1) * geometry.device_block_bytes / 2**30
             raise ConfigError(
-                f"device-gib holds {num_device} blocks, and the request of {longest} tokens needs "
-                f"{num_needed}: pass --device-gib {gib:.4g} or more"
+                f"the KV cache on the GPU holds {num_device} blocks, and the request of {longest} "
+                f"tokens needs {num_needed}: pass --device-gib {gib:.4g} or more"
             )
         self.served = Served()
         self._workload = workload

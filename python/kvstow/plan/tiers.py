@@ -77,20 +77,20 @@ class PlanOptions:
         checked_capacities(self.capacities)
         if not 0 < self.prefill_tokens_per_s < math.inf:
             raise ConfigError(
-                f"prefill-tokens-per-s is {self.prefill_tokens_per_s:g}; it must be above 0 and "
+                f"--prefill-tokens-per-s is {self.prefill_tokens_per_s:g}; it must be above 0 and "
                 "finite: pass the prompt tokens that your server computes in a second"
             )
         for number in self.device_blocks:
             if not _LEAST_DEVICE <= number <= _MAX_DEVICE_BLOCKS:
                 raise ConfigError(
-                    f"device-blocks is {number}; it must be from {_LEAST_DEVICE} to "
+                    f"--device-blocks is {number}; it must be from {_LEAST_DEVICE} to "
                     f"{_MAX_DEVICE_BLOCKS}, because vLLM keeps one block as the null block: pass "
                     "vLLM's number"
                 )
         if self.mode == "lazy" and not (self.device_gib or self.device_blocks):
             raise ConfigError(
-                "mode is lazy, and no device-gib is given; a lazy tier stores what the device "
-                "evicts: pass --device-gib or --device-blocks"
+                "mode is lazy, and no size of the device is given; a lazy tier stores what the "
+                "device evicts: pass --device-gib or --device-blocks"
             )
 
 
@@ -216,9 +216,9 @@ def build_plan(
     """
     sizes = _Sizes(geometry)
     for host_gib in options.host_gib:
-        sizes.host_slots(host_gib, "host-gib")
+        sizes.host_slots(host_gib, "--host-gib")
     for disk_gib in options.disk_gib:
-        sizes.host_slots(disk_gib, "disk-gib")
+        sizes.host_slots(disk_gib, "--disk-gib")
     of_blocks = [number * geometry.device_block_bytes / GIB for number in options.device_blocks]
     devices: list[tuple[float | None, int]] = [
         (gib, sizes.device_blocks(gib)) for gib in (*options.device_gib, *of_blocks)
@@ -268,13 +268,14 @@ class _Sizes:
 
     geometry: Geometry
 
-    def host_slots(self, gib: float, name: str = "host-gib") -> int:
+    def host_slots(self, gib: float, name: str = "--host-gib") -> int:
         """Return the slots of a tier of the whole server."""
         return self._blocks(gib, name, self.geometry.host_block_bytes, 1)
 
     def device_blocks(self, gib: float) -> int:
         """Return the usable blocks of a device pool; vLLM keeps one as the null block."""
-        return self._blocks(gib, "device-gib", self.geometry.device_block_bytes, _LEAST_DEVICE) - 1
+        block_bytes = self.geometry.device_block_bytes
+        return self._blocks(gib, "--device-gib", block_bytes, _LEAST_DEVICE) - 1
 
     def _blocks(self, gib: float, name: str, block_bytes: int, least: int) -> int:
         if math.isnan(gib):
@@ -321,7 +322,7 @@ class _Counter:
     def tiers(self, device_gib: float | None, host_gib: float, disk_gib: float | None) -> Tiers:
         """Return what one set of sizes does."""
         num_host = self._sizes.host_slots(host_gib)
-        num_disk = 0 if disk_gib is None else self._sizes.host_slots(disk_gib, "disk-gib")
+        num_disk = 0 if disk_gib is None else self._sizes.host_slots(disk_gib, "--disk-gib")
         top = self._served(num_host)
         both = self._served(max(num_host, num_disk))
         on_disk = self._served(num_disk).stored_bytes if num_disk else 0

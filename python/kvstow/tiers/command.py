@@ -163,7 +163,8 @@ def _cut(found: Inspection) -> str | None:
 
 
 def _table(path: str, facts: Mapping[str, object], *, is_sound: bool) -> Table:
-    table = Table("", "", box=SIMPLE_HEAD, show_header=False, title=path, title_justify="left")
+    table = Table("", "", box=SIMPLE_HEAD, show_header=False)
+    table.add_row("path", path)
     for name, value in facts.items():
         if isinstance(value, dict):
             for own, text in value.items():

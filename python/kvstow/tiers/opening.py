@@ -204,7 +204,8 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
     total, _ = files.space(folder)
     if max_bytes > total:
         raise ConfigError(
-            f"max_bytes is {max_bytes}, but the file system of {folder} has {total} bytes; lower it"
+            f"max_bytes is {max_bytes:,}, but the file system of {folder} has {total:,} bytes; "
+            "lower it"
         )
 
 
@@ -306,8 +307,8 @@ class _Opening:
             need -= 0 if found is None else found.st_blocks * 512
         if need > free:
             raise ConfigError(
-                f"max_bytes is {wanted.max_bytes}, which takes {need} more bytes, but the file "
-                f"system of {folder} has {free} free; lower it, or free some space"
+                f"max_bytes is {wanted.max_bytes:,}, which takes {need:,} more bytes, but the file "
+                f"system of {folder} has {free:,} free; lower it, or free some space"
             )
 
     def _open(self, path: str, *, is_new: bool) -> int:

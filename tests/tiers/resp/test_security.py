@@ -85,6 +85,15 @@ def test_a_certificate_that_does_not_verify_is_refused(
         assert plain.command("DBSIZE") == b":0\r\n"
 
 
+def test_a_server_without_tls_is_named_as_one(tmp_path: Path, arena: HostArena) -> None:
+    with Server(tmp_path) as plain:
+        url = f"rediss://127.0.0.1:{plain.port}"
+        with RespTier(arena, url, NAMESPACE, timeout_s=0.5) as tier:
+            ticket = ended(tier.put(blocks(), range(20)))
+            assert not ticket.ok.any()
+            assert "does not answer the TLS handshake: for a server without" in str(ticket.error)
+
+
 def test_an_access_list_of_four_commands_is_enough(
     tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,7 +76,7 @@ def test_what_cannot_be_deleted_names_the_reason(tmp_path: Path) -> None:
         server.kill()
         with pytest.raises(TransferError, match=f"127.0.0.1:{server.port}: "):
             delete_blocks(server.url, OWN)
-    with pytest.raises(ConfigError, match="http://host is no shared tier"):
+    with pytest.raises(ConfigError, match="http://host names no RESP servers"):
         delete_blocks("http://host", OWN)
 
 

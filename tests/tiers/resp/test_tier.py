@@ -348,8 +348,8 @@ def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> 
     ("url", "message"),
     [
         ("127.0.0.1:6379", "has no scheme"),
-        ("http://127.0.0.1", "http://127.0.0.1 is no shared tier"),
-        ("redis://", "is no shared tier"),
+        ("http://127.0.0.1", "http://127.0.0.1 names no RESP servers"),
+        ("redis://", "names no RESP servers"),
         ("redis://user:sesame@host", "the URL of host contains credentials"),
         ("redis://host:0", "must be 1 to 65535"),
         ("redis://host:99999", "has no valid port"),

@@ -174,7 +174,9 @@ def _parse_one(url: str) -> Address:
         return Address("servers", (Node("", 0, found.path),))
     kinds: dict[str, Kind] = {"": "servers", "cluster": "cluster", "sentinel": "sentinel"}
     if scheme not in ("redis", "rediss") or kind not in kinds or not found.hostname:
-        raise ConfigError(f"{found.scheme}://{found.hostname or ''} is no shared tier: use {FORMS}")
+        raise ConfigError(
+            f"{found.scheme}://{found.hostname or ''} names no RESP servers: use {FORMS}"
+        )
     node = Node(found.hostname, _PORTS[kinds[kind]] if port is None else port)
     if not 1 <= node.port <= _MAX_PORT:
         raise ConfigError(f"the port of {node} must be 1 to {_MAX_PORT}: name the server's port")

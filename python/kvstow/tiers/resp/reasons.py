@@ -26,6 +26,8 @@ def reason(error: BaseException) -> str:
                 f"its certificate does not verify ({cause.verify_message}): name the file of the "
                 "authority that signed it, and take the host's name from the certificate"
             )
+        if "handshake operation timed out" in str(cause):
+            return "it does not answer the TLS handshake: for a server without TLS, use redis://"
     text = str(error)
     return next((fix for sign, fix in _FIXES if sign in text), text)
 
