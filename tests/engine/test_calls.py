@@ -442,6 +442,8 @@ def test_request_id_of_a_wrong_type_is_unknown() -> None:
         ({"mode": "foo"}, 'mode is "foo"'),
         ({"clock": 3}, "clock is 3, expected a callable"),
         ({"mover": HostMover.__name__}, "mover is 'HostMover', expected a callable"),
+        ({"max_in_flight_tokens": 0}, "max_in_flight_tokens is 0, outside 1 to"),
+        ({"max_in_flight_tokens": 1.5}, r"max_in_flight_tokens must be an integer, got 1\.5"),
         ({"world_size": "2"}, "world_size"),
         ({"num_host_blocks": "2"}, "num_host_blocks must be an integer, got '2'"),
         ({"num_device_blocks": "8"}, "num_device_blocks must be an integer, got '8'"),

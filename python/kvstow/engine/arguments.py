@@ -75,6 +75,13 @@ def check_num_device_blocks(num_blocks: object) -> None:
     checked_int("num_device_blocks", num_blocks, 2, MAX_BLOCKS, fix)
 
 
+def check_max_in_flight_tokens(num_tokens: object) -> None:
+    """Refuse a bound of tokens in flight with which no request could compute."""
+    if num_tokens is not None:
+        fix = "pass the most tokens that one request has in unfinished steps, or None"
+        checked_int("max_in_flight_tokens", num_tokens, 1, _MAX_SIZE, fix)
+
+
 def check_sizes(**sizes: object) -> None:
     """Refuse a number of blocks, ranks or tokens that is not an integer of 0 or more."""
     for name, size in sizes.items():

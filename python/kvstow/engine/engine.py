@@ -38,6 +38,7 @@ from kvstow.engine.arguments import (
     Group,
     Policy,
     check_callables,
+    check_max_in_flight_tokens,
     check_num_device_blocks,
     check_sizes,
     checked_counts,
@@ -154,6 +155,7 @@ class Engine(Closing):
         check_sizes(
             num_host_blocks=num_host_blocks, world_size=world_size, blocks_per_slot=blocks_per_slot
         )
+        check_max_in_flight_tokens(max_in_flight_tokens)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
