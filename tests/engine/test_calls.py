@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.world import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, state, world
+from tests.forks import in_child
 
 from kvstow import (
     ConfigError,
@@ -80,6 +81,27 @@ def test_closed_engine_refuses_calls() -> None:
         ):
             with pytest.raises(StateError, match=r"is closed|is stranded"):
                 use()
+
+
+def test_engine_refuses_calls_of_a_forked_child() -> None:
+    with world() as it:
+        it.put_on_the_host(DOCUMENT)
+        it.engine.add("waits", [])
+
+        def check() -> None:
+            for use in (
+                lambda: it.engine.add("new", []),
+                lambda: it.engine.admit("waits", 1, 1, after=READY),
+                lambda: it.engine.computed([], [], after=READY),
+                it.engine.reset,
+                lambda: it.engine.sleep(after=READY),
+            ):
+                with pytest.raises(StateError, match="this Engine belongs to the process that"):
+                    use()
+            it.engine.close()
+
+        in_child(check)
+        assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
 
 
 def test_reset_forgets_every_prefix_at_any_moment() -> None:

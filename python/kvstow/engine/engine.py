@@ -63,6 +63,7 @@ from kvstow.observability.events import BlockEvent, TransferEvent
 from kvstow.tiers import SlotFile
 from kvstow.tiers.shared import SharedStore
 from kvstow.transfer import Event, HostArena, Mover, mover_for
+from kvstow.transfer.fork import FORKED
 from kvstow.transfer.mover import check_event
 
 
@@ -807,7 +808,8 @@ class Engine(Closing):
     def _check_open(self) -> None:
         self._check_awake()
         if self._state.is_closed:
-            raise StateError("this Engine is closed; build a new one")
+            is_forked = any(arena.is_forked for arena in self.arenas)
+            raise StateError(f"this Engine {FORKED if is_forked else 'is closed'}; build a new one")
 
     def _known(self, request_id: str) -> State:
         """Return the state, unless it does not know the request."""

@@ -274,6 +274,11 @@ class HostArena(Closing):
         """Whether `close` was called, or this process was forked from that of the arena."""
         return self._slots is None
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from that of the arena, and so lacks its memory."""
+        return self._is_forked
+
     def check_open(self) -> None:
         """Raise `StateError` if the arena is closed."""
         if self._is_forked:
