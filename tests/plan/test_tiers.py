@@ -53,6 +53,13 @@ def test_row_of_sizes_by_hand() -> None:
     assert figures["load_bytes_per_s"] == 72 * 4096 / 3600
 
 
+def test_null_block_of_the_device_keeps_nothing() -> None:
+    # Both prompts together have 8 blocks.
+    small, large = plan(device=8, host=(1,)), plan(device=9, host=(1,))
+    assert small.rows[0].device_hits == small.choices[0].curves.at(7) < 72
+    assert large.rows[0].device_hits == 72
+
+
 def test_recommended_size_is_the_smallest_that_reaches_the_knee() -> None:
     made = plan(host=(4, 8, 16, 32))
     chosen = made.choices[0].tiers

@@ -92,7 +92,12 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     help="Number of GPUs that share the model, as for vLLM.",
 )
 @_gib("--device-gib", "Size of the KV cache on each GPU; vLLM logs it at its start.")
-@_listed("--device-blocks", int, "N", "The same in blocks, as vLLM's --num-gpu-blocks-override.")
+@_listed(
+    "--device-blocks",
+    int,
+    "N",
+    "The same in blocks, as vLLM's --num-gpu-blocks-override, the null block included.",
+)
 @_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
