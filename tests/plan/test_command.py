@@ -314,8 +314,14 @@ def test_device_too_small_for_a_request_has_no_line_of_hit_density(
 ) -> None:
     page = tmp_path / "page.html"
     assert plan("--device-blocks", "8", "--host-gib", "64", "--html", str(page), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["curves"][0]["hit_density"]["gib"] == []
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["curves"][0]["hit_density"]["gib"] == []
     assert "hit-density" not in series_of(page)
+    [warning] = printed.err.splitlines()
+    assert warning.startswith("kvstow: the KV cache on the GPU holds 7 blocks, and the request of ")
+    [gib] = re.findall(r"pass --device-gib ([\d.]+) or more\. vLLM cannot serve", warning)
+    assert plan("--device-gib", gib, "--host-gib", "64") == 0
+    assert not capsys.readouterr().err
 
 
 def test_bound_beside_a_device_is_that_of_one_cache_alone(pages: dict[str, Path]) -> None:

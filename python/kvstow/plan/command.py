@@ -23,7 +23,7 @@ from kvstow.plan.curves import NUM_SIMULATED
 from kvstow.plan.page import hits_charts, plan_page
 from kvstow.plan.report import plan_csv, plan_json, plan_text
 from kvstow.plan.simulate import Mode
-from kvstow.plan.tiers import PlanOptions, build_plan
+from kvstow.plan.tiers import Plan, PlanOptions, build_plan
 from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
@@ -222,11 +222,25 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         workload = build_workload(trace, geometry.block_tokens)
         with _progress() as tick:
             made = build_plan(geometry, workload, options, tick)
+        _warn_of_misfits(made)
         write_html(lambda: plan_page(made, trace))
         write_png(lambda: draw_png(hits_charts(made)))
         write_csv(lambda: plan_csv(made))
         output.write(plan_json(made, trace), lambda: plan_text(made, trace))
     return 0
+
+
+def _warn_of_misfits(made: Plan) -> None:
+    """Print a warning to standard error for each device on which the longest request cannot run.
+
+    A curve does not need the room. A simulation does, and has raised an error before.
+    """
+    for choice in made.choices:
+        if choice.misfit:
+            click.echo(
+                f"kvstow: {choice.misfit}. vLLM cannot serve this request, but the plan counts it",
+                err=True,
+            )
 
 
 def _layout(

@@ -124,7 +124,7 @@ def with_density(curves: Curves, server: Server, tick: Callable[[], None]) -> Cu
     A device that is too small for the longest request cannot be simulated, so it gets no such
     curve.
     """
-    if server.num_device_blocks is not None and server.num_device_blocks < server.num_needed:
+    if server.misfit:
         return curves
     measured = replace(server, policy="hit-density", mode="eager")
     capacities = sampled(int(curves.capacities[-1]), NUM_SIMULATED)[1:]

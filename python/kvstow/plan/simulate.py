@@ -107,6 +107,19 @@ class Server:
         ledger = BlockLedger(2, self.geometry.attentions, max_in_flight_tokens=STEP_TOKENS)
         return ledger.blocks_to_fit(max(self.workload.total_tokens))
 
+    @property
+    def misfit(self) -> str | None:
+        """Why the device has no room for the longest request, and what to pass; None if it has."""
+        num_device, num_needed = self.num_device_blocks, self.num_needed
+        if num_device is None or num_device >= num_needed:
+            return None
+        gib = (num_needed + 1) * self.geometry.device_block_bytes / 2**30
+        return (
+            f"the KV cache on the GPU holds {num_device} blocks, and the request of "
+            f"{max(self.workload.total_tokens)} tokens needs {num_needed}: pass --device-gib "
+            f"{gib:.4g} or more"
+        )
+
     def serve(self, num_host_blocks: int) -> Simulation:
         """Serve all requests with a host tier of this many slots; 0 for none.
 
@@ -129,16 +142,11 @@ class Simulation:
         geometry, workload = server.geometry, server.workload
         groups = geometry.attentions
         longest = max(workload.total_tokens)
-        num_needed = server.num_needed
         keeps_device = server.num_device_blocks is not None
-        num_device = server.num_device_blocks if keeps_device else num_needed
+        num_device = server.num_device_blocks if keeps_device else server.num_needed
         assert num_device is not None, "it is a number in both cases"
-        if num_device < num_needed:
-            gib = (num_needed + 1) * geometry.device_block_bytes / 2**30
-            raise ConfigError(
-                f"the KV cache on the GPU holds {num_device} blocks, and the request of {longest} "
-                f"tokens needs {num_needed}: pass --device-gib {gib:.4g} or more"
-            )
+        if misfit := server.misfit:
+            raise ConfigError(misfit)
         self.served = Served()
         self._workload = workload
         self._size = workload.block_tokens

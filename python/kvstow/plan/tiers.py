@@ -152,6 +152,7 @@ class Choice:
         is_worth_it: whether it saves enough to be recommended.
         takes_disk: whether its disk adds enough to be recommended.
         doubled_hits: blocks that a host tier of twice the size adds to its hits.
+        misfit: why the device has no room for the longest request; None if it has.
     """
 
     device_gib: float | None
@@ -161,6 +162,7 @@ class Choice:
     is_worth_it: bool
     takes_disk: bool
     doubled_hits: int
+    misfit: str | None
 
     @property
     def tiers(self) -> Tiers | None:
@@ -239,26 +241,33 @@ def build_plan(
             counter.tiers(device_gib, host, disk) for host, disk in product(sorted(hosts), disks)
         ]
         rows += own
-        choices.append(_choose(counter, num_device, own))
+        choices.append(_choose(counter, server, own))
     points: list[Point] = []
     if options.capacities or geometry.is_one_full_group:
         points = curve_points(geometry, workload, options.policies, options.capacities, tick)
     return Plan(geometry, workload, options, tuple(rows), tuple(choices), tuple(points))
 
 
-def _choose(counter: _Counter, num_device: int, rows: Sequence[Tiers]) -> Choice:
+def _choose(counter: _Counter, server: Server, rows: Sequence[Tiers]) -> Choice:
     """Return the smallest size that reaches the knee, or the largest size if none does.
 
     A tier that saves less than `LEAST_GAIN` of the prompt tokens is not worth its memory.
     """
-    knee = counter.curves.beside(num_device).knee
+    knee = counter.curves.beside(server.num_device_blocks or 0).knee
     reach = [row for row in rows if counter.num_slots(row.host_gib) >= knee]
     row = reach[0] if reach else rows[-1]
     takes_disk = counter.ratio(row.disk_hits) >= LEAST_GAIN
     is_worth_it = takes_disk or counter.ratio(row.saved_by_host) >= LEAST_GAIN
     doubled = counter.num_doubled_hits(row.host_gib) if is_worth_it else 0
     return Choice(
-        row.device_gib, counter.curves, row, bool(reach), is_worth_it, takes_disk, doubled
+        row.device_gib,
+        counter.curves,
+        row,
+        bool(reach),
+        is_worth_it,
+        takes_disk,
+        doubled,
+        server.misfit,
     )
 
 
