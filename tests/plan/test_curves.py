@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -160,6 +161,16 @@ def test_simulation_keeps_every_invariant(groups: Sequence[Attention], mode: Mod
 def test_request_that_does_not_fit_into_the_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^the KV cache on the GPU holds 2 blocks, and the req"):
         Server(geometry(SLIDING), workload([[1, 2, 3, 4]]), 2).serve(10)
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 60))
+def test_device_of_the_size_that_the_error_names_has_room(num_blocks: int) -> None:
+    needed = workload([list(range(num_blocks))])
+    with pytest.raises(ConfigError, match="pass --device-gib") as error:
+        Server(geometry(), needed, 1).serve(10)
+    [gib] = re.findall(r"--device-gib (\S+) or more", str(error.value))
+    usable = int(float(gib) * 2**30 // geometry().device_block_bytes) - 1
+    assert Server(geometry(), needed, usable).misfit is None
 
 
 # -- the knee ----------------------------------------------------------------------------------

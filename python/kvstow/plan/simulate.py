@@ -11,6 +11,7 @@ stored, so the simulation drops their keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -114,6 +115,8 @@ class Server:
         if num_device is None or num_device >= num_needed:
             return None
         gib = (num_needed + 1) * self.geometry.device_block_bytes / 2**30
+        last_digit = 10.0 ** (math.floor(math.log10(gib)) - 3)
+        gib = math.ceil(gib / last_digit) * last_digit  # of four; a size below has no room
         return (
             f"the KV cache on the GPU holds {num_device} blocks, and the request of "
             f"{max(self.workload.total_tokens)} tokens needs {num_needed}: pass --device-gib "
