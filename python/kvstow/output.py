@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
+from pathlib import Path
 from typing import Final
 
 import click
@@ -25,6 +26,7 @@ from kvstow.closing import Closing
 
 STANDARD_OUTPUT: Final = "standard output"
 _STANDARD_STREAMS: Final = (1, 2)
+_OTHER_PICTURES: Final = {".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp"}
 _WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
@@ -186,12 +188,17 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def check_can_draw(png: str | None, *, otherwise: str = "") -> None:
-    """Raise `ConfigError` if a picture is wanted and matplotlib is missing.
+    """Raise `ConfigError` if the picture would be no PNG by its name, or if matplotlib is missing.
 
     Args:
         png: the file of `--png`; None for no picture.
         otherwise: what else the user can do.
     """
+    if png is not None and (suffix := Path(png).suffix.lower()) in _OTHER_PICTURES:
+        raise ConfigError(
+            f"--png is {png!r}, and kvstow writes no {suffix[1:].upper()}: pass a name that ends "
+            f"in .png{otherwise}"
+        )
     if png is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--png needs matplotlib, which is not installed: run pip install 'kvstow[plot]'"

@@ -121,6 +121,19 @@ def test_png_without_matplotlib_is_refused_before_the_work(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("name", ["plan.svg", "plan.PDF"])
+def test_picture_that_is_no_png_by_its_name_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    assert plan("--png", str(path)) == 2
+    assert capsys.readouterr().err == (
+        f"kvstow: --png is {str(path)!r}, and kvstow writes no {path.suffix[1:].upper()}: pass a "
+        "name that ends in .png, or save a picture from the page of --html\n"
+    )
+    assert not path.exists()
+
+
 def test_png_shows_what_the_charts_have() -> None:
     def chart(*hits: float) -> Chart:
         series = [Series("hits", [0, 1, 2], hits)]
