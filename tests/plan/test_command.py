@@ -40,6 +40,14 @@ def test_table_sketch_sentence_and_flag_are_printed(capsys: pytest.CaptureFixtur
     assert re.search(r"^--kv-transfer-config '\{.*\}'$", text, re.M)
 
 
+def test_curve_says_that_it_leaves_the_disk_out(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--device-gib", "24", "--host-gib", "64"]
+    for disk, is_said in ([], False), (["--disk-gib", "512"], True):
+        assert plan(*sizes, *disk) == 0
+        text = capsys.readouterr().out
+        assert ("The curve is that of the host tier without the disk." in text) is is_said
+
+
 def test_tutorial_shows_the_table_and_the_sentence_of_its_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -418,7 +426,10 @@ def test_pages_have_the_charts_that_they_promise(pages: dict[str, Path]) -> None
         "Hits against memory, beside 24 GiB on each GPU",
         "Bytes to carry",
     ]
-    assert list(charts_of(pages["hybrid"])) == ["Hits against memory", "Bytes to carry"]
+    assert list(charts_of(pages["hybrid"])) == [
+        "Hits against memory, without the disk",
+        "Bytes to carry",
+    ]
     replay = charts_of(pages["replay"])
     assert {"Hits by tier", "Requests", "Bytes on the link", "Accounting per step"} <= {*replay}
 

@@ -357,6 +357,8 @@ def plan_text(plan: Plan, trace: PlanTrace) -> str:
             parts.append(
                 f"The curve is that of lru, the table that of {plan.options.policy}{mode}."
             )
+        if choice.judged.disk_gib is not None:
+            parts.append("The curve is that of the host tier without the disk.")
         parts += [sketch(plan, choice), "", sentence(plan, choice)]
         if (line := flag(plan, choice)) is not None:
             parts.append(line)  # on one line, to copy
