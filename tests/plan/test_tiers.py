@@ -95,6 +95,16 @@ def test_sizes_go_from_an_eighth_of_the_knee_to_where_more_hits_nothing_more() -
     assert made.rows[-1].host_hits == made.choices[0].curves.infinite
 
 
+def test_sizes_reach_where_more_hits_nothing_more_far_above_the_knee() -> None:
+    # All prompts share two blocks. Each begins with them, and comes again after all others.
+    prompts = [[1, 2, 10 * number] for number in range(1, 3000)] * 2
+    made = build_plan(geometry(), workload(prompts), PlanOptions())
+    sizes = [round(row.host_gib / BLOCK_GIB) for row in made.rows]
+    assert (made.choices[0].curves.knee, made.choices[0].curves.enough) == (2, 3001)
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 3072]
+    assert made.rows[-1].host_hits == made.choices[0].curves.infinite > made.rows[-2].host_hits
+
+
 def options_of(made: Plan) -> Options:
     """Return the options of the connector that the printed flag sets."""
     line = flag(made, made.choices[0])

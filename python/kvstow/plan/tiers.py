@@ -370,14 +370,20 @@ class _Counter:
 
 
 def _sizes_around(curves: Curves, geometry: Geometry) -> tuple[float, ...]:
-    """Return sizes from an eighth of the knee to where more memory hits nothing more."""
+    """Return sizes from an eighth of the knee to where more memory hits nothing more.
+
+    Each is twice the one before. Where that makes too many, the last one is further off.
+    """
     block_gib = geometry.host_block_bytes / GIB
+    enough_gib = max(1, curves.enough) * block_gib
     size = round_up(max(1, curves.knee) * block_gib) / 2**_STEPS_BELOW_KNEE
     found: list[float] = []
-    while len(found) < _MAX_ROWS and (not found or found[-1] < curves.enough * block_gib):
+    while len(found) < _MAX_ROWS and (not found or found[-1] < enough_gib):
         if size >= block_gib:
             found.append(size)
         size *= 2
+    if found[-1] < enough_gib:
+        found.append(max(size, round_up(enough_gib)))
     return tuple(found)
 
 
