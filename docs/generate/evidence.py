@@ -28,7 +28,8 @@ _HEAD: Final = """\
 
 What kvstow claims, the command that shows it, and what is not shown. All figures of this page are
 lines of the files in `benches/results/`. `make evidence` makes the page from them, and a test
-compares the two. Run the commands in a checkout, with the Python in `.venv/bin/`.
+compares the two. Run the commands in a checkout, with the Python in `.venv/bin/`. Many of them need
+vLLM and torch, which `make .venv/.test` installs.
 
 Other programs on a machine change its times. So compare the columns of one table, and not the times
 of two tables.
