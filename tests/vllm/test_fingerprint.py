@@ -104,6 +104,9 @@ OTHERS: dict[str, Change] = {
     "number of ranks": of("config.parallel_config.world_size", 4),
     "tensor parallelism": of("config.parallel_config.tensor_parallel_size", 1),
     "pipeline parallelism": of("config.parallel_config.pipeline_parallel_size", 2),
+    "tokens in a row on a context-parallel rank": of(
+        "config.parallel_config.cp_kv_cache_interleave_size", 16
+    ),
     "dtype": of("config.model_config.dtype", torch.bfloat16),
     "dtype of the KV": of("config.cache_config.cache_dtype", "fp8"),
     "hash algorithm": of("config.cache_config.prefix_caching_hash_algo", "xxhash"),
@@ -135,14 +138,35 @@ def test_servers_with_other_variables_do_not_share(
     assert worlds[1].digest() != before
 
 
-@pytest.mark.parametrize(("owner", "whose"), [(identity_module, "kvstow"), (vllm_version, "vLLM")])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (identity_module, "__version__"),
+        (vllm_version, "__version__"),
+        (identity_module, "transformers_version"),
+    ],
+    ids=["kvstow", "vllm", "transformers"],
+)
 def test_servers_of_other_versions_do_not_share(
-    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, owner: Any, whose: str
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    """Another version of kvstow may lay the layers of a slot out in another order."""
+    """Another kvstow may order the layers of a slot in another way; Transformers reads images."""
     before = worlds[0].digest()
-    monkeypatch.setattr(owner, "__version__", "0.0.1")
-    assert worlds[1].digest() != before, whose
+    monkeypatch.setattr(owner, name, "0.0.1")
+    assert worlds[1].digest() != before
+
+
+def test_drafts_with_a_loader_of_their_own_are_not_shared(worlds: tuple[World, World]) -> None:
+    for world in worlds:
+        world.config.speculative_config = SimpleNamespace(
+            draft_model_config=world.config.model_config, draft_load_config=None
+        )
+    before = worlds[0].digest()
+    assert worlds[1].digest() == before
+    worlds[1].config.speculative_config.draft_load_config = SimpleNamespace(
+        load_format="safetensors", model_loader_extra_config={}, download_dir=None
+    )
+    assert worlds[1].digest() != before
 
 
 def test_servers_with_other_names_of_weights_do_not_share(

@@ -95,6 +95,25 @@ def test_a_model_with_parts_from_other_repositories_is_private(cached: Path) -> 
     assert identity(str(cached), hf_config={"text_model_id": "someone/else"}).why_private
 
 
+@pytest.mark.parametrize("own", [{"load_format": "tensorizer"}, {"download_dir": "/downloads"}])
+def test_drafts_from_more_than_their_files_are_private(cached: Path, own: dict[str, str]) -> None:
+    load: dict[str, Any] = {
+        "load_format": "auto",
+        "model_loader_extra_config": {},
+        "download_dir": None,
+    }
+    draft = SimpleNamespace(model=REPOSITORY, revision=None, hf_config=SimpleNamespace())
+
+    def speculative(load_config: object) -> SimpleNamespace:
+        return SimpleNamespace(draft_model_config=draft, draft_load_config=load_config)
+
+    same = speculative(SimpleNamespace(**load))
+    assert not identity(str(cached), speculative_config=speculative(None)).why_private
+    assert not identity(str(cached), speculative_config=same).why_private
+    other = speculative(SimpleNamespace(**load | own))
+    assert identity(str(cached), speculative_config=other).why_private
+
+
 # -- files that change while vLLM loads them -------------------------------------------------------
 
 

@@ -17,6 +17,10 @@ and what prevents it:
   (`LowerTier.lookup`).
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
   version of vLLM): the fields below, and the shapes of vLLM's tensors.
+- Other tokens of a block on a rank, of which the shapes are the same: how many tokens in a row
+  context parallelism gives to one rank.
+- Other numbers for the same image, or code of the model that vLLM takes from Transformers: its
+  version, because its processors turn images into the model's input.
 - Another order of the layers in a slot, by another version of kvstow: its version.
 - Another order of the numbers in tensors of one shape, as vLLM's CPU kernels have it for each
   instruction set: the kernels' names.
@@ -40,6 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from transformers import __version__ as transformers_version
 from vllm import version as vllm_version
 
 from kvstow import ConfigError, __version__
@@ -99,13 +104,15 @@ class Identity:
     @property
     def why_private(self) -> str:
         """Why no other server may read this one's blocks; empty if one of the same identity may."""
-        cache, load = self.config.cache_config, self.config.load_config
+        cache = self.config.cache_config
         hashing = cache.prefix_caching_hash_algo
         has_seed = os.environ.get("PYTHONHASHSEED") is not None
         reasons = {
             f"the loader {load.load_format} may take weights from more than the model's files": (
                 str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
-            ),
+            )
+            for load in self._loads.values()
+        } | {
             "its weights have a place of their own": getattr(
                 self.config.model_config, "model_weights", None
             ),
@@ -138,9 +145,10 @@ class Identity:
             ConfigError: a file cannot be read.
         """
         config = self.config
-        cache, parallel, load = config.cache_config, config.parallel_config, config.load_config
+        cache, parallel = config.cache_config, config.parallel_config
         fields: dict[str, str | int] = {
             "vllm": vllm_version.__version__,
+            "transformers": transformers_version,
             "kvstow": __version__,
             "device": _device(kv_caches),
             "kernels": _digest(_kernels(config, kv_caches)),
@@ -150,7 +158,9 @@ class Identity:
                     for own in self._models.values()
                 ]
             ),
-            "loader": _digest([load.load_format, load.model_loader_extra_config]),
+            "loader": _digest(
+                [(it.load_format, it.model_loader_extra_config) for it in self._loads.values()]
+            ),
             "dtype": str(config.model_config.dtype),
             "kv_dtype": str(cache.cache_dtype),
             "attention": _digest(
@@ -170,6 +180,8 @@ class Identity:
                 [
                     getattr(parallel, "decode_context_parallel_size", 1),
                     getattr(parallel, "prefill_context_parallel_size", 1),
+                    # Which tokens of a block are on which rank.
+                    getattr(parallel, "cp_kv_cache_interleave_size", 1),
                 ]
             ),
             "hash": cache.prefix_caching_hash_algo,
@@ -206,10 +218,20 @@ class Identity:
         return models if draft is None else models | {"draft_weights": draft}
 
     @property
+    def _loads(self) -> dict[str, Any]:
+        """How vLLM loads each model. A draft model may have a way of its own."""
+        load = self.config.load_config
+        own = getattr(self.config.speculative_config, "draft_load_config", None) or load
+        return {name: load if name == "weights" else own for name in self._models}
+
+    @property
     def _folders(self) -> dict[str, Path | None]:
         """The files of each model; None if they are not on this machine."""
-        folder = self.config.load_config.download_dir
-        return {name: local_model(model, folder) for name, model in self._models.items()}
+        loads = self._loads
+        return {
+            name: local_model(model, loads[name].download_dir)
+            for name, model in self._models.items()
+        }
 
 
 def local_model(model: Any, download_dir: str | None) -> Path | None:
