@@ -103,6 +103,15 @@ def test_a_scheduler_beside_each_rank_is_refused(folder: Path) -> None:
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
+def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> None:
+    """Lookups would find the blocks that the step did not write, and the tier would store them."""
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    config.parallel_config.enable_fault_tolerance = True
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match="--enable-fault-tolerance"):
+            KVStowConnector(config, role, cache_config(FULL))
+
+
 def test_options_are_checked_before_weights_load() -> None:
     """vLLM asks the connector about CUDA graphs long before it builds an engine."""
     asks = KVStowConnector.requires_piecewise_for_cudagraph

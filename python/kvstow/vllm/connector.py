@@ -382,6 +382,13 @@ def _check_config(config: VllmConfig) -> None:
             "different times on each rank: let vLLM launch the ranks, or start it without the "
             "connector"
         )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "enable_fault_tolerance is True: vLLM then goes on after a step has failed, and keeps "
+            "the hashes of the blocks that this step did not write, so the tier would store them: "
+            "start vLLM without --enable-fault-tolerance and --fault-tolerance-config, or without "
+            "the connector"
+        )
 
 
 def _log_start(transfer: Any, model: Model, options: Options, tokens_per_hash: int) -> None:
