@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.vllm.engine import TOLERANCE, Engine, difference, prompts
+from tests.vllm.engine import TOLERANCE, Engine, difference, poison, prompts
+from tests.vllm.failing import FailingConnector
 from tests.vllm.halves import FULL, Step, cache_config, engine_config
 from tests.vllm.setting import CONNECTOR
 from tests.vllm.shaking import Hand, ShakingConnector
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
@@ -119,5 +121,35 @@ def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
         both = engine.core.scheduler.connector.sub_connectors
         assert both[1 - own_at].shaken == {0: Hand(0)}
         engine.settle()
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(
+    os.environ.get("KVSTOW_VLLM") != "full", reason="starts one more engine: make test-vllm-full"
+)
+def test_a_block_that_another_connector_did_not_load_is_not_stored(folder: Path) -> None:
+    """A second request hits that block in the same step, and then waits until it is computed."""
+    other = OTHER | {
+        "kv_connector": "FailingConnector",
+        "kv_connector_module_path": "tests.vllm.failing",
+    }
+    own = CONNECTOR | {"kv_connector_extra_config": {"num_cpu_blocks": 400}}
+    settings = multi(0) | {"kv_connector_extra_config": {"connectors": [own, other]}}
+    engine = Engine(folder, num_blocks=100, kv_transfer_config=settings)
+    try:
+        [common, *tails] = prompts(3, 900)
+        asked = [common[:868] + tail[:20] for tail in tails]
+        expected = engine.generate(asked)
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(False, True)
+        poison(get_kv_transfer_group().sub_connectors[0]._worker)
+        FailingConnector.offered = 864
+        assert difference(engine.generate(asked), expected) < TOLERANCE
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(False, False)
+        answers = engine.generate(asked)
+        assert sum(answer.num_cached for answer in answers) > 0
+        assert difference(answers, expected) < TOLERANCE
     finally:
         engine.close()

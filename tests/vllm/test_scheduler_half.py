@@ -97,6 +97,25 @@ def test_a_retained_block_that_another_connector_loads_is_not_stored() -> None:
     assert all(blocks[block_id].block_hash is not None for block_id in loaded & stored)
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_block_that_another_connector_did_not_load_is_not_stored(lazy: bool) -> None:
+    """vLLM counts it as computed for all requests that have it but the first one."""
+    scheduler = Scheduler(FULL, lazy_offload=lazy)
+    first, second = (scheduler.request(name, 100) for name in "ab")
+    scheduler.admit(first)
+    scheduler.admit(second)
+    [table] = scheduler.manager.get_blocks("a").blocks
+    scheduler.half.build(Step({"a": 100, "b": 4}))
+    second.num_computed_tokens = 100
+    scheduler.half.processed(KVConnectorOutput(invalid_block_ids={table[0].block_id}))
+    assert not scheduler.manager.get_computed_blocks(scheduler.request("c", 100))[1]
+    for request in (second, first):
+        scheduler.finish(request)
+    for _ in range(3):
+        scheduler.step()
+        assert not scheduler.jobs.stores
+
+
 def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
     """Its table counts the external tokens as computed, and they are not."""
     scheduler = Scheduler(FULL)

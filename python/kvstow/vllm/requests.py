@@ -45,7 +45,7 @@ A request that is not tracked any more may still have jobs in flight. They go on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -76,8 +76,8 @@ class TrackedRequest:
         is_admitted: vLLM gave it blocks.
         is_loading: its load is under way or has failed, so its table overstates what is computed.
         is_load_reported: vLLM knows how its load ended.
-        is_stale: its blocks are not stored, because a reset came after their computation or because
-            their hashes cannot be trusted.
+        is_stale: its blocks are not stored, because a reset came after their computation, because
+            their hashes cannot be trusted, or because another connector did not load one of them.
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
@@ -284,6 +284,20 @@ class Requests:
         """Note that vLLM has given a request blocks."""
         tracked.is_admitted = True
         self.fresh[request_id] = None
+
+    def distrust(self, block_ids: Collection[int]) -> None:
+        """Store nothing of the requests with blocks that another connector did not load.
+
+        vLLM lets the first of these requests compute the blocks again. It keeps their hashes, and
+        counts them as computed for the others. So no other request may find them before they are.
+        vLLM reports blocks for models of one group only.
+        """
+        for request_id, tracked in self.tracked.items():
+            table = [block.block_id for block in self.tier.tables[0].get(request_id, ())]
+            first = next((at for at, block in enumerate(table) if block in block_ids), len(table))
+            if first < len(table):
+                tracked.is_stale = True
+                self.tier.pool.evict_blocks(set(table[first:]) - {0})
 
     def forget(self, request_id: str) -> None:
         """End the tracking of a request, in the tier too."""

@@ -87,6 +87,8 @@ class Steps:
                     self.requests.tracked[request_id].is_load_reported = True
         if tier.offload is None:
             return
+        if output.invalid_block_ids:
+            self.requests.distrust(output.invalid_block_ids)
         self.stores.store_step()
         if tier.lazy is not None:
             self.stores.store_evictable(tier.lazy)
