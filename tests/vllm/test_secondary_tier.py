@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -18,6 +19,9 @@ import numpy.typing as npt
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
 from tests.tiers.damage import all_proven, flip
+from tests.vllm.halves import FULL, cache_config, engine_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -80,10 +84,34 @@ class Spec:
         self.blocks_per_chunk = 1
 
 
+def configuration() -> SimpleNamespace:
+    """Return what a tier reads of vLLM's `VllmConfig`."""
+    model = SimpleNamespace(
+        dtype="float32",
+        hf_config=SimpleNamespace(to_json_string=lambda: "{}"),
+        multimodal_config=None,
+        compute_hash=lambda: "hash",
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        speculative_config=None,
+    )
+
+
 class World:
     """vLLM's CPU tier of four chunks, and a slot file below it."""
 
-    def __init__(self, folder: Path, name: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str | None = None,
+        change: Callable[[Any], object] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        """`change` changes vLLM's configuration before the tier reads it."""
         model = folder / "model"
         model.mkdir(exist_ok=True)
         if not any(model.iterdir()):
@@ -97,6 +125,8 @@ class World:
             "path": str(folder / "slots"),
             "max_bytes": SlotFile.bytes_for(NUM_SLOTS, CHUNK),
         }
+        vllm_config = configuration()  # the tier finds it where the connector has it
+        change(vllm_config)
         try:
             disk = SecondaryTierFactory.create_secondary_tier(
                 config | options, self.view, Spec(name or str(model))
@@ -263,6 +293,80 @@ def test_other_weights_at_the_same_path_are_refused(make: Make, tmp_path: Path) 
         make()
     again = make(on_mismatch="reset")
     assert not any(again.has(key) for key in KEYS)
+
+
+def _other_rope(config: Any) -> None:
+    config.model_config.hf_config.to_json_string = lambda: '{"rope_theta": 5}'
+
+
+def _other_interleaving(config: Any) -> None:
+    config.parallel_config.cp_kv_cache_interleave_size = 16
+
+
+@pytest.mark.parametrize("change", [_other_rope, _other_interleaving], ids=["rope", "interleaving"])
+def test_other_settings_of_the_model_are_refused(
+    make: Make, tmp_path: Path, change: Callable[[Any], object]
+) -> None:
+    """A version of the weights does not name them."""
+    (tmp_path / "version").write_text("one")
+    options = {"weights_version_path": str(tmp_path / "version")}
+    world = make(**options)
+    world.store(KEYS[:4])
+    world.close()
+    with pytest.raises(ConfigError, match=r"model|context_parallel"):
+        make(change=change, **options)
+    again = make(change=change, on_mismatch="reset", **options)
+    assert not any(again.has(key) for key in KEYS)
+
+
+def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path: Path) -> None:
+    """The tier finds vLLM's configuration in the connector that makes it."""
+    tier = {
+        "type": "KVStowDisk",
+        "module_path": "kvstow.vllm.secondary_tier",
+        "path": str(tmp_path / "slots"),
+        "max_bytes": "16MiB",
+    }
+    options = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 22,
+        "secondary_tiers": [tier],
+    }
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+    }
+    config = engine_config(folder, {}, kv_transfer_config=transfer)
+
+    def start() -> None:
+        connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+        connector.shutdown()
+
+    start()
+    start()
+    config.model_config.hf_config.rms_norm_eps *= 2
+    with pytest.raises(ConfigError, match="model"):
+        start()
+
+
+def _computed_scales(config: Any) -> None:
+    config.cache_config.calculate_kv_scales = True
+
+
+def test_chunks_with_scales_of_the_first_request_are_not_warm(make: Make) -> None:
+    world = make(change=_computed_scales)
+    world.store(KEYS[:4])
+    world.close()
+    again = make(change=_computed_scales)
+    assert not any(again.has(key) for key in KEYS)
+
+
+def test_without_vllms_configuration_no_chunk_is_warm(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secondary_tier, "_whole_configuration", lambda: None)
+    assert not restarted(make).has(KEYS[0])
 
 
 def restarted(make: Make, name: str | None = None) -> World:

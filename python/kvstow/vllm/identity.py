@@ -111,7 +111,7 @@ class Identity:
             f"the loader {load.load_format} may take weights from more than the model's files": (
                 str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
             )
-            for load in self._loads.values()
+            for load in _loads(self.config).values()
         } | {
             "its weights have a place of their own": getattr(
                 self.config.model_config, "model_weights", None
@@ -130,10 +130,10 @@ class Identity:
             ),
             "the files of its weights have changed since this process began": any(
                 may_have_changed(str(model.model), self._folders[name])
-                for name, model in self._models.items()
+                for name, model in _models(self.config).items()
             ),
             "a part of it comes from another repository": any(
-                has_parts_elsewhere(model) for model in self._models.values()
+                has_parts_elsewhere(model) for model in _models(self.config).values()
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
@@ -148,42 +148,16 @@ class Identity:
         cache, parallel = config.cache_config, config.parallel_config
         fields: dict[str, str | int] = {
             "vllm": vllm_version.__version__,
-            "transformers": transformers_version,
             "kvstow": __version__,
             "device": _device(kv_caches),
             "kernels": _digest(_kernels(config, kv_caches)),
-            "model": _digest(
-                [
-                    (own.compute_hash(), own.hf_config.to_json_string(), own.multimodal_config)
-                    for own in self._models.values()
-                ]
-            ),
-            "loader": _digest(
-                [(it.load_format, it.model_loader_extra_config) for it in self._loads.values()]
-            ),
-            "dtype": str(config.model_config.dtype),
-            "kv_dtype": str(cache.cache_dtype),
-            "attention": _digest(
-                [
-                    getattr(config, "attention_config", None),
-                    os.environ.get("VLLM_ATTENTION_BACKEND"),
-                    os.environ.get("VLLM_KV_CACHE_LAYOUT"),
-                ]
-            ),
+            **shaping(config),
             "groups": _digest(model.groups),
             "layout": _digest(_shapes(model, kv_caches)),
             "rank": self.rank,
             "world_size": parallel.world_size,
             "tensor_parallel": parallel.tensor_parallel_size,
             "pipeline_parallel": parallel.pipeline_parallel_size,
-            "context_parallel": _digest(
-                [
-                    getattr(parallel, "decode_context_parallel_size", 1),
-                    getattr(parallel, "prefill_context_parallel_size", 1),
-                    # Which tokens of a block are on which rank.
-                    getattr(parallel, "cp_kv_cache_interleave_size", 1),
-                ]
-            ),
             "hash": cache.prefix_caching_hash_algo,
             "hash_block": getattr(cache, "hash_block_size", None) or 0,
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
@@ -210,28 +184,59 @@ class Identity:
         return folder / _MEMORY
 
     @property
-    def _models(self) -> dict[str, Any]:
-        """The served model, and the draft model if there is one."""
-        models = {"weights": self.config.model_config}
-        speculative = self.config.speculative_config
-        draft = getattr(speculative, "draft_model_config", None)
-        return models if draft is None else models | {"draft_weights": draft}
-
-    @property
-    def _loads(self) -> dict[str, Any]:
-        """How vLLM loads each model. A draft model may have a way of its own."""
-        load = self.config.load_config
-        own = getattr(self.config.speculative_config, "draft_load_config", None) or load
-        return {name: load if name == "weights" else own for name in self._models}
-
-    @property
     def _folders(self) -> dict[str, Path | None]:
         """The files of each model; None if they are not on this machine."""
-        loads = self._loads
+        loads = _loads(self.config)
         return {
             name: local_model(model, loads[name].download_dir)
-            for name, model in self._models.items()
+            for name, model in _models(self.config).items()
         }
+
+
+def shaping(config: VllmConfig) -> dict[str, str | int]:
+    """Return what of vLLM's configuration shapes blocks, beside files, ranks and allocation."""
+    parallel, loads = config.parallel_config, _loads(config).values()
+    return {
+        "transformers": transformers_version,
+        "model": _digest(
+            [
+                (own.compute_hash(), own.hf_config.to_json_string(), own.multimodal_config)
+                for own in _models(config).values()
+            ]
+        ),
+        "loader": _digest([(load.load_format, load.model_loader_extra_config) for load in loads]),
+        "dtype": str(config.model_config.dtype),
+        "kv_dtype": str(config.cache_config.cache_dtype),
+        "attention": _digest(
+            [
+                getattr(config, "attention_config", None),
+                os.environ.get("VLLM_ATTENTION_BACKEND"),
+                os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+            ]
+        ),
+        "context_parallel": _digest(
+            [
+                getattr(parallel, "decode_context_parallel_size", 1),
+                getattr(parallel, "prefill_context_parallel_size", 1),
+                # Which tokens of a block are on which rank.
+                getattr(parallel, "cp_kv_cache_interleave_size", 1),
+            ]
+        ),
+    }
+
+
+def _models(config: VllmConfig) -> dict[str, Any]:
+    """Return the served model, and the draft model if there is one."""
+    models = {"weights": config.model_config}
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    return models if draft is None else models | {"draft_weights": draft}
+
+
+def _loads(config: VllmConfig) -> dict[str, Any]:
+    """Return how vLLM loads each model. A draft model may have a way of its own."""
+    load = config.load_config
+    own = getattr(config.speculative_config, "draft_load_config", None) or load
+    return {name: load if name == "weights" else own for name in _models(config)}
 
 
 def local_model(model: Any, download_dir: str | None) -> Path | None:

@@ -21,14 +21,16 @@ How a wrong block could be served, and what prevents it:
   when its ticket has ended. So a read that never returns keeps its request waiting.
 - Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
   goes, durably, unless the file of `weights_version_path` has not changed.
-- Other weights, sizes or parallel ranks after a restart: the fingerprint. Where the content of the
-  weights is unknown, or may have changed while vLLM loaded it, the file begins empty.
+- Other weights, sizes or parallel ranks after a restart, or other settings of the model: the
+  fingerprint. Where the content of the weights is unknown, or may have changed while vLLM loaded
+  it, or where vLLM's configuration is not found, the file begins empty.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import logging
 import os
 import secrets
@@ -56,10 +58,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm.identity import content_of, may_have_changed
+from kvstow.vllm.identity import content_of, may_have_changed, shaping
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = logging.getLogger("vllm." + __name__)
@@ -357,39 +360,52 @@ def _fingerprint(
     spec: OffloadingSpec, path: str, version_path: str | None
 ) -> tuple[Fingerprint, bool]:
     """Return whose KV the chunks are, and whether a later server can know that it is the same."""
-    config = spec.config
+    own, config = spec.config, _whole_configuration()
     shape = [
-        config.groups,
-        config.worker_kv_bytes_per_block,
-        config.cache,
-        dataclasses.replace(config.parallel, rank=0, data_parallel_index=0),
-        config.replicated_layout,
-        config.canonical_layout,
-        config.kv_cache_layout,
-        os.environ.get("VLLM_ATTENTION_BACKEND"),
-        os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+        own.groups,
+        own.worker_kv_bytes_per_block,
+        own.cache,
+        dataclasses.replace(own.parallel, rank=0, data_parallel_index=0),
+        own.replicated_layout,
+        own.canonical_layout,
+        own.kv_cache_layout,
     ]
     fields: dict[str, str | int] = {
         "connector": "OffloadingConnector",
         "vllm": vllm_version.__version__,
-        "model": config.model.name,
-        "dtype": str(config.model.dtype),
         "shape": hashlib.sha256(repr(shape).encode()).hexdigest()[:32],
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
     }
     # vLLM does not say which revision of a repository it serves, nor from which folder.
-    folder = model if (model := Path(config.model.name)).exists() else None
-    if may_have_changed(config.model.name, folder):
+    name = own.model.name
+    folder = model if (model := Path(name)).exists() else None
+    if may_have_changed(name, folder):
         folder = None
     is_known = folder is not None
-    fields["weights"] = (
-        secrets.token_hex(16)
-        if folder is None
-        else content_of(folder, Path(f"{path}.weights.json"))
-    )
+    if folder is not None:
+        fields["weights"] = content_of(folder, Path(f"{path}.weights.json"))
     if version_path is not None:
         fields["weights_version"] = hashlib.sha256(Path(version_path).read_bytes()).hexdigest()[:32]
         is_known = True
-        if folder is None:
-            fields["weights"] = "named by weights_version"
+    if config is not None:
+        fields |= shaping(config)
+    if config is None or getattr(config.cache_config, "calculate_kv_scales", False):
+        is_known = False  # perhaps another shape, or scales of the first request
+    if not is_known:
+        fields["start"] = secrets.token_hex(16)
     return Fingerprint(fields), is_known
+
+
+def _whole_configuration() -> VllmConfig | None:
+    """Return vLLM's configuration, which the connector that makes this tier has; None if not.
+
+    A tier gets the name of the model, sizes and ranks. That says nothing of rotary embeddings,
+    quantization, backends or processors.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        config: VllmConfig | None = frame.f_locals.get("vllm_config")
+        if config is not None:
+            return config
+        frame = frame.f_back
+    return None
