@@ -233,6 +233,20 @@ def test_rewind_takes_granted_tokens_back() -> None:
         assert it.engine.ledger.num_granted_tokens("one") == 18
 
 
+def test_a_rewind_behind_hashed_drafts_is_refused() -> None:
+    """Else the block would be found under the hash of the drafts, and hold other tokens."""
+    with world() as it:
+        prompt, drafted = DOCUMENT[:6], [*DOCUMENT[:6], 90, 91]
+        it.admit("one", prompt)
+        it.engine.step(["one"], [2])
+        it.engine.extend("one", hash_tokens(drafted, BLOCK)[1:])
+        before = state(it.engine)
+        with pytest.raises(StateError, match=r"hashes of 8\. Call rewind before you extend"):
+            it.engine.rewind("one", 7)
+        assert state(it.engine) == before
+        it.engine.rewind("one", 8)
+
+
 def test_tokens_behind_a_rewind_are_reported_again() -> None:
     """A block without a hash is not published, so a rewind may go back behind it."""
     with world() as it:

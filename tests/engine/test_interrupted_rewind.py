@@ -38,10 +38,10 @@ def test_engine_wakes_after_an_interrupted_rewind(options: dict[str, Any]) -> No
 
 def test_rewind_that_the_ledger_refuses_changes_nothing() -> None:
     with world() as it:
-        it.engine.add("a", hash_tokens(prompt(1, 20)[:16], BLOCK))
-        it.engine.admit("a", 20, 1000, after=READY)
+        it.engine.add("a", hash_tokens(prompt(1, 24), BLOCK))
+        it.engine.admit("a", 24, 20, after=READY)
         it.engine.computed(["a"], [20], after=READY)
-        with pytest.raises(StateError, match="16 are published"):
+        with pytest.raises(StateError, match="20 are published"):
             it.engine.rewind("a", 12)
         with pytest.raises(ConfigError, match="20 were reported before"):
             it.engine.computed(["a"], [19], after=READY)

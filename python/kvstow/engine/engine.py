@@ -376,12 +376,13 @@ class Engine(Closing):
         """Take granted tokens back to this many, because drafts were rejected.
 
         Drafts are granted if the step's `num_new_tokens` counts them. Blocks stay the request's.
-        Call this before the next `step`, which frees the blocks that a window has left.
+        Call this before the next `step`, which frees the blocks that a window has left, and before
+        `extend`, which takes no hash of a token that may be rejected.
 
         Raises:
             ConfigError: more tokens than were granted.
-            StateError: fewer tokens than are published, blocks that are already freed and would be
-                read again, or the request does not run.
+            StateError: fewer tokens than are published or than have hashes, blocks that are already
+                freed and would be read again, or the request does not run.
         """
         self._check_running([request_id])
         fix = "pass the tokens that stay"
@@ -395,7 +396,9 @@ class Engine(Closing):
         """Free a request's blocks. It stays added with all its hashes: admit it again.
 
         You may call it at any moment while the engine is awake, with copies of the request in
-        flight too. Blocks of such a copy stay taken until `poll` reports its end.
+        flight too. Blocks of such a copy stay taken until `poll` reports its end. If you admit it
+        again while a step from before is under way, do not report that step of it as `computed`:
+        its blocks are others now.
         """
         state = self._known(request_id)
         with state.change:

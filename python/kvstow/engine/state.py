@@ -294,6 +294,14 @@ class State:
         The engine's record changes first. If the rest is cut short, blocks are only reported again.
         """
         request, size = self.requests[request_id], self.ledger.hash_block_size
+        num_hashed = self.ledger.num_hashes(request_id) * size
+        if num_tokens < num_hashed <= self.ledger.num_granted_tokens(request_id):
+            # The hash would be that of the rejected tokens, and the block would hold others.
+            raise StateError(
+                f"cannot rewind request {request_id!r} to {num_tokens} tokens: it has hashes of "
+                f"{num_hashed}. Call rewind before you extend it, with hashes of tokens that stay; "
+                "finish this request, and add it again"
+            )
         before = request.num_computed, request.due_tokens
         request.num_computed = min(request.num_computed, num_tokens)
         request.due_tokens = min(request.due_tokens, (num_tokens // size + 1) * size)
