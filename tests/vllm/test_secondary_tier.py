@@ -492,6 +492,41 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
     assert world.load(KEYS[1]) is None
 
 
+def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
+    make: Make, tmp_path: Path
+) -> None:
+    """vLLM resets its caches before it sleeps, and not when it wakes."""
+    version = tmp_path / "version"
+    version.write_text("7")
+    world = make(weights_version_path=str(version))
+    world.store(KEYS[:4])
+    world.manager.reset_cache()
+    version.write_text("8")
+    assert not world.has(KEYS[0])
+    world.store(KEYS[:4])
+    world.manager.reset_cache()
+    assert world.has(KEYS[0])
+
+
+def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(
+    make: Make, tmp_path: Path
+) -> None:
+    """vLLM's reset fails while requests run, so the operator repeats it."""
+    version = tmp_path / "version"
+    version.write_text("7")
+    world = make(weights_version_path=str(version))
+    running = world.request("running")
+    version.write_text("8")
+    world.manager.reset_cache()
+    world.store(KEYS[:4])  # with KV of the old weights
+    world.manager.on_request_finished(running)
+    world.manager.reset_cache()
+    assert not world.has(KEYS[0])
+    world.store(KEYS[:4])
+    world.manager.reset_cache()
+    assert world.has(KEYS[0])
+
+
 def test_jobs_that_vllm_has_not_heard_of_end_at_a_reset(make: Make) -> None:
     world = make()
     world.store(KEYS[:4])

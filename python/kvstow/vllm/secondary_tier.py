@@ -20,7 +20,10 @@ How a wrong block could be served, and what prevents it:
 - vLLM gives a chunk to another block while a thread still fills or reads it: a job is reported only
   when its ticket has ended. So a read that never returns keeps its request waiting.
 - Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
-  goes, durably, unless the file of `weights_version_path` has not changed.
+  goes, durably, unless the file of `weights_version_path` has not changed. The first lookup after a
+  reset reads that file again, because vLLM resets before it sleeps, and not when it wakes.
+- Requests run on across a change of weights: what they store may be of the old ones, so the next
+  reset drops it.
 - Other weights, sizes or parallel ranks after a restart, or other settings of the model: the
   fingerprint. Where the content of the weights is unknown, or may have changed while vLLM loaded
   it, or where vLLM's configuration is not found, the file begins empty.
@@ -180,6 +183,11 @@ class KVStowDisk(SecondaryTierManager):
         self._storing: dict[Key, _Job] = {}
         self._slots: OrderedDict[Key, int] = OrderedDict()  # oldest use first
         self._busy: Counter[int] = Counter()  # slots that loads read
+        # The requests that may store chunks, and whether there were any at the last reset.
+        self._active: set[str] = set()
+        self._were_active = False
+        # Whether no lookup has come since the last reset.
+        self._must_compare = False
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
@@ -188,6 +196,9 @@ class KVStowDisk(SecondaryTierManager):
 
     def lookup(self, key: Key, req_context: ReqContext) -> LookupResult:
         """Return whether the disk has a chunk."""
+        if self._must_compare:
+            self._must_compare = False
+            self._drop_unless_same()
         if key in self._slots:
             return LookupResult.MISS if self.tier.mode == "off" else LookupResult.HIT
         job = self._storing.get(key)
@@ -203,7 +214,12 @@ class KVStowDisk(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for what vLLM does by itself."""
+        self._active.add(req_context.req_id)
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Note that this request stores nothing any more."""
+        self._active.discard(req_context.req_id)
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -245,12 +261,23 @@ class KVStowDisk(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait for all jobs, then drop every block unless the weights are known to be the same.
 
-        vLLM calls it at each reset, also for new weights.
+        vLLM calls it at each reset, also for new weights, and before it sleeps. It does not call it
+        when it wakes. So the first lookup after a reset compares the weights once more.
+        """
+        self._were_active = bool(self._active)
+        self._must_compare = self._keeps_on_reset
+        self._drop_unless_same()
+
+    def _drop_unless_same(self) -> None:
+        """Wait for all jobs, then drop every block unless the weights are known to be the same.
+
+        Requests that were active at the reset may still hold blocks of the old weights, and store
+        them. So the next reset drops every block, too.
         """
         for job in self._jobs:
             if job.ticket is not None:
                 job.ticket.wait_until_ended(None)
-        if self._keeps_on_reset and not self._version.changed(remember=True):
+        if self._keeps_on_reset and not self._version.changed(remember=not self._were_active):
             return
         dropped = list(self._slots)
         self._slots.clear()
