@@ -1,4 +1,4 @@
-"""A connector that offers the first prompt before its step runs, and fails to load a block of it."""
+"""A connector that offers the first prompt within its step, and fails to load a block of it."""
 
 from __future__ import annotations
 

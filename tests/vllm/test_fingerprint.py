@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 
 from kvstow import ConfigError
 from kvstow.vllm import identity as identity_module
+from kvstow.vllm import shaping as shaping_module
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
@@ -143,7 +144,7 @@ def test_servers_with_other_variables_do_not_share(
     [
         (identity_module, "__version__"),
         (vllm_version, "__version__"),
-        (identity_module, "transformers_version"),
+        (shaping_module, "transformers_version"),
     ],
     ids=["kvstow", "vllm", "transformers"],
 )

@@ -384,10 +384,9 @@ def _check_config(config: VllmConfig) -> None:
         )
     if getattr(parallel, "enable_fault_tolerance", False):
         raise ConfigError(
-            "enable_fault_tolerance is True: vLLM then goes on after a step has failed, and keeps "
-            "the hashes of the blocks that this step did not write, so the tier would store them: "
-            "start vLLM without --enable-fault-tolerance and --fault-tolerance-config, or without "
-            "the connector"
+            "enable_fault_tolerance is True, and vLLM then keeps the hashes of blocks that a "
+            "failed step did not write: start vLLM without --enable-fault-tolerance and "
+            "--fault-tolerance-config, or without the connector"
         )
 
 

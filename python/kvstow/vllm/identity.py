@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from transformers import __version__ as transformers_version
 from vllm import version as vllm_version
 
 from kvstow import ConfigError, __version__
@@ -52,6 +51,7 @@ from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.shaping import digest_of, has_parts_elsewhere, loads_of, models_of, shaping
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ class Identity:
             f"the loader {load.load_format} may take weights from more than the model's files": (
                 str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
             )
-            for load in _loads(self.config).values()
+            for load in loads_of(self.config).values()
         } | {
             "its weights have a place of their own": getattr(
                 self.config.model_config, "model_weights", None
@@ -130,10 +130,10 @@ class Identity:
             ),
             "the files of its weights have changed since this process began": any(
                 may_have_changed(str(model.model), self._folders[name])
-                for name, model in _models(self.config).items()
+                for name, model in models_of(self.config).items()
             ),
             "a part of it comes from another repository": any(
-                has_parts_elsewhere(model) for model in _models(self.config).values()
+                has_parts_elsewhere(model) for model in models_of(self.config).values()
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
@@ -150,10 +150,10 @@ class Identity:
             "vllm": vllm_version.__version__,
             "kvstow": __version__,
             "device": _device(kv_caches),
-            "kernels": _digest(_kernels(config, kv_caches)),
+            "kernels": digest_of(_kernels(config, kv_caches)),
             **shaping(config),
-            "groups": _digest(model.groups),
-            "layout": _digest(_shapes(model, kv_caches)),
+            "groups": digest_of(model.groups),
+            "layout": digest_of(_shapes(model, kv_caches)),
             "rank": self.rank,
             "world_size": parallel.world_size,
             "tensor_parallel": parallel.tensor_parallel_size,
@@ -167,7 +167,7 @@ class Identity:
             fields[name] = "unknown" if folder is None else content_of(folder, memory)
         version = self.options.weights_version_path
         if version is not None:
-            fields["weights_version"] = _digest(_read(version))
+            fields["weights_version"] = digest_of(_read(version))
         return Fingerprint(fields)
 
     @property
@@ -186,57 +186,11 @@ class Identity:
     @property
     def _folders(self) -> dict[str, Path | None]:
         """The files of each model; None if they are not on this machine."""
-        loads = _loads(self.config)
+        loads = loads_of(self.config)
         return {
             name: local_model(model, loads[name].download_dir)
-            for name, model in _models(self.config).items()
+            for name, model in models_of(self.config).items()
         }
-
-
-def shaping(config: VllmConfig) -> dict[str, str | int]:
-    """Return what of vLLM's configuration shapes blocks, beside files, ranks and allocation."""
-    parallel, loads = config.parallel_config, _loads(config).values()
-    return {
-        "transformers": transformers_version,
-        "model": _digest(
-            [
-                (own.compute_hash(), own.hf_config.to_json_string(), own.multimodal_config)
-                for own in _models(config).values()
-            ]
-        ),
-        "loader": _digest([(load.load_format, load.model_loader_extra_config) for load in loads]),
-        "dtype": str(config.model_config.dtype),
-        "kv_dtype": str(config.cache_config.cache_dtype),
-        "attention": _digest(
-            [
-                getattr(config, "attention_config", None),
-                os.environ.get("VLLM_ATTENTION_BACKEND"),
-                os.environ.get("VLLM_KV_CACHE_LAYOUT"),
-            ]
-        ),
-        "context_parallel": _digest(
-            [
-                getattr(parallel, "decode_context_parallel_size", 1),
-                getattr(parallel, "prefill_context_parallel_size", 1),
-                # Which tokens of a block are on which rank.
-                getattr(parallel, "cp_kv_cache_interleave_size", 1),
-            ]
-        ),
-    }
-
-
-def _models(config: VllmConfig) -> dict[str, Any]:
-    """Return the served model, and the draft model if there is one."""
-    models = {"weights": config.model_config}
-    draft = getattr(config.speculative_config, "draft_model_config", None)
-    return models if draft is None else models | {"draft_weights": draft}
-
-
-def _loads(config: VllmConfig) -> dict[str, Any]:
-    """Return how vLLM loads each model. A draft model may have a way of its own."""
-    load = config.load_config
-    own = getattr(config.speculative_config, "draft_load_config", None) or load
-    return {name: load if name == "weights" else own for name in _models(config)}
 
 
 def local_model(model: Any, download_dir: str | None) -> Path | None:
@@ -322,12 +276,6 @@ def process_began() -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
 
 
-def has_parts_elsewhere(model: Any) -> bool:
-    """Whether a model names another one for a part of it, as Ultravox does."""
-    own = vars(model.hf_config)
-    return any(name.endswith("_model_id") and own[name] is not None for name in own)
-
-
 def content_of(path: Path, memory: Path | None) -> str:
     """Return the digest of a model's files.
 
@@ -362,7 +310,7 @@ def content_of(path: Path, memory: Path | None) -> str:
         lines.append((name, now.st_size, digest))
     if memory is not None and any(known.get(name) != state for name, state in found.items()):
         _remember(memory, known | found)
-    return _digest(lines)
+    return digest_of(lines)
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
@@ -409,7 +357,7 @@ def _device(kv_caches: Mapping[str, torch.Tensor]) -> str:
         return str(torch.cuda.get_device_name(device))
     able = torch.cpu.get_capabilities()
     abilities = sorted(name for name, value in able.items() if value is True)
-    return f"{device.type} {able.get('architecture')} {_digest(abilities)}"
+    return f"{device.type} {able.get('architecture')} {digest_of(abilities)}"
 
 
 def _kernels(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -449,8 +397,3 @@ def _read(path: str) -> bytes:
             f"{WHERE}.weights_version_path is {path!r}, which cannot be read ({error.strerror}): "
             "make it readable for each worker, because disk_path and shared need it"
         ) from error
-
-
-def _digest(value: object) -> str:
-    """Return a digest of what a value says of itself."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]

@@ -24,7 +24,7 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - Reported hashes differ from the request's: they are reported again (`TrackedRequest.new_hashes`).
 - Drafts are rejected, sessions go back, loads of other connectors fail: `num_computed_tokens`
   shrinks. It is read when the outcome of the step is known, less the tokens of steps under way.
-- Another connector loads blocks in the step that reads them, and fails. vLLM lets one request compute
+- Another connector fails to load blocks in the step that reads them. vLLM lets one request compute
   them again, and counts them as computed for others (`Requests.distrust`).
 - Asynchronous scheduling counts tokens that are not sampled yet. They are computed tokens of steps
   under way, have no hash, and do not count either (`Steps.build`).

@@ -61,7 +61,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm.identity import content_of, may_have_changed, shaping
+from kvstow.vllm.identity import content_of, may_have_changed
+from kvstow.vllm.shaping import shaping
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
