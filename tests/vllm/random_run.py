@@ -42,6 +42,14 @@ MAX_REQUESTS = 6
 MAX_SESSIONS = 3
 # The limit of a sequence, so that a run takes seconds.
 MAX_LENGTH = 400
+# What requests ask of the host tier.
+HINTS: list[dict[str, Any]] = [
+    {"store": False},
+    {"max_load_tokens": 0},
+    {"max_load_tokens": 70},
+    {"priority": "low"},
+    {"store": False, "max_load_tokens": 70},
+]
 _numbers = itertools.count()
 
 
@@ -205,10 +213,13 @@ class Run:
             self._add(prompt + self.dice.choice(PROMPTS)[:20], 4)
 
     def _add(self, prompt: list[int], num_tokens: int) -> None:
-        more: dict[str, Any] = self.dice.choice(
-            [{}] * 18 + [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}]
-        )
+        settings: list[dict[str, Any]] = [{}] * 18
+        settings += [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}]
+        more = dict(self.dice.choice(settings))
         salt = self.dice.choice([{}] * 5 + [{"cache_salt": "one"}, {"cache_salt": "two"}])
+        if self.dice.random() < 0.3:
+            hint = self.dice.choice(HINTS)
+            more["extra_args"] = {"kv_transfer_params": {"kvstow": hint}}
         name = self.llm.add_request(
             f"{self.seed}-{next(_numbers)}",
             {"prompt_token_ids": prompt, **salt},

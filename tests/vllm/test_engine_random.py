@@ -125,6 +125,9 @@ class Bench:
                 load_timeout_s=1e4,
                 lazy_offload=lazy,
                 preserve_on_sleep=run.dice.random() < 0.8,
+                offload_prompt_only=run.dice.random() < 0.2,
+                store_threshold=run.dice.choice([1, 1, 1, 2]),
+                eviction_policy=run.dice.choice(["lru", "hit-density"]),
             )
             engine.half.tier.clock = lambda: float(run.num_steps)
             with below(engine, slots), engine.movers(mover):
