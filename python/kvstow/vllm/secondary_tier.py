@@ -267,19 +267,23 @@ class KVStowDisk(SecondaryTierManager):
         """
         self._were_active = bool(self._active)
         self._must_compare = self._keeps_on_reset
+        self._wait()
         self._drop_unless_same()
 
+    def _wait(self) -> None:
+        for job in self._jobs:
+            if job.ticket is not None:
+                job.ticket.wait_until_ended(None)
+
     def _drop_unless_same(self) -> None:
-        """Wait for all jobs, then drop every block unless the weights are known to be the same.
+        """Drop every block unless the weights are known to be the same.
 
         Requests that were active at the reset may still hold blocks of the old weights, and store
         them. So the next reset drops every block, too.
         """
-        for job in self._jobs:
-            if job.ticket is not None:
-                job.ticket.wait_until_ended(None)
         if self._keeps_on_reset and not self._version.changed(remember=not self._were_active):
             return
+        self._wait()
         dropped = list(self._slots)
         self._slots.clear()
         # Running jobs, which vLLM has not heard of, end without their slots.
