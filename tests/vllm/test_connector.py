@@ -112,6 +112,43 @@ def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> N
             KVStowConnector(config, role, cache_config(FULL))
 
 
+@pytest.mark.parametrize(
+    ("disk", "worker_s", "backend", "shutdown_s", "warns"),
+    [
+        ({"disk_flush_s": 20}, None, "mp", 30, True),
+        ({"disk_flush_s": 5}, None, "mp", 30, True),
+        ({"disk_flush_s": 3}, None, "mp", 30, False),
+        ({"disk_flush_s": 20}, "25", "mp", 30, False),
+        ({"disk_flush_s": 20}, None, "uni", 30, False),
+        ({"disk_flush_s": 20}, None, "mp", 0, False),
+        (None, "1", "mp", 30, False),
+    ],
+)
+def test_workers_that_vllm_ends_before_they_have_written_are_a_warning(
+    folder: Path,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    disk: dict[str, Any] | None,
+    worker_s: str | None,
+    backend: str,
+    shutdown_s: int,
+    warns: bool,
+) -> None:
+    monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)
+    if worker_s is not None:
+        monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", worker_s)
+    options: dict[str, Any] = {"num_cpu_blocks": 4}
+    if disk is not None:
+        options |= {"disk_path": "/a", "disk_bytes_to_use": "1GiB"} | disk
+    config = engine_config(folder, options, shutdown_timeout=shutdown_s)
+    config.parallel_config.distributed_executor_backend = backend
+    KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    warned = [line for line in log if "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in line]
+    assert len(warned) == warns
+    if warned and disk is not None:
+        assert f"TIMEOUT_SECONDS to {disk['disk_flush_s'] + 5} or more" in warned[0]
+
+
 def test_options_are_checked_before_weights_load() -> None:
     """vLLM asks the connector about CUDA graphs long before it builds an engine."""
     asks = KVStowConnector.requires_piecewise_for_cudagraph

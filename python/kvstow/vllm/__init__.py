@@ -7,8 +7,9 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368}}'
 ```
 
-vLLM calls `connector`. Its halves are `scheduler` and `worker`, which exchange `messages`. The
-scheduler half has parts: `loads`, `stores`, `steps`, `sleep`, `requests`, `transfers`, `tier`.
+vLLM calls `connector`, and `settings` checks its configuration. The connector's halves are
+`scheduler` and `worker`, which exchange `messages`. The scheduler half has parts: `loads`,
+`stores`, `steps`, `sleep`, `requests`, `transfers`, `tier`.
 Each tier below the host has a part of each half: `disk` and `disk_worker`, `shared` and
 `shared_worker`, and `both` and `both_worker` for a disk before a shared store. `slow_loads` says
 which of their loads are not worth the wait. `secondary_tier` is a disk tier for vLLM's own

@@ -6,7 +6,6 @@ With `observe` the halves are those of `idle`. In either case an `Observer` watc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -22,11 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvstow import ConfigError, StateSpace
-from kvstow.build import version_and_build
 from kvstow.observability.events import EventFile
+from kvstow.vllm import settings
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.idle import IdleScheduler, IdleWorker
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger("vllm." + __name__)
-
 # As many as vLLM computes in a step or two on a large GPU: a store costs little per block then.
 GATHERED_TOKENS = 16_384
 
@@ -83,7 +79,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
-        _check_config(vllm_config)
+        settings.check(vllm_config)
         parallel = vllm_config.parallel_config
         model = self._model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._reporter: StatsReporter | None = None
@@ -111,7 +107,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
                 f"block size {model.tokens_per_hash}: start vLLM without --prefix-match-unit"
             )
-        _log_start(self._kv_transfer_config, model, options, tokens_per_hash)
+        settings.log(vllm_config, model, options, tokens_per_hash)
         if options.accelerate:
             from kvstow.vllm import accelerate  # noqa: PLC0415 - off by default
 
@@ -355,69 +351,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         events = self._scheduler.take_transfer_events()
         if self._event_file is not None:
             self._event_file.write(events)
-
-
-def _check_config(config: VllmConfig) -> None:
-    """Raise `ConfigError` for a configuration that cannot work, and name the flag."""
-    if not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "enable_prefix_caching is False, and the host tier needs vLLM's block hashes: start "
-            "vLLM with --enable-prefix-caching, or without the connector"
-        )
-    parallel = config.parallel_config
-    for name, flag in (
-        ("decode_context_parallel_size", "--decode-context-parallel-size"),
-        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
-    ):
-        if getattr(parallel, name, 1) > 1 and not hasattr(KVCacheSpec, "dcp_sharded"):
-            raise ConfigError(
-                f"{flag} is {getattr(parallel, name)}, and vLLM before 0.31 does not say which "
-                "blocks context-parallel ranks divide: set it to 1, use a later vLLM, or start "
-                "vLLM without the connector"
-            )
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise ConfigError(
-            f"distributed_executor_backend is external_launcher, which runs a scheduler on each of "
-            f"{parallel.world_size} ranks. These must make equal decisions, and copies end at "
-            "different times on each rank: let vLLM launch the ranks, or start it without the "
-            "connector"
-        )
-    if getattr(parallel, "enable_fault_tolerance", False):
-        raise ConfigError(
-            "enable_fault_tolerance is True, and vLLM then keeps the hashes of blocks that a "
-            "failed step did not write: start vLLM without --enable-fault-tolerance and "
-            "--fault-tolerance-config, or without the connector"
-        )
-
-
-def _log_start(transfer: Any, model: Model, options: Options, tokens_per_hash: int) -> None:
-    """Log which kvstow this is, and a warning for each setting that works worse than another."""
-    logger.info("kvstow: version %s", version_and_build())
-    if transfer.kv_role != "kv_both":
-        logger.warning(
-            "kvstow: kv_role is %r. Set it to kv_both, or vLLM gives freed blocks away before "
-            "the steps that may still write them are over",
-            transfer.kv_role,
-        )
-    if transfer.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "kvstow: kv_load_failure_policy is %r, so a request whose load fails ends with an "
-            'error. Set it to "recompute" to recompute the request instead',
-            transfer.kv_load_failure_policy,
-        )
-    if model.has_states and tokens_per_hash < model.tokens_per_hit:
-        logger.warning(
-            "kvstow: vLLM matches prefixes in units of %d tokens, and hits of the host tier end at "
-            "multiples of %d. vLLM may then keep no state where such a hit ends. Start vLLM "
-            "without --prefix-match-unit for more hits on the host",
-            tokens_per_hash,
-            model.tokens_per_hit,
-        )
-    if model.has_states and options.eviction_policy == "hit-density":
-        logger.warning(
-            "kvstow: eviction_policy is hit-density, which evicts recurrent states before the "
-            "blocks that need them. Set it to lru for more hits on the host"
-        )
 
 
 def _hashes_sessions_correctly(

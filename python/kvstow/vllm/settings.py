@@ -1,0 +1,111 @@
+"""What the connector checks and logs of vLLM's configuration at its start."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from vllm import envs
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from kvstow import ConfigError
+from kvstow.build import version_and_build
+from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm." + __name__)
+
+# Time to end calls under way and to close files and memory, beside that for the last blocks.
+_CLOSING_S: Final = 5
+
+
+def check(config: VllmConfig) -> None:
+    """Raise `ConfigError` for a configuration that cannot work, and name the flag."""
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching is False, and the host tier needs vLLM's block hashes: start "
+            "vLLM with --enable-prefix-caching, or without the connector"
+        )
+    parallel = config.parallel_config
+    for name, flag in (
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        if getattr(parallel, name, 1) > 1 and not hasattr(KVCacheSpec, "dcp_sharded"):
+            raise ConfigError(
+                f"{flag} is {getattr(parallel, name)}, and vLLM before 0.31 does not say which "
+                "blocks context-parallel ranks divide: set it to 1, use a later vLLM, or start "
+                "vLLM without the connector"
+            )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            f"distributed_executor_backend is external_launcher, which runs a scheduler on each of "
+            f"{parallel.world_size} ranks. These must make equal decisions, and copies end at "
+            "different times on each rank: let vLLM launch the ranks, or start it without the "
+            "connector"
+        )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "enable_fault_tolerance is True, and vLLM then keeps the hashes of blocks that a "
+            "failed step did not write: start vLLM without --enable-fault-tolerance and "
+            "--fault-tolerance-config, or without the connector"
+        )
+
+
+def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int) -> None:
+    """Log which kvstow this is, and a warning for each setting that works worse than another."""
+    logger.info("kvstow: version %s", version_and_build())
+    transfer = config.kv_transfer_config
+    assert transfer is not None, "the connector's configuration is there"
+    if transfer.kv_role != "kv_both":
+        logger.warning(
+            "kvstow: kv_role is %r. Set it to kv_both, or vLLM gives freed blocks away before "
+            "the steps that may still write them are over",
+            transfer.kv_role,
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvstow: kv_load_failure_policy is %r, so a request whose load fails ends with an "
+            'error. Set it to "recompute" to recompute the request instead',
+            transfer.kv_load_failure_policy,
+        )
+    if model.has_states and tokens_per_hash < model.tokens_per_hit:
+        logger.warning(
+            "kvstow: vLLM matches prefixes in units of %d tokens, and hits of the host tier end at "
+            "multiples of %d. vLLM may then keep no state where such a hit ends. Start vLLM "
+            "without --prefix-match-unit for more hits on the host",
+            tokens_per_hash,
+            model.tokens_per_hit,
+        )
+    if model.has_states and options.eviction_policy == "hit-density":
+        logger.warning(
+            "kvstow: eviction_policy is hit-density, which evicts recurrent states before the "
+            "blocks that need them. Set it to lru for more hits on the host"
+        )
+    _log_end(config, options)
+
+
+def _log_end(config: VllmConfig, options: Options) -> None:
+    """Log a warning if vLLM ends its workers before they have written what only the host has.
+
+    vLLM's limit counts for worker processes. A worker in the engine's process has the time of
+    `--shutdown-timeout`. If that is 0, vLLM waits for no worker, and the docs say so.
+    """
+    worker_s = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+    if (
+        options.disk_path is not None
+        and config.shutdown_timeout > 0
+        and config.parallel_config.distributed_executor_backend == "mp"
+        and options.disk_flush_s >= worker_s
+    ):
+        logger.warning(
+            "kvstow: disk_flush_s is %g, but vLLM ends a worker that has not ended within %d "
+            "seconds. Set VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS to %d or more, or a server that "
+            "stops may lose some of its last blocks",
+            options.disk_flush_s,
+            worker_s,
+            options.disk_flush_s + _CLOSING_S,
+        )
