@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, Scheduler, Step
@@ -29,6 +30,27 @@ def test_a_reset_empties_the_tier_unless_it_is_preserved(tmp_path: Path) -> None
         scheduler.store_request()
         scheduler.half.reset()
         assert scheduler.half.lookup(scheduler.request("b", 100), 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "this reset empties the host tier"),
+        ({"preserve_on_sleep": True}, "this reset keeps the host tier"),
+        (
+            {"disk_path": "/a", "disk_bytes_to_use": 1 << 30},
+            "this reset empties the host tier and the disk tier",
+        ),
+    ],
+)
+def test_the_log_says_what_a_reset_leaves(
+    log: list[str], options: dict[str, Any], line: str
+) -> None:
+    scheduler = Scheduler(FULL, **options)
+    scheduler.half.reset()
+    assert log == [f"kvstow: {line}"]
+    scheduler.half.lookup(scheduler.request("b", 100), 0)
+    assert len(log) == 1, "a lookup after it resets nothing"
 
 
 def test_other_weights_empty_the_tier_at_the_next_reset(tmp_path: Path) -> None:

@@ -149,6 +149,12 @@ def test_no_block_from_before_a_reset_is_served(started: Started) -> None:
     assert serve(late, "p") == NUM_HIT
 
 
+def test_the_log_says_that_a_reset_ends_the_sharing(started: Started, log: list[str]) -> None:
+    server = started()
+    server.half.reset()
+    assert log[-1].endswith("empties the host tier, and ends the sharing until the server restarts")
+
+
 def test_a_reset_that_keeps_the_names_would_be_seen(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:

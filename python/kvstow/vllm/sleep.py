@@ -11,6 +11,7 @@ The workers keep the host memory mapped either way.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from vllm.v1.request import RequestStatus
@@ -20,6 +21,8 @@ from kvstow.vllm.stores import Stores
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.transfers import Transfers
 from kvstow.vllm.weights import WeightsVersion
+
+logger = logging.getLogger("vllm." + __name__)
 
 # vLLM is to let them run: those with blocks of a load that has landed lacked room for the rest.
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -50,6 +53,8 @@ class Sleep:
         """
         is_kept = self._keep_or_empty()
         self.must_compare = self.tier.options.preserve_on_sleep
+        if is_kept:
+            logger.info("kvstow: this reset keeps the host tier")
         return is_kept
 
     def compare_weights(self) -> None:
@@ -86,6 +91,12 @@ class Sleep:
             self.tier.below.reset()
         for tracked in self.requests.tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
+        options = self.tier.options
+        logger.info(
+            "kvstow: this reset empties the host tier%s%s",
+            "" if options.disk_path is None else " and the disk tier",
+            "" if options.shared is None else ", and ends the sharing until the server restarts",
+        )
         return False
 
     def may_rest(self) -> bool:
