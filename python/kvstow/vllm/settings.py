@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from vllm import envs
@@ -107,5 +108,5 @@ def _log_end(config: VllmConfig, options: Options) -> None:
             "stops may lose some of its last blocks",
             options.disk_flush_s,
             worker_s,
-            options.disk_flush_s + _CLOSING_S,
+            ceil(options.disk_flush_s + _CLOSING_S),
         )
