@@ -135,6 +135,26 @@ def test_a_question_is_pending_until_its_deadline(
     assert len(store.calls) == 1
 
 
+def test_a_question_that_waits_too_long_for_its_turn_is_late_and_not_failed(
+    asker: Asker, store: Simulated, clock: Clock
+) -> None:
+    """On a busy machine a healthy store must not look as if it failed."""
+    store.is_open = False
+    first = asker.ask([key(1)])
+    assert store.begun.acquire(timeout=LONG_S)
+    second = asker.ask([key(2)])
+    clock.now_s += 1  # before the thread comes to the second question
+    store.allowed.release()
+    idle(asker)
+    assert first.poll() and second.poll()
+    assert second.found == [False] and len(store.calls) == 1
+    assert asker.stats.failed_questions == 0
+    assert asker.stats.late_questions == 1
+    assert asker.stats.questions == 1 and asker.stats.asked_keys == 1
+    store.is_open, store.held = True, {key(2)}
+    assert answer(asker.ask([key(2)])) == [True], "it can be asked anew"
+
+
 def test_an_answer_that_lacks_keys_counts_as_failed(asker: Asker, store: Simulated) -> None:
     store.held, store.error = {key(1)}, TransferError("one of two servers is gone")
     assert answer(asker.ask([key(1), key(2)])) == [True, False]

@@ -314,7 +314,9 @@ class Asker(Closing):
         store: Store | None = None
         while (call := self._queue.get()) is not None:
             if call.epoch != self.epoch or self.clock() >= call.until_s:
-                self._end(call, None)  # no question waits for it
+                # No question waits for it. Each sees that itself: it is late, or of before a reset.
+                with self._lock:
+                    self._forget(call)
                 continue
             try:
                 store = store or self._connect()
@@ -336,6 +338,12 @@ class Asker(Closing):
         if store is not None:
             store.close()
 
+    def _forget(self, call: _Call) -> None:
+        """Let later questions for its keys ask anew. The caller holds the lock."""
+        for key in call.keys:
+            if self._under_way.get(key) is call:
+                del self._under_way[key]
+
     def _end(self, call: _Call, answer: Answer | None) -> None:
         """Note the answer to a call; None for a call that has failed."""
         # A call without keys has asked for one all the same.
@@ -346,9 +354,7 @@ class Asker(Closing):
                 self.stats.questions += 1
                 self.stats.asked_keys += len(call.keys)
                 self.stats.failed_questions += answer is None or answer.error is not None
-            for key in call.keys:
-                if self._under_way.get(key) is call:
-                    del self._under_way[key]
+            self._forget(call)
             if call.epoch == self.epoch:
                 until_s = self.clock() + self._keep_s
                 for key, is_there in pairs:
