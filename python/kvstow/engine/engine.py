@@ -316,7 +316,7 @@ class Engine(Closing):
         Args:
             request_ids: running requests, the first to be served first.
             num_new_tokens: shape [n], the tokens that each computes next, drafts to verify
-                included.
+                included. Leave out a request that computes none in this step.
             num_lookahead_tokens: tokens beyond those that get slots only, for each request.
             num_in_flight_tokens: granted tokens of each whose step is not finished. Where they
                 differ, the most of any of these requests.
@@ -328,6 +328,7 @@ class Engine(Closing):
         Raises:
             UnknownRequest: a request was not added.
             StateError: a request does not run: `admit` it, or wait until its load has landed.
+            ConfigError: lists of unequal length, or a request with 0 new tokens.
         """
         self._check_running(request_ids)
         return self._state.ledger.allocate_step(
@@ -509,7 +510,8 @@ class Engine(Closing):
                 have the same name. Each version needs another name.
 
         Raises:
-            ConfigError: the engine has had this name.
+            ConfigError: the engine has had this name. Only an engine with a tier below the host
+                checks that.
             StateError: a request holds blocks of the weights before, or this engine sleeps or is
                 closed.
         """
