@@ -351,8 +351,8 @@ impl BlockLedger {
         let is_given = context.tokens.is_some() || context.extra_keys.is_some();
         if is_given && !self.pool.has_events() {
             return Err(Error::Config(
-                "tokens and extra keys are for events: pass events=True to the ledger, or leave \
-                 them out"
+                "tokens and extra keys are for events: pass events=True to the engine or ledger, or \
+                 leave them out"
                     .to_owned(),
             ));
         }
