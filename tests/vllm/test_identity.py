@@ -112,6 +112,8 @@ def test_drafts_from_more_than_their_files_are_private(cached: Path, own: dict[s
     assert not identity(str(cached), speculative_config=same).why_private
     other = speculative(SimpleNamespace(**load | own))
     assert identity(str(cached), speculative_config=other).why_private
+    elsewhere = {"model_loader_extra_config": {"path": "/elsewhere"}}
+    assert identity(str(cached), load=elsewhere, speculative_config=same).why_private
 
 
 # -- files that change while vLLM loads them -------------------------------------------------------

@@ -107,12 +107,14 @@ class Identity:
         cache = self.config.cache_config
         hashing = cache.prefix_caching_hash_algo
         has_seed = os.environ.get("PYTHONHASHSEED") is not None
-        reasons = {
-            f"the loader {load.load_format} may take weights from more than the model's files": (
-                str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
-            )
+        from_elsewhere = [
+            str(load.load_format)
             for load in loads_of(self.config).values()
-        } | {
+            if str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
+        ]
+        loaders = " and ".join(from_elsewhere)
+        reasons = {
+            f"the loader {loaders} may take weights from more than the model's files": loaders,
             "its weights have a place of their own": getattr(
                 self.config.model_config, "model_weights", None
             ),
