@@ -478,11 +478,17 @@ def test_reset_without_a_new_generation_serves_old_weights(
     assert (found != content(KEYS[0], 1)).any()
 
 
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    """The file that names the version of the weights, which is 7."""
+    path = tmp_path / "version"
+    path.write_text("7")
+    return path
+
+
 def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
-    make: Make, tmp_path: Path
+    make: Make, version: Path
 ) -> None:
-    version = tmp_path / "version"
-    version.write_text("7")
     world = make(weights_version_path=str(version))
     world.store(KEYS[:4])
     world.manager.reset_cache()
@@ -493,11 +499,9 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
 
 
 def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
-    make: Make, tmp_path: Path
+    make: Make, version: Path
 ) -> None:
     """vLLM resets its caches before it sleeps, and not when it wakes."""
-    version = tmp_path / "version"
-    version.write_text("7")
     world = make(weights_version_path=str(version))
     world.store(KEYS[:4])
     world.manager.reset_cache()
@@ -509,11 +513,9 @@ def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
 
 
 def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(
-    make: Make, tmp_path: Path
+    make: Make, version: Path
 ) -> None:
     """vLLM's reset fails while requests run, so the operator repeats it."""
-    version = tmp_path / "version"
-    version.write_text("7")
     world = make(weights_version_path=str(version))
     running = world.request("running")
     version.write_text("8")

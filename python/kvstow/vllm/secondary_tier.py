@@ -62,7 +62,7 @@ from kvstow import ConfigError, TransferError
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.identity import content_of, may_have_changed
-from kvstow.vllm.shaping import shaping
+from kvstow.vllm.shaping import digest_of, shaping
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
@@ -405,7 +405,7 @@ def _fingerprint(
     fields: dict[str, str | int] = {
         "connector": "OffloadingConnector",
         "vllm": vllm_version.__version__,
-        "shape": hashlib.sha256(repr(shape).encode()).hexdigest()[:32],
+        "shape": digest_of(shape),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
     }
     # vLLM does not say which revision of a repository it serves, nor from which folder.
