@@ -13,6 +13,8 @@ from kvstow.transfer import CudaEvent, HostEvent, Ticket
 
 BUSY_CYCLES = 100_000_000  # some 50 ms, longer than any job of these tests
 NUM_TURNS = 30
+# A virtual machine may pause for longer than the device is busy, and then a control finds nothing.
+CONTROLS = 5
 
 paths = pytest.mark.parametrize("path", ["packed", "direct"])
 
@@ -65,7 +67,7 @@ def test_store_waits_for_compute(torch: Any, path: Path) -> None:
 @paths
 def test_store_that_does_not_wait_reads_stale_bytes(torch: Any, path: Path) -> None:
     """The control of the test above: without the wait, bytes must be wrong."""
-    assert _store_is_early(torch, path, is_idle=True)
+    assert any(_store_is_early(torch, path, is_idle=True) for _ in range(CONTROLS))
 
 
 def _store_is_early(torch: Any, path: Path, *, is_idle: bool) -> bool:
@@ -90,7 +92,7 @@ def test_load_waits_for_compute_that_reads(torch: Any, path: Path) -> None:
 @paths
 def test_load_that_does_not_wait_overwrites_blocks_in_use(torch: Any, path: Path) -> None:
     """The control of the test above: without the wait, bytes must be wrong."""
-    assert _load_is_early(torch, path, is_idle=True)
+    assert any(_load_is_early(torch, path, is_idle=True) for _ in range(CONTROLS))
 
 
 def _load_is_early(torch: Any, path: Path, *, is_idle: bool) -> bool:

@@ -15,7 +15,7 @@ from kvstow.transfer.cuda.pinning import memory_node, nearest_cpus, pin
 from kvstow.transfer.cuda.runtime import cuda_runtime, import_cupy
 from kvstow.transfer.mover import Direction
 
-_FRAGMENTS_KIB = (4, 8, 16, 32, 64, 128, 256)
+_FRAGMENTS_KIB = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _PINNED_BYTES = 64 << 20
 RAISE_LIMIT = "raise the limit: ulimit -l unlimited (container: docker run --ulimit memlock=-1)"
 
@@ -123,8 +123,9 @@ def _link(name: str, runtime: Runtime, *, anew: bool) -> Iterator[Finding]:
         "ok",
         f"Stores reach {speed.store_bytes_per_s / 1e9:.1f} GB/s, loads "
         f"{speed.load_bytes_per_s / 1e9:.1f} GB/s, and the gather kernel "
-        f"{speed.gather_bytes_per_s / 1e9:.0f} GB/s. A copy call takes "
-        f"{speed.copy_seconds * 1e6:.1f} us, and {speed.submit_seconds * 1e6:.1f} us of the host.",
+        f"{speed.gather_bytes_per_s / 1e9:.0f} GB/s. Besides "
+        f"its bytes a copy takes {speed.copy_seconds * 1e6:.1f} us, and of the host "
+        f"{speed.submit_seconds * 1e6:.1f} us.",
         figures={
             "store_bytes_per_s": speed.store_bytes_per_s,
             "load_bytes_per_s": speed.load_bytes_per_s,

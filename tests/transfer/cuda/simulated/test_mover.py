@@ -656,8 +656,9 @@ def test_mover_refuses_unsuitable_layouts_and_options() -> None:
 
 def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     with bench() as setup:
-        for copy_seconds, expected in ((2047 / 50e9, "direct"), (2049 / 50e9, "packed")):
-            speed = LinkSpeed(50e9, 50e9, copy_seconds, 400e9, 1e-9)
+        for size, expected in ((2047, "direct"), (2049, "packed")):
+            # With this rest between copies, direct copies of `size` bytes reach 0.92 of the peak.
+            speed = LinkSpeed(50e9, 50e9, size / 50e9 * 0.08 / 0.92, 400e9, 1e-9)
             monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _, s=speed: s)
             with CudaMover(setup.mover.layout, setup.arena, link=setup.link) as mover:
                 assert mover.paths == {"store": expected, "load": expected}

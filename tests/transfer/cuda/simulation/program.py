@@ -1,4 +1,4 @@
-"""Runs a module on the simulated GPU, with the speeds of a usual link.
+"""Runs a module on the simulated GPU, with the speeds of an H100's link.
 
 python3 -m tests.transfer.cuda.simulation.program MODULE ARGUMENTS...
 """
@@ -14,11 +14,11 @@ from kvstow.doctor import checks
 from kvstow.transfer.cuda import link_speed
 
 PCIE_5 = link_speed.LinkSpeed(
-    store_bytes_per_s=5e10,
-    load_bytes_per_s=5e10,
-    copy_seconds=2e-6,
-    gather_bytes_per_s=5e11,
-    submit_seconds=2e-6,
+    store_bytes_per_s=5.4e10,
+    load_bytes_per_s=5.4e10,
+    copy_seconds=2.8e-6,
+    gather_bytes_per_s=4.5e11,
+    submit_seconds=1.7e-6,
 )
 
 
