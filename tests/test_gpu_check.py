@@ -42,7 +42,7 @@ def test_step_that_does_not_end_fails_and_later_steps_run(tmp_path: Path) -> Non
     # The child holds the output open, after its parent was killed.
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     hang = step(f"print('begun', flush=True)\n{child}\nimport time; time.sleep(600)")
-    commands = {"hang": hang, "late": step("print('done')"), "none": None}
+    commands = {"hang": hang, "late": step("print('done')"), "none": "no such program"}
     assert check.run_all(commands, tmp_path, limit_s=3) == check.FAILED
     assert kinds(tmp_path) == {"hang": "FAILED", "late": "passed", "none": "COULD NOT RUN"}
     assert "begun" in (tmp_path / "hang.log").read_text()
@@ -50,7 +50,7 @@ def test_step_that_does_not_end_fails_and_later_steps_run(tmp_path: Path) -> Non
 
 
 def test_status_is_not_0_if_no_step_could_run(tmp_path: Path) -> None:
-    assert check.run_all({"none": None}, tmp_path) == check.NO_GPU
+    assert check.run_all({"none": "no such program"}, tmp_path) == check.NO_GPU
 
 
 def test_results_of_earlier_steps_are_there_while_a_later_one_runs(tmp_path: Path) -> None:
@@ -67,8 +67,18 @@ def test_unknown_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_steps_run_in_their_order_and_the_risky_rival_last() -> None:
     assert check.STEPS[-1] == "batched"
     for name in check.STEPS:
-        command = check.command_of(name, Path("/tmp/results"))
-        assert command is None or isinstance(command, list)
+        assert check.command_of(name, Path("/tmp/results"))
+
+
+def test_step_names_what_this_machine_lacks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr(check, "find_spec", lambda _: None)
+    assert {name: check.lack(name) for name in check.STEPS if check.lack(name)} == {
+        "memcheck": "compute-sanitizer is not on the PATH",
+        "racecheck": "compute-sanitizer is not on the PATH",
+        "vllm-v1": "this Python has no vllm",
+        "vllm-v2": "this Python has no vllm",
+    }
 
 
 @pytest.mark.parametrize(
@@ -120,9 +130,7 @@ def test_notes_name_a_part_of_a_gpu_and_a_torch_without_one() -> None:
 def test_missing_package_is_named(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == package else object()
-    )
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == package else object())
     assert check.main([]) == check.NO_GPU
     assert f"has no {package}: install" in capsys.readouterr().out
 
@@ -130,7 +138,7 @@ def test_missing_package_is_named(
 def test_folder_that_cannot_be_written_is_refused_before_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr(check, "find_spec", lambda _: object())
     monkeypatch.setattr("kvstow.transfer.cuda.runtime.import_cupy", lambda: None)
     monkeypatch.setattr("kvstow.doctor.diagnose", lambda: [gpu()])
     (tmp_path / "file").write_text("")

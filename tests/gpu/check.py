@@ -15,7 +15,6 @@ no GPU, a package is missing, the GPU does not work, or no step could run.
 
 import argparse
 import filecmp
-import importlib.util
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,17 +42,18 @@ PACKAGES = ("numpy", "torch", "cupy", "pytest")
 NEEDED_BYTES = 3 << 30
 
 # Without the project's configuration, which turns warnings of other versions of torch and cupy into
-# errors, and without the plugins of the project's other tests.
+# errors.
 PYTEST = [
-    *("pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", "tests/gpu"),
-    *("--import-mode=importlib", "-p", "no:cacheprovider", "-W", "default", "-q", "-ra"),
-    "tests/gpu",
+    *("pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "--import-mode=importlib"),
+    *("-p", "no:cacheprovider", "-W", "default", "-q", "-ra"),
 ]
 # Only the kernels count. The mover handles calls that CUDA refuses, and cupy makes some calls
 # only to find out whether a feature exists.
 SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
+# The connector in vLLM's engine, by the model runner.
+RUNNERS = {"vllm-v1": "v1", "vllm-v2": "v2"}
 # In the order in which they run. What may crash the driver comes last.
-STEPS = ("tests", "replay", *SANITIZERS, "copies", "sweep", "interference", "batched")
+STEPS = ("tests", "replay", *SANITIZERS, *RUNNERS, "copies", "sweep", "interference", "batched")
 
 Kind = Literal["passed", "MISSED", "FAILED", "COULD NOT RUN"]
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := [step for step in asked.steps if step not in STEPS]:
         print(f"there is no step {unknown[0]}; name some of {', '.join(STEPS)}", file=sys.stderr)
         return USAGE
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
         print(f"nothing was checked, because {sys.executable} has no {', '.join(missing)}: install")
         print("them for CUDA (pip install 'cupy-cuda13x[ctk]', or cupy-cuda12x[ctk]), or name")
         print("another Python: make gpu-check PYTHON=...")
@@ -112,7 +113,7 @@ def examined(findings: "Sequence[Finding]", folder: Path, steps: Sequence[str]) 
         print(f"cannot write to {folder} ({error}); pass another --out", file=sys.stderr)
         return USAGE
     chosen = [step for step in STEPS if not steps or step in steps]
-    return run_all({step: command_of(step, folder) for step in chosen}, folder)
+    return run_all({step: lack(step) or command_of(step, folder) for step in chosen}, folder)
 
 
 def obstacle(findings: "Sequence[Finding]") -> str | None:
@@ -149,32 +150,43 @@ def notes(findings: "Sequence[Finding]") -> list[str]:
     return found
 
 
-def command_of(step: str, folder: Path) -> list[str] | None:
-    """Return what runs a step; None if this machine cannot."""
+def lack(step: str) -> str | None:
+    """Return why this machine cannot run a step; None if it can."""
+    if step in SANITIZERS and shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer is not on the PATH"
+    needed = ("vllm", "hypothesis") if step in RUNNERS else ()
+    missing = [name for name in needed if find_spec(name) is None]
+    return f"this Python has no {missing[0]}" if missing else None
+
+
+def command_of(step: str, folder: Path) -> list[str]:
+    """Return what runs a step."""
     program = [sys.executable, "-m"]
     if step == "tests":
-        return [*program, *PYTEST, f"--junitxml={folder / 'tests.xml'}"]
+        # Without the plugins of the project's other tests.
+        chosen = ["--confcutdir", "tests/gpu", "tests/gpu"]
+        return [*program, *PYTEST, f"--junitxml={folder / 'tests.xml'}", *chosen]
     if step == "replay":
         return [*program, "tests.gpu.replay"]
+    if step in RUNNERS:
+        chosen = ["tests/vllm/test_engine.py", "-k", "llama"]
+        return ["env", f"KVSTOW_MODEL_RUNNER={RUNNERS[step]}", *program, *PYTEST, *chosen]
     if step in SANITIZERS:
-        sanitizer = shutil.which("compute-sanitizer")
-        if sanitizer is None:
-            return None
         options = ["--tool", step, "--error-exitcode", "9", *SANITIZERS[step]]
-        return [sanitizer, *options, *program, "tests.gpu.small_round_trip"]
+        return ["compute-sanitizer", *options, *program, "tests.gpu.small_round_trip"]
     return [*program, "benches.gpu_copy", "--out", str(folder), step]
 
 
 def run_all(
-    commands: Mapping[str, list[str] | None], folder: Path, limit_s: float = STEP_LIMIT_S
+    commands: Mapping[str, list[str] | str], folder: Path, limit_s: float = STEP_LIMIT_S
 ) -> int:
     """Run the steps, write their results to the folder as they come, and return the status."""
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Result] = {}
     for name, command in commands.items():
         print(f"\n== {name}", flush=True)
-        if command is None:
-            results[name] = Result("COULD NOT RUN", "compute-sanitizer is not on the PATH")
+        if isinstance(command, str):
+            results[name] = Result("COULD NOT RUN", command)
         else:
             results[name] = run(command, folder / f"{name}.log", limit_s)
         written = {step: asdict(result) for step, result in results.items()}

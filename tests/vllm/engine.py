@@ -1,4 +1,7 @@
-"""vLLM's CPU engine in this process, so that tests can look into the connector."""
+"""vLLM's engine in this process, so that tests can look into the connector.
+
+It runs on the CPU, and on a GPU where vLLM is built for one.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
 )
+from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.interface import PauseState
 
@@ -48,9 +52,15 @@ torch.set_num_threads(1)
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
+ON_GPU = current_platform.is_cuda()
+if os.environ.get("KVSTOW_GPU") == "required" and not ON_GPU:
+    raise RuntimeError(f"vLLM {vllm.__version__} is not built for a GPU, or reaches none")
 # Correct runs differ by 1e-5 at most, because batch shapes differ. One damaged block makes 0.5.
 TOLERANCE = 1e-4
 DAMAGE = 0.01
+# In float32 as on the CPU, of which vLLM's other backends have no kernels. Engines follow each
+# other in one process, and none needs the rest of the memory.
+_GPU_SETTINGS = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.2}
 REST_S = 60.0
 """Seconds in which copies must have landed, also on a busy machine with a slow disk."""
 
@@ -117,13 +127,13 @@ def poison(worker: WorkerHalf) -> None:
         for tensor in layout.owners:
             assert isinstance(tensor, torch.Tensor)
             # A recurrent layer's tensor has bytes, and leaves out their padding.
-            torch.empty(0).set_(tensor.untyped_storage()).fill_(1e4)
+            torch.empty(0, device=tensor.device).set_(tensor.untyped_storage()).fill_(1e4)
 
 
 def _install_kernels(model: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Install what vLLM's CPU engine lacks for the model; return the settings that it needs."""
     kind = json.loads((model / "config.json").read_text())["model_type"]
-    if kind not in {config["model_type"] for config in HYBRIDS.values()}:
+    if ON_GPU or kind not in {config["model_type"] for config in HYBRIDS.values()}:
         return {}
     if Version(vllm.__version__) < Version("0.32"):
         pytest.skip(f"vLLM {vllm.__version__}'s CPU build has no float32 kernels for {kind}")
@@ -188,7 +198,9 @@ class Engine:
         # a `__dict__`. With n-gram drafts no second engine could start.
         if dispatcher is not None:
             self._patch.setattr(dispatcher, "vars", _vars, raising=False)
-        if scheduling == "async":
+        if ON_GPU:
+            settings = _GPU_SETTINGS | {"async_scheduling": scheduling == "async"} | settings
+        elif scheduling == "async":
             _schedule_asynchronously(self._patch)
         # Tests write their models in this process.
         self._patch.setattr(identity, "process_began", lambda: float("inf"))
