@@ -42,7 +42,11 @@ def test_step_that_does_not_end_fails_and_later_steps_run(tmp_path: Path) -> Non
     # The child holds the output open, after its parent was killed.
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     hang = step(f"print('begun', flush=True)\n{child}\nimport time; time.sleep(600)")
-    commands = {"hang": hang, "late": step("print('done')"), "none": "no such program"}
+    commands: dict[str, list[str] | str] = {
+        "hang": hang,
+        "late": step("print('done')"),
+        "none": "no such program",
+    }
     assert check.run_all(commands, tmp_path, limit_s=3) == check.FAILED
     assert kinds(tmp_path) == {"hang": "FAILED", "late": "passed", "none": "COULD NOT RUN"}
     assert "begun" in (tmp_path / "hang.log").read_text()

@@ -30,7 +30,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
         f"the sources of {', '.join(sources)}",
     )
     cupy = _versions(extras["cuda12"] + extras["cuda13"], r"cupy-cuda1[23]x\[ctk\]")
-    yield "CUDA", f"a driver of CUDA 12 or 13, cupy {cupy[0]}", "on a simulated GPU only"
+    yield "CUDA", f"a driver of CUDA 12 or 13, cupy {cupy[0]}", "13 on an H100"
     yield "Rust, to build from source", f"{rust} or newer", ""
 
 

@@ -8,8 +8,9 @@ import json
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,12 @@ vLLM and torch, which `make .venv/.test` installs.
 Other programs on a machine change its times. So compare the columns of one table, and not the times
 of two tables.
 """
+
+_RIVALS: Final = {
+    "zero-copy": "by kernel",
+    "batched": "batched",
+    "call-per-fragment": "by call",
+}
 
 Claim = dict[str, Any]
 
@@ -87,7 +94,8 @@ def _machine(text: str) -> str:
 
 
 def _lines(text: str, claim: Claim) -> Iterator[str]:
-    return _fleet(text) if claim["result"].endswith(".json") else _rows(text, claim)
+    table = TABLES.get(claim["result"])
+    return table(text) if table else _rows(text, claim)
 
 
 def _fleet(text: str) -> Iterator[str]:
@@ -97,6 +105,51 @@ def _fleet(text: str) -> Iterator[str]:
         for row in replay["rows"]:
             alone, shared = row["alone"]["hit_ratio"], row["shared"]["hit_ratio"]
             yield f"{routing:12} {row['servers']:>7} {alone:>8.2%} {shared:>8.2%}"
+
+
+def _gpu_copies(text: str) -> Iterator[str]:
+    """Yield GB/s of kvstow and its rivals, and how much copies slow the steps of a model."""
+    found = json.loads(text)
+    peak = found["peak"]
+    yield (
+        f"GB/s of shuffled blocks; the link's peak is {peak['store_gb_per_s']:.1f} for stores, "
+        f"{peak['load_gb_per_s']:.1f} for loads, {peak['both_gb_per_s']:.1f} for both at once"
+    )
+    yield ""
+    rivals = [name for name in _RIVALS if any(it["rival"] == name for it in found["rivals"])]
+    heads = ("kvstow", "scattered", "host ms", *(_RIVALS[name] for name in rivals))
+    yield "  KiB  way  " + "".join(f"{head:>12}" for head in heads)
+    for row, scattered in _runs_and_scattered(found["moves"]):
+        beside = [
+            it["gb_per_s"]
+            for name in rivals
+            for it in found["rivals"]
+            if (it["rival"], it["fragment_kib"], it["direction"])
+            == (name, row["fragment_kib"], row["direction"])
+        ]
+        speeds = [row["gb_per_s"], scattered["gb_per_s"], row["submit_cpu_ms"], *beside]
+        yield f"{row['fragment_kib']:>5}  {row['direction']:5}" + "".join(
+            f"{speed:>12.1f}" for speed in speeds
+        )
+    yield ""
+    yield "steps of a model beside copies both ways"
+    for row in found["interference"]:
+        line = f"{row['loop']:17}  {row['copies']:20}{row['gb_per_s']:>6.1f} GB/s"
+        for at in ("p50", "p99"):
+            line += f"  {at} {row[f'{at}_ms']:>6.3f} ms"
+            if slower := row.get(f"{at}_slower_percent"):
+                line += f" ({slower:+.1f}%)"
+        yield line
+
+
+def _runs_and_scattered(moves: list[Claim]) -> Iterator[tuple[Claim, Claim]]:
+    """Yield the rows of shuffled blocks whose slots are in runs, each with that of single slots."""
+    chosen = [row for row in moves if row["ids"] == "shuffled"]
+    key = itemgetter("fragment_kib", "direction")
+    scattered = {key(row): row for row in chosen if row["slots"] == "scattered"}
+    for row in chosen:
+        if row["slots"] == "runs" and row["direction"] != "both":
+            yield row, scattered[key(row)]
 
 
 def _rows(text: str, claim: Claim) -> Iterator[str]:
@@ -137,6 +190,12 @@ def _missing(missing: list[Claim], results: set[str]) -> Iterator[str]:
     yield ""
 
 
+# The results whose lines are made of their figures.
+TABLES: Final[dict[str, Callable[[str], Iterator[str]]]] = {
+    "fleet-conversation.json": _fleet,
+    "gpu-copy-nvidia-h100-80gb-hbm3.json": _gpu_copies,
+}
+
 # -- plots -------------------------------------------------------------------------------------
 
 
@@ -168,7 +227,28 @@ def _policies(text: str) -> Lines:
     )
 
 
-DRAWN: Final[dict[str, Draw]] = {"accounting": _accounting, "policies": _policies}
+def _gpu_loads(text: str) -> Lines:
+    found = json.loads(text)
+    rows = [row for row, _ in _runs_and_scattered(found["moves"]) if row["direction"] == "load"]
+    sizes = [float(row["fragment_kib"]) for row in rows]
+    series = [("kvstow", [(float(row["fragment_kib"]), row["gb_per_s"]) for row in rows])]
+    for rival in ("batched", "call-per-fragment"):
+        points = [
+            (float(row["fragment_kib"]), row["gb_per_s"])
+            for row in found["rivals"]
+            if (row["rival"], row["direction"]) == (rival, "load")
+        ]
+        series.append((_RIVALS[rival], points))
+    peak = found["peak"]["load_gb_per_s"]
+    series.append(("peak of the link", [(size, peak) for size in (sizes[0], sizes[-1])]))
+    return Lines("GB/s of loads to an H100", "KiB of a fragment", series)
+
+
+DRAWN: Final[dict[str, Draw]] = {
+    "accounting": _accounting,
+    "gpu-loads": _gpu_loads,
+    "policies": _policies,
+}
 
 
 def plots() -> dict[str, str]:
