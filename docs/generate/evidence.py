@@ -229,19 +229,25 @@ def _policies(text: str) -> Lines:
 
 def _gpu_loads(text: str) -> Lines:
     found = json.loads(text)
-    rows = [row for row, _ in _runs_and_scattered(found["moves"]) if row["direction"] == "load"]
+    # 18 KiB, the fragment of an MLA model, has no place beside 16.
+    rows = [
+        row
+        for row, _ in _runs_and_scattered(found["moves"])
+        if row["direction"] == "load" and row["fragment_kib"] != 18
+    ]
     sizes = [float(row["fragment_kib"]) for row in rows]
     series = [("kvstow", [(float(row["fragment_kib"]), row["gb_per_s"]) for row in rows])]
-    for rival in ("batched", "call-per-fragment"):
+    rivals = {"batched": "the driver's batched copies", "call-per-fragment": "a call for each"}
+    for rival, name in rivals.items():
         points = [
             (float(row["fragment_kib"]), row["gb_per_s"])
             for row in found["rivals"]
-            if (row["rival"], row["direction"]) == (rival, "load")
+            if (row["rival"], row["direction"]) == (rival, "load") and row["fragment_kib"] in sizes
         ]
-        series.append((_RIVALS[rival], points))
+        series.append((name, points))
     peak = found["peak"]["load_gb_per_s"]
     series.append(("peak of the link", [(size, peak) for size in (sizes[0], sizes[-1])]))
-    return Lines("GB/s of loads to an H100", "KiB of a fragment", series)
+    return Lines("Loads to an H100, GB/s", "KiB of a fragment", series, unit="")
 
 
 DRAWN: Final[dict[str, Draw]] = {

@@ -45,11 +45,13 @@ class Lines:
         title: what it shows.
         x_label: the unit of x.
         series: a name and points each; at most four.
+        unit: that of y, behind its numbers.
     """
 
     title: str
     x_label: str
     series: Sequence[Series]
+    unit: str = " %"
 
     def svg(self) -> str:
         """Return the file's text."""
@@ -69,7 +71,7 @@ class Lines:
         for tick in range(num_steps + 1):
             y = at_y(tick * step)
             parts.append(_rule(_LEFT, y, WIDTH - _RIGHT, y))
-            parts.append(_text(_LEFT - 8, y + 4, f"{tick * step} %", "note", "end"))
+            parts.append(_text(_LEFT - 8, y + 4, f"{tick * step}{self.unit}", "note", "end"))
         for size in _ticks(xs):
             parts.append(_rule(at_x(size), _TOP, at_x(size), bottom))
             parts.append(_text(at_x(size), bottom + 18, f"{size:,.0f}", "note", "middle"))
