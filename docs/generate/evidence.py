@@ -229,11 +229,11 @@ def _policies(text: str) -> Lines:
 
 def _gpu_loads(text: str) -> Lines:
     found = json.loads(text)
-    # 18 KiB, the fragment of an MLA model, has no place beside 16.
+    # Powers of two only: 18 KiB, the fragment of an MLA model, has no place beside 16.
     rows = [
         row
         for row, _ in _runs_and_scattered(found["moves"])
-        if row["direction"] == "load" and row["fragment_kib"] != 18
+        if row["direction"] == "load" and row["fragment_kib"].bit_count() == 1
     ]
     sizes = [float(row["fragment_kib"]) for row in rows]
     series = [("kvstow", [(float(row["fragment_kib"]), row["gb_per_s"]) for row in rows])]
