@@ -59,6 +59,11 @@ class Output(Closing):
         self.as_json = as_json
         self._file = None if json_file is None else ResultFile(json_file)
 
+    @property
+    def wants_json(self) -> bool:
+        """Whether the JSON goes to standard output or to a file."""
+        return self.as_json or self._file is not None
+
     def close(self) -> None:
         """Close the file of `--json-file`."""
         if self._file is not None:

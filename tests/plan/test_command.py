@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from kvstow import HitCurve, cli
+from kvstow.plan import Curves
+from kvstow.plan.page import DENSITY_LINE
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.report import Chart, Series, Table, Text, html_page
 from kvstow.report.picture import draw_png
@@ -287,7 +289,7 @@ def test_line_of_hit_density_has_the_hits_of_the_table(
     sizes = ["--device-gib", "24", "--host-gib", "16,64,256", "--html", str(page), "--json"]
     assert plan(*sizes, "--policy", "hit-density") == 0
     made = json.loads(capsys.readouterr().out)
-    line = series_of(page)["hit-density"]
+    line = series_of(page)[DENSITY_LINE]
     drawn = dict(zip(line["x"], line["y"], strict=True))
     for row in made["sizes"]:
         assert drawn[row["host_gib"]] == pytest.approx(row["hit_ratio"], abs=1e-6)
@@ -297,6 +299,28 @@ def test_line_of_hit_density_has_the_hits_of_the_table(
         given = ["--device-gib", "24", "--host-gib", str(gib), "--policy", "hit-density"]
         assert plan(*given, "--json") == 0
         assert json.loads(capsys.readouterr().out)["sizes"][0]["hit_ratio"] == hits
+
+
+def test_table_alone_needs_no_curve_of_hit_density(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only pictures and the JSON have it, and it takes longer than the rest."""
+    made: list[Curves] = []
+
+    def without(exact: Curves, *_: object) -> Curves:
+        made.append(exact)
+        return exact
+
+    monkeypatch.setattr("kvstow.plan.tiers.with_density", without)
+    sizes = ["--device-gib", "24", "--host-gib", "64,256"]
+    assert plan(*sizes) == 0
+    table = capsys.readouterr().out
+    assert not made
+    outputs = (["--json"], ["--json-file", str(tmp_path / "a")], ["--html", str(tmp_path / "b")])
+    for output in outputs:
+        assert plan(*sizes, *output) == 0
+        assert len(made) == 1 + outputs.index(output)
+    assert capsys.readouterr().out.endswith(table)
 
 
 def test_simulated_curve_goes_through_the_sizes_of_the_table(
@@ -337,7 +361,7 @@ def test_device_too_small_for_a_request_has_no_line_of_hit_density(
     assert plan("--device-blocks", "8", "--host-gib", "64", "--html", str(page), "--json") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["curves"][0]["hit_density"]["gib"] == []
-    assert "hit-density" not in series_of(page)
+    assert DENSITY_LINE not in series_of(page)
     [warning] = printed.err.splitlines()
     assert warning.startswith("kvstow: the KV cache on the GPU holds 7 blocks, and the request of ")
     [gib] = re.findall(r"pass --device-gib ([\d.]+) or more\. vLLM cannot serve", warning)

@@ -12,7 +12,14 @@ from tests.plan.world import FULL, SLIDING, STATEFUL, geometry, random_workload,
 from kvstow import ConfigError, clairvoyant_hits
 from kvstow.geometry.layout import Attention
 from kvstow.plan import Curves, PlanOptions, Server, build_plan, knee
-from kvstow.plan.curves import exact_curves, sampled, simulated_curves, with_density
+from kvstow.plan.curves import (
+    NUM_REFINED,
+    NUM_SIMULATED,
+    exact_curves,
+    sampled,
+    simulated_curves,
+    with_density,
+)
 from kvstow.plan.simulate import Mode, host_hits
 from kvstow.plan.tiers import GIB, round_up
 
@@ -99,6 +106,33 @@ def test_clairvoyant_bound_is_above_every_policy(seed: int) -> None:
     curves = with_density(curves, Server(geometry(), work), nothing)
     assert (curves.density <= clairvoyant_hits(*work.prompt_keys, curves.density_at)).all()
     assert curves.clairvoyant[-1] == curves.infinite
+
+
+@pytest.mark.parametrize("device", [None, 40])
+def test_more_points_bring_the_line_of_hit_density_closer_to_it(device: int | None) -> None:
+    work = random_workload(3, num_requests=400)
+    server = Server(geometry(), work, device, policy="hit-density")
+    exact = exact_curves(work, nothing)
+    curves = with_density(exact, server, nothing)
+    largest = int(exact.capacities[-1])
+    first = sampled(largest, NUM_SIMULATED)[1:]
+    assert {*first} <= {*curves.density_at}
+    assert len(curves.density_at) == len(first) + NUM_REFINED
+    between = np.arange(int(first[0]), largest, max(1, largest // 60))
+    hits = np.array([server.serve(int(capacity)).served.num_hits for capacity in between])
+    at_first = curves.density[np.isin(curves.density_at, first)]
+    few = np.abs(np.interp(between, first, at_first) - hits)
+    drawn = np.abs(np.interp(between, curves.density_at, curves.density) - hits)
+    assert drawn.mean() < 0.7 * few.mean()
+    assert drawn.max() < 0.7 * few.max()
+
+
+@pytest.mark.parametrize("prompts", [[[1]], [[1, 2], [1, 2]], [[1, 2, 3]] * 3, [[1], [2]]])
+def test_small_curve_of_hit_density_ends(prompts: list[list[int]]) -> None:
+    curves = with_density(
+        exact_curves(work := workload(prompts), nothing), Server(geometry(), work), nothing
+    )
+    assert len(curves.density_at) == len(curves.density) >= 1
 
 
 @pytest.mark.parametrize("groups", [SLIDING, STATEFUL])

@@ -19,7 +19,7 @@ from kvstow.engine import Policy
 from kvstow.geometry import PRESETS, Geometry, find_model, lay_out
 from kvstow.geometry.layout import AUTO, DTYPE_BYTES, lay_out_evenly
 from kvstow.output import Output, check_can_draw, with_output, written_file
-from kvstow.plan.curves import NUM_SIMULATED
+from kvstow.plan.curves import NUM_REFINED, NUM_SIMULATED
 from kvstow.plan.page import hits_charts, plan_page
 from kvstow.plan.report import plan_csv, plan_json, plan_text
 from kvstow.plan.simulate import Mode
@@ -220,8 +220,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
             trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
         geometry = layout(trace.block_size)
         workload = build_workload(trace, geometry.block_tokens)
-        with _progress() as tick:
-            made = build_plan(geometry, workload, options, tick)
+        draws = bool(html or png or output.wants_json)
+        with _progress(NUM_SIMULATED + (NUM_REFINED if draws else 0) + 1) as tick:
+            made = build_plan(geometry, workload, options, tick, draws=draws)
         _warn_of_misfits(made)
         write_html(lambda: plan_page(made, trace))
         write_png(lambda: draw_png(hits_charts(made)))
@@ -262,8 +263,8 @@ def _layout(
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[], None]]:
-    """Show a bar on standard error, if that is a terminal."""
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar of about `total` parts on standard error, if that is a terminal."""
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -275,5 +276,5 @@ def _progress() -> Iterator[Callable[[], None]]:
         transient=True,
     )
     with bar:
-        task = bar.add_task("curves", total=NUM_SIMULATED + 1)
+        task = bar.add_task("curves", total=total)
         yield lambda: bar.update(task, advance=1, refresh=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,8 @@ from kvstow.plan.workload import Workload
 Ints = npt.NDArray[np.int64]
 
 NUM_SIMULATED: Final = 12
+NUM_REFINED: Final = 12
+"""Further simulations of hit-density, where a straight line says least."""
 LEAST_BEND: Final = 0.1
 _NUM_DRAWN: Final = 64
 _SMALLEST_SHARE: Final = 1 / 512  # of the largest capacity, where the drawn curves begin
@@ -127,15 +130,41 @@ def with_density(curves: Curves, server: Server, tick: Callable[[], None]) -> Cu
     if server.misfit:
         return curves
     measured = replace(server, policy="hit-density", mode="eager")
-    capacities = sampled(int(curves.capacities[-1]), NUM_SIMULATED)[1:]
-    hits: list[int] = []
-    for capacity in capacities.tolist():
+
+    def hits_at(capacity: int) -> int:
         if server.num_device_blocks is None:
-            hits.append(host_hits(server.workload, capacity, "hit-density"))
+            hits = host_hits(server.workload, capacity, "hit-density")
         else:
-            hits.append(measured.serve(capacity).served.num_hits)
+            hits = measured.serve(capacity).served.num_hits
         tick()
-    return replace(curves, density_at=capacities, density=np.array(hits, dtype=np.int64))
+        return hits
+
+    first = sampled(int(curves.capacities[-1]), NUM_SIMULATED)[1:].tolist()
+    found = _refined({capacity: hits_at(capacity) for capacity in first}, hits_at)
+    capacities = np.array(sorted(found), dtype=np.int64)
+    density = np.array([found[capacity] for capacity in capacities.tolist()], dtype=np.int64)
+    return replace(curves, density_at=capacities, density=density)
+
+
+def _refined(found: dict[int, int], hits_at: Callable[[int], int]) -> dict[int, int]:
+    """Return hits at capacities with `NUM_REFINED` more points between them.
+
+    A curve that rises passes somewhere through the rectangle between two neighbours, and a picture
+    draws the diagonal. So each new point halves the rectangle with the largest area.
+    """
+    found = dict(found)
+
+    def area(gap: tuple[int, int]) -> int:
+        left, right = gap
+        return abs(found[right] - found[left]) * (right - left) if right - left > 1 else 0
+
+    for _ in range(NUM_REFINED):
+        gap = max(pairwise(sorted(found)), key=area, default=(0, 0))
+        if gap == (0, 0) or not area(gap):
+            break
+        middle = sum(gap) // 2
+        found[middle] = hits_at(middle)
+    return found
 
 
 def _lru_curve(workload: Workload) -> HitCurve:

@@ -23,6 +23,8 @@ from kvstow.plan.traces import PlanTrace
 from kvstow.report import Chart, Part, Series, Table, Text, html_page
 
 _MAX_POINTS = 400
+DENSITY_LINE = "hit-density, simulated at the dots"
+"""The name of the line whose points are few. Between them it is straight, and knows nothing."""
 
 
 def plan_page(plan: Plan, trace: PlanTrace) -> str:
@@ -136,7 +138,7 @@ def _density_series(plan: Plan, choice: Choice) -> Series:
     }
     if (options.policy, options.mode) == ("hit-density", "eager"):
         hits |= _table_hits(plan, choice)
-    return Series("hit-density", sorted(hits), [hits[gib] for gib in sorted(hits)], dots=True)
+    return Series(DENSITY_LINE, sorted(hits), [hits[gib] for gib in sorted(hits)], dots=True)
 
 
 def _table_hits(plan: Plan, choice: Choice) -> dict[float, float]:

@@ -210,8 +210,13 @@ def build_plan(
     workload: Workload,
     options: PlanOptions,
     tick: Callable[[], None] = lambda: None,
+    *,
+    draws: bool = True,
 ) -> Plan:
     """Return the plan, and call `tick` whenever a curve or a simulation is done.
+
+    Without `draws` the plan lacks the curve of hit-density, which only pictures and the JSON have
+    and which takes most of the time.
 
     Raises:
         ConfigError: a size below one block, or a device that is too small for a request.
@@ -234,7 +239,7 @@ def build_plan(
         if exact is None:
             curves = simulated_curves(server, tick)
         else:
-            curves = with_density(exact, server, tick)
+            curves = with_density(exact, server, tick) if draws else exact
         counter = _Counter(server, curves, tick)
         hosts = options.host_gib or _sizes_around(curves.beside(num_device), geometry)
         own = [
