@@ -19,12 +19,13 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate, chain
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from benches.traces import parser, run
 
 import kvstow
 from kvstow import HitCurve, clairvoyant_hits
@@ -161,13 +162,10 @@ def large_curve() -> int:
     return int(seconds > LARGE_SECONDS or gib > LARGE_GIB)
 
 
-def main(names: Sequence[str]) -> int:
-    if names == ["--large"]:
+def main() -> int:
+    if sys.argv[1:] == ["--large"]:  # the process of question 1 that has nothing else
         return large_curve()
-    if not names:
-        print("name one trace or more: python -m benches.curve TRACE...", file=sys.stderr)
-        return 2
-    traces = [Requests(Path(name)) for name in names]
+    traces = [Requests(Path(name)) for name in parser(__doc__).parse_args().traces]
     failures: list[str] = []
     print("Exact curves\n")
     for requests in traces:
@@ -193,4 +191,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

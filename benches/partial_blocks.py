@@ -9,12 +9,14 @@ part of a last block (`--prefix-match-unit`), for models with recurrent state on
 The cache of this program never evicts, so a hit depends on the block size alone. A trace names
 blocks of 512 tokens. For larger blocks the program counts the hits. For every size it gives the
 bound: a prompt loses less than a block. The figures are shares of all prompt tokens. Traces in the
-content form do not fit, because their ids name passages of any length.
+content form do not fit, because their ids name passages of any length: the program refuses them.
 """
 
-import argparse
 from pathlib import Path
 
+from benches.traces import parser, run
+
+import kvstow
 from kvstow.replay import Trace, read_trace
 
 UNIT = 512
@@ -36,12 +38,25 @@ def hit_tokens(trace: Trace, factor: int) -> int:
     return num_hit_tokens
 
 
-def report(path: Path) -> None:
+def read(name: str) -> Trace:
+    """Return a trace whose ids name blocks of equal size."""
+    try:
+        return read_trace(name)
+    except kvstow.ConfigError as error:
+        if "the ids are not chained" not in str(error):
+            raise
+        problem = str(error).partition(". Pass --chain")[0]
+        raise kvstow.ConfigError(
+            f"{problem}. Ids of passages do not say how many tokens two prompts share: leave this "
+            "trace out"
+        ) from None
+
+
+def report(name: str, trace: Trace) -> None:
     """Print the table of one trace."""
-    trace = read_trace(path)
     num_tokens = sum(request.prompt_tokens for request in trace.requests)
     num_requests = len(trace.requests)
-    print(f"\n{path.name}: {num_requests:,} prompts of {num_tokens / num_requests:,.0f} tokens")
+    print(f"\n{name}: {num_requests:,} prompts of {num_tokens / num_requests:,.0f} tokens")
     print("block     hit tokens   a hit inside the block adds at most")
     for block in SMALL:
         print(f"{block:>5}                   {num_requests * (block - 1) / num_tokens:>8.2%}")
@@ -53,8 +68,12 @@ def report(path: Path) -> None:
         print(f"{factor * UNIT:>5}     {share:>8.2%}      {min(most, 1 - share):>8.2%}{counted}")
 
 
+def main() -> int:
+    names = parser(__doc__).parse_args().traces
+    for name, trace in [(Path(name).name, read(name)) for name in names]:
+        report(name, trace)
+    return 0
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path)
-    for path in parser.parse_args().traces:
-        report(path)
+    run(main)

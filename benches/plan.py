@@ -1,6 +1,8 @@
 """How far is a plan from a replay of the same sizes, and how long does it take?
 
-    .venv/bin/python -m benches.plan [TRACE...]        (a name with "ragpulse": the content form)
+    .venv/bin/python -m benches.plan [--policy POLICY] [TRACE...]
+
+A name with "ragpulse" is a trace in the content form.
 
 Without a trace the bench takes the bundled one. The plan is pure accounting, one request after the
 other. The replay runs an engine in virtual time: requests overlap, are preempted, and wait for
@@ -8,46 +10,76 @@ loads. Points are the difference of the hit ratios, device and host together, ov
 trace.
 """
 
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
+
+from benches.traces import parser, run
 
 import kvstow.geometry
 import kvstow.plan
+from kvstow.engine import Policy
+from kvstow.geometry import Geometry
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
 
 MODEL = "llama-3.1-8b"
 # Blocks of the device, the null block included, and of the host.
-SIZES = ((1024, 4096), (1024, 8192), (1024, 32768), (4096, 32768))
+SIZES = ((1024, 2048), (1024, 4096), (1024, 8192), (1024, 32768), (4096, 32768))
 
 
-def main(names: list[str]) -> int:
-    for name in names or [str(BUNDLED_TRACE)]:
-        chain = "ragpulse" in name
-        begin_s = time.process_time()
-        trace = kvstow.plan.read_traces([name], chain=chain)
-        geometry = kvstow.geometry.lay_out(kvstow.geometry.find_model(MODEL), trace.block_size)
-        workload = kvstow.plan.build_workload(trace, geometry.block_tokens)
-        plan = kvstow.plan.build_plan(geometry, workload, kvstow.plan.PlanOptions())
-        seconds = time.process_time() - begin_s
-        print(f"\n{Path(name).name}: planned in {seconds:.1f} s of processor time")
-        print(f"{'device':>8}{'host':>8}{'plan':>9}{'replay':>9}{'points':>8}{'preemptions':>13}")
+def planned_hits(
+    geometry: Geometry, workload: kvstow.plan.Workload, policy: Policy
+) -> Callable[[int, int], int]:
+    """Return what tells the planned hits of a device and a host."""
+    if policy == "lru":
+        options = kvstow.plan.PlanOptions()
+        plan = kvstow.plan.build_plan(geometry, workload, options, draws=False)
         curves = plan.choices[0].curves
-        requests = read_trace(name, chain=chain)
-        for device, host in SIZES:
-            planned = curves.at(max(device - 1, host)) / requests.num_blocks * 100
-            config = ReplayConfig(device_blocks=device, host_blocks=host, verify="off")
-            with ReplayEngine(requests, config) as engine:
-                engine.run()
-                figures = engine.figures
-            replayed = (figures.device_hits + figures.host_hits) / requests.num_blocks * 100
-            print(
-                f"{device:8,}{host:8,}{planned:8.2f}%{replayed:8.2f}%{planned - replayed:+8.2f}"
-                f"{figures.preemptions:13,}",
-                flush=True,
-            )
+        return lambda device, host: curves.at(max(device - 1, host))
+
+    def simulated(device: int, host: int) -> int:
+        server = kvstow.plan.Server(geometry, workload, device - 1, policy)
+        return server.serve(host).served.num_hits
+
+    return simulated
+
+
+def compare(name: str, policy: Policy) -> None:
+    """Print a line for each pair of sizes."""
+    chain = "ragpulse" in name
+    begin_s = time.process_time()
+    trace = kvstow.plan.read_traces([name], chain=chain)
+    geometry = kvstow.geometry.lay_out(kvstow.geometry.find_model(MODEL), trace.block_size)
+    workload = kvstow.plan.build_workload(trace, geometry.block_tokens)
+    hits = planned_hits(geometry, workload, policy)
+    planned = {sizes: hits(*sizes) for sizes in SIZES}
+    seconds = time.process_time() - begin_s
+    print(f"\n{Path(name).name}, {policy}: planned in {seconds:.1f} s of processor time")
+    print(f"{'device':>8}{'host':>8}{'plan':>9}{'replay':>9}{'points':>8}{'preemptions':>13}")
+    requests = read_trace(name, chain=chain)
+    for (device, host), num_hits in planned.items():
+        config = ReplayConfig(device_blocks=device, host_blocks=host, policy=policy, verify="off")
+        with ReplayEngine(requests, config) as engine:
+            engine.run()
+            figures = engine.figures
+        expected = num_hits / requests.num_blocks * 100
+        replayed = (figures.device_hits + figures.host_hits) / requests.num_blocks * 100
+        print(
+            f"{device:8,}{host:8,}{expected:8.2f}%{replayed:8.2f}%{expected - replayed:+8.2f}"
+            f"{figures.preemptions:13,}",
+            flush=True,
+        )
+
+
+def main() -> int:
+    options = parser(__doc__, traces="*")
+    options.add_argument("--policy", choices=get_args(Policy), default="lru")
+    given = options.parse_args()
+    for name in given.traces or [str(BUNDLED_TRACE)]:
+        compare(name, given.policy)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

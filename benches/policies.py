@@ -14,13 +14,12 @@ A policy beside LRU must meet a condition. On both Mooncake traces it has a hit 
 point higher at 5,000, 7,500 and 10,000 blocks, and it is nowhere more than 0.5 points lower.
 """
 
-import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from benches.traces import parser, run
 
 import kvstow
 from kvstow.engine import Policy
@@ -95,14 +94,12 @@ def compare(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path)
-    traces = parser.parse_args().traces
-    failures = [failure for path in traces for failure in compare(path)]
+    names = parser(__doc__).parse_args().traces
+    failures = [failure for name in names for failure in compare(Path(name))]
     print("\nThe condition does not hold:" if failures else "\nThe condition holds.")
     print("\n".join(failures))
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

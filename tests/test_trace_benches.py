@@ -1,0 +1,67 @@
+"""The benches that take a trace answer wrong command lines in a line, as `kvstow` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from benches import curve, partial_blocks, plan, policies
+from benches.traces import run
+
+BENCHES = [curve, partial_blocks, plan, policies]
+
+
+def exit_status(monkeypatch: pytest.MonkeyPatch, bench: ModuleType, *arguments: str) -> object:
+    monkeypatch.setattr(sys, "argv", [bench.__name__, *arguments])
+    with pytest.raises(SystemExit) as end:
+        run(bench.main)
+    return end.value.code
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_help_names_the_question(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(monkeypatch, bench, "--help") == 0
+    assert bench.__doc__
+    assert " ".join(bench.__doc__.splitlines()[0].split()) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_missing_trace_is_refused_in_a_line(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(monkeypatch, bench, "nosuch.jsonl") == 2
+    assert capsys.readouterr().err.startswith("kvstow: nosuch.jsonl: cannot be read: ")
+
+
+def test_partial_blocks_refuses_ids_of_passages_before_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = []
+    for name, second in (("blocks", [1, 2]), ("passages", [3, 2])):
+        names.append(str(tmp_path / f"{name}.jsonl"))
+        row = {"timestamp": 0, "input_length": 1024, "output_length": 1}
+        rows = [row | {"hash_ids": ids} for ids in ([1, 2], second)]
+        Path(names[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert exit_status(monkeypatch, partial_blocks, names[0]) == 0
+    assert "blocks.jsonl: 2 prompts of 1,024 tokens" in capsys.readouterr().out
+    assert exit_status(monkeypatch, partial_blocks, *names) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    [line] = printed.err.splitlines()
+    assert line.startswith(f"kvstow: {names[1]}:2: the ids are not chained: id 2 ")
+    assert line.endswith("leave this trace out")
+    assert "--chain" not in line
+
+
+def test_plan_bench_compares_each_policy_with_its_own_replay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "SIZES", ((1024, 2048),))
+    for policy in ("lru", "hit-density"):
+        assert exit_status(monkeypatch, plan, "--policy", policy) == 0
+        assert f"conversation_1000.jsonl.gz, {policy}: planned in " in capsys.readouterr().out
