@@ -176,7 +176,7 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
         (["--host-gib", "2e9"], "host-gib is 2e+09; it must be at most 1073741824: pass fewer"),
         (["--host-gib", "4TB"], "'4TB' is not a number of GiB, such as 4 or 4,8,16 or 4GiB."),
         (["--host-gib", "4,"], "'4,' is not a number of GiB"),
-        (["--capacity", "5,x"], "'5,x' is not a number of blocks."),
+        (["--capacity", "5,x"], "'5,x' is not a number of blocks, such as 1000 or 1000,4000."),
         (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
         (["--block-size", "16"], "pass --block-size if your blocks have another size"),
         (["--tp", "3"], "tensor-parallel-size is 3; it must divide the 8 KV heads"),
@@ -414,6 +414,16 @@ def test_sentence_names_the_curve_of_the_knee(capsys: pytest.CaptureFixture[str]
     assert cli.main(hybrid) == 0
     text = capsys.readouterr().out
     assert "LRU curve" not in text and "The curve is that of lru" not in text
+
+
+def test_plan_of_hit_density_says_that_overlaps_lower_its_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, note = tmp_path / "page.html", "check a size with kvstow replay --policy hit-density."
+    for policy in ("hit-density", "lru"):
+        assert plan("--policy", policy, "--host-gib", "64", "--html", str(page)) == 0
+        for text in (capsys.readouterr().out, page.read_text()):
+            assert (note in text) is (policy == "hit-density")
 
 
 def test_sizes_take_commas_and_the_unit(capsys: pytest.CaptureFixture[str]) -> None:

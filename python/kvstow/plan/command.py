@@ -47,7 +47,8 @@ def _listed(
             try:
                 found += map(number, part.split(","))
             except ValueError:
-                what = "GiB, such as 4 or 4,8,16 or 4GiB" if number is _gib_of else "blocks"
+                in_gib = "GiB, such as 4 or 4,8,16 or 4GiB"
+                what = in_gib if number is _gib_of else "blocks, such as 1000 or 1000,4000"
                 message = f"{part!r} is not a number of {what}."
                 raise click.BadParameter(message, context, own) from None
         return tuple(found)
@@ -96,7 +97,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     "--device-blocks",
     int,
     "N",
-    "The same in blocks, as vLLM's --num-gpu-blocks-override, the null block included.",
+    "The same in blocks, as vLLM's --num-gpu-blocks-override, the null block included. Beside "
+    "--device-gib, the plan has the sizes of both.",
 )
 @_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")

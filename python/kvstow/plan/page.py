@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstow.plan.report import (
+    DENSITY_NOTE,
     about,
     drawn_hits,
     flag,
@@ -57,6 +58,7 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
             "bytes per second on the link of one GPU, on average over the trace.",
             f"The knee is {knee_method(plan)}. The recommended size is the smallest one here that "
             "reaches it.",
+            *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
         ],
     )
 

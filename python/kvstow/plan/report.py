@@ -25,6 +25,10 @@ _WHOLE: Final = 10  # numbers from here on are shown without decimals
 
 DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
 """What the flag has in place of a folder that only the user knows."""
+DENSITY_NOTE: Final = (
+    "The table has one request after the other. Where requests overlap, and most where they are "
+    "preempted, hit-density hits less: check a size with kvstow replay --policy hit-density."
+)
 _LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
 _X_LABEL: Final = "size of the host tier"
 
@@ -351,6 +355,8 @@ def _cell(name: str, value: float | None, unit: str) -> str:
 def plan_text(plan: Plan, trace: PlanTrace) -> str:
     """Return the whole report for a terminal."""
     parts = [*about(plan, trace), "", _table(plan), ""]
+    if plan.options.policy == "hit-density":
+        parts += [DENSITY_NOTE, ""]
     for choice in plan.choices:
         if choice.curves.is_exact and not plan.is_lru_eager:
             mode = " with lazy stores" if plan.options.mode == "lazy" else ""
