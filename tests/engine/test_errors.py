@@ -362,12 +362,22 @@ def test_error_of_a_prompt_that_never_fits_names_the_numbers() -> None:
         for options in {}, {"must_fit_tokens": 100}:
             with pytest.raises(OutOfBlocks, match=r"'big' needs 25 blocks for 100 tokens.* has 8"):
                 it.engine.admit("big", 100, 4, after=READY, **options)
-        with pytest.raises(OutOfBlocks, match="needs 25 blocks for 100 tokens"):
-            it.engine.admit("big", 9, 4, after=READY, must_fit_tokens=100)
         with pytest.raises(OutOfBlocks, match="needs 9 blocks now, 3 of them in reserve"):
             it.engine.admit("big", 24, 24, after=READY, reserve=3)
         assert it.engine.stats() == before
         assert it.engine.admit("big", 32, 32, after=READY).state is RUNS
+
+
+def test_error_names_must_fit_tokens_if_the_request_could_run_without() -> None:
+    with world(num_device_blocks=9) as it:
+        it.engine.add("short", [])
+        with pytest.raises(OutOfBlocks) as caught:
+            it.engine.admit("short", 9, 4, after=READY, must_fit_tokens=100)
+        assert str(caught.value) == (
+            "must_fit_tokens=100 counts 25 blocks for request 'short', the pool has 8: pass no "
+            "must_fit_tokens, or build the engine with num_device_blocks=26 or more"
+        )
+        assert it.engine.admit("short", 9, 4, after=READY).state is RUNS
 
 
 @pytest.mark.parametrize("group", [SlidingWindow(16, 20), ChunkedLocal(16, 32)], ids=repr)

@@ -44,24 +44,28 @@ class Wish:
             )
         num_usable = ledger.pool.num_blocks - 1
         must_fit_tokens = self.must_fit_tokens or 0
-        num_tokens = max(self.num_tokens, must_fit_tokens)
-        num_needed = ledger.min_blocks(num_tokens, num_tokens - 1)
+        num_needed = ledger.min_blocks(self.num_tokens, self.num_tokens - 1)
         if num_needed > num_usable:
             raise OutOfBlocks(
-                f"request {self.request_id!r} needs {num_needed} blocks for {num_tokens} tokens, "
-                f"the pool has {num_usable}: it can never run; refuse it, or build the engine "
-                f"with num_device_blocks={num_needed + 1} or more"
+                f"request {self.request_id!r} needs {num_needed} blocks for {self.num_tokens} "
+                f"tokens, the pool has {num_usable}: it can never run; refuse it, or build the "
+                f"engine with num_device_blocks={num_needed + 1} or more"
             )
         num_to_fit = ledger.blocks_to_fit(must_fit_tokens)
         if num_to_fit > num_usable:
-            # The window, chunk or state needs fewer at once, so the request may run.
-            raise OutOfBlocks(
+            # The request may end before it has so many tokens. A window, chunk or state also needs
+            # fewer blocks at once. So the request may run.
+            problem = (
                 f"must_fit_tokens={must_fit_tokens} counts {num_to_fit} blocks for request "
                 f"{self.request_id!r}, the pool has {num_usable}: pass no must_fit_tokens, or "
-                f"build the engine with num_device_blocks={num_to_fit + 1} or more. With its "
-                "max_in_flight_tokens (the most tokens that one request has in unfinished steps) "
-                "windows and chunks count less, the smaller it is"
+                f"build the engine with num_device_blocks={num_to_fit + 1} or more"
             )
+            if ledger.min_blocks(must_fit_tokens, must_fit_tokens - 1) <= num_usable:
+                problem += (
+                    ". With its max_in_flight_tokens (the most tokens that one request has in "
+                    "unfinished steps) windows and chunks count less, the smaller it is"
+                )
+            raise OutOfBlocks(problem)
 
     def check_has_room(self, ledger: BlockLedger, num_computed: int, num_new: int) -> None:
         """Refuse an admission that would not fit into an empty pool either."""
