@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from tests.movers import ManualMover
 from tests.replay.scenario import BLOCK as REPLAY_BLOCK
 from tests.replay.scenario import comes_back, prepared, pushed_out
 
-from kvstow import AdmissionState, Engine, FullAttention, OffloadScheduler, hash_tokens
+from kvstow import (
+    AdmissionState,
+    ConfigError,
+    Engine,
+    FullAttention,
+    OffloadScheduler,
+    hash_tokens,
+)
 from kvstow.observability.histogram import SIZE_BOUNDS_BYTES, Histogram, bucket
 from kvstow.observability.metrics import ALL_METRICS, HISTOGRAMS, METRICS, MetricsCollector
 from kvstow.replay import (
@@ -376,6 +384,14 @@ def test_the_documentation_lists_every_metric() -> None:
         for metric in ALL_METRICS
     ]
     assert rows == expected
+
+
+def test_collector_refuses_what_it_cannot_call() -> None:
+    scheduler = OffloadScheduler(1, [FullAttention(16)])
+    wrongs: list[Any] = [scheduler, scheduler.stats()]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError, match=r"stats is .*: pass engine.stats itself"):
+            MetricsCollector(wrong)
 
 
 def test_import_without_prometheus_client_names_the_extra() -> None:

@@ -93,10 +93,15 @@ class EventFile(Closing):
             clock: returns the seconds for `time_s`.
 
         Raises:
-            ConfigError: the file cannot be opened, or is neither a regular file nor a character
-                device such as /dev/null.
+            ConfigError: `path` is no path, or the file cannot be opened, or it is neither a regular
+                file nor a character device such as /dev/null.
         """
-        self.path = os.fspath(path)
+        try:
+            self.path = os.fspath(path)
+        except TypeError:
+            raise ConfigError(
+                f"the path of the events file is {path!r}: pass the name of a file"
+            ) from None
         self.num_written = 0
         self.num_lost = 0
         self._clock = clock

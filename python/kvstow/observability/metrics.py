@@ -9,6 +9,7 @@ scrape and leaves out the metrics that its source lacks: `OffloadScheduler.stats
 and no bytes.
 """
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -26,6 +27,7 @@ except ImportError as error:
         "MetricsCollector needs prometheus_client: pip install 'kvstow[metrics]'", name=error.name
     ) from error
 
+from kvstow._core import ConfigError
 from kvstow.observability.histogram import DURATION_BOUNDS_S, SIZE_BOUNDS_BYTES, bucket
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -387,9 +389,18 @@ class MetricsCollector(Collector):
     Args:
         stats: `Engine.stats` or `OffloadScheduler.stats`. The scrape may call it from any thread,
             for as long as the collector is registered.
+
+    Raises:
+        ConfigError: `stats` is not callable.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
+        given: object = stats
+        if not callable(given):
+            raise ConfigError(
+                f"stats is {reprlib.repr(given)}, expected a callable: pass engine.stats itself, "
+                "without calling it"
+            )
         self._stats = stats
 
     def collect(self) -> Iterator[Family]:
