@@ -127,7 +127,7 @@ def test_reset_forgets_every_prefix_at_any_moment() -> None:
 @pytest.mark.parametrize(
     ("use", "error", "problem"),
     [
-        (lambda e: e.add("runs", []), StateError, "runs"),
+        (lambda e: e.add("runs", []), StateError, "'runs' was added before: finish it, or"),
         (lambda e: e.admit("runs", 9, 9, after=READY), StateError, "is running; admit a req"),
         (lambda e: e.admit("loads", 17, 9, after=READY), StateError, "is loading; admit a req"),
         (lambda e: e.admit("nobody", 9, 9, after=READY), UnknownRequest, "'nobody' is not known"),
@@ -420,6 +420,8 @@ def test_block_that_left_the_window_before_it_was_computed_is_not_stored() -> No
 
 # -- wrong types -------------------------------------------------------------------------------
 
+LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
+
 
 @pytest.mark.parametrize(
     ("use", "problem"),
@@ -444,7 +446,9 @@ def test_block_that_left_the_window_before_it_was_computed_is_not_stored() -> No
         (lambda e: e.computed(["runs"], 3, after=READY), "expected a sequence of integers"),
         (lambda e: e.step("ab", [1, 1]), r"pass \['ab'\]"),
         (lambda e: e.step(["runs"], 1), "sequence of integers"),
+        (lambda e: e.computed(["runs"], [-1], after=READY), "computed -1 tokens, and 0 were"),
         (lambda e: e.sleep(after=READY, timeout_s="1"), "timeout_s is '1'"),
+        (lambda e: e.sleep(after=READY, preserve="no"), "preserve is 'no', expected True or False"),
     ],
 )
 def test_wrong_type_raises_config_error(use: Callable[[Engine], object], problem: str) -> None:
@@ -476,15 +480,23 @@ def test_request_id_of_a_wrong_type_is_unknown() -> None:
         ({"store_timeout_s": float("inf")}, "store_timeout_s is inf"),
         ({"mode": "lazy", "horizon_blocks": "x"}, "horizon_blocks must be an integer, got 'x'"),
         ({"mode": "foo"}, 'mode is "foo"'),
+        ({"mode": None}, "mode is None, expected a str"),
+        ({"mode": "lazy"}, "pass the most blocks that a step may take"),
+        ({"policy": None}, "policy is None, expected a str"),
+        ({"events": "e.jsonl"}, "events is 'e.jsonl', .* with events_path"),
+        ({"events_path": 5}, "the path of the events file is 5"),
         ({"clock": 3}, "clock is 3, expected a callable"),
         ({"mover": HostMover.__name__}, "mover is 'HostMover', expected a callable"),
         ({"max_in_flight_tokens": 0}, "max_in_flight_tokens is 0, outside 1 to"),
         ({"max_in_flight_tokens": 1.5}, r"max_in_flight_tokens must be an integer, got 1\.5"),
         ({"world_size": "2"}, "world_size"),
+        ({"world_size": 0}, "world_size is 0, outside 1 to"),
+        ({"num_host_blocks": 0}, "num_host_blocks is 0, outside 1 to 2147483646"),
         ({"num_host_blocks": "2"}, "num_host_blocks must be an integer, got '2'"),
         ({"num_device_blocks": "8"}, "num_device_blocks must be an integer, got '8'"),
         ({"blocks_per_slot": None}, "blocks_per_slot must be an integer"),
         ({"layouts": 3}, "layouts"),
+        ({"layouts": [LAYOUT, LAYOUT]}, "1 groups but 2 layouts; .* all of its layers"),
     ],
 )
 def test_option_of_a_wrong_type_raises_config_error(options: dict[str, Any], problem: str) -> None:
@@ -493,7 +505,7 @@ def test_option_of_a_wrong_type_raises_config_error(options: dict[str, Any], pro
         "num_device_blocks": 8,
         "num_host_blocks": 8,
         "groups": [FullAttention(4)],
-        "layouts": [BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])],
+        "layouts": [LAYOUT],
     }
     with pytest.raises(ConfigError, match=problem):
         Engine(**(given | options))

@@ -289,7 +289,7 @@ WINDOWED = [FullAttention(4), SlidingWindow(4, 8)]
     ("groups", "layouts", "options", "problem"),
     [
         (FULL, [layout()], {"world_size": 2}, "world_size is 2 but layouts has 1 entries"),
-        (FULL, [layout()], {"world_size": 0}, "world_size is 0 but layouts has 1 entries"),
+        (FULL, [layout()], {"world_size": 0}, "world_size is 0, outside 1 to"),
         (FULL, [layout()] * 2, {"world_size": 2}, r"world_size is 2 and layouts\[0\] is no list"),
         (FULL, [[layout()]], {}, "world_size is 1 and layouts is no list of BlockLayout"),
         (FULL, layout(), {}, "no list of BlockLayout, but of type BlockLayout; pass"),

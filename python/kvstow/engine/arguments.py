@@ -75,6 +75,16 @@ def check_num_device_blocks(num_blocks: object) -> None:
     checked_int("num_device_blocks", num_blocks, 2, MAX_BLOCKS, fix)
 
 
+def check_num_host_blocks(num_blocks: object) -> None:
+    """Refuse a host tier without a slot."""
+    checked_int("num_host_blocks", num_blocks, 1, MAX_BLOCKS - 1, "pass the slots of the host tier")
+
+
+def check_world_size(num_ranks: object) -> None:
+    """Refuse an engine without a rank."""
+    checked_int("world_size", num_ranks, 1, MAX_BLOCKS, "pass the number of ranks")
+
+
 def check_max_in_flight_tokens(num_tokens: object) -> None:
     """Refuse a bound of tokens in flight with which no request could compute."""
     if num_tokens is not None:
@@ -83,9 +93,22 @@ def check_max_in_flight_tokens(num_tokens: object) -> None:
 
 
 def check_sizes(**sizes: object) -> None:
-    """Refuse a number of blocks, ranks or tokens that is not an integer of 0 or more."""
+    """Refuse a number of blocks or tokens that is not an integer of 0 or more."""
     for name, size in sizes.items():
         checked_int(name, size, 0, _MAX_SIZE, "pass a whole number")
+
+
+def check_names(**names: object) -> None:
+    """Refuse a name that is no string. What builds the parts knows the names."""
+    for argument, name in names.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{argument} is {name!r}, expected a str: pass one of its names")
+
+
+def check_flag(argument: str, flag: object, fix: str) -> None:
+    """Refuse a flag that is neither True nor False."""
+    if not isinstance(flag, bool):
+        raise ConfigError(f"{argument} is {flag!r}, expected True or False: {fix}")
 
 
 def check_callables(**given: object) -> None:

@@ -86,7 +86,7 @@ def _checked_horizon(mode: str, horizon_blocks: int | None) -> int | None:
     if (mode == "lazy") != (horizon_blocks is not None):
         raise ConfigError(
             f"mode is {mode!r} and horizon_blocks {horizon_blocks}; a lazy engine needs a horizon, "
-            "an eager one has none"
+            "an eager one has none: with mode='lazy' pass the most blocks that a step may take"
         )
     if horizon_blocks is None:
         return None

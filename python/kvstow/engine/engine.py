@@ -38,9 +38,13 @@ from kvstow.engine.arguments import (
     Group,
     Policy,
     check_callables,
+    check_flag,
     check_max_in_flight_tokens,
+    check_names,
     check_num_device_blocks,
+    check_num_host_blocks,
     check_sizes,
+    check_world_size,
     checked_counts,
     checked_groups,
     checked_limit_s,
@@ -153,14 +157,16 @@ class Engine(Closing):
     ) -> None:
         groups = checked_groups(groups)
         check_num_device_blocks(num_device_blocks)
-        check_sizes(
-            num_host_blocks=num_host_blocks, world_size=world_size, blocks_per_slot=blocks_per_slot
-        )
+        check_num_host_blocks(num_host_blocks)
+        check_world_size(world_size)
+        check_sizes(blocks_per_slot=blocks_per_slot)
         check_max_in_flight_tokens(max_in_flight_tokens)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
+        check_names(mode=mode, policy=policy)
         check_callables(clock=clock, mover=mover)
+        check_flag("events", events, "name a file of events with events_path")
         open_below = checked_below(disk, disk_options, shared, shared_options, world_size)
         blueprint = Blueprint.of(
             groups,
@@ -231,6 +237,10 @@ class Engine(Closing):
         self._check_open()
         if not isinstance(request_id, str):
             raise ConfigError(f"request_id is {request_id!r}, expected a str: pass its name")
+        if request_id in self._state.requests:
+            raise StateError(
+                f"request {request_id!r} was added before: finish it, or give this one another name"
+            )
         hashes = Hashes(hashes)  # which ledger and scheduler share
         with self._state.change:
             self._state.add(request_id, hashes, tokens, extra_keys)
@@ -632,6 +642,7 @@ class Engine(Closing):
         """
         self._check_open()
         timeout_s = checked_limit_s("timeout_s", timeout_s)
+        check_flag("preserve", preserve, "with False, requests recompute what the host lacks")
         check_event(after)
         if self._copies.disk is not None:
             self._copies.disk.check_is_of(identity, weights_version)

@@ -35,10 +35,11 @@ def publish(
         due_tokens = requests[name].due_tokens
         if count >= due_tokens:
             due.append((name, count))
-        elif count < due_tokens - block_size:
+        elif count < due_tokens - block_size or count < 0:
+            reported = max(0, due_tokens - block_size)
             raise ConfigError(
-                f"request {name!r} has computed {count} tokens, and {due_tokens - block_size} were "
-                "reported before: pass all tokens computed so far, not those of one step"
+                f"request {name!r} has computed {count} tokens, and {reported} were reported "
+                "before: pass all tokens computed so far, not those of one step"
             )
     horizon_blocks = state.blueprint.horizon_blocks
     if not due and horizon_blocks is None:

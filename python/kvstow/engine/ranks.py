@@ -151,7 +151,10 @@ def checked_layouts(
                 "for one. With several ranks pass world_size and such a list for each"
             )
         if len(own) != num_groups:
-            raise ConfigError(f"{num_groups} groups but {len(own)} {where}; pass one for each")
+            raise ConfigError(
+                f"{num_groups} groups but {len(own)} {where}; pass one for each group, "
+                "BlockLayout.from_arrays(arrays) with the arrays of all of its layers"
+            )
         for group, layout in enumerate(own):
             if layout.num_blocks < num_blocks:
                 raise ConfigError(
