@@ -62,7 +62,7 @@ fn of_rows<'py, T: Element + Send>(
     sum: impl Fn(&[u8]) -> T + Sync,
 ) -> PyResult<Bound<'py, PyArray1<T>>> {
     let py = rows.py();
-    let row_ids = counts(row_ids)?;
+    let row_ids = counts(row_ids, "row_ids")?;
     let Ok(rows) = rows.extract::<PyReadonlyArray2<'py, u8>>() else {
         let kind = rows.get_type();
         return Err(ConfigError::new_err(format!(

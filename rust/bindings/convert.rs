@@ -45,21 +45,23 @@ pub(crate) fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
     obj.len().unwrap_or(0).min(1 << 20)
 }
 
-/// Integers from any sequence of ints or any one-dimensional integer array. `too_large` makes the
-/// error for an int that exceeds 64 bits.
+/// Integers from any sequence of ints or any one-dimensional integer array. `name` is what the
+/// caller's argument has in errors. `too_large` makes the error for an int that exceeds 64 bits.
 fn ints(
     obj: &Bound<'_, PyAny>,
+    name: &str,
     too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
 ) -> PyResult<Vec<i64>> {
     if let Ok(array) = obj.cast::<PyUntypedArray>() {
         check_integer_array(array)?;
         let dtype = array.dtype();
         if dtype.kind() == b'u' && dtype.itemsize() == size_of::<u64>() {
-            return ints(&obj.call_method0("tolist")?, too_large);
+            return ints(&obj.call_method0("tolist")?, name, too_large);
         }
         return native_copy(array);
     }
-    let items = sequence(obj, "integers")?;
+    let what = format!("integers for {name}");
+    let items = sequence(obj, &what)?;
     let num_items = items.len().unwrap_or(usize::MAX);
     if num_items > MAX_ITEMS {
         return Err(ConfigError::new_err(format!(
@@ -69,7 +71,7 @@ fn ints(
     let mut numbers = Vec::with_capacity(capacity_hint(obj));
     // Most requests of a step have equal counts, and Python has one object for a small int.
     let mut last: Option<(Bound<'_, PyAny>, i64)> = None;
-    each_item(obj, "integers", |item| {
+    each_item(obj, &what, |item| {
         if let Some((same, number)) = &last
             && item.is(same)
         {
@@ -78,14 +80,15 @@ fn ints(
         }
         if item.is_exact_instance_of::<PyBool>() {
             return Err(ConfigError::new_err(format!(
-                "{item} is not an integer: pass ids, not a mask"
+                "{name} has {item}, which is not an integer: pass ids, not a mask"
             )));
         }
         let number = item.extract::<i64>().map_err(|_| {
             if item.is_instance_of::<PyInt>() {
                 return too_large(item);
             }
-            ConfigError::new_err(format!("{} is not an integer", shown(item)))
+            let item = shown(item);
+            ConfigError::new_err(format!("{name} has {item}, which is not an integer"))
         })?;
         numbers.push(number);
         last = Some((item.clone(), number));
@@ -148,16 +151,16 @@ pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<Blo
     if let Ok(Ok(items)) = int32 {
         return items.into_iter().map(|id| to_id(id.into())).collect();
     }
-    ints(obj, |item| no_such_block(shown(item)))?.into_iter().map(to_id).collect()
+    ints(obj, "block ids", |item| no_such_block(shown(item)))?.into_iter().map(to_id).collect()
 }
 
-/// Counts of 0 or more, one per request.
-pub(crate) fn counts(obj: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+/// Counts of 0 or more from the argument `name`.
+pub(crate) fn counts(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<usize>> {
     let refused = |count: String| {
-        ConfigError::new_err(format!("a count is {count}: it must be 0 to {}", i64::MAX))
+        ConfigError::new_err(format!("{name} has {count}: each must be 0 to {}", i64::MAX))
     };
     let to_count = |count: i64| usize::try_from(count).map_err(|_| refused(count.to_string()));
-    ints(obj, |item| refused(shown(item)))?.into_iter().map(to_count).collect()
+    ints(obj, name, |item| refused(shown(item)))?.into_iter().map(to_count).collect()
 }
 
 /// Bools from any sequence of them, or any one-dimensional array.

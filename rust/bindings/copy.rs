@@ -194,7 +194,7 @@ fn pairs(
     host_slots: &Bound<'_, PyAny>,
     brief: bool,
 ) -> PyResult<(Vec<Pair>, Vec<usize>)> {
-    let (blocks, slots) = (counts(block_ids)?, counts(host_slots)?);
+    let (blocks, slots) = (counts(block_ids, "block_ids")?, counts(host_slots, "host_slots")?);
     if blocks.len() != slots.len() {
         return Err(ConfigError::new_err(format!(
             "{} block_ids but {} host_slots; pass one slot for each block",

@@ -82,7 +82,7 @@ impl HitCurve {
     ///         memory for a request, the requests before it have been added.
     fn add_all(&self, keys: &Bound<'_, PyAny>, offsets: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = keys.py();
-        let (keys, offsets) = (Keys::from_py(keys)?, counts(offsets)?);
+        let (keys, offsets) = (Keys::from_py(keys)?, counts(offsets, "offsets")?);
         let prompts = Prompts::new(&keys.words, &offsets).map_err(to_py)?;
         let added = detached(py, &self.0, |this| {
             this.agree(keys.source)?;
@@ -113,7 +113,8 @@ impl HitCurve {
         num_local: Count,
         ends: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
-        let (keys, ends) = (Keys::from_py(keys)?, ends.map(counts).transpose()?);
+        let (keys, ends) =
+            (Keys::from_py(keys)?, ends.map(|ends| counts(ends, "ends")).transpose()?);
         let mut this = lock(&self.0);
         this.agree(keys.source).map_err(to_py)?;
         Ok(this.curve.lookup(&keys.words, num_local.0, ends.as_deref()))
@@ -292,7 +293,7 @@ pub(crate) fn clairvoyant_hits<'py>(
     capacities: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let (py, capacities) = (keys.py(), capacities_from_py(capacities)?);
-    let (keys, offsets) = (Keys::from_py(keys)?, counts(offsets)?);
+    let (keys, offsets) = (Keys::from_py(keys)?, counts(offsets, "offsets")?);
     let prompts = Prompts::new(&keys.words, &offsets).map_err(to_py)?;
     let hits = py.detach(|| {
         let future = Clairvoyant::new(prompts)?;
@@ -386,7 +387,7 @@ fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 }
 
 fn capacities_from_py(capacities: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    Ok(counts(capacities)?.into_iter().map(|capacity| capacity as u64).collect())
+    Ok(counts(capacities, "capacities")?.into_iter().map(|capacity| capacity as u64).collect())
 }
 
 fn to_int64(py: Python<'_>, numbers: Vec<u64>) -> Bound<'_, PyArray1<i64>> {

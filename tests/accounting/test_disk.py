@@ -176,7 +176,7 @@ def test_adopted_blocks_are_events_and_count_once() -> None:
         (([0], NAMES[:1], [1], NAMES[:1]), "record 0 has a parent in group 1"),
         (([0, 1], NAMES[:1], [0], None), "2 slots, 1 hashes, 1 groups and 0 parents"),
         (([0], NAMES[:1], [0], [7]), "a parent is of type <class 'int'>: pass bytes or None"),
-        (([-1], NAMES[:1], [0], None), "a count is -1"),
+        (([-1], NAMES[:1], [0], None), "slots has -1: each must be 0 to"),
         (([0], [b"wide" * 8], [0], None), "a block hash has 32 bytes"),
     ],
 )

@@ -118,7 +118,7 @@ LEDGER_CASES: list[LedgerCase] = [
         '"new".*0 new tokens',
         lambda w: w.ledger.allocate_step(["running", "new"], [1, 0]),
     ),
-    (ConfigError, "2 requests and 1 n", lambda w: w.ledger.allocate_step(["running", "new"], [1])),
+    (ConfigError, "2 request_ids and", lambda w: w.ledger.allocate_step(["running", "new"], [1])),
     (ConfigError, "str", lambda w: w.ledger.allocate_step("running", [1] * 7)),
     # The granted tokens bound `cache` and `rewind`.
     (ConfigError, f"{GRANTED + 1} .* {GRANTED}", lambda w: w.ledger.cache("running", GRANTED + 1)),

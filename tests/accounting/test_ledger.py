@@ -236,7 +236,7 @@ def test_computed_blocks_are_published_step_by_step() -> None:
     assert num_found(ledger, names) == 0
     with pytest.raises(ConfigError, match=f'"b".* granted {2 * BLOCK_SIZE}'):
         ledger.cache_step(["a", "b"], [BLOCK_SIZE, 3 * BLOCK_SIZE])
-    with pytest.raises(ConfigError, match="2 requests and 1 numbers of computed tokens"):
+    with pytest.raises(ConfigError, match="2 request_ids and 1 num_computed_tokens"):
         ledger.cache_step(["a", "b"], [BLOCK_SIZE])
     with pytest.raises(UnknownRequest):
         ledger.cache_step(["a", "nobody"], [BLOCK_SIZE, 0])

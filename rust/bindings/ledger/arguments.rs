@@ -19,16 +19,16 @@ pub(super) fn publish_from_py(given: Option<Name>) -> PyResult<Publish> {
     }
 }
 
-/// One count per request.
+/// One count per request, from the argument `name`.
 pub(super) fn counts_for(
     names: &[&str],
     given: &Bound<'_, PyAny>,
-    what: &str,
+    name: &str,
 ) -> PyResult<Vec<usize>> {
-    let tokens = counts(given)?;
+    let tokens = counts(given, name)?;
     if names.len() != tokens.len() {
         return Err(ConfigError::new_err(format!(
-            "{} requests and {} numbers of {what} tokens: give one number per request",
+            "{} request_ids and {} {name}: pass one number for each request",
             names.len(),
             tokens.len()
         )));

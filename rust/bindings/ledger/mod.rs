@@ -229,7 +229,7 @@ impl BlockLedger {
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;
         let names = as_strs(&request_ids)?;
-        let tokens = counts_for(&names, num_new_tokens, "new")?;
+        let tokens = counts_for(&names, num_new_tokens, "num_new_tokens")?;
         let wants = names.iter().copied().zip(tokens.iter().copied());
         let allocated = lock(&self.0)
             .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
@@ -260,7 +260,7 @@ impl BlockLedger {
     ) -> PyResult<()> {
         let request_ids = self::request_ids(request_ids)?;
         let names = as_strs(&request_ids)?;
-        let tokens = counts_for(&names, num_computed_tokens, "computed")?;
+        let tokens = counts_for(&names, num_computed_tokens, "num_computed_tokens")?;
         let computed = names.iter().copied().zip(tokens.iter().copied());
         lock(&self.0).cache_step(computed).map_err(to_py)
     }

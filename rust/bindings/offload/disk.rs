@@ -83,7 +83,7 @@ pub(super) fn adopt(
     groups: &Bound<'_, PyAny>,
     parents: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<usize> {
-    let (slots, hashes) = (counts(slots)?, self::hashes(hashes)?);
+    let (slots, hashes) = (counts(slots, "slots")?, self::hashes(hashes)?);
     let groups = self::groups(groups)?;
     let parents = parents.map_or(Ok(Vec::new()), self::parents)?;
     lock(scheduler).adopt_disk(&slots, &hashes, &groups, &parents).map_err(to_py)
@@ -119,7 +119,7 @@ pub(super) fn claim(
 }
 
 fn groups(given: &Bound<'_, PyAny>) -> PyResult<Vec<GroupId>> {
-    counts(given)?.into_iter().map(|group| group_id(Count(group))).collect()
+    counts(given, "groups")?.into_iter().map(|group| group_id(Count(group))).collect()
 }
 
 /// The hash before each block, all of one width.

@@ -604,8 +604,9 @@ impl OffloadScheduler {
         check_time("deadline", deadline)?;
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;
-        let (names, computed) = (as_strs(&request_ids)?, counts(num_computed_tokens)?);
-        let (block_ids, offsets) = (ids(block_ids, MAX_BLOCKS)?, counts(offsets)?);
+        let (names, computed) =
+            (as_strs(&request_ids)?, counts(num_computed_tokens, "num_computed_tokens")?);
+        let (block_ids, offsets) = (ids(block_ids, MAX_BLOCKS)?, counts(offsets, "offsets")?);
         let num_groups = lock(&self.0).model().groups().len();
         if names.len() != computed.len() || names.len() * num_groups + 1 != offsets.len() {
             return Err(ConfigError::new_err(format!(
@@ -663,7 +664,8 @@ impl OffloadScheduler {
         check_time("deadline", deadline)?;
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;
-        let (names, computed) = (as_strs(&request_ids)?, counts(num_computed_tokens)?);
+        let (names, computed) =
+            (as_strs(&request_ids)?, counts(num_computed_tokens, "num_computed_tokens")?);
         if names.len() != computed.len() {
             return Err(ConfigError::new_err(format!(
                 "{} requests and {} numbers of computed tokens: give one number per request",
@@ -806,7 +808,8 @@ impl OffloadScheduler {
         py: Python<'py>,
         running: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let running = running.map(counts).transpose()?.unwrap_or_default();
+        let running = running.map(|jobs| counts(jobs, "running")).transpose()?;
+        let running = running.unwrap_or_default();
         let running: Vec<JobId> = running.into_iter().map(|job_id| JobId(job_id as u64)).collect();
         let ends = lock(&self.0).end_all_but(&running).map_err(to_py)?;
         let ends = ends.into_iter().map(|end| Py::new(py, to_end(end)));
