@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine.world import BLOCK, DOCUMENT, LOADS, NOTHING, RUNS, polled, state, world
+from tests.engine.world import (
+    BLOCK,
+    DOCUMENT,
+    LOADS,
+    NOTHING,
+    RUNS,
+    World,
+    polled,
+    state,
+    world,
+)
 from tests.forks import in_child
 
 from kvstow import (
@@ -119,6 +129,57 @@ def test_reset_forgets_every_prefix_at_any_moment() -> None:
             found = it.admit(name, [*tokens, 91])
             assert (found.state, found.num_hit_tokens) == (RUNS, 0)
         assert it.engine.step(["runs"], [1]).num_granted == 1
+
+
+def go_on(it: World, name: str, text: list[int]) -> None:
+    """Compute one more block of a request."""
+    num_before = len(text) - BLOCK
+    assert it.engine.step([name], [BLOCK]).num_granted == 1
+    it.engine.extend(name, list(hash_tokens(text, BLOCK))[num_before // BLOCK :])
+    it.compute(name, text)
+
+
+def cut_short(it: World) -> None:
+    """Interrupt an operation, which ends all copies as failed. Requests that run go on."""
+    it.engine._state.change.is_torn = True
+    it.engine.poll()
+
+
+def sleep_and_wake(it: World) -> None:
+    it.engine.sleep(after=READY)
+    it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY)
+
+
+@pytest.mark.parametrize("then", [lambda _: None, cut_short, sleep_and_wake])
+@pytest.mark.parametrize("way", [{}, {"mode": "lazy", "horizon_blocks": 30}])
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_no_request_finds_what_a_running_one_computed_before_a_reset(
+    then: Callable[[World], object], way: dict[str, Any], is_reset: bool
+) -> None:
+    with world(33, mover=HostMover, **way) as it:
+        assert it.admit("runs", DOCUMENT).state is RUNS
+        it.compute("runs", DOCUMENT)
+        if is_reset:
+            it.engine.reset()
+        then(it)
+        go_on(it, "runs", longer := [*DOCUMENT, 91, 92, 93, 94])
+        it.engine.finish("runs")
+        while it.engine.transfers:
+            it.engine.poll()
+        found = it.admit("new", [*longer, 95])
+        num_found = found.num_hit_tokens + found.num_external_tokens
+        assert num_found == (0 if is_reset else len(longer))
+
+
+def test_a_request_that_starts_over_after_a_reset_is_cached_again() -> None:
+    with world(33, mover=HostMover) as it:
+        it.admit("runs", DOCUMENT)
+        it.compute("runs", DOCUMENT)
+        it.engine.reset()
+        it.engine.preempt("runs")
+        assert it.admit("runs", DOCUMENT).state is RUNS
+        it.compute("runs", DOCUMENT)
+        assert it.admit("new", [*DOCUMENT, 91]).num_hit_tokens == len(DOCUMENT)
 
 
 # -- misuse ------------------------------------------------------------------------------------

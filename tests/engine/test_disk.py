@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.engine.disk_world import (
     slot_file,
     world,
 )
+from tests.engine.test_interrupted_extend import is_interrupted
 from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS, World
 from tests.tiers.setup import LONG_S, Here
 
@@ -223,6 +225,38 @@ def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
         while mode(it) != "on":
             it.engine.poll()
         assert serve(it, "reader", DOCUMENT) == 0
+
+
+def life_after_an_interrupted_reset(path: Path, line: int, *, again: bool) -> bool:
+    """Interrupt the reset for new weights at a line of it. Return whether it was cut short.
+
+    With `again`, the caller repeats it. If not, it goes on.
+    """
+    with world(path) as it:
+        serve(it, "writer", DOCUMENT)
+        is_cut_short = is_interrupted(lambda: it.engine.reset(weights_version="2"), line)
+        if again:
+            with suppress(ConfigError):  # it was whole
+                it.engine.reset(weights_version="2")
+            found = it.admit("reader", [*DOCUMENT, 91])
+            num_found = found.num_hit_tokens + found.num_external_tokens
+            assert (found.state, num_found) == (RUNS, 0), f"line {line}: a block of version 1"
+            it.engine.finish("reader")
+        is_empty = it.engine.scheduler.num_resident == 0
+        settle(it)
+        assert serve(it, "new weights", OTHER) == 0
+    with world(path, disk=slot_file(path, on_mismatch="reset")) as it:
+        num_warm = serve(it, "old weights", OTHER)
+        assert num_warm == 0 or not is_empty, f"line {line}: a block of version 2"
+    return is_cut_short
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_reset_that_is_interrupted_mixes_no_weights(tmp_path: Path, again: bool) -> None:
+    line = 1
+    while life_after_an_interrupted_reset(tmp_path / str(line), line, again=again):
+        line += 2
+    assert line > 10, "the reset was interrupted at some of its lines only"
 
 
 def sleep_in_a_file(it: World, to: Path) -> None:

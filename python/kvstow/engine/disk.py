@@ -323,34 +323,40 @@ class Disk(Closing):
 
     # -- resets and faults ---------------------------------------------------------------------
 
-    def reset(self, state: State, weights_version: str | None) -> None:
-        """Empty the tier with the host. It is off until the new generation is durable.
-
-        Args:
-            state: what else to empty.
-            weights_version: the weights from now on; None if they are not known.
+    def check_is_new(self, weights_version: str | None) -> None:
+        """Refuse a name of weights that is none, or that the engine has had.
 
         Raises:
-            ConfigError: the version is no name, or the engine has had it.
+            ConfigError: it is one of these.
         """
-        options = self.options
         if weights_version is not None:
-            options = replace(options, weights_version=weights_version)
+            replace(self.options, weights_version=weights_version)
         if weights_version in self._names:
             raise ConfigError(
                 f"weights_version is {weights_version!r}, which this engine has had, so blocks "
                 "from before the reset would come back; pass a new name, or none"
             )
+
+    def reset(self, state: State, weights_version: str | None) -> None:
+        """Empty the tier with the host. It is off until the new generation is durable.
+
+        Args:
+            state: what else to empty.
+            weights_version: the weights from now on, a new name; None if they are not known.
+        """
+        # If an interrupt cuts this short, nobody knows the weights.
+        self._is_named = False
         self._has_reset = self._must_renew = True
         self._mode = "off"
         state.scheduler.reset()
-        self._is_named = weights_version is not None
-        self.options, version = options, options.weights_version
-        self._fingerprints = [
-            Fingerprint({**print.fields, "weights_version": version})
-            for print in self._fingerprints
-        ]
-        self._names.add(version)
+        if weights_version is not None:
+            self.options = replace(self.options, weights_version=weights_version)
+            self._fingerprints = [
+                Fingerprint({**print.fields, "weights_version": weights_version})
+                for print in self._fingerprints
+            ]
+            self._is_named = True
+            self._names.add(weights_version)
         self._renew()
 
     def _renew(self) -> None:

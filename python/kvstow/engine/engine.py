@@ -506,9 +506,9 @@ class Engine(Closing):
     def reset(self, *, weights_version: str | None = None) -> None:
         """Forget every prefix, on the device, on the host and below it, at any moment.
 
-        Requests keep their blocks. Copies in flight go on without effect, and a request that waits
-        for one recomputes. Blocks that running requests compute from now on are cached again. To
-        avoid that, `preempt` or `finish` the requests first.
+        Requests keep their blocks and go on. But nothing that they compute from now on is cached,
+        because it follows from KV of before: `preempt` them to change that. Copies in flight go on
+        without effect, and a request that waits for one recomputes.
 
         The disk tier is off until `poll` finds that no loss of power can bring back its blocks.
         Without `weights_version`, the weights may have changed. Then what it keeps is not warm
@@ -533,12 +533,18 @@ class Engine(Closing):
                 f"{num_holding} requests hold blocks of the weights before {weights_version!r}: "
                 "preempt or finish them first"
             )
-        if self._copies.disk is None:
-            state.scheduler.reset()
-        else:
-            self._copies.disk.reset(state, weights_version)
+        disk = self._copies.disk
+        if disk is not None:
+            disk.check_is_new(weights_version)
+        # The device comes first. If an interrupt cuts this short, a tier below the host has not had
+        # the new name yet, so that the caller may try again.
+        state.make_stale()
         if not state.pool.reset():
             state.pool.evict(np.arange(1, state.pool.num_blocks))
+        if disk is None:
+            state.scheduler.reset()
+        else:
+            disk.reset(state, weights_version)
 
     def take_events(self) -> list[BlockEvent]:
         """Return the block events of both pools since the last call. Empty without `events`."""

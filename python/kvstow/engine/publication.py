@@ -53,7 +53,8 @@ def publish(
         if horizon_blocks is not None:
             # Before the keys. Else an interrupt here would let `store_freed` copy too early.
             state.last_compute = after
-        state.ledger.cache_step([name for name, _ in due], [count for _, count in due])
+        fresh = state.fresh(due)
+        state.ledger.cache_step([name for name, _ in fresh], [count for _, count in fresh])
         if horizon_blocks is not None:
             state.has_freed = False
             job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)

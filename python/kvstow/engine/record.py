@@ -23,6 +23,7 @@ class Record:
         requests: per request its id, whether it ran, whether it recomputes, and its computed
             tokens.
         unreported: what the next `poll` reports.
+        stale: ids of the requests that hold blocks of before a reset.
     """
 
     sleep_id: str
@@ -30,6 +31,7 @@ class Record:
     block_bytes: list[list[int]]
     requests: list[tuple[str, bool, bool, int]]
     unreported: Landed
+    stale: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, text: bytes) -> Self:
@@ -51,8 +53,9 @@ class Record:
             landed = Landed(list(loaded), list(failed), int(num_stored), int(num_failed))
             if len({name for name, *_ in requests}) < len(requests):
                 raise ValueError("it names a request twice")
-            sleep_id = str(fields.get("sleep_id", ""))
-            return cls(sleep_id, bool(fields["preserved"]), fields["block_bytes"], requests, landed)
+            sleep_id, stale = str(fields.get("sleep_id", "")), frozenset(fields.get("stale", ()))
+            preserved, sizes = bool(fields["preserved"]), fields["block_bytes"]
+            return cls(sleep_id, preserved, sizes, requests, landed, stale)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise damaged(f"its requests make no sense ({error!r})") from error
 
@@ -79,6 +82,7 @@ class Record:
                 if not 0 <= num_computed <= num_granted:
                     raise damaged(f"{name!r} has computed {num_computed} of {num_granted} tokens")
                 request.state, request.num_computed = "running", num_computed
+                request.is_stale = name in self.stale
             elif was_running:
                 _change(scheduler.restart, name)
         return known
@@ -124,6 +128,7 @@ def image_of(state: State, model: Model, sleep_id: str, *, preserve: bool) -> Im
             [name, request.state == "running", request.recompute, request.num_computed]
             for name, request in state.requests.items()
         ],
+        "stale": [name for name, request in state.requests.items() if request.is_stale],
         "landed": [
             landed.loaded, landed.failed, landed.num_stored_blocks, landed.num_failed_stores
         ],

@@ -51,6 +51,8 @@ class Request:
         load_id: the job that it waits for. 0 for none.
         pending_since_s: when its admission first had to wait. None before that.
         recompute: its load failed, so the next admission does not ask the host.
+        is_stale: a reset came after it got blocks. What it computes is not cached, because it
+            follows from KV of before the reset.
         known: its hashes, tokens and extra keys, while recovery adds it again.
     """
 
@@ -61,6 +63,7 @@ class Request:
     load_id: int = 0
     pending_since_s: float | None = None
     recompute: bool = False
+    is_stale: bool = False
     known: Known | None = None
 
 
@@ -273,13 +276,16 @@ class State:
     ) -> Job | None:
         """Report computed tokens, and the blocks that they fill, to the scheduler.
 
+        It learns nothing of stale requests, because it would store all blocks that they hold.
+
         Returns:
             The store that the scheduler plans, if any.
         """
+        fresh = self.fresh(counts)
         job = self.scheduler.store_step(
             self.ledger,
-            [name for name, _ in counts],
-            [count for _, count in counts],
+            [name for name, _ in fresh],
+            [count for _, count in fresh],
             deadline=deadline,
         )
         size = self.ledger.hash_block_size
@@ -287,6 +293,15 @@ class State:
             request = self.requests[name]
             request.num_computed, request.due_tokens = count, (count // size + 1) * size
         return job
+
+    def fresh(self, counts: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return the counts of requests that are not stale."""
+        return [each for each in counts if not self.requests[each[0]].is_stale]
+
+    def make_stale(self) -> None:
+        """Let the requests that hold blocks cache nothing more, because a reset follows."""
+        for request in self.requests.values():
+            request.is_stale = request.is_stale or request.state != "added"
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back. The blocks that they filled are due again.
