@@ -5,6 +5,7 @@ The store is a real server. `serve` compares every token that a request loads.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -12,12 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.disk_world import NUM_HOST, PAGE, below, forget_device, serve, settle, slot_file
+from tests.engine.disk_world import (
+    NUM_HOST,
+    PAGE,
+    below,
+    forget_device,
+    mode,
+    serve,
+    settle,
+    slot_file,
+)
 from tests.engine.disk_world import options as disk_options
 from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
+from tests.forks import in_child
 from tests.tiers.resp.server import Server, free_port
 
 from kvstow import ConfigError, SharedOptions, StateError
+from kvstow.engine.shared import Shared
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
 from kvstow.transfer import READY, BlockLayout
@@ -317,3 +329,55 @@ def test_an_engine_that_slept_in_a_file_asks_again(server: Server, tmp_path: Pat
         assert serve(a, "writer", DOCUMENT) == 0
         assert serve(b, "reader", DOCUMENT) == NUM_WHOLE
         assert stat(b, "shared_failed_questions") == 0
+
+
+def test_an_engine_goes_on_if_a_wake_cannot_open_the_store(server: Server, tmp_path: Path) -> None:
+    who: dict[str, Any] = {"identity": "m", "weights_version": "1"}
+    password = tmp_path / "password"
+    password.write_text("")
+    with world(server.url, shared=SharedStore(server.url, password_file=str(password))) as it:
+        serve(it, "writer", DOCUMENT)
+        it.engine.sleep(after=READY, preserve=False, to=tmp_path / "snapshot", **who)
+        password.unlink()
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **who)
+        assert mode(it) == "off"
+        it.engine.reset()
+        assert serve(it, "reader", DOCUMENT) == 0
+        it.engine.sleep(after=READY, preserve=False, to=tmp_path / "snapshot", **who)
+        password.write_text("")
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **who)
+        forget_device(it)
+        it.engine.reset()
+        assert serve(it, "again", DOCUMENT) == 0, "a block of before the reset was served"
+        assert mode(it) == "on"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("part", ["asker", "tier"])
+def test_a_child_that_is_forked_while_another_thread_counts_closes_its_engine(
+    server: Server, part: str
+) -> None:
+    with world(server.url) as it:
+        serve(it, "writer", DOCUMENT)
+        disk = it.engine._copies.disk
+        assert isinstance(disk, Shared)
+        lock = disk._asker._lock if part == "asker" else getattr(disk.first, "_lock")  # noqa: B009
+        is_held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                is_held.set()
+                may_end.wait()
+
+        def use() -> None:
+            it.engine.stats()
+            it.engine.close()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        try:
+            assert is_held.wait(LONG_S)
+            in_child(use)
+        finally:
+            may_end.set()
+            holder.join()

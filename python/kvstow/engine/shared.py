@@ -186,7 +186,8 @@ class Shared(Disk):
         return []
 
     def _rename(self) -> None:
-        for tier, namespace in zip(self._shared_tiers, self._namespaces(), strict=True):
+        # There is no tier if a wake could not open it. The next one gets the names that count then.
+        for tier, namespace in zip(self._shared_tiers, self._namespaces(), strict=False):
             tier.rename(namespace)
 
     def _renew(self) -> None:

@@ -285,6 +285,7 @@ class Asker(Closing):
     def close_in_child(self) -> None:
         """Become unusable in a forked child, which has no such thread."""
         self._is_closed = self._is_forked = True
+        self._lock = threading.Lock()  # another thread of the parent may hold the old one
 
     def _check_open(self) -> None:
         if self._is_forked:

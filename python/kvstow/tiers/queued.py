@@ -220,6 +220,7 @@ class QueuedTier(SharedTier):
     def close_in_child(self) -> None:
         """Become unusable in a forked child, which has none of the threads."""
         self._is_closed = self._is_forked = True
+        self._lock = threading.Lock()  # another thread of the parent may hold the old one
 
     def _check_open(self) -> None:
         name = type(self).__name__
