@@ -36,6 +36,7 @@ from kvstow._core import ConfigError, KvstowError, OffloadScheduler, TierJob, Tr
 from kvstow.closing import Closing, call_all
 from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk_options import DiskOptions, fingerprints
+from kvstow.engine.kernel_sums import KernelSums
 from kvstow.engine.state import State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
 from kvstow.tiers.budget import ALL, Budget
@@ -76,6 +77,7 @@ class Disk(Closing):
         self.options = options
         self._files, self._fingerprints = files, fingerprints
         self._runners: list[TierRunner] = []
+        self._kernel_sums = KernelSums()
         self._has_reset = self._must_renew = False
         # Whether the caller has named the weights since the last reset, and all names so far.
         self._is_named = True
@@ -235,7 +237,10 @@ class Disk(Closing):
             state.change.commit()
             for rank, runner in enumerate(self._runners):
                 for job_id, ok in runner.poll():
-                    state.scheduler.complete(job_id, ok=ok, rank=rank)
+                    layouts = state.ranks.layouts[rank]
+                    are_ok = self._kernel_sums.outcome(job_id, ok, runner.tier, layouts)
+                    state.scheduler.complete(job_id, ok=are_ok, rank=rank)
+            self._kernel_sums.keep(self.running)
 
     def agree(self, scheduler: OffloadScheduler) -> None:
         """After an interrupt: fail what a rank has not begun, or has ended without a report.
@@ -302,15 +307,16 @@ class Disk(Closing):
                 self._sequence += 1
                 if is_demote:
                     self._budget.spend(len(job) * self._slot_bytes)
-                self._submit(job)
+                self._submit(job, state)
         return num_begun
 
-    def _submit(self, job: TierJob) -> None:
+    def _submit(self, job: TierJob, state: State) -> None:
         blocks = blocks_of(job, self._sequence)
+        blocks, host_slots = self._kernel_sums.sound_part(job, blocks, state.ranks)
         timeout_s = self.options.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for runner in self._runners:
-            runner.begin(job.direction, job.job_id, blocks, job.host_slots, deadline=deadline)
+            runner.begin(job.direction, job.job_id, blocks, host_slots, deadline=deadline)
 
     def check_is_of(self, identity: str, weights_version: str) -> None:
         """Refuse to mix the blocks of a snapshot with those of another model on the disk."""

@@ -276,10 +276,8 @@ class State:
     ) -> Job | None:
         """Report computed tokens, and the blocks that they fill, to the scheduler.
 
-        It learns nothing of stale requests, because it would store all blocks that they hold.
-
-        Returns:
-            The store that the scheduler plans, if any.
+        It learns nothing of stale requests, because it would store all that they hold. Returns the
+        store that it plans, if any.
         """
         fresh = self.fresh(counts)
         job = self.scheduler.store_step(
@@ -301,7 +299,7 @@ class State:
     def make_stale(self) -> None:
         """Let the requests that hold blocks cache nothing more, because a reset follows."""
         for request in self.requests.values():
-            request.is_stale = request.is_stale or request.state != "added"
+            request.is_stale |= request.state != "added"
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Take granted tokens back. The blocks that they filled are due again.

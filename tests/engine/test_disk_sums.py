@@ -1,0 +1,96 @@
+"""A disk tier of an engine beside movers that compare with the sums of GPU kernels.
+
+Such a mover knows each slot's sum from its store. A tier also reads and fills these slots.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.engine.disk_world import NUM_HOST, OTHER, fall_off, serve, settle, world
+from tests.engine.world import BLOCK, DOCUMENT, LOADS, RUNS, World
+
+from kvstow.transfer import BlockLayout, Event, HostArena, HostMover, Ticket
+from kvstow.transfer.cuda.kernels import checksum
+from kvstow.transfer.mover import Index
+from kvstow.transfer.ticket import HostTicket, find_damage
+
+
+class SummingMover(HostMover):
+    """A mover that sums up slots as `CudaMover` with `verify` does."""
+
+    def __init__(self, layout: BlockLayout, arena: HostArena) -> None:
+        super().__init__(layout, arena)
+        self._sums, self._is_known = arena.device_sums
+
+    def _sums_of(self, slots: Index) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return checksum(self.arena.slots[slots, : self.layout.slot_bytes])
+
+    def store(self, block_ids: Index, host_slots: Index, *, after: Event) -> Ticket:  # type: ignore[override]
+        ticket = super().store(block_ids, host_slots, after=after)
+        ticket.wait()
+        self._sums[host_slots], self._is_known[host_slots] = self._sums_of(host_slots), 1
+        return ticket
+
+    def load(self, host_slots: Index, block_ids: Index, *, after: Event) -> Ticket:  # type: ignore[override]
+        damage = find_damage(
+            host_slots,
+            self._sums_of(host_slots),
+            self._sums[host_slots],
+            self._is_known[host_slots] != 0,
+        )
+        if damage is None:
+            return super().load(host_slots, block_ids, after=after)
+        ticket = HostTicket()
+        ticket.end(damage)
+        return ticket
+
+
+@pytest.mark.parametrize("per_slot", [1, 2])
+def test_verified_loads_take_what_the_disk_has_brought(tmp_path: Path, per_slot: int) -> None:
+    sizes = {"num_host": NUM_HOST // per_slot, "blocks_per_slot": per_slot}
+    num_whole = (len(DOCUMENT) - 1) // (per_slot * BLOCK) * per_slot * BLOCK
+    with world(tmp_path / "disk", mover=SummingMover, **sizes) as it:
+        fall_off(it)
+        assert serve(it, "reader", DOCUMENT) == num_whole
+        assert it.engine.stats()["damaged_blocks"] == 0
+    with world(tmp_path / "disk", mover=SummingMover, **sizes) as it:
+        assert serve(it, "after a restart", DOCUMENT) == num_whole
+
+
+def compute_and_damage(it: World) -> None:
+    """Compute the document, and damage its first block on the host before the disk gets it."""
+    assert it.admit("writer", DOCUMENT).state is RUNS
+    it.compute("writer", DOCUMENT)
+    [transfer] = it.engine.transfers or [None]
+    if transfer is not None:
+        transfer.wait()
+    [arena] = it.engine.arenas
+    [slot] = np.flatnonzero((arena.slots[:, : 8 * BLOCK].view(np.int64) == range(BLOCK)).all(1))
+    arena.slots[slot, 1] ^= 1
+    it.engine.finish("writer")
+    settle(it)
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_a_block_that_was_damaged_on_the_host_is_not_vouched_for(
+    tmp_path: Path, is_verified: bool
+) -> None:
+    """Without the sums, the disk gives the damaged block a sound frame."""
+    with world(tmp_path / "disk", mover=SummingMover if is_verified else HostMover) as it:
+        compute_and_damage(it)
+        serve(it, "other", OTHER)
+    with world(tmp_path / "disk", mover=HostMover) as it:
+        name, end_s = "reader", time.monotonic() + 20
+        while (admission := it.admit(name, DOCUMENT)).state not in (RUNS, LOADS):
+            it.engine.poll()
+            assert time.monotonic() < end_s
+        if admission.transfer is not None:
+            assert it.engine.end(admission.transfer).ok
+        num_found = admission.num_external_tokens
+        is_sound = it.cached(name, num_found) == DOCUMENT[:num_found]
+        assert is_sound == is_verified
+        it.engine.finish(name)
