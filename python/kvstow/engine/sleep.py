@@ -77,7 +77,8 @@ def fall_asleep(  # noqa: PLR0913 - what `Engine.sleep` takes
             after.wait()  # also where nothing is copied: the device memory may go after it
             image = image_of(state, model, sleep_id, preserve=preserve)
             if to is not HOST:
-                write_snapshot(to, image, state.ranks.arenas, _used_slots(state))
+                sizes = block_bytes(state.ranks.layouts)
+                write_snapshot(to, image, state.ranks.arenas, _used_slots(state), sizes)
         except KvstowError:
             state.scheduler.release_image()
             raise

@@ -36,6 +36,7 @@ from kvstow.engine.replacing import replacing, sync_folder
 from kvstow.threads import map_on_threads
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES, slot_stride_bytes
+from kvstow.transfer.verified import have_device_sums
 
 VERSION: Final = 1
 _MAGIC: Final = b"KVSTOW\r\n"
@@ -103,6 +104,7 @@ def write_snapshot(
     image: Image,
     arenas: Sequence[HostArena],
     used_slots: npt.NDArray[np.integer],
+    block_bytes: Sequence[Sequence[int]] = (),
 ) -> None:
     """Write a snapshot file. It replaces a file of this name once it is complete.
 
@@ -112,6 +114,8 @@ def write_snapshot(
         arenas: the host memory, one arena per rank.
         used_slots: slots of the arenas that hold anything, ascending. If an arena knows the
             checksum of a slot, the file gets that one, so that damage since then is found.
+        block_bytes: bytes of a block, per rank and group. With them, damage is found too where
+            kernels have summed up a block.
 
     Raises:
         SnapshotError: the file cannot be written, and the old file keeps the name. Or the file is
@@ -120,7 +124,7 @@ def write_snapshot(
     path = Path(path)
     try:
         with replacing(path) as file:
-            _write(file, image, arenas, used_slots)
+            _write(file, image, arenas, used_slots, block_bytes or [[]] * len(arenas))
     except OSError as error:
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}. A file that had this name is "
@@ -140,6 +144,7 @@ def _write(
     image: Image,
     arenas: Sequence[HostArena],
     used_slots: npt.NDArray[np.integer],
+    block_bytes: Sequence[Sequence[int]],
 ) -> None:
     sections = {name: getattr(image, name) for name in _SECTIONS}
     # Their length is known, their content comes last.
@@ -149,6 +154,8 @@ def _write(
     for rank, arena in enumerate(arenas):
         offset = base + _places(sections, arenas)[f"arena-{rank}"]
         crcs = _write_slots(file, offset, arena, used_slots)
+        # After the checksums, so that damage in between shows. One of these is of no bytes.
+        crcs[_are_damaged(arena, used_slots, block_bytes[rank])] ^= 1
         slots = used_slots.astype("<u4").tobytes() + crcs.astype("<u4").tobytes()
         sections[f"slots-{rank}"] = slots
     os.ftruncate(file, base + _places(sections, arenas)["end"])
@@ -230,6 +237,17 @@ def _write_slots(
     # Neither checksums nor system calls hold the interpreter lock.
     parts = map_on_threads(write, chunks, _NUM_THREADS, "kvstow-snapshot")
     return np.concatenate([np.empty(0, np.uint32), *parts], dtype=np.uint32, casting="unsafe")
+
+
+def _are_damaged(
+    arena: HostArena, slots: npt.NDArray[np.integer], block_bytes: Sequence[int]
+) -> npt.NDArray[np.bool_]:
+    """Return which slots differ from the sum that kernels have recorded, whatever their group."""
+    damaged: npt.NDArray[np.bool_] = np.full(len(slots), arena.has_device_sums and any(block_bytes))
+    for num_bytes in set(block_bytes):
+        at = np.flatnonzero(damaged)
+        damaged[at] = ~have_device_sums(arena, slots[at].astype(np.int64), [num_bytes] * len(at))
+    return damaged
 
 
 def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
