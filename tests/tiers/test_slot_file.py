@@ -430,6 +430,37 @@ def test_fingerprint_longer_than_the_header_is_refused() -> None:
         Fingerprint({"model": "x" * 4000})
 
 
+# -- the end -------------------------------------------------------------------------------------
+
+
+class InterruptedOnce(Here):
+    """The next close of a descriptor is interrupted when it has taken place."""
+
+    is_next = False
+
+    def close(self, file: int) -> None:
+        super().close(file)
+        if self.is_next:
+            self.is_next = False
+            raise KeyboardInterrupt
+
+
+def test_close_after_an_interrupted_one_closes_no_file_of_another_owner(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    tier = open_file(tmp_path, arena, files=(calls := InterruptedOnce()))
+    calls.is_next = True
+    with pytest.raises(KeyboardInterrupt):
+        tier.close()
+    # These get the lowest numbers that are free, and so that of the closed file.
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+    tier.close()
+    for other in others:
+        os.close(other)
+    with open_file(tmp_path, arena) as again:
+        assert len(again.records()) == 0
+
+
 # -- forks ---------------------------------------------------------------------------------------
 
 

@@ -123,10 +123,12 @@ class SlotCalls:
 
     def close(self) -> None:
         """Close the files, which releases the lock; a second call does nothing."""
-        for file in (self._data, self._index):
+        # Forgotten before it is closed. After an interrupt, another file may have its number.
+        for name in ("_data", "_index"):
+            file = getattr(self, name)
+            setattr(self, name, -1)
             if file >= 0:
                 self._files.close(file)
-        self._data = self._index = -1
 
     def _slots_per_call(self) -> int:
         """Return how many slots the next call may move."""
