@@ -832,6 +832,10 @@ impl OffloadScheduler {
     ///
     /// Jobs in flight still end: stores, demotes and promotes without effect, loads with
     /// `JobEnd.ok` False. A disk tier is "off" until `set_disk` opens it.
+    ///
+    /// The next store of a request brings all its full-attention blocks back, also those of before.
+    /// If they must not come back, because the weights have changed, name the request in no store
+    /// before you `restart` it.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, &self.0, offload::OffloadScheduler::reset).map_err(to_py)
     }

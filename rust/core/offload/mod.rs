@@ -150,6 +150,10 @@ impl OffloadScheduler {
     /// stores, demotes and promotes without effect, loads as failed. A disk tier is off until
     /// [`set_disk`](Self::set_disk) opens it.
     ///
+    /// The next store of a request brings all its full-attention blocks back, also those of before.
+    /// If they must not come back, because the weights have changed, name the request in no store
+    /// before you [`restart`](Self::restart) it.
+    ///
     /// # Errors
     /// None that a caller can cause.
     pub fn reset(&mut self) -> Result<()> {
