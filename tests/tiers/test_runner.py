@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,7 +23,7 @@ from tests.tiers.setup import (
     open_file,
 )
 
-from kvstow.tiers import TierTicket
+from kvstow.tiers import TierTicket, slot_store
 from kvstow.tiers.files import Buffers
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.tier import Checked
@@ -120,3 +125,52 @@ def test_interrupted_job_fails_once_its_ticket_has_ended(arena: HostArena, when:
     tier.interrupt = ""
     runner.begin("demote", 4, blocks_of([key_of(0)], [0]), [0])
     assert runner.poll() == [(4, [True])]
+
+
+def is_interrupted(call: Callable[[], object], line: int) -> bool:
+    """Interrupt `call` before it carries out its line number `line` of `slot_store`, from 1.
+
+    The heads of `with` and `try` do not count: Python looks for no signal there.
+    """
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines
+        name = frame.f_code.co_filename
+        if name == slot_store.__file__ and event == "line":
+            text = linecache.getline(name, frame.f_lineno).strip()
+            num_lines += not text.startswith(("with ", "try:"))
+            if num_lines == line and not text.startswith(("with ", "try:")):
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("direction", ["demote", "promote"])
+def test_job_that_is_interrupted_anywhere_in_the_slot_file_ends(
+    tmp_path: Path, arena: HostArena, direction: Literal["demote", "promote"]
+) -> None:
+    fill(arena, 2)
+    blocks, line = blocks_of([key_of(0), key_of(1)], [0, 1]), 0
+    with TierRunner(open_file(tmp_path, arena)) as runner:
+        runner.begin("demote", 1, blocks, [0, 1])
+        assert runner.wait(LONG_S)
+        is_cut_short = True
+        while is_cut_short:
+            line += 1
+            is_cut_short = is_interrupted(lambda: runner.begin(direction, 2, blocks, [0, 1]), line)
+            assert runner.wait(LONG_S / 10), f"line {line}: the job does not end"
+            runner.poll()
+        assert line > 10, "some lines were interrupted"
+        runner.begin(direction, 3, blocks, [0, 1])
+        assert runner.wait(LONG_S)
+        assert runner.poll() == [(3, [True] * 2)], "a slot is still in use"

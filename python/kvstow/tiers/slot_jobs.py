@@ -29,6 +29,7 @@ class Job:
         ticket: reports the end.
         at: shape [n], where each block is in the ticket.
         ok: what the ticket will report, for all of its blocks.
+        is_begun: whether the end of its pieces, or `SlotStore._begin`, ends it.
         num_left: pieces that have not ended.
         num_mismatched: blocks that a get found to be something else.
         error: why blocks failed together.
@@ -42,6 +43,7 @@ class Job:
     ticket: TierTicket
     at: Index = field(init=False)
     ok: Bools = field(init=False)
+    is_begun: bool = False
     num_left: int = 0
     num_mismatched: int = 0
     error: TransferError | None = None

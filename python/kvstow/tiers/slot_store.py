@@ -172,22 +172,28 @@ class SlotStore:
         self, kind: Kind, blocks: Checked, host: Index, deadline: float | None
     ) -> TierTicket:
         """Begin a job, except for blocks whose slot or host slot another job has in use."""
-        ticket = TierTicket(len(blocks), deadline, clock=self._now)
         assert blocks.slots is not None, "a slot file has slots"
-        context, slots = self.context, blocks.slots
-        job = Job(kind, expected_frames(blocks, context), slots, host, context, ticket)
-        refused = self.error if kind == "put" or self.mode == "off" else None
-        if refused is not None or not len(blocks):
-            self._end(job, refused)
-            return ticket
-        with self._lock:
-            free = self._slots_in_use.are_free(slots, to_write=kind != "get")
-            if kind != "delete":
-                free &= self._host_in_use.are_free(host, to_write=kind == "get")
-            if kind == "get":
-                self._find(job, free)
-            job.keep(free)
-            self._begin(job)
+        job: Job | None = None
+        ticket = TierTicket(len(blocks), deadline, clock=self._now)
+        try:
+            context, slots = self.context, blocks.slots
+            job = Job(kind, expected_frames(blocks, context), slots, host, context, ticket)
+            refused = self.error if kind == "put" or self.mode == "off" else None
+            if refused is not None or not len(blocks):
+                self._end(job, refused)
+                return ticket
+            with self._lock:
+                free = self._slots_in_use.are_free(slots, to_write=kind != "get")
+                if kind != "delete":
+                    free &= self._host_in_use.are_free(host, to_write=kind == "get")
+                if kind == "get":
+                    self._find(job, free)
+                job.keep(free)
+                self._begin(job)
+        except BaseException:  # an interrupt: nobody else ends a job that is not queued
+            if not (ticket.has_ended or (job is not None and job.is_begun)):
+                ticket.end()
+            raise
         return ticket
 
     def renew(self, fingerprint: bytes | None, header_fields: dict[str, str | int]) -> TierTicket:
@@ -230,6 +236,7 @@ class SlotStore:
             self._end(job, None)
             return
         try:
+            job.is_begun = True
             self._jobs.add(job)
             self._mark(job, Marks.take)
             self._lanes.submit(pieces, is_put=job.kind == "put")
