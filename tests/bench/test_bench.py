@@ -199,7 +199,17 @@ def test_shared_store_is_measured_and_left_as_it_was(
         assert "put 32 blocks" in capsys.readouterr().out
         server.kill()
         assert cli.main(command) == 74
-        assert "the store has kept no block" in capsys.readouterr().err
+        assert "Connection refused" in capsys.readouterr().err
+
+
+def test_a_store_that_refuses_the_login_is_one_line_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Server(tmp_path, "--requirepass", "secret") as server:
+        assert cli.main(["bench", "shared", server.url, "--size", "8KiB"]) == 74
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "set KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD" in err
+    assert not caplog.records, "what a server logs of its tier says nothing of a measurement"
 
 
 def test_shared_store_takes_the_files_that_a_server_takes(

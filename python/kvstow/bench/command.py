@@ -14,11 +14,11 @@ from typing import Any, Final
 import click
 from rich.table import Table
 
-from kvstow._core import ConfigError, debug_build
+from kvstow._core import ConfigError, TransferError, debug_build
 from kvstow.bench.accounting import AccountingRow, Maker, measure_accounting
 from kvstow.bench.clock import machine
 from kvstow.bench.copy import CopyRow, Device, has_gpu, measure_copies
-from kvstow.bench.tier import JOBS, NUM_SLOTS, TierRow, measure_tier
+from kvstow.bench.tier import JOBS, NUM_SLOTS, TierRow, check_tier, measure_tier
 from kvstow.output import Output, with_output
 from kvstow.sizes import parse_bytes
 from kvstow.tiers import Fingerprint, SlotFile
@@ -169,9 +169,11 @@ def shared(output: Output, url: str, size: str, turns: int, **store: Any) -> int
         return RespTier(arena, url, namespace, **store_access(store))
 
     with HostArena(NUM_SLOTS, block_bytes) as arena, opened(arena) as tier:
+        try:
+            check_tier(tier)
+        except TransferError as error:
+            raise OSError(errno.EIO, str(error)) from error
         rows = measure_tier(tier, turns, has_slots=False)
-    if all(row.num_failed == row.num_blocks * (turns + 1) for row in rows):
-        raise OSError(errno.EIO, "the store has kept no block: check its address and its log")
     result = _result(rows, turns) | {"block_bytes": block_bytes}
     output.write(result, lambda: _tier_table(rows))
     is_right = not any(row.num_failed or row.num_wrong for row in rows)

@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvstow._core import TransferError
 from kvstow.tiers import Tier, TierBlocks, TierTicket
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -86,6 +87,20 @@ def measure_tier(tier: Tier, num_turns: int, *, has_slots: bool) -> list[TierRow
             took_ms = median(times[name][1:]) * 1e3
             found.append(TierRow(name, number, took_ms, best, num_failed[name], wrong))
     return found
+
+
+def check_tier(tier: Tier) -> None:
+    """Put a block into a store and delete it, so that a store that fails is not measured.
+
+    Raises:
+        TransferError: the store has not kept the block: its message says why.
+    """
+    blocks = TierBlocks([os.urandom(_HASH_BYTES)], [0])
+    ticket = tier.put(blocks, np.arange(1))
+    ticket.wait()
+    if not ticket.ok.all():
+        raise ticket.error or TransferError("the store has not kept a block: see its log")
+    tier.delete(blocks).wait()
 
 
 def _timed(
