@@ -250,6 +250,20 @@ def test_each_request_asks_once(server: Server) -> None:
             assert serve(a, "one name", prompt) == 0
             assert serve(b, "one name", prompt) == NUM_WHOLE
         assert stat(b, "shared_asked_blocks") == 3 * NUM_WHOLE // BLOCK
+        assert stat(b, "shared_questions") == 3
+
+
+def test_questions_that_a_failed_store_is_spared_count_as_questions_and_as_failed(
+    server: Server,
+) -> None:
+    with world(server.url) as a:
+        server.kill()
+        for number in range(6):  # after a few failures the store is left alone
+            serve(a, f"asks {number}", [100 * number + token for token in DOCUMENT])
+        end = time.monotonic() + 10
+        while stat(a, "shared_failed_questions") < 6 and time.monotonic() < end:
+            time.sleep(0.01)  # a late question ends without its request
+        assert stat(a, "shared_failed_questions") == stat(a, "shared_questions") == 6
 
 
 def test_the_index_forgets_and_the_store_keeps(server: Server) -> None:

@@ -590,12 +590,13 @@ class Engine(Closing):
         With a shared tier, the same under names that begin with `shared_`, without `disk_`, and:
 
         - shared_asked_blocks and shared_found_blocks, of questions to the store.
+        - shared_questions: those that were not asked because the store had failed, too.
         - shared_late_questions: requests that went on without an answer.
         - shared_failed_questions: not answered, or not asked because the store had failed.
 
         With both, those of a disk tier, which then count the blocks of both, and:
 
-        - the four that count questions.
+        - the five that count questions.
         - shared_mode.
         - shared_put_blocks, shared_got_blocks and shared_mismatched_blocks, of the store on all
           ranks.

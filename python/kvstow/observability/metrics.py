@@ -293,6 +293,12 @@ CONNECTOR_METRICS: Final = (
         {"": "shared_found_blocks"},
     ),
     Metric(
+        "kvstow_shared_questions_total",
+        "Questions to the store, those included that were not asked because it had failed. "
+        "Requests that ask for the same blocks at once share a question.",
+        {"": "shared_questions"},
+    ),
+    Metric(
         "kvstow_shared_unanswered_questions_total",
         "Questions of requests that went on without an answer: it was late, or the store failed "
         "or was left alone because it had failed.",

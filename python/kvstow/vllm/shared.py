@@ -167,6 +167,7 @@ class Questions:
         return {
             "shared_asked_blocks": asker.asked_keys,
             "shared_found_blocks": asker.found_keys,
+            "shared_questions": asker.questions + asker.refused_questions,
             "shared_late_questions": asker.late_questions,
             "shared_failed_questions": asker.failed_questions + asker.refused_questions,
         }
