@@ -164,7 +164,7 @@ def test_a_correct_server_passes_every_case(
         (
             "garbled",
             "TC1",
-            "1 of 1 answers differ by more than a tie (--tie 0.1), the first",
+            "1 of 1 answers differ by more than a tie (--tie 0.25), the first",
         ),
         ("garbled", "TC1", "answer 0 has token_id:x at position 4"),
         ("garbled", "TC2", "10 of 10 answers differ"),
