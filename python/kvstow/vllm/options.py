@@ -235,7 +235,8 @@ class Options:
         disk_admit: "all" writes every block that is stored. "returned" writes blocks that requests
             hit, or that are stored again after an eviction, and the blocks before them.
         disk_max_write_bytes_per_s: the most bytes per second that all ranks together write. Blocks
-            wait for their turn, and are lost if the host evicts them first. With `shared`, it also
+            wait for their turn, and are lost if the host evicts them first. When the server ends,
+            its workers write at once what this allows in `disk_flush_s`. With `shared`, it also
             bounds what the disk keeps of what the store brought. Default: no bound.
         min_promote_tokens: a request waits for a tier below the host only if the tier adds this
             many tokens.
