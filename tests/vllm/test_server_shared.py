@@ -25,6 +25,7 @@ import pytest
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.mooncake_owner import Owner
 from tests.tiers.resp.server import Server as Store
+from tests.vllm.server import END_S
 from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, NUM_TOKENS, Server, check, prompts, server
 from tests.vllm.sharing import redis_of
 
@@ -139,11 +140,17 @@ def test_what_one_server_computed_the_others_load(
             known |= own
             written.append({key: redis.get(key) for key in own})
         assert two.hits(1, asked[0], expected[0]) == NUM_HIT
+        bad = dict[bytes, bytes]()
         for at, kind in enumerate(DAMAGE, 1):
+            bad = {key: damaged(key, written[at], kind) for key in written[at]} | bad
             for key in written[at]:
-                redis.set(key, damaged(key, written[at], kind))
+                redis.set(key, bad[key])
             assert two.hits(1, asked[at], expected[at]) == 0, kind
         assert two.servers[1].metric("kvstow_shared_mismatched_blocks_total") >= len(DAMAGE)
+        end_s = time.monotonic() + END_S
+        while any(redis.get(key) in (None, value) for key, value in bad.items()):
+            assert time.monotonic() < end_s, "the damaged blocks were not put again"
+            time.sleep(0.1)
         two.servers[1].kill()
         with server(folder, tmp_path / "third", options(store.url)) as third:
             check(third.answer(asked[-1 - len(DAMAGE)]), expected[-1 - len(DAMAGE)])
