@@ -26,8 +26,8 @@ from tests.engine.disk_world import (
     slot_file,
     world,
 )
-from tests.engine.test_interrupted_extend import is_interrupted
 from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS, World
+from tests.interrupts import is_interrupted
 from tests.tiers.setup import LONG_S, Here
 
 from kvstow import (

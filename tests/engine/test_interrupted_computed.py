@@ -5,8 +5,8 @@ them before they are written.
 """
 
 import pytest
-from tests.engine.test_interrupted_extend import is_interrupted
 from tests.engine.world import DOCUMENT, world
+from tests.interrupts import is_interrupted
 
 from kvstow.transfer import READY, HostEvent
 

@@ -4,16 +4,10 @@ The engine keeps only the number of a request's hashes and tokens. So recovery m
 from the ledger, and must find them again if it is interrupted itself.
 """
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
-
 import pytest
 from tests.engine.world import BLOCK, DOCUMENT, World
+from tests.interrupts import is_interrupted
 
-import kvstow.engine
 from kvstow import Engine, StateError, UnknownRequest, hash_tokens
 from kvstow.engine.state import State
 from kvstow.transfer import READY
@@ -23,31 +17,6 @@ TEXT = [*DOCUMENT, *range(50, 58)]  # 6 blocks, of which the extension brings 2
 HASHES = hash_tokens(TEXT, BLOCK)
 KEYS = [(f"key {at}",) for at in range(len(HASHES))]
 NUM_FIRST = len(DOCUMENT) // BLOCK
-SOURCES = str(Path(kvstow.engine.__file__).parent)
-
-
-def is_interrupted(call: Callable[[], object], line: int) -> bool:
-    """Interrupt `call` before the engine carries out its line number `line`, counted from 1."""
-    num_lines = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal num_lines
-        if not frame.f_code.co_filename.startswith(SOURCES):
-            return None
-        num_lines += event == "line"
-        if event == "line" and num_lines == line:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def known(engine: Engine) -> tuple[int, int, int]:

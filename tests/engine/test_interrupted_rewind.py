@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.sleep_world import BLOCK, WHO, prompt, world
-from tests.engine.test_interrupted_extend import is_interrupted
+from tests.interrupts import is_interrupted
 
 from kvstow import HOST, ConfigError, StateError, hash_tokens
 from kvstow.transfer import READY

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
+from tests.interrupts import is_interrupted
 from tests.tiers.memory import MemoryTier
 from tests.tiers.setup import (
     LONG_S,
@@ -127,32 +124,8 @@ def test_interrupted_job_fails_once_its_ticket_has_ended(arena: HostArena, when:
     assert runner.poll() == [(4, [True])]
 
 
-def is_interrupted(call: Callable[[], object], line: int) -> bool:
-    """Interrupt `call` before it carries out its line number `line` of `slot_store`, from 1.
-
-    The heads of `with` and `try` do not count: Python looks for no signal there.
-    """
-    num_lines = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal num_lines
-        name = frame.f_code.co_filename
-        if name == slot_store.__file__ and event == "line":
-            text = linecache.getline(name, frame.f_lineno).strip()
-            num_lines += not text.startswith(("with ", "try:"))
-            if num_lines == line and not text.startswith(("with ", "try:")):
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+# Python looks for no signal at the heads of `with` and `try`.
+WITHOUT_SIGNALS = ("with ", "try:")
 
 
 @pytest.mark.parametrize("direction", ["demote", "promote"])
@@ -167,7 +140,12 @@ def test_job_that_is_interrupted_anywhere_in_the_slot_file_ends(
         is_cut_short = True
         while is_cut_short:
             line += 1
-            is_cut_short = is_interrupted(lambda: runner.begin(direction, 2, blocks, [0, 1]), line)
+            is_cut_short = is_interrupted(
+                lambda: runner.begin(direction, 2, blocks, [0, 1]),
+                line,
+                slot_store.__file__,
+                skipped=WITHOUT_SIGNALS,
+            )
             assert runner.wait(LONG_S / 10), f"line {line}: the job does not end"
             runner.poll()
         assert line > 10, "some lines were interrupted"

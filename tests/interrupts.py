@@ -1,0 +1,60 @@
+"""Interrupts a call before any of its lines, as Ctrl-C may."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import kvstow.engine
+
+ENGINE = str(Path(kvstow.engine.__file__).parent)
+
+
+def is_interrupted(
+    call: Callable[[], object],
+    line: int,
+    sources: str = ENGINE,
+    *,
+    skipped: tuple[str, ...] = (),
+) -> bool:
+    """Interrupt `call` before it carries out line number `line` of the sources, counted from 1.
+
+    Args:
+        call: what to interrupt.
+        line: number of the line, in the order in which lines are carried out.
+        sources: a file or a folder; only its lines count.
+        skipped: how lines begin that do not count.
+
+    Returns:
+        Whether the call has so many lines.
+    """
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines
+        name = frame.f_code.co_filename
+        if not name.startswith(sources):
+            return None
+        if event == "line" and not _begins(name, frame.f_lineno, skipped):
+            num_lines += 1
+            if num_lines == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def _begins(name: str, number: int, with_what: tuple[str, ...]) -> bool:
+    return bool(with_what) and linecache.getline(name, number).strip().startswith(with_what)
