@@ -276,13 +276,6 @@ class Shared(Disk):
         """Return what the scheduler, the store's client and the asker have counted."""
         return of_shared(super().stats(scheduler)) | self.question_stats()
 
-    def question_stats(self) -> dict[str, float]:
+    def question_stats(self) -> dict[str, int]:
         """Return what the asker has counted."""
-        asker = self._asker.stats
-        return {
-            "shared_asked_blocks": asker.asked_keys,
-            "shared_found_blocks": asker.found_keys,
-            "shared_questions": asker.questions + asker.refused_questions,
-            "shared_late_questions": asker.late_questions,
-            "shared_failed_questions": asker.failed_questions + asker.refused_questions,
-        }
+        return self._asker.stats.named()

@@ -122,6 +122,16 @@ class AskerStats:
     failed_questions: int = 0
     refused_questions: int = 0
 
+    def named(self) -> dict[str, int]:
+        """Return them under the names of `Engine.stats` and of the metrics."""
+        return {
+            "shared_asked_blocks": self.asked_keys,
+            "shared_found_blocks": self.found_keys,
+            "shared_questions": self.questions + self.refused_questions,
+            "shared_late_questions": self.late_questions,
+            "shared_failed_questions": self.failed_questions + self.refused_questions,
+        }
+
 
 @dataclass(slots=True, eq=False)
 class _Call:

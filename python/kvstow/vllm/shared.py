@@ -163,14 +163,7 @@ class Questions:
 
     def stats(self) -> dict[str, int]:
         """Return what was asked and answered."""
-        asker = self._asker.stats
-        return {
-            "shared_asked_blocks": asker.asked_keys,
-            "shared_found_blocks": asker.found_keys,
-            "shared_questions": asker.questions + asker.refused_questions,
-            "shared_late_questions": asker.late_questions,
-            "shared_failed_questions": asker.failed_questions + asker.refused_questions,
-        }
+        return self._asker.stats.named()
 
     def close(self) -> None:
         """Ask no more, and close the connection."""
