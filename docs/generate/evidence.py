@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+from benches.gpu.rivals import speeds
 from docs.generate.plot import Bars, Draw, Lines
 
 ROOT: Final = Path(__file__).parents[2]
@@ -120,17 +121,10 @@ def _gpu_copies(text: str) -> Iterator[str]:
     heads = ("kvstow", "scattered", "host ms", *(_RIVALS[name] for name in rivals))
     yield "  KiB  way  " + "".join(f"{head:>12}" for head in heads)
     for row, scattered in _runs_and_scattered(found["moves"]):
-        beside = [
-            it["gb_per_s"]
-            for name in rivals
-            for it in found["rivals"]
-            if (it["rival"], it["fragment_kib"], it["direction"])
-            == (name, row["fragment_kib"], row["direction"])
-        ]
-        speeds = [row["gb_per_s"], scattered["gb_per_s"], row["submit_cpu_ms"], *beside]
-        yield f"{row['fragment_kib']:>5}  {row['direction']:5}" + "".join(
-            f"{speed:>12.1f}" for speed in speeds
-        )
+        size, way = row["fragment_kib"], row["direction"]
+        beside = [speeds(found["rivals"], name, way)[size] for name in rivals]
+        figures = [row["gb_per_s"], scattered["gb_per_s"], row["submit_cpu_ms"], *beside]
+        yield f"{size:>5}  {way:5}" + "".join(f"{figure:>12.1f}" for figure in figures)
     yield ""
     yield "steps of a model beside copies both ways"
     for row in found["interference"]:
@@ -239,12 +233,8 @@ def _gpu_loads(text: str) -> Lines:
     series = [("kvstow", [(float(row["fragment_kib"]), row["gb_per_s"]) for row in rows])]
     rivals = {"batched": "the driver's batched copies", "call-per-fragment": "a call for each"}
     for rival, name in rivals.items():
-        points = [
-            (float(row["fragment_kib"]), row["gb_per_s"])
-            for row in found["rivals"]
-            if (row["rival"], row["direction"]) == (rival, "load") and row["fragment_kib"] in sizes
-        ]
-        series.append((name, points))
+        by_size = speeds(found["rivals"], rival, "load")
+        series.append((name, [(size, by_size[int(size)]) for size in sizes]))
     peak = found["peak"]["load_gb_per_s"]
     series.append(("peak of the link", [(size, peak) for size in (sizes[0], sizes[-1])]))
     return Lines("Loads to an H100, GB/s", "KiB of a fragment", series, unit="")

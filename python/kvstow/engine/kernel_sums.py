@@ -64,7 +64,7 @@ class KernelSums:
             for arena, layouts in zip(ranks.arenas, ranks.layouts, strict=True):
                 is_moved &= _are_sound(arena, layouts, blocks, slots)
         at = np.flatnonzero(is_moved)
-        part, slots = _part(blocks, at), slots[at]
+        part, slots = blocks.some(at), slots[at]
         self._jobs[job.job_id] = _Begun(is_demote, part, slots, is_moved)
         return part, slots
 
@@ -81,10 +81,10 @@ class KernelSums:
             if len(damaged):
                 are_ok[damaged] = False
                 with suppress(KvstowError):
-                    tier.delete(_part(job.blocks, damaged))
+                    tier.delete(job.blocks.some(damaged))
         elif arena.has_device_sums:
             at = np.flatnonzero(are_ok)
-            slots, sizes = _runs(arena, layouts, _part(job.blocks, at), job.host_slots[at])
+            slots, sizes = _runs(arena, layouts, job.blocks.some(at), job.host_slots[at])
             record_device_sums(arena, slots, sizes)
         every = np.zeros(len(job.is_moved), np.bool_)
         every[job.is_moved] = are_ok
@@ -115,15 +115,3 @@ def _runs(
     slots: Index = (host_slots[:, None] * per_run + np.arange(per_run)).reshape(-1)
     sizes = np.array([layout.slot_bytes for layout in layouts])[np.asarray(blocks.groups, np.int64)]
     return slots, np.repeat(sizes, per_run).tolist()
-
-
-def _part(blocks: TierBlocks, at: npt.NDArray[np.intp]) -> TierBlocks:
-    """Return some blocks of a job."""
-    parents, slots = blocks.parents, blocks.slots
-    return TierBlocks(
-        [blocks.hashes[one] for one in at],
-        np.asarray(blocks.groups)[at],
-        None if parents is None else [parents[one] for one in at],
-        None if slots is None else np.asarray(slots)[at],
-        blocks.sequence,
-    )

@@ -69,6 +69,17 @@ class TierBlocks:
         """Return the number of blocks."""
         return len(self.hashes)
 
+    def some(self, at: npt.NDArray[np.intp]) -> TierBlocks:
+        """Return the blocks at these places."""
+        parents, slots = self.parents, self.slots
+        return TierBlocks(
+            [self.hashes[index] for index in at],
+            np.asarray(self.groups)[at],
+            None if parents is None else [parents[index] for index in at],
+            None if slots is None else np.asarray(slots)[at],
+            self.sequence,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TierStats:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
@@ -163,6 +164,4 @@ class Counted:
 def some_of(blocks: TierBlocks, at: npt.NDArray[np.intp]) -> TierBlocks:
     """Return some blocks of a job, without their parents."""
     assert blocks.slots is not None, "the blocks of a job have slots"
-    hashes = [blocks.hashes[index] for index in at]
-    groups, slots = np.asarray(blocks.groups)[at], np.asarray(blocks.slots)[at]
-    return TierBlocks(hashes, groups, None, slots, blocks.sequence)
+    return replace(blocks, parents=None).some(at)
