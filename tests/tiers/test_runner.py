@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -20,8 +21,9 @@ from tests.tiers.setup import (
     open_file,
 )
 
-from kvstow.tiers import TierTicket, slot_store
+from kvstow.tiers import TierTicket, queued, slot_store
 from kvstow.tiers.files import Buffers
+from kvstow.tiers.queued import Job, QueuedTier, Worker
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.tier import Checked
 from kvstow.transfer import HostArena
@@ -128,13 +130,46 @@ def test_interrupted_job_fails_once_its_ticket_has_ended(arena: HostArena, when:
 WITHOUT_SIGNALS = ("with ", "try:")
 
 
+class Kept(QueuedTier):
+    """A store in this process, which takes up to four blocks of puts, one at a time."""
+
+    def __init__(self, arena: HostArena) -> None:
+        super().__init__(arena, bytes(16), timeout_s=LONG_S, num_threads=2, max_queued_bytes=2**30)
+        self._max_queued_bytes = 4 * self.slot_bytes
+        self.blocks_per_part = 1
+        self.kept: dict[bytes, bytes] = {}
+        self.start()
+
+    def _worker(self) -> Worker:
+        return KeptWorker(self)
+
+
+class KeptWorker:
+    def __init__(self, tier: Kept) -> None:
+        self.tier = tier
+
+    def carry_out(self, job: Job, part: range) -> None:
+        for at in part:
+            row, key = self.tier.arena.slots[job.host_slots[at]], job.blocks.hashes[at]
+            if job.operation == "put":
+                self.tier.kept[key] = row.tobytes()
+            else:
+                row[:] = np.frombuffer(self.tier.kept[key], np.uint8)
+            job.ok[at] = True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @pytest.mark.parametrize("direction", ["demote", "promote"])
-def test_job_that_is_interrupted_anywhere_in_the_slot_file_ends(
-    tmp_path: Path, arena: HostArena, direction: Literal["demote", "promote"]
+@pytest.mark.parametrize("sources", [slot_store, queued])
+def test_job_that_is_interrupted_anywhere_in_its_tier_ends(
+    tmp_path: Path, arena: HostArena, direction: Literal["demote", "promote"], sources: ModuleType
 ) -> None:
     fill(arena, 2)
     blocks, line = blocks_of([key_of(0), key_of(1)], [0, 1]), 0
-    with TierRunner(open_file(tmp_path, arena)) as runner:
+    is_file = sources is slot_store
+    with TierRunner(open_file(tmp_path, arena) if is_file else Kept(arena)) as runner:
         runner.begin("demote", 1, blocks, [0, 1])
         assert runner.wait(LONG_S)
         is_cut_short = True
@@ -143,7 +178,7 @@ def test_job_that_is_interrupted_anywhere_in_the_slot_file_ends(
             is_cut_short = is_interrupted(
                 lambda: runner.begin(direction, 2, blocks, [0, 1]),
                 line,
-                slot_store.__file__,
+                str(sources.__file__),
                 skipped=WITHOUT_SIGNALS,
             )
             assert runner.wait(LONG_S / 10), f"line {line}: the job does not end"
@@ -151,4 +186,4 @@ def test_job_that_is_interrupted_anywhere_in_the_slot_file_ends(
         assert line > 10, "some lines were interrupted"
         runner.begin(direction, 3, blocks, [0, 1])
         assert runner.wait(LONG_S)
-        assert runner.poll() == [(3, [True] * 2)], "a slot is still in use"
+        assert runner.poll() == [(3, [True] * 2)], "a slot is still in use, or the queue is full"

@@ -311,9 +311,10 @@ class SnapshotFile(Closing):
 
     def close(self) -> None:
         """Close the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        # Forgotten before it is closed. After an interrupt, another file may have its number.
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     def map_arenas(self) -> Iterator[HostArena]:
         """Yield each rank's slots as host memory, copy-on-write, with checksums of the used ones.

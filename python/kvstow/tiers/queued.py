@@ -5,7 +5,8 @@ put                   -> [bounded queue] -> threads of puts  -> worker.carry_out
 get, contains, delete -> [queue] ---------> other threads ---> worker.carry_out, part by part
 ```
 
-Puts have threads of their own, so that no request waits for them.
+Puts have threads of their own, so that no request waits for them. A thread takes a part from its
+job. So an interrupted caller can take back the parts that no thread has, and the job still ends.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import math
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final, Literal, Protocol, TypeAlias
@@ -42,7 +45,7 @@ _KEYS_PER_PART: Final = 8192
 _MAX_THREADS: Final = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """One call, until all of its parts have ended.
 
@@ -51,20 +54,29 @@ class Job:
         blocks: the blocks.
         host_slots: the host slot of each; empty for calls without host slots.
         until_s: the time of `time.monotonic` after which no answer counts.
-        ok: the answers.
         namespace: whose blocks they are.
+        ticket: what the caller has.
+        parts: the parts that no thread has taken.
+        num_left: blocks of parts that have not ended.
+        ok: the answers.
+        error: why blocks failed together, if any did.
     """
 
     operation: Operation
     blocks: Checked
     host_slots: Index
     until_s: float
-    ok: Bools
-    ticket: TierTicket
-    num_parts: int
     namespace: Namespace
+    ticket: TierTicket
+    parts: deque[range]
+    num_left: int = field(init=False)
+    ok: Bools = field(init=False)
     error: TransferError | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Begin without an answer."""
+        self.num_left = len(self.blocks)
+        self.ok = np.zeros(len(self.blocks), np.bool_)
 
 
 class Worker(Protocol):
@@ -126,10 +138,12 @@ class QueuedTier(SharedTier):
         )
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(TierStats.__dataclass_fields__, 0)
-        self._queued_bytes = 0
+        self._num_queued = 0  # blocks of puts that have not ended
+        self._queued: set[Job] = set()
         self._is_closed = self._is_forked = False
-        self._puts: SimpleQueue[tuple[Job, range] | None] = SimpleQueue()
-        self._others: SimpleQueue[tuple[Job, range] | None] = SimpleQueue()
+        # Each job stands in its queue once for each of its parts.
+        self._puts: SimpleQueue[Job | None] = SimpleQueue()
+        self._others: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -164,14 +178,14 @@ class QueuedTier(SharedTier):
             return TierStats(**self._counts)
 
     def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
-        num_bytes = len(blocks) * self.slot_bytes
+        limit = self._max_queued_bytes
         with self._lock:
-            has_room = self._queued_bytes + num_bytes <= self._max_queued_bytes
-            self._queued_bytes += num_bytes if has_room else 0
-            self._counts["failed_puts"] += 0 if has_room else len(blocks)
-        if not has_room:
+            num_bytes = (self._num_queued + len(blocks)) * self.slot_bytes
+            self._counts["failed_puts"] += len(blocks) if num_bytes > limit else 0
+        if num_bytes > limit:
+            why = f"{num_bytes} bytes of puts would wait, more than max_queued_bytes, {limit}"
             ticket = TierTicket(len(blocks), deadline)
-            ticket.end(None, TransferError(f"{num_bytes} bytes more than the queue of puts takes"))
+            ticket.end(None, TransferError(why))
             return ticket
         return self._begin("put", blocks, host_slots, deadline)
 
@@ -187,19 +201,39 @@ class QueuedTier(SharedTier):
     def _begin(
         self, operation: Operation, blocks: Checked, host_slots: Index, deadline: float | None
     ) -> TierTicket:
+        job: Job | None = None
         ticket = TierTicket(len(blocks), deadline)
-        now_s = time.monotonic()
-        until_s = now_s + self.timeout_s if ticket.deadline is None else ticket.deadline
-        size = self.blocks_per_part if operation in ("put", "get") else _KEYS_PER_PART
-        parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
-        ok = np.zeros(len(blocks), np.bool_)
-        job = Job(operation, blocks, host_slots, until_s, ok, ticket, len(parts), self.namespace)
-        if not parts:
-            ticket.end(ok)
-        queue = self._puts if operation == "put" else self._others
-        for part in parts:
-            queue.put((job, part))
+        try:
+            now_s = time.monotonic()
+            until_s = now_s + self.timeout_s if ticket.deadline is None else ticket.deadline
+            size = self.blocks_per_part if operation in ("put", "get") else _KEYS_PER_PART
+            parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
+            job = Job(operation, blocks, host_slots, until_s, self.namespace, ticket, deque(parts))
+            if not parts:
+                ticket.end(job.ok)
+            queue = self._others
+            if operation == "put":
+                queue = self._puts
+                with self._lock:
+                    self._queued.add(job)
+                    self._num_queued += job.num_left
+            for _ in parts:
+                queue.put(job)
+        except BaseException:  # an interrupt, at any line: take back what no thread has begun
+            self._take_back(ticket, job)
+            raise
         return ticket
+
+    def _take_back(self, ticket: TierTicket, job: Job | None) -> None:
+        """End what no thread has begun of a job whose begin was interrupted."""
+        if job is None:
+            ticket.end()
+            return
+        with self._lock:
+            self._num_queued = sum(queued.num_left for queued in self._queued)
+        with suppress(IndexError):
+            while True:
+                self._end_part(job, job.parts.pop(), TransferError("the call was interrupted"))
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop.
@@ -240,11 +274,14 @@ class QueuedTier(SharedTier):
         with self._lock:
             self._counts["mismatched_blocks"] += num_blocks
 
-    def _run(self, queue: SimpleQueue[tuple[Job, range] | None]) -> None:
+    def _run(self, queue: SimpleQueue[Job | None]) -> None:
         worker = self._worker()
-        while (task := queue.get()) is not None:
-            job, part = task
+        while (job := queue.get()) is not None:
             error: TransferError | None = None
+            try:
+                part = job.parts.popleft()
+            except IndexError:  # the caller has taken it back
+                continue
             try:
                 if time.monotonic() >= job.until_s:
                     raise TransferError("the job was late before a thread began it")
@@ -259,13 +296,14 @@ class QueuedTier(SharedTier):
         worker.close()
 
     def _end_part(self, job: Job, part: range, error: TransferError | None) -> None:
-        with job.lock:
+        with self._lock:
             job.error = job.error or error
-            job.num_parts -= 1
-            is_last = not job.num_parts
-        if job.operation == "put":
-            with self._lock:
-                self._queued_bytes -= len(part) * self.slot_bytes
+            job.num_left -= len(part)
+            is_last = not job.num_left
+            if job in self._queued:
+                self._num_queued -= len(part)
+            if is_last:
+                self._queued.discard(job)
         if not is_last:
             return
         job.ticket.end(job.ok, job.error)
