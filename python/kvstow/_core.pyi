@@ -1604,7 +1604,7 @@ class HitCurve:
             The first blocks that the curve knows: an estimate once `rate` is below 1.
 
         Raises:
-            ConfigError: as `add`.
+            ConfigError: as `add`, or ends that descend.
         """
     def insert(self, keys: _Keys) -> None:
         """Make the keys of a request recent, tail before root, without a lookup.

@@ -7,7 +7,7 @@ use numpy::{
     IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
-use pyo3::exceptions::PyOverflowError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
@@ -23,17 +23,62 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        match obj.extract::<usize>() {
-            Ok(count) => Ok(Self(count)),
-            Err(error) if error.is_instance_of::<PyOverflowError>(obj.py()) => {
-                Err(ConfigError::new_err(format!(
-                    "a count is {}: it must be 0 to {}",
-                    shown(&obj),
+        Self::named(&obj, "a count")
+    }
+}
+
+/// What Python passes as an argument, which errors name.
+pub(crate) trait Named: Sized {
+    fn named(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Self>;
+}
+
+impl Named for Count {
+    fn named(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
+        obj.extract().map(Self).map_err(|error: PyErr| {
+            let py = obj.py();
+            if error.is_instance_of::<PyOverflowError>(py) {
+                let given = shown(obj);
+                return ConfigError::new_err(format!(
+                    "{name} is {given}: it must be 0 to {}",
                     usize::MAX
-                )))
+                ));
             }
-            Err(error) => Err(error),
-        }
+            if error.is_instance_of::<PyTypeError>(py) {
+                return PyTypeError::new_err(format!("{name}: {}", error.value(py)));
+            }
+            error
+        })
+    }
+}
+
+impl Named for Option<Count> {
+    fn named(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
+        if obj.is_none() { Ok(None) } else { Count::named(obj, name).map(Some) }
+    }
+}
+
+/// Defines the conversion of each argument, for `from_py_with`.
+macro_rules! named_counts {
+    ($($name:ident),+ $(,)?) => {
+        $(pub(crate) fn $name<T: Named>(obj: &Bound<'_, PyAny>) -> PyResult<T> {
+            T::named(obj, stringify!($name))
+        })+
+    };
+}
+
+/// Conversions of counts, each with the name of its argument.
+pub(crate) mod named {
+    use pyo3::prelude::*;
+
+    use super::Named;
+
+    named_counts! {
+        block_size, blocks_per_slot, chunk, extra_retained_tokens, group, max_bytes,
+        max_disk_blocks_in_flight, max_in_flight_tokens, max_keys, min_promote_tokens,
+        must_fit_tokens, n, num_blocks, num_device_blocks, num_disk_blocks,
+        num_external_tokens, num_host_blocks, num_in_flight_tokens, num_kept, num_local,
+        num_lookahead_tokens, num_new_tokens, reserve, seed, store_threshold, window,
+        world_size,
     }
 }
 
@@ -217,7 +262,9 @@ impl<'py> FromPyObject<'_, 'py> for RequestId {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let text = obj.cast::<PyString>()?;
+        let text = obj.cast::<PyString>().map_err(|_| {
+            PyTypeError::new_err(format!("request_id is of type {}: pass a str", obj.get_type()))
+        })?;
         PyBackedStr::try_from(text.to_owned()).map(Self).map_err(|_| not_unicode(&obj))
     }
 }

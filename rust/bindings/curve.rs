@@ -7,7 +7,7 @@ use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntype
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PySequence};
 
-use crate::convert::{Count, check_integer_array, counts};
+use crate::convert::{Count, check_integer_array, counts, named};
 use crate::error::{ConfigError, to_py};
 use crate::hash::native_copy;
 use crate::hashes::hashes;
@@ -47,7 +47,11 @@ impl HitCurve {
     #[new]
     #[pyo3(signature = (*, max_keys = None, max_bytes = None, seed = Count(0)))]
     #[pyo3(text_signature = "(*, max_keys=None, max_bytes=None, seed=0)")]
-    fn new(max_keys: Option<Count>, max_bytes: Option<Count>, seed: Count) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = named::max_keys)] max_keys: Option<Count>,
+        #[pyo3(from_py_with = named::max_bytes)] max_bytes: Option<Count>,
+        #[pyo3(from_py_with = named::seed)] seed: Count,
+    ) -> PyResult<Self> {
         let config = HitCurveConfig {
             max_keys: max_keys.map(|count| count.0),
             max_bytes: max_bytes.map(|count| count.0),
@@ -104,17 +108,20 @@ impl HitCurve {
     ///     The first blocks that the curve knows: an estimate once `rate` is below 1.
     ///
     /// Raises:
-    ///     ConfigError: as `add`.
+    ///     ConfigError: as `add`, or ends that descend.
     #[pyo3(signature = (keys, num_local = Count(0), *, ends = None))]
     #[pyo3(text_signature = "($self, keys, num_local=0, *, ends=None)")]
     fn lookup(
         &self,
         keys: &Bound<'_, PyAny>,
-        num_local: Count,
+        #[pyo3(from_py_with = named::num_local)] num_local: Count,
         ends: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
         let (keys, ends) =
             (Keys::from_py(keys)?, ends.map(|ends| counts(ends, "ends")).transpose()?);
+        if ends.as_ref().is_some_and(|ends| !ends.is_sorted()) {
+            return Err(ConfigError::new_err("ends descend: pass them in ascending order"));
+        }
         let mut this = lock(&self.0);
         this.agree(keys.source).map_err(to_py)?;
         Ok(this.curve.lookup(&keys.words, num_local.0, ends.as_deref()))
@@ -140,7 +147,7 @@ impl HitCurve {
     ///
     /// Args:
     ///     num_kept: the last turns. Keys that no request has used during them are forgotten.
-    fn turn(&self, num_kept: Count) {
+    fn turn(&self, #[pyo3(from_py_with = named::num_kept)] num_kept: Count) {
         lock(&self.0).curve.turn(num_kept.0);
     }
 

@@ -4,7 +4,7 @@ use kvstow_core::error::Result;
 use kvstow_core::group::{Attention, Group};
 use pyo3::prelude::*;
 
-use crate::convert::Count;
+use crate::convert::{Count, named, sequence};
 use crate::error::{ConfigError, to_py};
 
 /// Layers that attend to the whole prefix, MLA included. A hit needs every block of the prefix.
@@ -25,7 +25,10 @@ pub(crate) struct FullAttention(Group);
 impl FullAttention {
     #[new]
     #[pyo3(signature = (block_size, *, drops_last_block = false))]
-    fn new(block_size: Count, drops_last_block: bool) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = named::block_size)] block_size: Count,
+        drops_last_block: bool,
+    ) -> PyResult<Self> {
         let group = Group::new(Attention::Full, block_size.0);
         group.and_then(|group| dropping(group, drops_last_block)).map(Self).map_err(to_py)
     }
@@ -83,9 +86,9 @@ impl SlidingWindow {
             "(block_size, window, *, extra_retained_tokens=0, drops_last_block=False)"
     )]
     fn new(
-        block_size: Count,
-        window: Count,
-        extra_retained_tokens: Count,
+        #[pyo3(from_py_with = named::block_size)] block_size: Count,
+        #[pyo3(from_py_with = named::window)] window: Count,
+        #[pyo3(from_py_with = named::extra_retained_tokens)] extra_retained_tokens: Count,
         drops_last_block: bool,
     ) -> PyResult<Self> {
         let window = window.0;
@@ -149,7 +152,10 @@ pub(crate) struct ChunkedLocal {
 #[pymethods]
 impl ChunkedLocal {
     #[new]
-    fn new(block_size: Count, chunk: Count) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = named::block_size)] block_size: Count,
+        #[pyo3(from_py_with = named::chunk)] chunk: Count,
+    ) -> PyResult<Self> {
         let chunk = chunk.0;
         let group = Group::new(Attention::ChunkedLocal { chunk }, block_size.0).map_err(to_py)?;
         Ok(Self { group, chunk })
@@ -186,7 +192,7 @@ pub(crate) struct StateSpace(Group);
 #[pymethods]
 impl StateSpace {
     #[new]
-    fn new(block_size: Count) -> PyResult<Self> {
+    fn new(#[pyo3(from_py_with = named::block_size)] block_size: Count) -> PyResult<Self> {
         Group::new(Attention::StateSpace, block_size.0).map(Self).map_err(to_py)
     }
 
@@ -220,8 +226,8 @@ pub(crate) enum AnyGroup<'py> {
 }
 
 /// Converts a model's groups from Python to the core's.
-pub(crate) fn groups(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Group>> {
-    let group = |given: &Bound<'_, PyAny>| match given.extract() {
+pub(crate) fn groups(given: &Bound<'_, PyAny>) -> PyResult<Vec<Group>> {
+    let group = |given: Bound<'_, PyAny>| match given.extract() {
         Ok(AnyGroup::Full(group)) => Ok(group.0),
         Ok(AnyGroup::Sliding(group)) => Ok(group.group),
         Ok(AnyGroup::Chunked(group)) => Ok(group.group),
@@ -231,5 +237,5 @@ pub(crate) fn groups(given: &[Bound<'_, PyAny>]) -> PyResult<Vec<Group>> {
             given.get_type()
         ))),
     };
-    given.iter().map(group).collect()
+    sequence(given, "groups")?.try_iter()?.map(|given| group(given?)).collect()
 }

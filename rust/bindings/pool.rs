@@ -10,7 +10,7 @@ use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::convert::{Count, Int32Array, group_id, ids, to_array};
+use crate::convert::{Count, Int32Array, group_id, ids, named, to_array};
 use crate::error::to_py;
 use crate::event::events_to_py;
 use crate::hashes::hashes;
@@ -145,7 +145,7 @@ impl SharedPool for BlockPool {
 pool_methods!(BlockPool {
     #[new]
     #[pyo3(signature = (num_blocks, *, events = false))]
-    fn new(num_blocks: Count, events: bool) -> PyResult<Self> {
+    fn new(#[pyo3(from_py_with = named::num_blocks)] num_blocks: Count, events: bool) -> PyResult<Self> {
         Ok(Self(Mutex::new(pool::BlockPool::new(num_blocks.0, events).map_err(to_py)?)))
     }
 
@@ -164,7 +164,7 @@ pool_methods!(BlockPool {
     ///
     /// Raises:
     ///     OutOfBlocks: fewer than `n` blocks are free.
-    fn allocate<'py>(&self, py: Python<'py>, n: Count) -> PyResult<Int32Array<'py>> {
+    fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = named::n)] n: Count) -> PyResult<Int32Array<'py>> {
         let mut allocated = Vec::new();
         self.with(|pool| pool.allocate(n.0, &mut allocated)).map_err(to_py)?;
         Ok(to_array(py, allocated))
@@ -204,7 +204,7 @@ pool_methods!(BlockPool {
         &self,
         ids: &Bound<'_, PyAny>,
         hashes: &Bound<'_, PyAny>,
-        group: Count,
+        #[pyo3(from_py_with = named::group)] group: Count,
     ) -> PyResult<()> {
         let (hashes, group) = (self::hashes(hashes)?, group_id(group)?);
         self.with_ids(ids, |pool, ids| pool.cache(ids, &hashes, group))
@@ -221,7 +221,7 @@ pool_methods!(BlockPool {
     fn look_up<'py>(
         &self,
         hashes: &Bound<'py, PyAny>,
-        group: Count,
+        #[pyo3(from_py_with = named::group)] group: Count,
     ) -> PyResult<Int32Array<'py>> {
         let (py, hashes, group) = (hashes.py(), self::hashes(hashes)?, group_id(group)?);
         let found = self.with(|pool| pool.lookup(&hashes, group)).map_err(to_py)?;

@@ -267,6 +267,13 @@ def test_bounds_that_are_too_small_are_refused(bounds: dict[str, int]) -> None:
         HitCurve(**bounds)
 
 
+def test_ends_that_descend_are_refused() -> None:
+    curve = HitCurve()
+    with pytest.raises(ConfigError, match="ends descend: pass them in ascending order"):
+        curve.lookup([1, 2], ends=[2, 1])
+    assert curve.num_requests == 0
+
+
 def test_memory_that_no_machine_has_is_refused() -> None:
     for bounds in ({"max_keys": 2**60}, {"max_bytes": 2**62}):
         with pytest.raises(ConfigError, match="memory"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from tests.accounting.worlds import (
@@ -19,6 +20,7 @@ from kvstow import (
     ChunkedLocal,
     ConfigError,
     FullAttention,
+    HitCurve,
     OffloadScheduler,
     SlidingWindow,
     StateSpace,
@@ -63,8 +65,28 @@ def test_absurd_sizes_are_refused(make: Callable[[int], object], size: int) -> N
 def test_a_size_that_is_not_an_int_is_a_type_error(
     make: Callable[[object], object], size: object
 ) -> None:
-    with pytest.raises(TypeError, match=type(size).__name__):
+    with pytest.raises(TypeError, match=rf"^[a-z_]+: .*{type(size).__name__}"):
         make(size)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (BlockPool, "num_blocks"),
+        (partial(BlockLedger, groups=[GROUP]), "num_blocks"),
+        (partial(BlockLedger, 8, [GROUP]), "max_in_flight_tokens"),
+        (partial(OffloadScheduler, groups=[GROUP]), "num_host_blocks"),
+        (partial(OffloadScheduler, 8, [GROUP]), "store_threshold"),
+        (partial(SlidingWindow, 4), "window"),
+        (HitCurve, "max_keys"),
+        (HitCurve, "seed"),
+    ],
+)
+def test_error_for_a_negative_number_names_the_argument(
+    make: Callable[..., object], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is -1: it must be 0 to"):
+        make(**{name: -1})
 
 
 def test_a_pool_of_the_null_block_alone_is_refused() -> None:
@@ -80,6 +102,8 @@ def test_impossible_groups_and_options_are_refused() -> None:
         BlockLedger(8, [])
     with pytest.raises(ConfigError, match="a group is of type <class 'int'>: pass FullAttention"):
         BlockLedger(8, [4])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"FullAttention.*not a sequence of groups: pass a list"):
+        BlockLedger(8, FullAttention(4))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="common multiple"):
         BlockLedger(8, [FullAttention(2**29 - 1), FullAttention(2**29)])
     with pytest.raises(ConfigError, match=r"chunk is 6: .* multiple of the block size 4"):

@@ -14,7 +14,7 @@ use kvstow_core::ledger::{self, AllocateArgs, NewIds};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, request_ids, to_array};
+use crate::convert::{Count, Int32Array, Name, RequestId, as_strs, named, request_ids, to_array};
 use crate::error::to_py;
 use crate::group::groups;
 use crate::hash::extra_keys_to_py;
@@ -59,13 +59,13 @@ impl BlockLedger {
             events=False)"
     )]
     fn new(
-        num_blocks: Count,
-        groups: Vec<Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = named::num_blocks)] num_blocks: Count,
+        groups: &Bound<'_, PyAny>,
         publish: Option<Name>,
-        max_in_flight_tokens: Option<Count>,
+        #[pyo3(from_py_with = named::max_in_flight_tokens)] max_in_flight_tokens: Option<Count>,
         events: bool,
     ) -> PyResult<Self> {
-        let (groups, max_in_flight) = (self::groups(&groups)?, max_in_flight_tokens.map(|n| n.0));
+        let (groups, max_in_flight) = (self::groups(groups)?, max_in_flight_tokens.map(|n| n.0));
         let ledger = ledger::BlockLedger::new(num_blocks.0, groups, max_in_flight, events);
         let ledger = ledger.map_err(to_py)?.with_publish(publish_from_py(publish)?);
         Ok(Self(Arc::new(Mutex::new(ledger))))
@@ -187,14 +187,14 @@ impl BlockLedger {
         &self,
         py: Python<'py>,
         request_id: RequestId,
-        num_new_tokens: Count,
+        #[pyo3(from_py_with = named::num_new_tokens)] num_new_tokens: Count,
         hit: Option<&Bound<'py, PrefixHit>>,
-        num_external_tokens: Count,
-        num_lookahead_tokens: Count,
+        #[pyo3(from_py_with = named::num_external_tokens)] num_external_tokens: Count,
+        #[pyo3(from_py_with = named::num_lookahead_tokens)] num_lookahead_tokens: Count,
         delay_caching: bool,
-        reserve: Count,
-        num_in_flight_tokens: Count,
-        must_fit_tokens: Option<Count>,
+        #[pyo3(from_py_with = named::reserve)] reserve: Count,
+        #[pyo3(from_py_with = named::num_in_flight_tokens)] num_in_flight_tokens: Count,
+        #[pyo3(from_py_with = named::must_fit_tokens)] must_fit_tokens: Option<Count>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let args = AllocateArgs {
             num_new_tokens: num_new_tokens.0,
@@ -223,8 +223,8 @@ impl BlockLedger {
         &self,
         request_ids: &Bound<'_, PyAny>,
         num_new_tokens: &Bound<'_, PyAny>,
-        num_lookahead_tokens: Count,
-        num_in_flight_tokens: Count,
+        #[pyo3(from_py_with = named::num_lookahead_tokens)] num_lookahead_tokens: Count,
+        #[pyo3(from_py_with = named::num_in_flight_tokens)] num_in_flight_tokens: Count,
     ) -> PyResult<StepAllocation> {
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;

@@ -14,7 +14,9 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-use crate::convert::{Count, Name, RequestId, as_strs, counts, group_id, ids, job_id, request_ids};
+use crate::convert::{
+    Count, Name, RequestId, as_strs, counts, group_id, ids, job_id, named, request_ids,
+};
 use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
 use crate::group::groups;
@@ -84,20 +86,20 @@ impl OffloadScheduler {
             max_disk_blocks_in_flight=64, min_promote_tokens=0)"
     )]
     fn new(
-        num_host_blocks: Count,
-        groups: Vec<Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = named::num_host_blocks)] num_host_blocks: Count,
+        groups: &Bound<'_, PyAny>,
         mode: Name,
         policy: Name,
-        blocks_per_slot: Count,
-        world_size: Count,
-        num_device_blocks: Option<Count>,
+        #[pyo3(from_py_with = named::blocks_per_slot)] blocks_per_slot: Count,
+        #[pyo3(from_py_with = named::world_size)] world_size: Count,
+        #[pyo3(from_py_with = named::num_device_blocks)] num_device_blocks: Option<Count>,
         events: bool,
-        store_threshold: Count,
-        num_disk_blocks: Count,
+        #[pyo3(from_py_with = named::store_threshold)] store_threshold: Count,
+        #[pyo3(from_py_with = named::num_disk_blocks)] num_disk_blocks: Count,
         disk_policy: Name,
         disk_admit: Name,
-        max_disk_blocks_in_flight: Count,
-        min_promote_tokens: Count,
+        #[pyo3(from_py_with = named::max_disk_blocks_in_flight)] max_disk_blocks_in_flight: Count,
+        #[pyo3(from_py_with = named::min_promote_tokens)] min_promote_tokens: Count,
     ) -> PyResult<Self> {
         let disk = disk::config(
             num_disk_blocks.0,
@@ -115,7 +117,7 @@ impl OffloadScheduler {
             events,
             store_threshold: values::threshold(store_threshold.0)?,
             disk,
-            ..OffloadConfig::new(num_host_blocks.0, self::groups(&groups)?)
+            ..OffloadConfig::new(num_host_blocks.0, self::groups(groups)?)
         };
         Ok(Self(Mutex::new(offload::OffloadScheduler::new(config).map_err(to_py)?)))
     }

@@ -94,7 +94,7 @@ impl OffloadScheduler {
         let OffloadConfig { num_host_blocks, blocks_per_slot, policy, events, .. } = config;
         let threshold = config.store_threshold;
         let model = Model::new(config.groups.clone())?;
-        let mut host = Tier::new(num_host_blocks, policy, events)?;
+        let mut host = Tier::new("num_host_blocks", num_host_blocks, policy, events)?;
         let disk = config.disk.map(|disk| Disk::new(disk, num_host_blocks, events)).transpose()?;
         if config.disk.is_some_and(|disk| disk.admit == Admit::Returned) {
             host.evicted = Some(Vec::new());

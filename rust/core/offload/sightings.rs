@@ -41,14 +41,15 @@ impl Sightings {
             return Ok(None);
         }
         let num_counts = num_slots.saturating_mul(4).max(MIN_COUNTS);
-        check_memory(num_counts, size_of::<u64>())?;
+        check_memory("num_host_blocks", num_slots, num_counts, size_of::<u64>())?;
         Ok(Some(Self { sets: vec![[0; WAYS]; num_counts.div_ceil(WAYS)], threshold }))
     }
 
     /// A table that counts no further than 1: whether a block was seen.
     pub(super) fn of_any(num_blocks: usize) -> Result<Self> {
         let num_counts = num_blocks.max(MIN_COUNTS);
-        check_memory(num_counts, size_of::<u64>())?;
+        let name = "num_host_blocks + num_disk_blocks";
+        check_memory(name, num_blocks, num_counts, size_of::<u64>())?;
         Ok(Self { sets: vec![[0; WAYS]; num_counts.div_ceil(WAYS)], threshold: 1 })
     }
 

@@ -52,18 +52,23 @@ const AHEAD: usize = 16;
 /// As [`AHEAD`], for loops that change what they prefetch.
 const FAR_AHEAD: usize = 32;
 
-/// Refuses a number of blocks for whose accounting the machine lacks the memory. Without this
-/// check the failed allocation would end the process.
-pub(crate) fn check_memory(num_blocks: usize, block_bytes: usize) -> Result<()> {
-    let bytes = num_blocks.saturating_mul(block_bytes);
+/// Refuses the argument `name` if the machine lacks the memory for `num_entries`, the accounting
+/// that it asks for. Without this check the failed allocation would end the process.
+pub(crate) fn check_memory(
+    name: &str,
+    given: usize,
+    num_entries: usize,
+    entry_bytes: usize,
+) -> Result<()> {
+    let bytes = num_entries.saturating_mul(entry_bytes);
     let mut probe: Vec<u8> = Vec::new();
     let is_refused = probe.try_reserve_exact(bytes).is_err();
     // Without it the compiler removes the reservation.
     std::hint::black_box(&probe);
     if is_refused {
         return Err(Error::Config(format!(
-            "the accounting of {num_blocks} blocks takes {bytes} bytes, more than the machine has: \
-             use fewer blocks"
+            "{name} is {given}, whose accounting takes {bytes} bytes, more memory than the machine \
+             has: use fewer blocks"
         )));
     }
     Ok(())
@@ -116,7 +121,7 @@ impl BlockPool {
                 "num_blocks is {num_blocks}: it must be 2 to {MAX_BLOCKS}, the null block included"
             )));
         };
-        check_memory(num_blocks, BLOCK_BYTES)?;
+        check_memory("num_blocks", num_blocks, num_blocks, BLOCK_BYTES)?;
         Ok(Self {
             queue: FreeQueue::full(count),
             unhinted: Unhinted::default(),

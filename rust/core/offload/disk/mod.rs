@@ -90,7 +90,7 @@ impl Disk {
         let keeps_evicted = config.admit == Admit::Returned;
         let num_evicted = num_host_slots.saturating_add(config.num_blocks);
         Ok(Self {
-            tier: Tier::new(config.num_blocks, config.policy, events)?,
+            tier: Tier::new("num_disk_blocks", config.num_blocks, config.policy, events)?,
             config,
             mode: DiskMode::Off,
             queue: DemoteQueue::new(num_host_slots)?,

@@ -46,7 +46,7 @@ impl DemoteQueue {
     /// An empty queue for the slots of a host tier.
     pub(super) fn new(num_slots: usize) -> Result<Self> {
         let slot_bytes = ENTRIES_PER_SLOT * size_of::<(BlockId, u32)>() + size_of::<Mark>();
-        check_memory(num_slots + 1, slot_bytes)?;
+        check_memory("num_host_blocks", num_slots, num_slots + 1, slot_bytes)?;
         Ok(Self {
             entries: VecDeque::with_capacity(ENTRIES_PER_SLOT * num_slots),
             marks: vec![Mark::default(); num_slots + 1],

@@ -84,18 +84,24 @@ impl Source for Tier {
 }
 
 impl Tier {
-    /// A tier of `num_slots` empty slots. With `events` it records them.
-    pub(super) fn new(num_slots: usize, policy: EvictionPolicy, events: bool) -> Result<Self> {
+    /// A tier of `num_slots` empty slots, which errors call `name`. With `events` it records them.
+    pub(super) fn new(
+        name: &str,
+        num_slots: usize,
+        policy: EvictionPolicy,
+        events: bool,
+    ) -> Result<Self> {
         let num_blocks = num_slots.saturating_add(1);
         let policy_size =
             u32::try_from(num_blocks).ok().filter(|_| (1..MAX_BLOCKS).contains(&num_slots));
         let Some(policy_size) = policy_size else {
             return Err(Error::Config(format!(
-                "num_host_blocks is {num_slots}: it must be 1 to {}",
+                "{name} is {num_slots}: it must be 1 to {}",
                 MAX_BLOCKS - 1
             )));
         };
-        check_memory(num_blocks, BLOCK_BYTES + SLOT_BYTES + policy.slot_bytes())?;
+        let slot_bytes = BLOCK_BYTES + SLOT_BYTES + policy.slot_bytes();
+        check_memory(name, num_slots, num_blocks, slot_bytes)?;
         Ok(Self {
             slots: Slots::new(num_slots, events)?,
             chains: Chains::new(num_blocks),

@@ -18,7 +18,7 @@ fn hashes(chain: u16, len: u16) -> Vec<BlockHash> {
 fn a_failed_store_looks_only_at_its_own_slots_and_those_below() {
     const NUM_SLOTS: usize = 4_096;
     for policy in EvictionPolicy::ALL {
-        let mut tier = Tier::new(NUM_SLOTS, policy, false).unwrap();
+        let mut tier = Tier::new("num_host_blocks", NUM_SLOTS, policy, false).unwrap();
         for chain in 0..255 {
             tier.reserve_chain(&hashes(chain, 16), GroupId(0), BlockId::NULL, usize::MAX).unwrap();
         }
