@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +182,12 @@ def test_from_arrays_refuses(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"arrays\[1\] .*{named}"):
         BlockLayout.from_arrays([np.zeros((4, 8), dtype=np.uint8), array])
+
+
+def test_from_arrays_refuses_what_is_no_list() -> None:
+    arrays: Any = None
+    with pytest.raises(ConfigError, match="arrays is of type NoneType, expected a list"):
+        BlockLayout.from_arrays(arrays)
 
 
 def test_from_arrays_refuses_arrays_of_different_pools() -> None:

@@ -11,7 +11,7 @@ from kvstow.transfer.cuda.pinning import Progress, pinned_arena
 from kvstow.transfer.cuda.runtime import cuda_runtime
 from kvstow.transfer.host.mover import HostMover
 from kvstow.transfer.layout import BlockLayout
-from kvstow.transfer.mover import Mover
+from kvstow.transfer.mover import Mover, check_sides
 from kvstow.transfer.shared import SharedMemory
 from kvstow.transfer.verified import VerifiedMover
 
@@ -37,6 +37,15 @@ def arena_for(
     Raises:
         ConfigError: the layouts are on several devices, or there is no memory for the slots.
     """
+    given: object = layouts
+    if (
+        not isinstance(given, Sequence)
+        or not given
+        or not all(isinstance(each, BlockLayout) for each in given)
+    ):
+        raise ConfigError(
+            f"layouts is {layouts!r}, expected a list of BlockLayout: pass those of one rank"
+        )
     slot_bytes = max(layout.slot_bytes for layout in layouts)
     device, *others = {layout.device for layout in layouts}
     if others:
@@ -61,6 +70,7 @@ def mover_for(layout: BlockLayout, arena: HostArena, *, verify: bool = False) ->
 
     With `verify` a load fails if a block's checksum is not that of its store.
     """
+    check_sides(layout, arena)
     if layout.device is not None:
         return CudaMover(layout, arena, verify=verify)
     mover = HostMover(layout, arena)

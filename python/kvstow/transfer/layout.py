@@ -9,7 +9,7 @@ slot       |block i of region 0|block i of region 1| ...      tight, in the orde
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
@@ -213,6 +213,10 @@ def _check_list(name: str, given: object) -> None:
         raise ConfigError(
             f"{name} is one object of shape {tuple(shape)}, expected a list with one for each "
             f"region: pass [{name}]"
+        )
+    if not isinstance(given, Iterable):
+        raise ConfigError(
+            f"{name} is of type {type(given).__name__}, expected a list with one for each region"
         )
 
 

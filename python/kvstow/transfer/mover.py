@@ -66,6 +66,10 @@ class HostEvent:
     @classmethod
     def of(cls, future: Future[Any]) -> Self:
         """Return the event that happens when `future` is done, and fails where it failed."""
+        if not callable(getattr(future, "add_done_callback", None)):
+            raise ConfigError(
+                f"future is {future!r}, expected a Future: pass one, as an executor returns it"
+            )
         event = cls()
 
         def done(future: Future[Any]) -> None:
@@ -120,6 +124,18 @@ READY: Final[Event] = _ready
 """An event that has happened, for transfers that have nothing to wait for."""
 
 
+def check_sides(layout: object, arena: object) -> None:
+    """Refuse what is no layout, or no arena."""
+    if not isinstance(layout, BlockLayout):
+        raise ConfigError(
+            f"layout is {layout!r}, expected a BlockLayout: pass BlockLayout.from_arrays(arrays)"
+        )
+    if not isinstance(arena, HostArena):
+        raise ConfigError(
+            f"arena is {arena!r}, expected a HostArena: pass arena_for([layout], num_slots)"
+        )
+
+
 class Mover(Closing):
     """Copies blocks between a layout and an arena, and does not block the caller.
 
@@ -137,10 +153,12 @@ class Mover(Closing):
         """Tie a layout to an arena.
 
         Raises:
-            ConfigError: a slot of the arena is smaller than a block of the layout. A slot may be
-                larger, because groups with blocks of several sizes share an arena.
+            ConfigError: no layout or no arena, or a slot of the arena is smaller than a block of
+                the layout. A slot may be larger, because groups with blocks of several sizes share
+                an arena.
             StateError: the arena is closed.
         """
+        check_sides(layout, arena)
         arena.check_open()
         if arena.slot_bytes < layout.slot_bytes:
             raise ConfigError(

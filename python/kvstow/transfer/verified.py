@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import TransferError
+from kvstow._core import ConfigError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.host.mover import HostMover
@@ -32,6 +32,10 @@ class _WrappingMover(QueuedMover):
     """A mover that hands its jobs to another, which it owns."""
 
     def __init__(self, mover: Mover) -> None:
+        if not isinstance(mover, Mover):
+            raise ConfigError(
+                f"mover is {mover!r}, expected a Mover: pass one, such as HostMover(layout, arena)"
+            )
         super().__init__(mover.layout, mover.arena)
         self._mover = mover
 
@@ -55,6 +59,7 @@ class VerifiedMover(_WrappingMover):
         """Wrap `mover`, and close it when this mover is closed.
 
         Raises:
+            ConfigError: `mover` is no `Mover`.
             StateError: the system starts no more threads.
         """
         super().__init__(mover)

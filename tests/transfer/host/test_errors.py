@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,9 @@ from kvstow.transfer import (
     HostEvent,
     HostMover,
     TransferTimeout,
+    VerifiedMover,
+    arena_for,
+    mover_for,
 )
 from kvstow.transfer.host import mover as host_mover
 
@@ -172,6 +176,24 @@ def test_event_that_refuses_its_callback_leaves_nothing_queued(setup: Setup) -> 
         setup.mover.store([1], [0], after=Refusing())
     setup.mover.close()
     assert setup.unchanged(before)
+
+
+def test_mover_refuses_what_is_no_layout_no_arena_and_no_mover(setup: Setup) -> None:
+    layout, arena = setup.layout, setup.mover.arena
+    wrong: Any = 5
+    for make in HostMover, mover_for:
+        with pytest.raises(ConfigError, match="layout is 5, expected a BlockLayout: pass"):
+            make(wrong, arena)
+        with pytest.raises(ConfigError, match="arena is 5, expected a HostArena: pass"):
+            make(layout, wrong)
+    with pytest.raises(ConfigError, match="mover is 5, expected a Mover: pass one"):
+        VerifiedMover(wrong)
+    wrongs: list[Any] = [wrong, None, [], [wrong], layout]
+    for layouts in wrongs:
+        with pytest.raises(ConfigError, match=r"layouts is .*, expected a list of BlockLayout"):
+            arena_for(layouts, 2)
+    with pytest.raises(ConfigError, match="future is 5, expected a Future: pass one"):
+        HostEvent.of(wrong)
 
 
 def test_arena_with_smaller_slots_is_refused(setup: Setup) -> None:
