@@ -42,6 +42,7 @@ from kvstow.transfer import (
     HostEvent,
     HostMover,
     Mover,
+    VerifiedMover,
 )
 
 # -- the end -----------------------------------------------------------------------------------
@@ -201,7 +202,10 @@ def test_a_request_that_starts_over_after_a_reset_is_cached_again() -> None:
         (lambda e: e.step(["nobody"], [1]), UnknownRequest, "nobody"),
         (lambda e: e.computed(["runs", "loads"], [16, 16], after=READY), StateError, "loading"),
         (lambda e: e.computed(["runs"], [17], after=READY), ConfigError, "it was granted 16"),
-        (lambda e: e.computed(["runs"] * 2, [16, 16], after=READY), ConfigError, "twice"),
+        (lambda e: e.computed(["runs"] * 2, [16, 16], after=READY), ConfigError, "'runs' 2 times"),
+        (lambda e: e.step(["runs"] * 2, [1, 1]), ConfigError, "'runs' 2 times"),
+        (lambda e: e.step([[]], [1]), UnknownRequest, r"\[\] is not known"),
+        (lambda e: e.tables(7), UnknownRequest, "7 is not known"),
         (lambda e: e.computed(["runs"], [8, 8], after=READY), ConfigError, "1 .* but 2"),
         (lambda e: e.computed(["runs"], [15.7], after=READY), ConfigError, "sequence of integers"),
         (lambda e: e.computed(["runs"], ["16"], after=READY), ConfigError, "sequence of integers"),
@@ -363,8 +367,8 @@ def layout(num_blocks: int) -> BlockLayout:
 @pytest.mark.parametrize(
     ("layouts", "options", "problem"),
     [
-        ([], {}, "1 groups but 0 layouts"),
-        ([layout(8), layout(8)], {}, "1 groups but 2 layouts"),
+        ([], {}, "groups has length 1 but layouts has length 0"),
+        ([layout(8), layout(8)], {}, "groups has length 1 but layouts has length 2"),
         ([layout(7)], {}, r"layouts\[0\] has memory for 7 blocks, the pool has 8"),
         ([layout(8)], {"load_timeout_s": 0.0}, "load_timeout_s is 0.0"),
         ([layout(8)], {"load_timeout_s": float("nan")}, "load_timeout_s is nan"),
@@ -506,6 +510,12 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         (lambda e: e.computed(["runs"], ["x"], after=READY), "expected a sequence of integers"),
         (lambda e: e.computed(["runs"], 3, after=READY), "expected a sequence of integers"),
         (lambda e: e.step("ab", [1, 1]), r"pass \['ab'\]"),
+        (lambda e: e.step(None, [1]), "request_ids is of type NoneType, expected a list"),
+        (lambda e: e.computed({"runs"}, [16], after=READY), "request_ids is of type set"),
+        (lambda e: e.computed(iter(["runs"]), [16], after=READY), "request_ids is of type list_it"),
+        (lambda e: e.step(["runs"], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"),
+        (lambda e: e.reset(weights_version=5), "weights_version is 5, expected a str"),
+        (lambda e: e.restart(5, after=READY, identity="", weights_version=""), "path is 5"),
         (lambda e: e.step(["runs"], 1), "not a sequence of integers for num_new_tokens"),
         (lambda e: e.step(["runs"], ["5"]), "num_new_tokens has '5', which is not an integer"),
         (lambda e: e.step(["runs"], [-1]), "num_new_tokens has -1: each must be 0 to"),
@@ -559,7 +569,9 @@ def test_request_id_of_a_wrong_type_is_unknown() -> None:
         ({"num_device_blocks": "8"}, "num_device_blocks must be an integer, got '8'"),
         ({"blocks_per_slot": None}, "blocks_per_slot must be an integer"),
         ({"layouts": 3}, "layouts"),
-        ({"layouts": [LAYOUT, LAYOUT]}, "1 groups but 2 layouts; .* all of its layers"),
+        ({"layouts": [LAYOUT, LAYOUT]}, "has length 2; .* the arrays of all layers"),
+        ({"mover": VerifiedMover}, "cannot call with a layout and an arena.*verify=True"),
+        ({"num_host_blocks": 10**9}, "num_host_blocks is 1000000000, whose accounting takes"),
     ],
 )
 def test_option_of_a_wrong_type_raises_config_error(options: dict[str, Any], problem: str) -> None:

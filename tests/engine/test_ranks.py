@@ -288,13 +288,14 @@ WINDOWED = [FullAttention(4), SlidingWindow(4, 8)]
 @pytest.mark.parametrize(
     ("groups", "layouts", "options", "problem"),
     [
-        (FULL, [layout()], {"world_size": 2}, "world_size is 2 but layouts has 1 entries"),
+        (FULL, [layout()], {"world_size": 2}, "world_size is 2 but layouts has length 1;"),
         (FULL, [layout()], {"world_size": 0}, "world_size is 0, outside 1 to"),
         (FULL, [layout()] * 2, {"world_size": 2}, r"world_size is 2 and layouts\[0\] is no list"),
         (FULL, [[layout()]], {}, "world_size is 1 and layouts is no list of BlockLayout"),
+        (FULL, 3, {"world_size": 2}, r"layouts\[0\] is no list of BlockLayout, but of type int"),
         (FULL, layout(), {}, "no list of BlockLayout, but of type BlockLayout; pass"),
         (FULL, [np.zeros((8, 8))], {}, r"but a list of \['ndarray'\].*from_arrays"),
-        (FULL, [[layout()], []], {"world_size": 2}, r"1 groups but 0 layouts\[1\]"),
+        (FULL, [[layout()], []], {"world_size": 2}, r"groups .* 1 but layouts\[1\] has length 0"),
         (FULL, [[layout()], [layout(7)]], {"world_size": 2}, r"layouts\[1\]\[0\] has .* 7 blocks"),
         (FULL, [layout()], {"mover": lambda *_: None}, "mover made None, expected a Mover"),
         (FULL, [layout()], {"blocks_per_slot": 0}, "0 blocks per slot: it must be 1 to 1024"),

@@ -117,7 +117,7 @@ def test_wake_refuses_another_model_or_other_layouts() -> None:
         it.memory = it.new_memory(24, per_block=8)
         with pytest.raises(SnapshotError, match="give layouts of the model that slept"):
             it.engine.wake(it.layouts, after=READY, **WHO)
-        with pytest.raises(ConfigError, match="1 groups but 2 layouts"):
+        with pytest.raises(ConfigError, match="groups has length 1 but layouts has length 2"):
             it.engine.wake(it.layouts * 2, after=READY, **WHO)
         with pytest.raises(SnapshotError, match="is of 'a model', not of 'b'"):
             it.wake(identity="b", weights_version="7")

@@ -1,7 +1,10 @@
 """Checks of what the user of an `Engine` passes. A wrong type raises `ConfigError`."""
 
+import inspect
 import operator
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Literal, TypeAlias
 
@@ -61,12 +64,29 @@ def checked_counts(
 
 def checked_names(request_ids: Sequence[str]) -> Sequence[str]:
     """Return the request ids. Refuse a single string, because each letter would be an id."""
+    given: object = request_ids
+    if isinstance(given, list | tuple):
+        return request_ids
+    if isinstance(given, set | frozenset) or not isinstance(given, Collection):
+        raise ConfigError(
+            f"request_ids is of type {type(given).__name__}, expected a list of request ids: pass "
+            "them in the order of their numbers"
+        )
     if isinstance(request_ids, str):
         raise ConfigError(
             f"request_ids is {request_ids!r}, expected a list of request ids: pass "
             f"[{request_ids!r}]"
         )
     return request_ids
+
+
+def refuse_repeated(request_ids: Sequence[str]) -> None:
+    """Raise the error for a request that is named more than once."""
+    [(repeated, num_times)] = Counter(request_ids).most_common(1)
+    raise ConfigError(
+        f"request_ids names {repeated!r} {num_times} times: name each request once, with all "
+        "of its tokens"
+    )
 
 
 def check_num_device_blocks(num_blocks: object) -> None:
@@ -102,7 +122,13 @@ def check_names(**names: object) -> None:
     """Refuse a name that is no string. What builds the parts knows the names."""
     for argument, name in names.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{argument} is {name!r}, expected a str: pass one of its names")
+            raise ConfigError(f"{argument} is {name!r}, expected a str: pass its name")
+
+
+def check_path(argument: str, path: object) -> None:
+    """Refuse what is no path."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise ConfigError(f"{argument} is {path!r}, expected a path: pass the name of a file")
 
 
 def check_flag(argument: str, flag: object, fix: str) -> None:
@@ -116,3 +142,18 @@ def check_callables(**given: object) -> None:
     for name, function in given.items():
         if not callable(function):
             raise ConfigError(f"{name} is {function!r}, expected a callable: pass a function")
+
+
+def check_mover(mover: object) -> None:
+    """Refuse what makes no mover of a layout and an arena, such as a class that wraps movers."""
+    check_callables(mover=mover)
+    assert callable(mover)
+    try:
+        inspect.signature(mover).bind("layout", "arena")
+    except ValueError:  # it tells no signature
+        return
+    except TypeError as error:
+        raise ConfigError(
+            f"mover is {mover!r}, which the engine cannot call with a layout and an arena "
+            f"({error}): pass mover_for, or partial(mover_for, verify=True) for a VerifiedMover"
+        ) from None

@@ -40,15 +40,18 @@ from kvstow.engine.arguments import (
     check_callables,
     check_flag,
     check_max_in_flight_tokens,
+    check_mover,
     check_names,
     check_num_device_blocks,
     check_num_host_blocks,
+    check_path,
     check_sizes,
     check_world_size,
     checked_counts,
     checked_groups,
     checked_limit_s,
     checked_names,
+    refuse_repeated,
 )
 from kvstow.engine.below import checked_below
 from kvstow.engine.blueprint import Blueprint
@@ -165,7 +168,8 @@ class Engine(Closing):
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
         check_names(mode=mode, policy=policy)
-        check_callables(clock=clock, mover=mover)
+        check_callables(clock=clock)
+        check_mover(mover)
         check_flag("events", events, "name a file of events with events_path")
         open_below = checked_below(disk, disk_options, shared, shared_options, world_size)
         blueprint = Blueprint.of(
@@ -324,7 +328,7 @@ class Engine(Closing):
         """Grant slots to running requests, in order, until one does not fit.
 
         Args:
-            request_ids: running requests, the first to be served first.
+            request_ids: running requests, each named once, the first to be served first.
             num_new_tokens: shape [n], the tokens that each computes next, drafts to verify
                 included. Leave out a request that computes none in this step.
             num_lookahead_tokens: tokens beyond those that get slots only, for each request.
@@ -338,7 +342,7 @@ class Engine(Closing):
         Raises:
             UnknownRequest: a request was not added.
             StateError: a request does not run: `admit` it, or wait until its load has landed.
-            ConfigError: lists of unequal length, or a request with 0 new tokens.
+            ConfigError: lists of unequal length, a request named twice, or one with 0 new tokens.
         """
         self._check_running(request_ids)
         return self._state.ledger.allocate_step(
@@ -401,7 +405,11 @@ class Engine(Closing):
 
     def tables(self, request_id: str) -> tuple[Ids, ...]:
         """Return a request's block table per group. 0 stands where the group needs no block."""
-        return self._state.tables(request_id)
+        try:
+            return self._state.tables(request_id)
+        except TypeError:
+            self._state.request(request_id)  # which refuses an id that is no str
+            raise
 
     def preempt(self, request_id: str) -> None:
         """Free a request's blocks. It stays added with all its hashes: admit it again.
@@ -520,13 +528,15 @@ class Engine(Closing):
                 have the same name. Each version needs another name.
 
         Raises:
-            ConfigError: the engine has had this name. Only an engine with a tier below the host
-                checks that.
+            ConfigError: a name that is no str, or that the engine has had. Only an engine with a
+                tier below the host checks the latter.
             StateError: a request holds blocks of the weights before, or this engine sleeps or is
                 closed.
         """
         self._check_open()
         state = self._state
+        if weights_version is not None:
+            check_names(weights_version=weights_version)
         num_holding = sum(request.state != "added" for request in state.requests.values())
         if weights_version is not None and num_holding:
             raise StateError(
@@ -711,6 +721,7 @@ class Engine(Closing):
             self._check_open()
         check_event(after)
         num_blocks = state.pool.num_blocks if num_device_blocks is None else num_device_blocks
+        check_num_device_blocks(num_blocks)
         blueprint = state.blueprint
         ranks = checked_layouts(layouts, blueprint.world_size, len(blueprint.groups), num_blocks)
         self.flush_events()
@@ -758,6 +769,8 @@ class Engine(Closing):
         If it raises, the engine is new as before.
         """
         self._check_open()
+        check_flag("requests", requests, "with True, the requests of the file come back too")
+        check_path("path", path)
         state = self._state
         if self._copies.in_flight or not state.is_new:
             raise StateError(
@@ -842,10 +855,16 @@ class Engine(Closing):
 
     def _check_running(self, request_ids: Sequence[str]) -> None:
         recover(self._state, self._copies)
-        if self._state.running.issuperset(checked_names(request_ids)):
+        names = checked_names(request_ids)
+        try:
+            is_fine = len(self._state.running.intersection(names)) == len(names)
+        except TypeError:  # of an id that is no str, which is unknown
+            is_fine = False
+        if is_fine:
             return
-        for request_id in request_ids:
+        for request_id in names:
             state = self._known(request_id).requests[request_id].state
             if state != "running":
                 way = "admit it" if state == "added" else "wait until poll says that it is loaded"
                 raise StateError(f"request {request_id!r} is {state} and does not run: {way}")
+        refuse_repeated(names)

@@ -22,12 +22,13 @@ def publish(
     Args:
         state: of the engine.
         copies: of the engine.
-        computed: running requests, with the tokens whose KV exists once `after` has happened.
+        computed: running requests, each named once, with the tokens whose KV exists once `after`
+            has happened.
         after: the compute that fills the blocks.
 
     Raises:
-        ConfigError: a request is named twice, with more tokens than it was granted, or with fewer
-            than fill the blocks that were reported before.
+        ConfigError: a request has more tokens than it was granted, or fewer than fill the blocks
+            that were reported before.
     """
     due = []
     requests, block_size = state.requests, state.ledger.hash_block_size
@@ -48,13 +49,13 @@ def publish(
     begin_s = copies.now_s()
     deadline = copies.deadline_s("store", begin_s)
     with state.change:
-        job = state.report_computed(due, deadline) if due else None
+        fresh = state.fresh(due)
+        job = state.report_computed(due, fresh, deadline) if due else None
         state.change.commit()
         if horizon_blocks is not None:
             # Before the keys. Else an interrupt here would let `store_freed` copy too early.
             state.last_compute = after
-        fresh = state.fresh(due)
-        state.ledger.cache_step([name for name, _ in fresh], [count for _, count in fresh])
+        state.ledger.cache_step(*fresh)
         if horizon_blocks is not None:
             state.has_freed = False
             job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
@@ -85,8 +86,6 @@ def _begin(
 
 
 def _check_granted(state: State, due: Sequence[tuple[str, int]]) -> None:
-    if len({name for name, _ in due}) < len(due):
-        raise ConfigError("request_ids names a request twice; name each once")
     for name, count in due:
         if count > (num_granted := state.ledger.num_granted_tokens(name)):
             raise ConfigError(

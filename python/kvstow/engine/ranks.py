@@ -133,10 +133,12 @@ def checked_layouts(
     layouts: RankLayouts, world_size: int, num_groups: int, num_blocks: int
 ) -> list[list[BlockLayout]]:
     """Return one list of layouts per rank, each layout with memory for every block of the pool."""
-    ranks = [layouts] if world_size == 1 else list(layouts)
-    if len(ranks) != world_size:
+    given: object = layouts
+    is_list = isinstance(given, Sequence)
+    ranks = list(layouts) if is_list and world_size != 1 else [layouts]
+    if is_list and len(ranks) != world_size:
         raise ConfigError(
-            f"world_size is {world_size} but layouts has {len(ranks)} entries; with several ranks "
+            f"world_size is {world_size} but layouts has length {len(ranks)}; with several ranks "
             "pass one list of layouts for each"
         )
     checked: list[list[BlockLayout]] = []
@@ -152,8 +154,9 @@ def checked_layouts(
             )
         if len(own) != num_groups:
             raise ConfigError(
-                f"{num_groups} groups but {len(own)} {where}; pass one for each group, "
-                "BlockLayout.from_arrays(arrays) with the arrays of all of its layers"
+                f"groups has length {num_groups} but {where} has length {len(own)}; pass one "
+                "BlockLayout for each group, BlockLayout.from_arrays([a, b, ...]) with the arrays "
+                "of all layers of the group"
             )
         for group, layout in enumerate(own):
             if layout.num_blocks < num_blocks:

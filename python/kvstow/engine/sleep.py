@@ -215,7 +215,8 @@ def _restore(
         scheduler.release_image()
         if blueprint.horizon_blocks is not None and new.running:
             # Else what the device evicts before a request's next step would not be stored.
-            new.report_computed([(name, new.requests[name].num_computed) for name in new.running])
+            counts = [(name, new.requests[name].num_computed) for name in new.running]
+            new.report_computed(counts, new.fresh(counts))
         state.put_in(new)
     return Awake(old_ids, new_ids)
 

@@ -272,29 +272,27 @@ class State:
         self._refused_id = request_id
 
     def report_computed(
-        self, counts: Sequence[tuple[str, int]], deadline: float | None = None
+        self,
+        counts: Sequence[tuple[str, int]],
+        fresh: tuple[list[str], list[int]],
+        deadline: float | None = None,
     ) -> Job | None:
         """Report computed tokens, and the blocks that they fill, to the scheduler.
 
-        It learns nothing of stale requests, because it would store all that they hold. Returns the
-        store that it plans, if any.
+        It learns only of `fresh` requests, because it would store all that stale ones hold. Returns
+        the store that it plans, if any.
         """
-        fresh = self.fresh(counts)
-        job = self.scheduler.store_step(
-            self.ledger,
-            [name for name, _ in fresh],
-            [count for _, count in fresh],
-            deadline=deadline,
-        )
+        job = self.scheduler.store_step(self.ledger, *fresh, deadline=deadline)
         size = self.ledger.hash_block_size
         for name, count in counts:
             request = self.requests[name]
             request.num_computed, request.due_tokens = count, (count // size + 1) * size
         return job
 
-    def fresh(self, counts: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the counts of requests that are not stale."""
-        return [each for each in counts if not self.requests[each[0]].is_stale]
+    def fresh(self, counts: Sequence[tuple[str, int]]) -> tuple[list[str], list[int]]:
+        """Return the requests that are not stale, and their counts."""
+        fresh = [each for each in counts if not self.requests[each[0]].is_stale]
+        return [name for name, _ in fresh], [count for _, count in fresh]
 
     def make_stale(self) -> None:
         """Let the requests that hold blocks cache nothing more, because a reset follows."""
