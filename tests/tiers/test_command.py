@@ -154,7 +154,8 @@ def test_file_in_use_is_refused(
 ) -> None:
     with open_file(path.parent, arena) as tier:
         assert main(["tier", command, str(path)]) == 2
-        assert "is in use, but this command needs it alone; stop" in capsys.readouterr().err
+        refused = "is in use, in this process, but this command needs it alone; stop the server"
+        assert refused in capsys.readouterr().err
         assert all(get(tier, KEYS, SLOTS))
 
 

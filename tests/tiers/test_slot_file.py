@@ -261,14 +261,21 @@ def test_only_its_owner_may_read_the_files(tmp_path: Path, arena: HostArena) -> 
     assert modes == {"slots": 0o600, "slots.index": 0o600}
 
 
-def test_open_file_is_refused_to_others(tmp_path: Path, arena: HostArena) -> None:
+def test_open_file_is_refused_to_others(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_file(tmp_path, arena) as tier:
-        with pytest.raises(StateError, match="in use, here or in another process"):
+        with pytest.raises(StateError, match=r"in use, in this process; .* named VLLM::Engine"):
             open_file(tmp_path, arena)
+        holder = os.getpid()
 
         def check() -> None:
-            with new_arena() as own, pytest.raises(StateError, match="in use"):
-                open_file(tmp_path, own)
+            with new_arena() as own:
+                with pytest.raises(StateError, match=f"in use, in process {holder}; "):
+                    open_file(tmp_path, own)
+                monkeypatch.setattr(Files, "holder", lambda *_: None)
+                with pytest.raises(StateError, match="in use, here or in another process; "):
+                    open_file(tmp_path, own)
 
         in_child(check)
         assert all(put(tier, KEYS[:2], [0, 1]))

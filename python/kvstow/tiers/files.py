@@ -29,6 +29,21 @@ class Files:
         """Lock a file for this process, or raise `BlockingIOError` at once."""
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def holder(self, file: int) -> int | None:
+        """Return the process that has locked a file; None if the system does not say."""
+        found = os.fstat(file)
+        device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+        try:
+            with open("/proc/locks", encoding="ascii") as lines:
+                locks = [line.split()[1:6] for line in lines]
+        except (OSError, ValueError):
+            return None
+        for kind, _, _, process, place in locks:
+            # Of a process that has ended, a child may have the lock.
+            if (kind, place) == ("FLOCK", f"{device}:{found.st_ino}"):
+                return int(process) if os.path.exists(f"/proc/{process}") else None
+        return None
+
     def set_direct(self, file: int, is_direct: bool) -> None:
         """Choose whether reads and writes of a descriptor bypass the page cache."""
         flags = fcntl.fcntl(file, fcntl.F_GETFL)

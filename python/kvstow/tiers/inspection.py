@@ -21,7 +21,7 @@ import numpy as np
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME_BYTES, Context, Fingerprint, Frames, taken, words_of
-from kvstow.tiers.opening import INDEX_SUFFIX, index_bytes
+from kvstow.tiers.opening import INDEX_SUFFIX, ORPHANS, index_bytes, user_of
 from kvstow.tiers.slot_calls import SlotCalls, Unbounded
 from kvstow.tiers.slot_index import (
     HEADER_BYTES,
@@ -162,7 +162,8 @@ def _lock(files: Files, index: int, path: str) -> None:
         files.lock(index)
     except BlockingIOError as error:
         raise ConfigError(
-            f"{path} is in use, but this command needs it alone; stop the server, and try again"
+            f"{path} is in use, {user_of(files, index)}, but this command needs it alone; stop the "
+            f"server, and try again. {ORPHANS}"
         ) from error
 
 

@@ -44,6 +44,10 @@ from kvstow.tiers.slot_index import (
 )
 
 INDEX_SUFFIX: Final = ".index"
+ORPHANS: Final = (
+    "A killed vLLM server may leave processes named VLLM::EngineCore and VLLM::Worker: end them"
+)
+"""What an error adds about a file in use."""
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _NETWORK = {
@@ -209,6 +213,14 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
         )
 
 
+def user_of(files: Files, index: int) -> str:
+    """Return where a locked file is in use, for a message."""
+    holder = files.holder(index)
+    if holder is None:
+        return "here or in another process"
+    return "in this process" if holder == os.getpid() else f"in process {holder}"
+
+
 class _Opening:
     """One opening, which undoes what it did if it fails."""
 
@@ -230,8 +242,8 @@ class _Opening:
             files.lock(index)
         except BlockingIOError as error:
             raise StateError(
-                f"{wanted.path} is in use, here or in another process; stop the other one, or give "
-                "each process and each rank a path of its own"
+                f"{wanted.path} is in use, {user_of(files, index)}; stop the other one, or give "
+                f"each process and each rank a path of its own. {ORPHANS}"
             ) from error
         found = self._found(index, has_data=had_data)
         self._check_space()
