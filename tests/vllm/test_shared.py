@@ -418,6 +418,14 @@ SECRET = "s3cr3t"
         ({"shared": f"{SECRET}://kv.example/{SECRET}"}, "shared names"),
         ({"shared": "redis://h", "shared_password_file": "/none"}, "password file /none cannot be"),
         ({"shared_ttl_s": 5}, "shared_ttl_s is 5, and it has an effect only with shared: add"),
+        (
+            {"observe": True, "shared": "redis://h"},
+            "has observe and shared, .*: remove observe",
+        ),
+        (
+            {"observe": True, "disk_path": "/d", "disk_bytes_to_use": "1GiB"},
+            "has observe and disk_path, and .* keeps no tier: remove observe, or remove disk_path",
+        ),
         ({"promote_timeout_s": 5}, "only with disk_path or shared: add"),
         ({"shared": "redis://h", "disk_admit": "all"}, "disk_admit .* only with disk_path: add"),
         (

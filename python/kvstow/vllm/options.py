@@ -149,6 +149,12 @@ class Lower(NamedTuple):
 def _check_below(options: Options, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless each option of a tier below the host has its partner."""
     has = {"disk_path": options.disk_path is not None, "shared": options.shared is not None}
+    if options.observe and any(has.values()):
+        tiers = " and ".join(tier for tier, is_there in has.items() if is_there)
+        raise ConfigError(
+            f"{WHERE} has observe and {tiers}, and a server that observes keeps no tier: "
+            f"remove observe, or remove {tiers}"
+        )
     for name, value in given.items():
         partners = [tier for tier in has if name.startswith(f"{tier.removesuffix('_path')}_")]
         partners = [*has] if name in _OF_BOTH else partners
@@ -217,7 +223,8 @@ class Options:
             also of vLLM's own cache alone, and empties the tier if the content has changed. Needs
             `preserve_on_sleep`.
         observe: keep no host tier, and only report the hit ratios that host tiers of several sizes
-            would have. Takes no host memory for KV, copies nothing, and changes no answer.
+            would have. Takes no host memory for KV, copies nothing, and changes no answer. Not with
+            `disk_path` or `shared`.
         observe_gib: reports the ratios of tiers of 0.5, 1, 2, 4 and 8 times this size, in GiB. The
             default is the size of the host tier.
         observe_half_life_s: seconds after which a lookup counts half in these ratios.
