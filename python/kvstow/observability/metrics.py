@@ -80,7 +80,9 @@ METRICS: Final = (
     ),
     Metric(
         "kvstow_prefix_hit_tokens_total",
-        "Looked-up tokens that requests took from the tier instead of recomputing them.",
+        "Looked-up tokens that requests took from the tier instead of recomputing them. A load "
+        "from the host tier counts when it begins, so also if it fails and the request recomputes: "
+        "kvstow_transfer_failures_total counts those loads.",
         {"device": "device_hit_tokens", "host": "hit_tokens"},
     ),
     Metric(
