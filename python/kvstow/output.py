@@ -27,6 +27,8 @@ from kvstow.closing import Closing
 STANDARD_OUTPUT: Final = "standard output"
 _STANDARD_STREAMS: Final = (1, 2)
 _OTHER_PICTURES: Final = {".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp"}
+_WRITTEN: Final = frozenset({"html", "png", "csv_file", "json_file", "events_path"})
+"""The parameters of all commands that name a file to write."""
 _WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
@@ -37,10 +39,30 @@ def with_output(command: Callable[..., int]) -> Callable[..., int]:
     @click.option("--json-file", metavar="FILE", help="Also write that object to FILE.")
     @wraps(command)
     def run(*arguments: object, as_json: bool, json_file: str | None, **options: object) -> int:
+        _refuse_one_file_twice(click.get_current_context())
         with Output(as_json=as_json, json_file=json_file) as output:
             return command(*arguments, output=output, **options)
 
     return run
+
+
+def _refuse_one_file_twice(context: click.Context) -> None:
+    """Raise `ConfigError` if a command would overwrite what it reads, or its own other result."""
+    taken: dict[str, str] = {}
+    parameters = context.command.params
+    for parameter in sorted(parameters, key=lambda one: one.name in _WRITTEN):
+        given, option = context.params[parameter.name or ""], parameter.opts[0]
+        is_file = isinstance(parameter, click.Argument) or parameter.metavar in {"FILE", "PATH"}
+        if given is None or not is_file:
+            continue
+        for name in map(str, given if isinstance(given, tuple) else (given,)):
+            path = os.path.realpath(name)
+            if parameter.name not in _WRITTEN:
+                taken[path] = "the command reads that file"
+            elif path in taken:
+                raise ConfigError(f"{option} is {name!r}, and {taken[path]}: pass another name")
+            elif os.path.isfile(path) or not os.path.exists(path):  # not a device or a pipe
+                taken[path] = f"{option} writes that file"
 
 
 class Output(Closing):

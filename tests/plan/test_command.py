@@ -165,7 +165,89 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     assert " - " in printed
-    assert "2 requests in 0.0 seconds" in printed
+    assert "2 requests in 0.0 seconds, 2,048 prompt tokens\n" in printed
+
+
+def test_summary_shows_the_span_and_the_rate_of_the_trace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan() == 0
+    shown = "200 requests in 1.2 minutes, 2,782,179 prompt tokens (38,641 a second)"
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan"],
+        ["plan", "--bytes-per-token", "0"],
+        ["replay", "--device-blocks", "1"],
+        ["replay", "--servers", "none"],
+        ["trace", "convert", "--block-size", "0"],
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "why"), [("none", "No such file or directory"), ("", "Is a directory")]
+)
+def test_trace_that_cannot_be_read_is_the_first_error(
+    name: str, why: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    assert cli.main([*command, str(path)]) == 2
+    assert capsys.readouterr().err == f"kvstow: {path}: cannot be read: {why}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "other"),
+    [
+        (["plan", "--bytes-per-token", "1"], "--html", "the command reads"),
+        (["plan", "--bytes-per-token", "1"], "--json-file", "the command reads"),
+        (["plan", "--bytes-per-token", "1", "--html", "x"], "--csv", "--html writes"),
+        (["replay"], "--html", "the command reads"),
+        (["replay"], "--events", "the command reads"),
+        (["trace", "convert"], "--json-file", "the command reads"),
+        (["tier", "info"], "--json-file", "the command reads"),
+    ],
+)
+def test_result_over_a_file_that_is_in_use_is_refused(
+    command: list[str],
+    option: str,
+    other: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trace"
+    path.write_text("lines")
+    name = "x" if other.startswith("-") else "./trace"
+    assert cli.main([*command, "trace", option, name]) == 2
+    assert capsys.readouterr().err == (
+        f"kvstow: {option} is {name!r}, and {other} that file: pass another name\n"
+    )
+    assert path.read_text() == "lines"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_both_results_may_go_to_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--csv", "/dev/null", "--json-file", "/dev/null") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_small_host_above_a_large_disk_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = "For comparison, a host tier of "
+    assert plan("--host-gib", "64,512", "--disk-gib", "256,1024", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    row = made["sizes"][1]
+    assert (row["host_gib"], row["disk_gib"]) == (64, 1024)
+    alone = row["hit_ratio"] - row["disk_hit_ratio"]
+    assert (
+        f"{compared}64 GiB hits {alone:.1%} of the prompt tokens, and {row['hit_ratio']:.1%} with "
+        "a disk of 1,024 GiB."
+    ) in made["recommendations"][0]["sentence"]
+    for sizes in (["64,512"], ["512", "--disk-gib", "64"], ["64", "--disk-gib", "1024"]):
+        assert plan("--host-gib", *sizes) == 0
+        assert compared not in capsys.readouterr().out, sizes
 
 
 @pytest.mark.parametrize(

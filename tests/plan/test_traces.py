@@ -74,6 +74,21 @@ def test_token_ids_of_several_files_share_blocks(tmp_path: Path) -> None:
     assert len(first) == 2
 
 
+def test_chain_without_hash_ids_is_refused(tmp_path: Path) -> None:
+    own, ids = tmp_path / "tokens", tmp_path / "ids"
+    own.write_text(tokens(0, range(40)))
+    with pytest.raises(ConfigError, match=r"--chain is given, and .*tokens has prompt_token_ids: "):
+        read_traces([own], chain=True)
+    ids.write_text(line(0, [0, 1], size=16))
+    assert read_traces([own, ids], chain=True, block_size=16).is_content
+
+
+def test_file_that_is_given_twice_is_refused_unless_separate(two: list[Path]) -> None:
+    with pytest.raises(ConfigError, match=r"b.jsonl.gz is given twice, .*pass it once, or pass -"):
+        read_traces([*two, two[1]], block_size=BLOCK)
+    assert len(read_traces([*two, two[1]], block_size=BLOCK, separate=True).requests) == 6
+
+
 def test_tokens_and_ids_share_no_block(tmp_path: Path) -> None:
     ids, own = tmp_path / "ids", tmp_path / "tokens"
     ids.write_text(line(0, [0, 1]))

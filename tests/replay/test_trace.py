@@ -256,6 +256,7 @@ def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_p
         (row(timestamp="0"), "timestamp is a string; expected milliseconds"),
         (row(input_length=0), "input_length is 0; expected 1 to"),
         (row(input_length=-3), "input_length is -3; expected 1 to"),
+        (row(output_length=2**24 + 1), "output_length is 16777217; expected 0 to 16777216 tokens"),
         (row(input_length=2**31), "input_length is 2147483648; expected 1 to"),
         (row(input_length=7.0), "input_length is 7.0; expected a number of tokens"),
         (row(input_length=True), "input_length is a boolean"),

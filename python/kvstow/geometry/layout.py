@@ -29,6 +29,7 @@ DTYPE_BYTES: Final = {
 AUTO: Final = "auto"
 # vLLM makes the blocks of a hybrid with states a multiple of this many tokens.
 _KERNEL_TOKENS: Final = 16
+_MAX_TOKEN_BYTES: Final = 2**30  # more than any model has
 _ATTENTION_NAMES: Final[Mapping[Kind, str]] = {
     "full": "full attention",
     "window": "sliding window",
@@ -181,10 +182,10 @@ def lay_out_evenly(token_bytes: int, block_tokens: int, *, num_ranks: int = 1) -
     """
     if num_ranks < 1:
         raise ConfigError(f"tensor-parallel-size is {num_ranks}; it must be at least 1")
-    if token_bytes < 1 or token_bytes % num_ranks:
+    if not 1 <= token_bytes <= _MAX_TOKEN_BYTES or token_bytes % num_ranks:
         raise ConfigError(
-            f"bytes-per-token is {token_bytes}; it must be at least 1 and a multiple of the "
-            f"number of ranks, {num_ranks}: pass the bytes on all ranks together"
+            f"bytes-per-token is {token_bytes}; it must be 1 to {_MAX_TOKEN_BYTES} and a multiple "
+            f"of the number of ranks, {num_ranks}: pass the bytes on all ranks together"
         )
     own = token_bytes // num_ranks
     group = KvGroup(FullAttention(block_tokens), 1, block_tokens * own)

@@ -28,6 +28,7 @@ from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.command import refuse_ignored_input
+from kvstow.replay.source import Source
 from kvstow.replay.times import warn_of_times
 from kvstow.report.picture import draw_png
 
@@ -189,6 +190,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
+    for path in traces:
+        Source(path).check()
     options = PlanOptions(
         device_gib,
         host_gib,
@@ -251,8 +254,10 @@ def _layout(
 ) -> Callable[[int], Geometry]:
     """Return what lays the model out in blocks of a number of tokens."""
     if (model is None) == (bytes_per_token is None):
+        both = "" if model is None else f"--model is {model}, --bytes-per-token {bytes_per_token}; "
         raise ConfigError(
-            "a plan needs the bytes of a token: pass --model or --bytes-per-token, and not both"
+            f"{both}a plan needs the bytes of a token: pass --model or --bytes-per-token, and not "
+            "both"
         )
     if model is not None:
         return partial(lay_out, find_model(model), dtype=dtype, num_ranks=num_ranks)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvstow.plan.curves import Ints
-from kvstow.plan.tiers import GIB, Choice, Plan, Tiers
+from kvstow.plan.tiers import GIB, LEAST_GAIN, Choice, Plan, Tiers
 from kvstow.plan.traces import PlanTrace
 
 _SECONDS_PER_HOUR: Final = 3600
@@ -220,7 +220,7 @@ def sentence(plan: Plan, choice: Choice) -> str:
         return (
             f"Set no host tier{beside}: {size(row.host_gib)} saves less than 1 % of the prompt "
             f"tokens{larger}."
-        )
+        ) + _small_host_sentence(plan, choice)
     if not choice.reaches_knee:
         why = f", the largest size you gave ({knee})"
     elif of:
@@ -230,12 +230,16 @@ def sentence(plan: Plan, choice: Choice) -> str:
     share = (row.num_hits - row.disk_hits) / choice.curves.infinite
     more = 100 * plan.hit_ratio(choice.doubled_hits)
     return (
-        f"Give the host tier {size(row.host_gib)}{beside}{why}: it saves "
-        f"{plan.hit_ratio(row.saved_by_host):.1%} of the prompt tokens, "
-        f"{'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what unlimited "
-        f"memory hits, and twice the size adds "
-        f"{f'{more:.1f} points' if more >= _LEAST_SHOWN else 'nothing'}."
-    ) + _disk_sentence(plan, choice)
+        (
+            f"Give the host tier {size(row.host_gib)}{beside}{why}: it saves "
+            f"{plan.hit_ratio(row.saved_by_host):.1%} of the prompt tokens, "
+            f"{'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what unlimited "
+            f"memory hits, and twice the size adds "
+            f"{f'{more:.1f} points' if more >= _LEAST_SHOWN else 'nothing'}."
+        )
+        + _disk_sentence(plan, choice)
+        + _small_host_sentence(plan, choice)
+    )
 
 
 def _disk_sentence(plan: Plan, choice: Choice) -> str:
@@ -247,6 +251,22 @@ def _disk_sentence(plan: Plan, choice: Choice) -> str:
     if not choice.takes_disk:
         return f"{adds}, so the flag leaves it out."
     return f"{adds}. Replace {DISK_PATH} in the flag with a folder on a local disk."
+
+
+def _small_host_sentence(plan: Plan, choice: Choice) -> str:
+    """Return what the largest disk adds below the smallest host tier, if that is another row.
+
+    The recommendation is about the host tier, and a small one above a large disk may do as well.
+    """
+    own = [row for row in plan.rows if row.device_gib == choice.device_gib]
+    row = min(own, key=lambda one: (one.host_gib, -(one.disk_gib or 0)))
+    if row.disk_gib is None or row == choice.judged or plan.hit_ratio(row.disk_hits) < LEAST_GAIN:
+        return ""
+    alone = plan.hit_ratio(row.num_hits - row.disk_hits)
+    return (
+        f" For comparison, a host tier of {size(row.host_gib)} hits {alone:.1%} of the prompt "
+        f"tokens, and {plan.hit_ratio(row.num_hits):.1%} with a disk of {size(row.disk_gib)}."
+    )
 
 
 def flag(plan: Plan, choice: Choice) -> str | None:
@@ -289,6 +309,9 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
     time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
     if hours * 60 < 1:  # a short trace, or seconds for milliseconds
         time = f"{hours * _SECONDS_PER_HOUR:,.1f} seconds"
+    # A reader sees in both whether the timestamps were seconds.
+    per_s = workload.num_prompt_tokens / (hours * _SECONDS_PER_HOUR) if hours else None
+    rate = "" if per_s is None else f" ({per_s:,.0f} a second)"
     ranks = "" if geometry.num_ranks == 1 else f", {geometry.num_ranks} ranks"
     copies = "" if geometry.num_copies == 1 else f", one copy for {geometry.num_copies} ranks"
     num_groups, slot_gib = len(geometry.groups), geometry.host_block_bytes / GIB
@@ -305,7 +328,7 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
         slots += f", {each}padded from {padded - padding:,} to {padded:,} bytes"
     return [
         f"{', '.join(trace.names)}: {len(workload.prompts):,} requests in {time}, "
-        f"{workload.num_prompt_tokens:,} prompt tokens",
+        f"{workload.num_prompt_tokens:,} prompt tokens{rate}",
         f"{geometry.name}{ranks}: {geometry.derivation[0]}",
         *geometry.derivation[1:],
         slots,

@@ -87,11 +87,18 @@ def read_traces(
         limit: number of requests to read from each file.
 
     Raises:
-        ConfigError: as `read_trace`, or the files have blocks of different sizes.
+        ConfigError: as `read_trace`, or the files have blocks of different sizes, or `chain` is
+            given and all files have token ids.
         OSError: reading failed after a file was opened.
     """
     if [str(path) for path in paths].count("-") > 1:
         raise ConfigError("- stands for standard input, and is given twice: pass it once")
+    repeated = [path for at, path in enumerate(paths) if path in paths[:at]]
+    if repeated and not separate:
+        raise ConfigError(
+            f"{repeated[0]} is given twice, and every request would hit: pass it once, or pass "
+            "--separate-files if two groups of users send it"
+        )
     numbers: dict[bytes, int] = {}
     predecessors: dict[int, int | None] = {}
     streams: list[list[PlanRequest]] = []
@@ -109,6 +116,11 @@ def read_traces(
         namespace = 0 if reader.has_tokens else 1 + (len(readers) if separate else 0)
         streams.append([PlanRequest(request, namespace) for request in trace.requests])
         readers.append(reader)
+    if chain and all(reader.has_tokens for reader in readers):
+        raise ConfigError(
+            f"--chain is given, and {', '.join(reader.source.name for reader in readers)} has "
+            "prompt_token_ids: --chain is for hash_ids that name passages, so leave it out"
+        )
     sizes = sorted({reader.block_size for reader in readers})
     if len(sizes) > 1:
         raise ConfigError(
@@ -118,7 +130,7 @@ def read_traces(
     return PlanTrace(
         tuple(reader.source.name for reader in readers),
         sizes[0],
-        chain and not all(reader.has_tokens for reader in readers),
+        chain,
         list(heapq.merge(*streams, key=attrgetter("arrival_s"))),
         limit,
         separate,

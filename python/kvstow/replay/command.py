@@ -32,6 +32,7 @@ from kvstow.replay.fleet_command import (
 from kvstow.replay.observer import Observer, Observers
 from kvstow.replay.page import replay_page
 from kvstow.replay.report import figures_json, figures_table
+from kvstow.replay.source import Source
 from kvstow.replay.state import ReplayState
 from kvstow.replay.timeline import Timeline
 from kvstow.replay.times import warn_of_times
@@ -112,6 +113,8 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
         warn_of_times(found.requests)
         return found
 
+    if trace is not None:
+        Source(trace).check()
     if options["servers"] is not None:
         with ExitStack() as stack:
 

@@ -66,7 +66,7 @@ class TokenReader(TraceReader):
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         tokens = self._tokens(row, line)
-        output = self._count(row, line, "output_length", at_least=0)
+        output = self._output(row, line)
         salt = row.get("salt")
         if salt is not None and not isinstance(salt, str):
             self._fail(line, f"salt is {salt!r}; expected a string")

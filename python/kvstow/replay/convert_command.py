@@ -7,7 +7,9 @@ import click
 
 from kvstow.output import Output, with_output
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_json, trace_lines
+from kvstow.replay.source import Source
 from kvstow.replay.times import warn_of_times
+from kvstow.replay.trace import MAX_OUTPUT_TOKENS
 
 
 @click.group()
@@ -36,7 +38,7 @@ def trace() -> None:
 )
 @click.option(
     "--output-tokens",
-    type=click.IntRange(0, 2**31 - 1),
+    type=click.IntRange(0, MAX_OUTPUT_TOKENS),
     default=0,
     show_default=True,
     help="Number of output tokens of each request whose output is not in the log.",
@@ -56,6 +58,7 @@ def convert(
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
+    Source(file).check()
     if form == "tokens":
         converted = TokenReader(file, block_size).read()
     else:

@@ -92,7 +92,9 @@ def _run_rows(replay: ReplayState) -> _Rows:
     groups = Counter(map(str, replay.model.groups)).items()
     kinds = [kind if number == 1 else f"{number} x {kind}" for kind, number in groups]
     yield "model", replay.model.name, ", ".join(kinds)
-    of_all = f"of {len(replay.trace.requests):,} finished"
+    requests = replay.trace.requests
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    of_all = f"of {len(requests):,} finished, which arrive within {span_s:,.0f} s"
     yield "requests", f"{figures.finished_requests:,}", of_all
     yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
     yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -46,6 +49,23 @@ class Source:
         """Raise `ConfigError` with the name, and the line if the problem is in one."""
         place = self.name if line is None else f"{self.name}:{line}"
         raise ConfigError(f"{place}: {problem}")
+
+    def check(self) -> None:
+        """Refuse a path that surely cannot be read. Opens nothing, because a pipe is read once.
+
+        Raises:
+            ConfigError: the file does not exist, is a folder, or may not be read.
+        """
+        if self._is_stdin:
+            return
+        try:
+            mode = self._path.stat().st_mode
+        except OSError as error:
+            self.fail(None, f"cannot be read: {error.strerror or error}")
+        if stat.S_ISDIR(mode):
+            self.fail(None, f"cannot be read: {os.strerror(errno.EISDIR)}")
+        if not os.access(self._path, os.R_OK):
+            self.fail(None, f"cannot be read: {os.strerror(errno.EACCES)}")
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield each line with its number, from 1.

@@ -21,6 +21,8 @@ from kvstow.replay.source import Source
 
 MAX_TRACE_ID = 2**63 - 1
 MAX_BLOCK_SIZE = 2**20
+MAX_OUTPUT_TOKENS = 2**24
+"""More is no length that was measured, and a plan would take hours over its blocks."""
 DEFAULT_BLOCK_SIZE = 512
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
 _TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
@@ -171,7 +173,7 @@ class TraceReader:
             self._fail(
                 line,
                 f"not a JSON object but {_kind(row)}; each line must be an object with "
-                f"{self._FIELDS}",
+                f"{self._FIELDS}{'; split the list: jq -c .[]' if isinstance(row, list) else ''}",
             )
         return row
 
@@ -181,6 +183,8 @@ class TraceReader:
         if key not in row:
             has_tokens = "prompt_token_ids" in row and "prompt_token_ids" not in self._FIELDS
             way_out = "; make them from token ids: kvstow trace convert" if has_tokens else ""
+            if "hash_ids" in row and "hash_ids" not in self._FIELDS:
+                way_out = "; it is a trace already, so pass it to kvstow plan or kvstow replay"
             self._fail_without(key, row, line, way_out)
         return row[key]
 
@@ -199,13 +203,24 @@ class TraceReader:
             line, f"no {key!r}; a request has {self._FIELDS}, and this line {found}{way_out}"
         )
 
-    def _count(self, row: dict[str, object], line: int, key: str, *, at_least: int) -> int:
+    def _count(
+        self,
+        row: dict[str, object],
+        line: int,
+        key: str,
+        *,
+        at_least: int,
+        at_most: int = 2**31 - 1,
+    ) -> int:
         value = self._field(row, line, key)
         if not isinstance(value, int) or isinstance(value, bool):
             self._fail(line, f"{key} is {_kind(value)}; expected a number of tokens")
-        if not at_least <= value < 2**31:
-            self._fail(line, f"{key} is {value}; expected {at_least} to {2**31 - 1} tokens")
+        if not at_least <= value <= at_most:
+            self._fail(line, f"{key} is {value}; expected {at_least} to {at_most} tokens")
         return value
+
+    def _output(self, row: dict[str, object], line: int) -> int:
+        return self._count(row, line, "output_length", at_least=0, at_most=MAX_OUTPUT_TOKENS)
 
     def _timestamp(self, row: dict[str, object], line: int) -> float:
         value = self._field(row, line, "timestamp")
@@ -252,7 +267,7 @@ class ChainedReader(TraceReader):
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         prompt = self._count(row, line, "input_length", at_least=1)
-        output = self._count(row, line, "output_length", at_least=0)
+        output = self._output(row, line)
         ids = self._ids(row, line)
         self._check_chained(ids, line)
         num_expected = -(-prompt // self.block_size)
@@ -292,7 +307,7 @@ class ContentReader(TraceReader):
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         self._count(row, line, "input_length", at_least=1)
-        output = self._count(row, line, "output_length", at_least=0)
+        output = self._output(row, line)
         ids = self._ids(row, line)
         return TraceRequest(line, arrival_s, len(ids) * self.block_size, output, ids)
 
