@@ -312,6 +312,28 @@ def test_a_reset_before_the_first_step_counts(started: Started) -> None:
     assert disk_mode(server) == "on"
 
 
+@pytest.mark.parametrize("is_written", [True, False], ids=["version", "the old version"])
+@pytest.mark.parametrize("resets_pool", [True, False], ids=["pool", "nothing"])
+def test_the_first_request_compares_the_weights_of_a_warm_disk(
+    started: Started, tmp_path: Path, *, resets_pool: bool, is_written: bool
+) -> None:
+    """A trainer changes the weights before vLLM has computed anything. The control forgets it."""
+    version = tmp_path / "version"
+    version.write_text("1")
+    options = {"preserve_on_sleep": True, "weights_version_path": str(version)}
+    fill(started(**options), "a")
+    server = started(**options)
+    server.settle()
+    if is_written:
+        version.write_text("2")
+        server.weights = "changed before the first request"
+    if resets_pool:
+        assert server.scheduler.manager.reset_prefix_cache()
+    assert server.serve(server.begin("a")) == (0 if is_written else NUM_HIT)
+    server.forget()
+    assert server.serve(server.begin("a")) == NUM_HIT, "the tier is kept from then on"
+
+
 def test_a_job_in_flight_at_a_reset_has_no_effect(started: Started) -> None:
     server = started()
     server.serve(server.begin("z"))

@@ -498,6 +498,18 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
     assert world.load(KEYS[1]) is None
 
 
+@pytest.mark.parametrize(("content", "is_kept"), [("7", True), ("8", False)])
+def test_weights_that_change_before_the_first_lookup_drop_chunks(
+    make: Make, version: Path, content: str, *, is_kept: bool
+) -> None:
+    world = make(weights_version_path=str(version))
+    world.store(KEYS[:4])
+    world.close()
+    world = make(weights_version_path=str(version))
+    version.write_text(content)
+    assert (world.load(KEYS[0]) is not None) == is_kept
+
+
 def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
     make: Make, version: Path
 ) -> None:

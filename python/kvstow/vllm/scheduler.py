@@ -37,8 +37,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - A reset empties vLLM's pool, the tier, or both, while requests run: what they computed before it
   is not stored (`TrackedRequest.is_stale`). A preempted request starts over (`Loads.lookup`).
 - The weights change while vLLM sleeps, after the reset, or vLLM resets its own pool alone, which it
-  reports to no connector: the first lookup after a reset of either kind reads the version of the
-  weights once more (`Sleep.compare_weights`).
+  reports to no connector: the first lookup of all, and after a reset of either kind, reads the
+  version of the weights once more (`Sleep.compare_weights`).
 - A draft model (EAGLE, MTP) computes a token from the token after it, which the hash of a block's
   last token does not cover. So where vLLM drops the last block of a hit, a hit on the host ends one
   block before the blocks that are found (`HostTier.bind`).

@@ -20,8 +20,9 @@ How a wrong block could be served, and what prevents it:
 - vLLM gives a chunk to another block while a thread still fills or reads it: a job is reported only
   when its ticket has ended. So a read that never returns keeps its request waiting.
 - Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
-  goes, durably, unless the file of `weights_version_path` has not changed. The first lookup after a
-  reset reads that file again, because vLLM resets before it sleeps, and not when it wakes.
+  goes, durably, unless the file of `weights_version_path` has not changed. The first lookup of
+  all, and after a reset, reads that file again, because vLLM resets before it sleeps, and not when
+  it wakes.
 - Requests run on across a change of weights: what they store may be of the old ones, so the next
   reset drops it.
 - Other weights, sizes or parallel ranks after a restart, or other settings of the model: the
@@ -187,8 +188,8 @@ class KVStowDisk(SecondaryTierManager):
         # The requests that may store chunks, and whether there were any at the last reset.
         self._active: set[str] = set()
         self._were_active = False
-        # Whether no lookup has come since the last reset.
-        self._must_compare = False
+        # Whether no lookup has come since the last reset or the start.
+        self._must_compare = self._keeps_on_reset
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()

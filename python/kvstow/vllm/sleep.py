@@ -12,7 +12,7 @@ The workers keep the host memory mapped either way.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
@@ -33,7 +33,8 @@ class Sleep:
     """Answers whether vLLM may rest, and resets the tier.
 
     Attributes:
-        must_compare: no lookup has come since the last reset, and resets may keep the tier.
+        must_compare: no lookup has come since the last reset or the start, and resets may keep the
+            tier.
     """
 
     tier: HostTier
@@ -41,9 +42,12 @@ class Sleep:
     transfers: Transfers
     stores: Stores
     weights: WeightsVersion
-    must_compare: bool = False
+    must_compare: bool = field(init=False)
     # vLLM's map of the blocks on the device, which it makes anew when it resets its pool.
     _device_keys: object = None
+
+    def __post_init__(self) -> None:
+        self.must_compare = self.tier.options.preserve_on_sleep
 
     def reset(self) -> bool:
         """Empty the tier, unless `preserve_on_sleep` keeps it and the weights are unchanged.
@@ -63,7 +67,8 @@ class Sleep:
         vLLM resets its caches before it sleeps and not when it wakes, and the weights may be
         replaced in between. So the first lookup after a reset compares them once more. It does so
         after a reset that emptied the tier, too: if the operator puts the old weights back, what is
-        stored from now on is theirs.
+        stored from now on is theirs. The first lookup of all compares them as well, because a tier
+        below the host may have blocks by then, and vLLM had no caches to reset.
 
         Unless it is asked for more, vLLM resets its pool alone, and reports that to no connector.
         The weights may be others then, too.
