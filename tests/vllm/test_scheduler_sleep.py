@@ -123,14 +123,21 @@ def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path:
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
 
 
-def with_old_weights_on_the_host(version: Path) -> Scheduler:
-    """Return a scheduler whose tier has stored KV of weights 1 after the file named weights 2."""
-    version.write_text("1")
-    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+def with_old_weights_on_the_host(version: Path | None) -> Scheduler:
+    """Return a scheduler whose tier has stored KV of weights 1 after a reset for weights 2.
+
+    Without `version`, no file names the weights, and each reset empties the tier.
+    """
+    options: dict[str, Any] = {}
+    if version is not None:
+        version.write_text("1")
+        options = {"preserve_on_sleep": True, "weights_version_path": str(version)}
+    scheduler = Scheduler(FULL, **options)
     running = scheduler.request("a", 100)
     scheduler.admit(running)
     scheduler.step(running)
-    version.write_text("2")
+    if version is not None:
+        version.write_text("2")
     assert not scheduler.manager.reset_prefix_cache(), "a request holds blocks"
     scheduler.half.reset()
     # A later request hits blocks of the old weights on the device, and stores them.
@@ -168,6 +175,16 @@ def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) 
     )
 
 
+def test_a_reset_is_over_when_the_device_is_reset_too() -> None:
+    """The second call of the reset does not name the connector."""
+    scheduler = with_old_weights_on_the_host(None)
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+    scheduler.store_request("e")
+    assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, (
+        "from then on a reset of the device alone keeps the tier"
+    )
+
+
 def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
@@ -180,6 +197,7 @@ def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
     scheduler.finish(request)
     scheduler.step()
     assert not scheduler.jobs.stores
+    assert scheduler.manager.reset_prefix_cache()
     scheduler.store_request("b")
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
 

@@ -39,6 +39,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - The weights change while vLLM sleeps, after the reset, or vLLM resets its own pool alone, which it
   reports to no connector: the first lookup of all, and after a reset of either kind, reads the
   version of the weights once more (`Sleep.compare_weights`).
+- A reset empties the tier while requests hold vLLM's pool, which keeps old blocks. Later requests
+  hit them there, and the tier stores them: the reset of the pool empties the tier again (`Sleep`).
 - A draft model (EAGLE, MTP) computes a token from the token after it, which the hash of a block's
   last token does not cover. So where vLLM drops the last block of a hit, a hit on the host ends one
   block before the blocks that are found (`HostTier.bind`).

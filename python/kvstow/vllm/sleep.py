@@ -45,6 +45,8 @@ class Sleep:
     must_compare: bool = field(init=False)
     # vLLM's map of the blocks on the device, which it makes anew when it resets its pool.
     _device_keys: object = None
+    # The last reset emptied the tier and not vLLM's pool, whose blocks the tier may have since.
+    _is_pool_older: bool = False
 
     def __post_init__(self) -> None:
         self.must_compare = self.tier.options.preserve_on_sleep
@@ -71,11 +73,12 @@ class Sleep:
         below the host may have blocks by then, and vLLM had no caches to reset.
 
         Unless it is asked for more, vLLM resets its pool alone, and reports that to no connector.
-        The weights may be others then, too.
+        The weights may be others then, too. If the last reset emptied the tier and could not reset
+        the pool, it was not over until now: requests have hit old blocks of the pool meanwhile.
         """
         before, self._device_keys = self._device_keys, self.tier.pool.cached_block_hash_to_block
         if before is not self._device_keys and before is not None:
-            self.must_compare = self.tier.options.preserve_on_sleep
+            self.must_compare = self.tier.options.preserve_on_sleep or self._is_pool_older
         if self.must_compare:
             self.must_compare = False
             self._keep_or_empty()
@@ -90,6 +93,7 @@ class Sleep:
         is_kept = self.tier.options.preserve_on_sleep
         if is_kept and not self.weights.changed(remember=is_pool_reset):
             return True
+        self._is_pool_older = not is_pool_reset
         if self.tier.offload is not None:
             self.tier.offload.reset()
         if self.tier.below is not None:
