@@ -53,11 +53,17 @@ class _Sampled:
 
     num_scheduled: int
     tokens: list[int]
+    num_rejected: int
 
 
 @dataclass
 class Simulated:
-    """An engine without a model."""
+    """An engine without a model.
+
+    Attributes:
+        weights: the number of the present weights, on which the KV of every token depends.
+        is_checked: whether reads of wrong KV fail.
+    """
 
     folder: Path
     options: dict[str, Any]
@@ -67,6 +73,8 @@ class Simulated:
     drafts: bool = False
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    weights: int = 0
+    is_checked: bool = True
 
     def __post_init__(self) -> None:
         init_none_hash(sha256_cbor)
@@ -294,9 +302,14 @@ class Simulated:
                 num_stale -= sampled.num_scheduled
             else:
                 pending += sampled.tokens
+                start -= sampled.num_rejected
         tokens = [*request.all_token_ids, *pending]
         num_true = len(tokens)
         drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
+        if drafts and self.num_in_flight > 1:
+            # vLLM's worker has the drafts then, and its scheduler only their number.
+            own = self.drafted.pop(name, [])
+            drafts = [*own, *drafts][: len(drafts)]
         values = self.values(tokens + drafts, request.cache_salt)
         self._check(request, values, start)
         tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
@@ -315,7 +328,7 @@ class Simulated:
                     break
             if self.drafts:
                 self.drafted[name] = self._draft(tokens, request.cache_salt)
-        in_flight.append(_Sampled(num_tokens, new))
+        in_flight.append(_Sampled(num_tokens, new, len(drafts) + 1 - len(new) if new else 0))
         return new
 
     def _draft(self, tokens: list[int], salt: str | None) -> list[int]:
@@ -328,6 +341,8 @@ class Simulated:
 
     def _check(self, request: Request, values: list[int], end: int) -> None:
         """Every group's KV before token `end`, as far as attention reads it, is the request's."""
+        if not self.is_checked:
+            return
         tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
             is_state = isinstance(spec, MambaSpec)
@@ -346,7 +361,7 @@ class Simulated:
 
     def values(self, tokens: Sequence[int], salt: str | None) -> list[int]:
         """The KV of each token, which depends on all before it."""
-        value, found = sum(map(ord, salt or "")) + 1, []
+        value, found = sum(map(ord, salt or "")) + 1 + 1_000_003 * self.weights, []
         for token in tokens:
             value = (value * 6364136223846793005 + token + 1442695040888963407) & (2**62 - 1)
             found.append(value ^ (value >> 31))

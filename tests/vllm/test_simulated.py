@@ -259,12 +259,16 @@ def test_requests_read_their_own_kv_if_blocks_are_left_out(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_requests_with_drafts_read_their_own_kv(folder: Path, seed: int) -> None:
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+def test_requests_with_drafts_read_their_own_kv(
+    folder: Path, num_in_flight: int, seed: int
+) -> None:
     engine = Simulated(
         folder,
         {"num_cpu_blocks": 400},
         specs=(FULL, WINDOW) if seed % 2 else (FULL,),
         num_blocks=60,
+        num_in_flight=num_in_flight,
         drafts=True,
         seed=seed,
     )
