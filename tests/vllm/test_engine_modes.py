@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.vllm import vision
 from tests.vllm.engine import (
     BLOCK_SIZE,
@@ -94,6 +95,25 @@ def test_requests_with_equal_tokens_and_other_images_share_no_block(
             assert hits(warm) == [(308 - 1) // BLOCK_SIZE * BLOCK_SIZE] * len(PROMPTS)
             assert difference(cold, expected) < TOLERANCE
             assert difference(warm, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_prompts_of_other_embeddings_share_no_block(folder: Path, scheduling: str) -> None:
+    """vLLM gives such prompts zeros for tokens. They are equal up to one embedding each."""
+    first = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    asked = [{"prompt_embeds": first}]
+    for at in (40, 250):
+        asked.append({"prompt_embeds": first.clone()})
+        asked[-1]["prompt_embeds"][at] += 1.0
+    settings: dict[str, Any] = {"enable_prompt_embeds": True}
+    with running(folder, scheduling, options=None, **settings) as engine:
+        expected = ask(engine, asked)
+    assert difference(expected[:1], expected[1:2]) > 0.01, "the embeddings must matter"
+    with running(folder, scheduling, **settings) as engine:
+        cold, warm = (ask(engine, asked) for _ in range(2))
+        assert hits(warm) == [NUM_HIT] * len(asked)
+        assert max(difference(cold, expected), difference(warm, expected)) < TOLERANCE
+        assert hits(ask(engine, plain([[0] * 300]))) == [0]
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
