@@ -56,5 +56,25 @@ def is_interrupted(
     return False
 
 
+def lines_of(call: Callable[[], object], sources: str) -> list[int]:
+    """Return where the lines of the sources are that `call` carries out, in its order."""
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(sources):
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
 def _begins(name: str, number: int, with_what: tuple[str, ...]) -> bool:
     return bool(with_what) and linecache.getline(name, number).strip().startswith(with_what)

@@ -34,13 +34,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import TransferError
-from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime, Stream
+from kvstow.transfer.cuda.batch import Batch, Place
+from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.runtime import CudaEvent
 from kvstow.transfer.cuda.sums import SumRing
@@ -50,37 +50,6 @@ from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, Ticket, checked_timeout_s, failure, late
 
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A part of the staging memory that holds one batch at a time.
-
-    Attributes:
-        address: where it begins on the device.
-        stream: the stream of all work on it.
-    """
-
-    address: int
-    stream: Stream
-
-
-class Batch(NamedTuple):
-    """A part of a job that one place takes at a time.
-
-    Attributes:
-        begin: its first position in the job.
-        end: the position after its last.
-        num_bytes: bytes that its copies carry.
-        runs: (address on the host, offset in the place or address on the device, blocks).
-        region: the region it belongs to, on the direct path.
-    """
-
-    begin: int
-    end: int
-    num_bytes: int
-    runs: Sequence[tuple[int, int, int]]
-    region: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -139,20 +108,25 @@ class CudaJob(OrderedJob):
 
 
 class CudaTicket(Ticket):
-    """A ticket that ends when the device has reached the events of its job."""
+    """A ticket that ends when the device has reached the events of its job.
+
+    Attributes:
+        has_ended: whether `end` has reported the end.
+        is_released: whether the device reads the source no more, while the job is in flight.
+    """
 
     def __init__(self, lane: Lane) -> None:
         """Begin under way."""
         self._lane = lane
-        self._has_ended = False
+        self.has_ended = False
         self._error: TransferError | None = None
         self.is_released = False
 
     def poll(self) -> bool:
         """Return whether the transfer has ended, well or not."""
-        if not self._has_ended:
+        if not self.has_ended:
             self._lane.advance()
-        return self._has_ended
+        return self.has_ended
 
     def source_released(self) -> bool:
         """Return whether the transfer reads its source no more; see `Ticket.source_released`.
@@ -164,7 +138,7 @@ class CudaTicket(Ticket):
     @property
     def error(self) -> TransferError | None:
         """Why the transfer failed; None while it is under way and after success."""
-        return self._error if self._has_ended else None
+        return self._error if self.has_ended else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer has ended; see `Ticket.wait`."""
@@ -182,7 +156,7 @@ class CudaTicket(Ticket):
     def end(self, error: TransferError | None) -> None:
         """Report the end, once."""
         self._error = error
-        self._has_ended = True
+        self.has_ended = True
 
 
 class Lane:
@@ -281,8 +255,8 @@ class Lane:
                 self.advance(in_a_hurry=True)
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
-                del self._waiting[job]
                 job.ticket.end(TransferError(NOT_BEGUN))
+                del self._waiting[job]
             self.advance()
 
     def close_in_child(self) -> None:
@@ -307,7 +281,12 @@ class Lane:
                 raise
             return False  # jobs in flight give theirs back
         if job.sums is not None:
-            first = job.sums.reserve(len(job.host_slots))
+            others = [
+                (other.first_sum, len(other.host_slots))
+                for other in self._in_flight
+                if other.sums is job.sums
+            ]
+            first = job.sums.room_for(len(job.host_slots), others)
             if first is None:
                 return False
             job.first_sum = first
@@ -321,8 +300,12 @@ class Lane:
         """Return the job in flight that is not queued yet, or else the next one that may begin."""
         if self._in_flight and not self._in_flight[-1].is_queued:
             return self._in_flight[-1]
+        while self._runnable and self._runnable[0].serial:
+            self._runnable.popleft()  # in flight already: an interrupt came right after its append
         if self._runnable and self._reserve(self._runnable[0]):
-            self._in_flight.append(self._runnable.popleft())
+            # In this order, so that an interrupt in between does not lose the job.
+            self._in_flight.append(self._runnable[0])
+            self._runnable.popleft()
             return self._in_flight[-1]
         return None
 
@@ -410,16 +393,17 @@ class Lane:
             job = self._in_flight[0]
             if not (job.is_queued and all(map(is_done, job.done))):
                 break
+            # The job leaves last, so that after an interrupt the next call ends it.
+            if not job.ticket.has_ended:
+                try:
+                    error = job.error or (None if job.check is None else job.check(job))
+                except Exception as raised:
+                    error = failure(raised)
+                job.ticket.end(error)
             self._in_flight.popleft()
-            try:
-                error = job.error or (None if job.check is None else job.check(job))
-            except Exception as raised:
-                error = failure(raised)
-            if job.sums is not None:
-                job.sums.free_oldest()
+            # An interrupt before this costs new events. No event may be spare twice.
             self._spare_events += job.done
             self._spare_events += job.released
-            job.ticket.end(error)
         for job in self._in_flight:
             if job.is_staged and not job.ticket.is_released:
                 if not (job.is_queued and job.error is None and all(map(is_done, job.released))):
@@ -439,10 +423,11 @@ class Lane:
         """Fail every job after the loss of the device."""
         if self.runtime.lost is None:
             self.runtime.lost = error
-        jobs = [*self._in_flight, *self._runnable, *self._waiting]
+        for job in [*self._in_flight, *self._runnable, *self._waiting]:
+            job.order.abandon()
+            if not job.ticket.has_ended:
+                job.ticket.end(error)
+        # Last, so that after an interrupt the next call ends the other jobs.
         self._in_flight.clear()
         self._runnable.clear()
         self._waiting.clear()
-        for job in jobs:
-            job.order.abandon()
-            job.ticket.end(error)

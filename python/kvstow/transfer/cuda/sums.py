@@ -6,7 +6,7 @@ stay in place until it has ended.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -18,7 +18,7 @@ SUM_BYTES = 8
 
 
 class SumRing:
-    """Memory for the sums of one mover's jobs in one direction, freed as it was reserved."""
+    """Memory for the sums of one mover's jobs in one direction, which take turns through it."""
 
     def __init__(self, runtime: Runtime, capacity: int) -> None:
         """Allocate the memory.
@@ -28,7 +28,6 @@ class SumRing:
             capacity: blocks of the largest job, which fits once it is the only one.
         """
         self._capacity = capacity
-        self._reserved: deque[tuple[int, int]] = deque()  # [begin, end) of each job, oldest first
         with ExitStack() as built:
             self._host = runtime.allocate_mapped(SUM_BYTES * capacity)
             built.callback(runtime.free_mapped, self._host)
@@ -36,22 +35,21 @@ class SumRing:
             built.callback(runtime.free, self._device)
             self._allocated = built.pop_all()
 
-    def reserve(self, num: int) -> int | None:
-        """Return where the sums of `num` blocks begin; return None while there is no room."""
-        first = 0
-        if self._reserved:
-            oldest, newest = self._reserved[0][0], self._reserved[-1][1]
-            is_wrapped = newest <= oldest
-            fits_behind = not is_wrapped and newest + num <= self._capacity
-            first = newest if is_wrapped or fits_behind else 0
-            if not fits_behind and first + num > oldest:
-                return None
-        self._reserved.append((first, first + num))
-        return first
+    def room_for(self, num: int, reserved: Sequence[tuple[int, int]]) -> int | None:
+        """Return where the sums of `num` blocks begin; return None while there is no room.
 
-    def free_oldest(self) -> None:
-        """Free the sums of the oldest job, which has ended."""
-        self._reserved.popleft()
+        Args:
+            num: blocks of the job.
+            reserved: (begin, blocks) of each job in flight, the oldest first. They are not kept
+                here, because an interrupt could then lose one.
+        """
+        if not reserved:
+            return 0
+        oldest, newest = reserved[0][0], sum(reserved[-1])
+        is_wrapped = newest <= oldest
+        fits_behind = not is_wrapped and newest + num <= self._capacity
+        first = newest if is_wrapped or fits_behind else 0
+        return None if not fits_behind and first + num > oldest else first
 
     def device_address(self, position: int) -> int:
         """Return the device address of the sum at a position."""

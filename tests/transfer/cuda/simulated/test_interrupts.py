@@ -1,0 +1,183 @@
+"""An interrupt, for example Ctrl-C, at any line of a lane loses no job and mixes up no bytes."""
+
+from __future__ import annotations
+
+import linecache
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tests.interrupts import is_interrupted, lines_of
+from tests.transfer.cuda.simulated.test_mover import ILLEGAL_ADDRESS, Bench, bench, busy, paced
+from tests.transfer.cuda.simulation import library
+
+from kvstow.transfer import Event, HostEvent, Ticket
+from kvstow.transfer.cuda import lane, runtime
+
+MOST_POLLS = 200
+MOST_TIMES = 2
+NUM_BLOCKS = 8
+
+
+def each_interrupt(scenario: Callable[[Bench], object], **options: object) -> Iterator[Bench]:
+    """Yield a bench for each line of a lane, after the line was interrupted in a scenario.
+
+    A line that is carried out more often is interrupted the first two times.
+    """
+    with bench(**options) as setup:
+        lines = lines_of(lambda: scenario(setup), lane.__file__)
+    forget_loss(setup)
+    seen = Counter[int]()
+    for number, line in enumerate(lines, 1):
+        seen[line] += 1
+        text = linecache.getline(lane.__file__, line)
+        # An interrupt at the end of a lane costs its staging memory, as at the end of any memory.
+        if seen[line] > MOST_TIMES or "self.runtime.free" in text:
+            continue
+        with bench(**options) as setup:
+            assert is_interrupted(lambda it=setup: scenario(it), number, lane.__file__)
+            try:
+                yield setup
+            except AssertionError as error:
+                raise AssertionError(f"interrupted at line {line}: {text.strip()}") from error
+        forget_loss(setup)
+
+
+def forget_loss(setup: Bench) -> None:
+    """Let the next bench begin with a device that works."""
+    if setup.runtime.lost is not None:
+        library.library().simulation_repair()
+        runtime._runtimes.clear()
+
+
+class Jobs:
+    """The jobs of a bench."""
+
+    def __init__(self, setup: Bench) -> None:
+        self.setup = setup
+        self._tickets: list[tuple[list[int], list[int], Ticket]] = []
+
+    def store(self, blocks: list[int], slots: list[int], after: Event) -> Ticket:
+        ticket = self.setup.mover.store(blocks, slots, after=after)
+        self._tickets.append((blocks, slots, ticket))
+        return ticket
+
+    def load(self, slots: list[int], blocks: list[int], after: Event) -> Ticket:
+        ticket = self.setup.mover.load(slots, blocks, after=after)
+        self._tickets.append((blocks, slots, ticket))
+        return ticket
+
+    def end(self) -> None:
+        """Expect every job to end, and those that ended well to have moved their bytes."""
+        tickets, self._tickets = self._tickets, []
+        for blocks, slots, ticket in tickets:
+            num_polls = 0
+            while not ticket.poll():
+                num_polls += 1
+                assert num_polls < MOST_POLLS, f"the job of blocks {blocks} never ends"
+                library.step()
+            assert ticket.source_released()
+            if ticket.error is None:
+                for block, slot in zip(blocks, slots, strict=True):
+                    assert np.array_equal(self.setup.arena.slots[slot], self.setup.block(block))
+
+
+def drain(setup: Bench) -> None:
+    """End all jobs, also those whose call was interrupted, of which nobody has a ticket."""
+    setup.link.stores._pace = None
+    for _ in range(2):  # the second call sees what the device has carried out
+        for it in (setup.link.stores, setup.link.loads):
+            it.advance()
+        while library.step():
+            pass
+
+
+def stores_and_loads(jobs: Jobs) -> None:
+    """Run two jobs of each direction, of which one takes several turns at the places."""
+    after = jobs.setup.after
+    first = jobs.store([1, 2, 3, 4, 5], [0, 1, 2, 3, 4], after())
+    jobs.store([6], [5], after())
+    for _ in range(4):
+        library.step()
+        first.source_released()
+    jobs.end()
+    jobs.load([0, 1], [7, 8], after())
+    jobs.load([2], [6], after())
+    jobs.end()
+
+
+def beside_compute(jobs: Jobs) -> None:
+    """Queue a store bit by bit, with another one behind it."""
+    clock = paced(jobs.setup, bytes_per_ms=4096)
+    first = jobs.store([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], busy(jobs.setup))
+    jobs.store([7], [6], jobs.setup.after())
+    for _ in range(3):
+        clock.now_s += 0.001
+        first.poll()
+        library.step()
+    clock.now_s += 1
+    jobs.end()
+
+
+@pytest.mark.parametrize("scenario", [stores_and_loads, beside_compute])
+def test_interrupted_lane_ends_every_job(scenario: Callable[[Jobs], None]) -> None:
+    blocks, slots = list(range(1, NUM_BLOCKS + 1)), list(range(NUM_BLOCKS))
+    of: dict[Bench, Jobs] = {}
+
+    def run(setup: Bench) -> None:
+        of[setup] = Jobs(setup)
+        scenario(of[setup])
+
+    for setup in each_interrupt(run, verify=True, num_slots=NUM_BLOCKS):
+        jobs = of[setup]
+        drain(setup)
+        jobs.end()
+        # There is room for the sums of each of these jobs, but not for those of two.
+        setup.memory[:, 1:] = 50 + np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None]
+        tickets = [jobs.store(blocks, slots, setup.after()) for _ in range(2)]
+        jobs.end()
+        setup.memory[:] = 1
+        tickets.append(jobs.load(slots, blocks, setup.after()))
+        jobs.end()
+        assert [ticket.error for ticket in tickets] == [None] * 3
+        assert (setup.block(NUM_BLOCKS) == 50 + NUM_BLOCKS - 1).all()
+    assert len(of) > 100
+
+
+def test_close_after_an_interrupted_close_ends_every_job() -> None:
+    tickets: list[Ticket] = []
+
+    def close(setup: Bench) -> None:
+        mover, after = setup.mover, setup.after
+        tickets[:] = [
+            mover.store([1, 2, 3], [0, 1, 2], after=after()),
+            mover.store([4], [3], after=HostEvent()),
+            mover.store([5], [3], after=after()),
+            mover.load([4], [6], after=HostEvent()),
+        ]
+        mover.close()
+
+    for setup in each_interrupt(close):
+        setup.mover.close()
+        assert all(ticket.poll() for ticket in tickets)
+
+
+def test_lost_device_fails_every_job_after_an_interrupt() -> None:
+    tickets: list[Ticket] = []
+
+    def lose(setup: Bench) -> None:
+        tickets.clear()
+        tickets.append(setup.mover.store([1], [0], after=setup.after()))
+        tickets.append(setup.mover.store([2], [1], after=HostEvent()))
+        tickets.append(setup.mover.store([3], [2], after=setup.after()))
+        library.fail("cudaEventQuery", ILLEGAL_ADDRESS)
+        tickets[0].poll()
+
+    num_lost = 0
+    for setup in each_interrupt(lose):
+        have_ended = [ticket.poll() for ticket in tickets]
+        if setup.runtime.lost is not None:  # not so if the interrupt came before
+            assert all(have_ended)
+            num_lost += 1
+    assert num_lost > 10
