@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def each_interrupt(scenario: Callable[[Bench], object], **options: object) -> It
         if seen[line] > MOST_TIMES or "self.runtime.free" in text:
             continue
         with bench(**options) as setup:
-            assert is_interrupted(lambda it=setup: scenario(it), number, lane.__file__)
+            assert is_interrupted(partial(scenario, setup), number, lane.__file__)
             try:
                 yield setup
             except AssertionError as error:
