@@ -309,6 +309,19 @@ def test_image_with_a_damaged_slot_is_refused() -> None:
     assert tier.used_slots().tolist() == [1, 2]
 
 
+def test_image_whose_slot_proves_damaged_after_a_reset_is_refused() -> None:
+    tier, _ = sleeping()
+    job = loading(tier, "reader")
+    tier.reset()
+    tier.complete(job.job_id, ok=[False, True, True])
+    tier.check()
+    with pytest.raises(StateError, match="proved damaged"):
+        tier.image  # noqa: B018
+    tier.release_image()
+    assert tier.used_slots().tolist() == []
+    tier.check()
+
+
 def test_reset_keeps_the_slots_of_an_image_in_use() -> None:
     """A snapshot file holds the bytes of the slots in use only."""
     tier, _ = sleeping()

@@ -296,7 +296,8 @@ impl OffloadScheduler {
             disk.fail_sources(slots);
         }
         if let Some(image) = &mut self.image {
-            image.is_damaged |= dropped.iter().any(|slot| image.shared.contains(slot));
+            // Not only those that were dropped: a reset keeps the slots of an image.
+            image.is_damaged |= slots.iter().any(|slot| image.shared.contains(slot));
         }
         self.counters.damaged_blocks += dropped.len() * self.config.blocks_per_slot;
         self.host.slots.pool.free(&dropped)
