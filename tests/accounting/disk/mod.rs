@@ -28,6 +28,16 @@ enum Op {
     Settle,
     /// Request, and whether it may wait for the disk.
     Ask(usize, bool),
+    /// Request, whether it may wait, blocks on the device, and whether it loads only later.
+    AskBehind(usize, bool, usize, bool),
+    /// Request, blocks of its lookup to load.
+    Accept(usize, usize),
+    Release(usize),
+    Lower(usize),
+    /// The host tier and the disk are emptied, but the weights and the requests stay.
+    Clear,
+    /// The process ends, and the next one has the snapshot of the host tier.
+    Resume,
     /// Request, tokens to compute, most blocks to store.
     Run(usize, usize, usize),
     Leave(usize),
@@ -71,6 +81,12 @@ fn op() -> impl Strategy<Value = Op> {
         8 => (who.clone(), 0..4_usize, 1..8_usize).prop_map(|(w, c, l)| Op::Serve(w, c, l)),
         2 => Just(Op::Settle),
         6 => (who.clone(), prop::bool::weighted(0.85)).prop_map(|(w, p)| Op::Ask(w, p)),
+        6 => (who.clone(), prop::bool::weighted(0.85), 0..4_usize, any::<bool>())
+            .prop_map(|(w, p, l, h)| Op::AskBehind(w, p, l, h)),
+        6 => (who.clone(), 0..5_usize).prop_map(|(w, n)| Op::Accept(w, n)),
+        1 => who.clone().prop_map(Op::Release),
+        1 => who.clone().prop_map(Op::Lower),
+        1 => prop::bool::weighted(0.6).prop_map(|clear| if clear { Op::Clear } else { Op::Resume }),
         8 => (who.clone(), 1..9_usize, max()).prop_map(|(w, t, m)| Op::Run(w, t, m)),
         4 => who.clone().prop_map(Op::Leave),
         1 => who.clone().prop_map(Op::Restart),

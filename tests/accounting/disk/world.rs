@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvstow_core::error::Error;
 use kvstow_core::event::Event;
 use kvstow_core::group::{Group, Model};
 use kvstow_core::ids::{BlockId, GroupId, JobId};
@@ -59,6 +60,8 @@ struct Request {
     names: Vec<u16>,
     /// Whether its lookup has not answered yet.
     is_waiting: bool,
+    /// Local and found tokens of a lookup whose load has not begun.
+    held: Option<(usize, usize)>,
     is_loading: bool,
     computed: usize,
     /// Per group; null where the group skips a block.
@@ -179,6 +182,18 @@ impl World {
             Op::Serve(who, which, len) => self.serve(who, which, len),
             Op::Settle => self.settle(),
             Op::Ask(who, may_wait) => self.ask(who, may_wait),
+            Op::AskBehind(who, may_wait, num_local, is_held) => {
+                self.ask_behind(who, may_wait, num_local, is_held);
+            }
+            Op::Accept(who, num) => self.accept(who, num),
+            Op::Release(who) => self.release(who),
+            Op::Lower(who) => {
+                if self.requests.contains_key(&who) {
+                    self.scheduler.lower_priority(&who.to_string()).unwrap();
+                }
+            }
+            Op::Clear => self.clear(),
+            Op::Resume => self.resume(),
             Op::Run(who, tokens, max_blocks) => self.run(who, tokens, max_blocks),
             Op::Leave(who) => self.leave(who),
             Op::Restart(who) => self.restart(who),
@@ -343,6 +358,7 @@ impl World {
             serial: self.num_admitted,
             names,
             is_waiting: true,
+            held: None,
             is_loading: false,
             computed: 0,
             tables: vec![Vec::new(); num_groups],
@@ -352,47 +368,110 @@ impl World {
     }
 
     fn ask(&mut self, who: usize, may_wait: bool) {
+        self.ask_behind(who, may_wait, 0, false);
+    }
+
+    /// Asks behind a local hit of `num_local` units, and loads what was found unless it `is_held`.
+    fn ask_behind(&mut self, who: usize, may_wait: bool, num_local: usize, is_held: bool) {
         let Some(request) = self.requests.get(&who).filter(|request| request.is_waiting) else {
             return;
         };
         let (id, max_tokens) = (who.to_string(), request.names.len() * BLOCK_SIZE);
-        let (on_host, in_both) = self.scheduler.tier_hits(&id, 0, max_tokens).unwrap();
+        let unit = self.model.hit_block_size();
+        let local = num_local.min(max_tokens / unit) * unit;
+        let (on_host, in_both) = self.scheduler.tier_hits(&id, local, max_tokens).unwrap();
         let found = if may_wait {
-            self.scheduler.lookup_below(&id, 0, max_tokens)
+            self.scheduler.lookup_below(&id, local, max_tokens)
         } else {
-            self.scheduler.lookup(&id, 0, max_tokens)
+            self.scheduler.lookup(&id, local, max_tokens)
         };
         let found = found.unwrap();
         assert!(!may_wait || in_both == on_host || found.is_none(), "it waits for the disk");
         let Some(found) = found else { return };
-        assert_eq!(found, on_host);
-        self.requests.get_mut(&who).unwrap().is_waiting = false;
-        if found > 0 {
-            self.load(who, found);
+        assert_eq!(found + local, on_host);
+        let request = self.requests.get_mut(&who).unwrap();
+        request.is_waiting = false;
+        if is_held && found > 0 {
+            request.held = Some((local, found));
+        } else {
+            self.load(who, local, found);
         }
     }
 
-    fn load(&mut self, who: usize, num_tokens: usize) {
-        let mut targets = Vec::new();
-        for group in self.model.groups() {
-            let num_null = group.num_skipped_blocks(num_tokens);
-            let num = num_tokens / group.block_size - num_null;
-            let blocks: Vec<BlockId> = (self.num_device + 1..).take(num).map(BlockId).collect();
-            self.num_device += u32::try_from(num).unwrap();
-            targets.push((num_null, blocks));
+    /// Loads a part of what a lookup has found, and computes the rest.
+    fn accept(&mut self, who: usize, num: usize) {
+        let Some(request) = self.requests.get_mut(&who) else { return };
+        if let Some((local, found)) = request.held.take() {
+            let unit = self.model.hit_block_size();
+            self.load(who, local, (num * unit).min(found));
         }
-        let ids: Vec<Vec<BlockId>> = targets.iter().map(|(_, blocks)| blocks.clone()).collect();
-        let job =
-            self.scheduler.load(&who.to_string(), num_tokens, &ids, Some(self.now + PATIENCE));
-        let job = job.unwrap();
-        let request = self.requests.get_mut(&who).unwrap();
-        for (table, (num_null, blocks)) in request.tables.iter_mut().zip(targets) {
-            table.extend(std::iter::repeat_n(BlockId::NULL, num_null));
-            table.extend(blocks);
+    }
+
+    fn release(&mut self, who: usize) {
+        let Some(request) = self.requests.get_mut(&who) else { return };
+        if let Some((local, _)) = request.held.take() {
+            self.scheduler.release(&who.to_string()).unwrap();
+            self.load(who, local, 0);
         }
-        request.is_loading = true;
-        let serial = request.serial;
-        self.begin(job.job_id, Copies::Load(job, who, serial, num_tokens));
+    }
+
+    /// Takes blocks for a local hit and a load, and begins the load.
+    fn load(&mut self, who: usize, local: usize, num_tokens: usize) {
+        let mut num_tokens = num_tokens;
+        if num_tokens > 0 {
+            let mut ids = Vec::new();
+            for group in self.model.groups() {
+                let end = local + num_tokens;
+                let first = group.num_skipped_blocks(end).max(local / group.block_size);
+                let num = end / group.block_size - first;
+                ids.push((self.num_device + 1..).take(num).map(BlockId).collect::<Vec<_>>());
+                self.num_device += u32::try_from(num).unwrap();
+            }
+            let deadline = Some(self.now + PATIENCE);
+            match self.scheduler.load(&who.to_string(), num_tokens, &ids, deadline) {
+                Ok(job) => {
+                    self.fill(who, local, local + num_tokens, Some(&ids));
+                    let request = self.requests.get_mut(&who).unwrap();
+                    request.is_loading = true;
+                    let serial = request.serial;
+                    let copies = Copies::Load(job, who, serial, local + num_tokens);
+                    return self.begin(copies_id(&copies), copies);
+                }
+                // Lost since the lookup, or a window before an earlier end.
+                Err(Error::State(_)) => num_tokens = 0,
+                Err(error) => panic!("{error}"),
+            }
+            self.scheduler.release(&who.to_string()).unwrap();
+        }
+        self.fill(who, local, local + num_tokens, None);
+        self.requests.get_mut(&who).unwrap().computed = local;
+    }
+
+    /// Appends blocks to a request's tables: local ones with their content, and those of a load.
+    fn fill(&mut self, who: usize, local: usize, end: usize, loaded: Option<&[Vec<BlockId>]>) {
+        let names = self.requests[&who].names.clone();
+        for group in 0..self.model.groups().len() {
+            let attention = self.model.groups()[group];
+            let num_null = attention.num_skipped_blocks(end);
+            let mut table = Vec::new();
+            for at in 0..local / attention.block_size {
+                if at < num_null {
+                    table.push(BlockId::NULL);
+                    continue;
+                }
+                self.num_device += 1;
+                let id = BlockId(self.num_device);
+                let content = self.content(group, at, &names);
+                self.device.insert(id, content);
+                table.push(id);
+            }
+            if let Some(loaded) = loaded {
+                let num = end / attention.block_size - loaded[group].len();
+                table.resize(num.max(table.len()), BlockId::NULL);
+                table.extend(&loaded[group]);
+            }
+            self.requests.get_mut(&who).unwrap().tables[group] = table;
+        }
     }
 
     /// The content of block `index` of a group, now.
@@ -404,7 +483,7 @@ impl World {
     fn run(&mut self, who: usize, tokens: usize, max_blocks: usize) {
         let Some(mut request) = self.requests.remove(&who) else { return };
         let num_groups = self.model.groups().len();
-        if !request.is_waiting && !request.is_loading {
+        if !request.is_waiting && !request.is_loading && request.held.is_none() {
             let after = (request.computed + tokens).min(request.names.len() * BLOCK_SIZE);
             for group in 0..num_groups {
                 let size = self.model.groups()[group].block_size;
@@ -595,7 +674,7 @@ impl World {
         let mut are_ok = Vec::new();
         for (group, ends) in job.offsets.windows(2).enumerate() {
             let attention = self.model.groups()[group];
-            let first = attention.num_skipped_blocks(*num_tokens);
+            let first = *num_tokens / attention.block_size - (ends[1] - ends[0]);
             for (at, &place) in job.host_slots[ends[0]..ends[1]].iter().enumerate() {
                 let held = self.host[rank][place as usize];
                 are_ok.push(held != Held::Damaged);
@@ -708,7 +787,8 @@ impl World {
             }
             let names = self.requests[who].names.clone();
             for (group, ends) in job.offsets.windows(2).enumerate() {
-                let first = self.model.groups()[group].num_skipped_blocks(*num_tokens);
+                let size = self.model.groups()[group].block_size;
+                let first = *num_tokens / size - (ends[1] - ends[0]);
                 for (at, &block) in job.block_ids[ends[0]..ends[1]].iter().enumerate() {
                     self.device.insert(block, self.content(group, first + at, &names));
                 }
@@ -762,6 +842,31 @@ impl World {
         let computed: Vec<BlockId> = self.candidates.drain(..).map(|(id, _)| id).collect();
         self.scheduler.invalidate(&computed).unwrap();
         self.epoch += 1;
+        self.scheduler.set_disk(DiskMode::On).unwrap();
+    }
+
+    /// The tiers forget everything. What the device has is still right.
+    fn clear(&mut self) {
+        self.scheduler.reset().unwrap();
+        self.flights.iter_mut().for_each(|flight| flight.is_fenced = true);
+        self.scheduler.set_disk(DiskMode::On).unwrap();
+    }
+
+    /// Copies that did not take place never will. The host and its requests stay.
+    fn resume(&mut self) {
+        let snapshot = self.scheduler.snapshot().unwrap();
+        self.scheduler.check().unwrap();
+        self.flights.clear();
+        self.was_kept.clear();
+        self.candidates.clear();
+        let anew = Self::scheduler(self.model.groups(), &self.options);
+        self.scheduler = anew.restore(&snapshot).unwrap();
+        self.on_disk.clear();
+        let requests: Vec<usize> = self.requests.keys().copied().collect();
+        for who in requests {
+            self.restart(who);
+        }
+        self.adopt(u64::MAX);
         self.scheduler.set_disk(DiskMode::On).unwrap();
     }
 
@@ -858,6 +963,13 @@ impl World {
         self.on_disk.clear();
         self.adopt(u64::MAX);
         self.scheduler.set_disk(DiskMode::On).unwrap();
+    }
+}
+
+fn copies_id(copies: &Copies) -> JobId {
+    match copies {
+        Copies::Store(job) | Copies::Load(job, ..) => job.job_id,
+        Copies::Demote(job) | Copies::Promote(job) => job.job_id,
     }
 }
 
