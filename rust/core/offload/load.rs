@@ -161,9 +161,11 @@ impl OffloadScheduler {
             }
         }
         request.num_hit_tokens = 0;
+        request.num_used_tokens = request.num_used_tokens.max(end);
         if !request.is_low_priority {
             let hashes = std::mem::take(&mut request.hashes);
-            self.make_recent(&hashes[..end / self.model.hash_block_size()], end);
+            let hits = request.num_used_before..end;
+            self.make_recent(&hashes[..end / self.model.hash_block_size()], &hits);
             self.requests.get_mut(request_id)?.hashes = hashes;
         }
         if self.disk.is_some() {

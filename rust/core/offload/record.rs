@@ -54,6 +54,12 @@ struct RequestRecord {
     #[n(4)]
     #[cbor(default)]
     is_low_priority: bool,
+    #[n(5)]
+    #[cbor(default)]
+    num_used_tokens: usize,
+    #[n(6)]
+    #[cbor(default)]
+    num_used_before: usize,
 }
 
 impl OffloadScheduler {
@@ -76,6 +82,8 @@ impl OffloadScheduler {
                 num_queried: request.num_queried,
                 num_hit_tokens: request.num_hit_tokens,
                 is_low_priority: request.is_low_priority,
+                num_used_tokens: request.num_used_tokens,
+                num_used_before: request.num_used_before,
             };
             (name.to_owned(), record)
         };
@@ -160,6 +168,8 @@ impl RequestRecord {
             num_queried: self.num_queried,
             num_hit_tokens: self.num_hit_tokens,
             is_low_priority: self.is_low_priority,
+            num_used_tokens: self.num_used_tokens,
+            num_used_before: self.num_used_before,
             ..RequestState::default()
         })
     }

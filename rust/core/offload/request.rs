@@ -23,6 +23,11 @@ pub(super) struct RequestState {
     /// Tokens, from the first, that device and host had at its last lookup. 0 once the policy knows
     /// these hits, because each request counts once.
     pub(super) num_hit_tokens: usize,
+    /// Tokens, from the first, that it has computed or loaded since it was added or started over.
+    pub(super) num_used_tokens: usize,
+    /// Tokens, from the first, that it had used when it last started over. To find them again is no
+    /// hit, because no other request has brought it.
+    pub(super) num_used_before: usize,
     /// Tokens, from the first, of which its last lookup found all full-attention blocks.
     pub(super) num_full_tokens: usize,
     /// Hashes, from the first, that were compared with the sightings since it was added or started
@@ -177,6 +182,8 @@ impl OffloadScheduler {
         let num_tokens = num_hashes * self.model.hash_block_size();
         request.num_queried = request.num_queried.min(num_tokens);
         request.num_hit_tokens = request.num_hit_tokens.min(num_tokens);
+        request.num_used_tokens = request.num_used_tokens.min(num_tokens);
+        request.num_used_before = request.num_used_before.min(num_tokens);
         request.num_seen = request.num_seen.min(num_hashes);
         request.num_counted = request.num_counted.min(num_hashes);
         request.num_wanted = request.num_wanted.min(num_hashes);
@@ -211,13 +218,14 @@ impl OffloadScheduler {
         }
         self.counters.rare_blocks += self.num_rare(&request);
         if !request.is_low_priority {
-            self.make_recent(&request.hashes, request.num_hit_tokens);
+            self.make_recent(&request.hashes, &(request.num_used_before..request.num_hit_tokens));
         }
         Ok(())
     }
 
     /// Forgets what a request computed, as [`OffloadScheduler::finish`] does. The request stays
-    /// added, with all its hashes and its priority. `store_threshold` still counts it once.
+    /// added, with all its hashes and its priority. `store_threshold` still counts it once, and for
+    /// the policy it does not hit what it has used before.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
@@ -225,10 +233,13 @@ impl OffloadScheduler {
         let request = self.requests.get(request_id)?;
         let (hashes, num_counted) = (SharedHashes::clone(&request.hashes), request.num_counted);
         let is_low_priority = request.is_low_priority;
+        let num_used_before =
+            request.num_used_before.max(request.num_used_tokens).max(request.num_hit_tokens);
         self.finish(request_id)?;
         self.track(request_id, hashes);
         let request = self.requests.get_mut(request_id)?;
         (request.num_counted, request.is_low_priority) = (num_counted, is_low_priority);
+        request.num_used_before = num_used_before;
         Ok(())
     }
 

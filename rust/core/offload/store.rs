@@ -167,6 +167,7 @@ impl OffloadScheduler {
             let num_wanted =
                 if self.sightings.is_some() { request.num_wanted } else { request.hashes.len() };
             request.is_throttled = false;
+            request.num_used_tokens = request.num_used_tokens.max(num_computed_tokens);
             let tokens_per_hash = self.model.hash_block_size();
             request.due_tokens = (num_computed_tokens / tokens_per_hash + 1) * tokens_per_hash;
             for (index, (id, group)) in self.slot_model.enumerate().enumerate() {

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 use crate::offload::OffloadScheduler;
-use crate::offload::tier::{Filling, Tier};
+use crate::offload::tier::{Filling, NO_HITS, Tier};
 use crate::offload::transfer_event::Direction;
 
 use super::job::{TierInFlight, TierJob};
@@ -68,7 +68,7 @@ impl OffloadScheduler {
                 host.slots.key(slot).and_then(|key| disk.tier.resident_or_filling(&key))
             });
             if let Some(known) = known {
-                disk.tier.make_chain_recent(known, usize::MAX);
+                disk.tier.make_chain_recent(known, &NO_HITS);
             }
         }
     }

@@ -14,7 +14,7 @@ use crate::ids::{BlockId, JobId};
 use crate::key::{BlockHash, BlockKey};
 use crate::offload::OffloadScheduler;
 use crate::offload::job::{JobEnd, Outcome, check_num_outcomes, reported_twice};
-use crate::offload::tier::{Filling, Tier};
+use crate::offload::tier::{Filling, NO_HITS, Tier};
 use crate::offload::transfer_event::{Direction, TransferEvent};
 
 use super::{Disk, DiskStats, places};
@@ -266,7 +266,7 @@ impl OffloadScheduler {
         let num_blocks = disk.tier.publish(&sound, &filling, slot_model)?;
         if is_full_attention {
             for tail in tails(&disk.tier, &sound) {
-                disk.tier.make_chain_recent(tail, usize::MAX);
+                disk.tier.make_chain_recent(tail, &NO_HITS);
             }
         }
         Ok(num_blocks)
@@ -297,7 +297,7 @@ impl OffloadScheduler {
         if is_full_attention {
             for (tier, slots) in [(host, sound), (&mut disk.tier, of(true).collect())] {
                 for tail in tails(tier, &slots) {
-                    tier.make_chain_recent(tail, usize::MAX);
+                    tier.make_chain_recent(tail, &NO_HITS);
                 }
             }
         } else {

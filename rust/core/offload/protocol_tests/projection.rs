@@ -176,8 +176,10 @@ impl Form {
             hashes,
             tables,
             held: HeldSlots { slots, positions: _, num_local_tokens, num_tokens, num_losses },
-            num_queried: _, // these three count hits
+            num_queried: _, // these five count hits
             num_hit_tokens: _,
+            num_used_tokens: _,
+            num_used_before: _,
             num_full_tokens: _,
             num_seen: _, // these three belong to the sightings
             num_counted: _,

@@ -53,6 +53,9 @@ pub(super) struct Reserved {
     pub(super) num_kept: usize,
 }
 
+/// Of a chain of which no slot is a hit.
+pub(super) const NO_HITS: Range<usize> = 0..0;
+
 /// What a slot costs besides its block in the pool and what its policy keeps, in bytes.
 const SLOT_BYTES: usize = Chains::SLOT_BYTES + Slots::SLOT_BYTES;
 
@@ -345,12 +348,12 @@ impl Tier {
         }
     }
 
-    /// Makes a whole chain most recent, from `tail` up to its root. All but the `num_missed` next
-    /// to the tail are hits.
-    pub(super) fn make_chain_recent(&mut self, tail: BlockId, num_missed: usize) {
+    /// Makes a whole chain most recent, from `tail` up to its root. The `hits` are
+    /// counted from the tail.
+    pub(super) fn make_chain_recent(&mut self, tail: BlockId, hits: &Range<usize>) {
         let Self { policy, chains, .. } = self;
         let parent = |slot| chains.parent(slot);
-        with_policy!(policy, policy => policy.make_chain_recent(tail, parent, num_missed));
+        with_policy!(policy, policy => policy.make_chain_recent(tail, parent, hits));
     }
 
     /// Drops everything. Slots in use by jobs are empty when the jobs end, pinned ones when they

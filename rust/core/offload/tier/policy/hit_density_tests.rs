@@ -225,19 +225,67 @@ fn compute(scheduler: &mut OffloadScheduler, hashes: &Hashes, num_groups: usize)
     scheduler.finish("a").unwrap();
 }
 
+/// A scheduler for groups of blocks of 4 tokens, and the hashes of a prompt of 4 blocks.
+fn scheduler_of(attentions: &[Attention]) -> (OffloadScheduler, Hashes) {
+    let group = |&attention| Group::new(attention, 4).unwrap();
+    let groups: Vec<Group> = attentions.iter().map(group).collect();
+    let policy = EvictionPolicy::HitDensity;
+    let config = OffloadConfig { policy, ..OffloadConfig::new(100, groups) };
+    let mut hashes = HashesBuilder::default();
+    (1..=4).for_each(|name| hashes.push(&[name; 8]).unwrap());
+    (OffloadScheduler::new(config).unwrap(), hashes.finish())
+}
+
+const WINDOW: Attention = Attention::SlidingWindow { window: 8 };
+
+#[test]
+fn a_request_that_starts_over_does_not_hit_what_it_has_used() {
+    for attentions in [&[Attention::Full][..], &[Attention::Full, WINDOW]] {
+        let (mut scheduler, hashes) = scheduler_of(attentions);
+        let num_groups = u32::try_from(attentions.len()).unwrap();
+        compute(&mut scheduler, &hashes, attentions.len());
+        let found = |scheduler: &mut OffloadScheduler, name| {
+            assert_eq!(scheduler.lookup(name, 0, 16).unwrap(), Some(16));
+            scheduler.release(name).unwrap();
+        };
+
+        // The request computes two blocks itself, is preempted, and finds all four.
+        scheduler.add("b", &hashes).unwrap();
+        let blocks = [BlockId(5), BlockId(6)];
+        let new_blocks = vec![&blocks[..]; attentions.len()];
+        let progress =
+            Progress { request_id: "b", num_computed_tokens: 8, new_blocks: &new_blocks };
+        assert_eq!(scheduler.store(std::iter::once(progress), None).unwrap(), None);
+        scheduler.restart("b").unwrap();
+        assert_eq!(num_hits(&scheduler), 0.0);
+        found(&mut scheduler, "b");
+        // A snapshot keeps what it has used.
+        let anew = OffloadScheduler::new(scheduler.config.clone()).unwrap();
+        let mut restored = anew.restore(&scheduler.snapshot().unwrap()).unwrap();
+        for scheduler in [&mut scheduler, &mut restored] {
+            scheduler.restart("b").unwrap();
+            assert_eq!(num_hits(scheduler), f64::from(2 * num_groups), "those of another");
+        }
+
+        // What it has hit before is no further hit.
+        found(&mut scheduler, "b");
+        scheduler.finish("b").unwrap();
+        assert_eq!(num_hits(&scheduler), f64::from(2 * num_groups));
+
+        // Another request hits all of them.
+        scheduler.add("c", &hashes).unwrap();
+        found(&mut scheduler, "c");
+        scheduler.finish("c").unwrap();
+        assert_eq!(num_hits(&scheduler), f64::from(6 * num_groups));
+        scheduler.check().unwrap();
+    }
+}
+
 #[test]
 fn a_request_hits_each_block_once() {
-    let window = Attention::SlidingWindow { window: 8 };
-    for attentions in [&[Attention::Full][..], &[Attention::Full, window]] {
-        let group = |&attention| Group::new(attention, 4).unwrap();
-        let groups: Vec<Group> = attentions.iter().map(group).collect();
-        let num_groups = groups.len();
-        let policy = EvictionPolicy::HitDensity;
-        let config = OffloadConfig { policy, ..OffloadConfig::new(100, groups) };
-        let mut scheduler = OffloadScheduler::new(config).unwrap();
-        let mut hashes = HashesBuilder::default();
-        (1..=4).for_each(|name| hashes.push(&[name; 8]).unwrap());
-        let hashes = hashes.finish();
+    for attentions in [&[Attention::Full][..], &[Attention::Full, WINDOW]] {
+        let num_groups = attentions.len();
+        let (mut scheduler, hashes) = scheduler_of(attentions);
         compute(&mut scheduler, &hashes, num_groups);
         compute(&mut scheduler, &hashes, num_groups);
         assert_eq!(num_hits(&scheduler), 0.0, "no lookup, no hit");

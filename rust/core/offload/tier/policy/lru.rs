@@ -1,5 +1,7 @@
 //! Least recent first.
 
+use std::ops::Range;
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
@@ -108,7 +110,12 @@ impl Policy for Lru {
         run.end(&mut self.order);
     }
 
-    fn make_chain_recent(&mut self, tail: BlockId, parent: impl Fn(BlockId) -> BlockId, _: usize) {
+    fn make_chain_recent(
+        &mut self,
+        tail: BlockId,
+        parent: impl Fn(BlockId) -> BlockId,
+        _: &Range<usize>,
+    ) {
         let mut run = Run::default();
         let (mut first, mut root, mut is_whole) = (BlockId::NULL, BlockId::NULL, true);
         let mut at = tail;

@@ -14,6 +14,7 @@ mod order;
 mod record;
 
 use std::iter::successors;
+use std::ops::Range;
 use std::str::FromStr;
 
 use minicbor::{Decode, Encode};
@@ -119,16 +120,16 @@ pub(super) trait Policy {
     fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>);
 
     /// As [`make_recent`](Self::make_recent), for the chain from `tail` up to its root, whose
-    /// `parent` is null. All but the `num_missed` next to the tail are hits.
+    /// `parent` is null. The `hits` are counted from the tail.
     fn make_chain_recent(
         &mut self,
         tail: BlockId,
         parent: impl Fn(BlockId) -> BlockId,
-        num_missed: usize,
+        hits: &Range<usize>,
     ) {
         let above = |slot: &BlockId| Some(parent(*slot));
         let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
-        self.make_recent(chain.enumerate().map(|(at, slot)| (slot, at >= num_missed)));
+        self.make_recent(chain.enumerate().map(|(at, slot)| (slot, hits.contains(&at))));
     }
 
     /// Makes a slot that was just stored the first victim. Skips one that is not resident.
