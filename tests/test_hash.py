@@ -188,12 +188,12 @@ def test_only_full_blocks_are_hashed() -> None:
         ([[1, 2]], "token 0 is of type list: token ids are ints"),
         (
             np.array([1.0, 2.0]),
-            "an array has dtype float64: pass a one-dimensional array of integers",
+            "tokens is an array of dtype float64: pass a one-dimensional array of integers",
         ),
-        (np.array([True]), "an array has dtype bool:"),
-        (np.array([1, 2], dtype=object), "an array has dtype object:"),
-        (np.zeros((2, 2), dtype="i4"), r"an array has shape \[2, 2\]:"),
-        (np.array(3), r"an array has shape \[\]:"),
+        (np.array([True]), "tokens is an array of dtype bool:"),
+        (np.array([1, 2], dtype=object), "tokens is an array of dtype object:"),
+        (np.zeros((2, 2), dtype="i4"), r"tokens is an array of shape \[2, 2\]:"),
+        (np.array(3), r"tokens is an array of shape \[\]:"),
         ({1: 2}, "tokens is of type dict: pass a sequence of ints or an integer array"),
         (iter([1]), "tokens is of type list_iterator:"),
         (3, "tokens is of type int:"),
@@ -209,7 +209,7 @@ def test_error_names_the_bad_token(tokens: Sequence[int], message: str) -> None:
 def test_error_names_the_bad_block_size(block_size: int) -> None:
     with pytest.raises(kvstow.ConfigError, match=f"block_size is {block_size}: a block has"):
         kvstow.hash_tokens([1, 2], block_size)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="block_size: 'float' object cannot"):
         kvstow.hash_tokens([1, 2], 1.0)  # type: ignore[arg-type]
 
 

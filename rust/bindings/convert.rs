@@ -98,7 +98,7 @@ fn ints(
     too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
 ) -> PyResult<Vec<i64>> {
     if let Ok(array) = obj.cast::<PyUntypedArray>() {
-        check_integer_array(array)?;
+        check_integer_array(array, name)?;
         let dtype = array.dtype();
         if dtype.kind() == b'u' && dtype.itemsize() == size_of::<u64>() {
             return ints(&obj.call_method0("tolist")?, name, too_large);
@@ -147,8 +147,9 @@ fn shown(obj: &Bound<'_, PyAny>) -> String {
     obj.repr().map_or_else(|_| obj.get_type().to_string(), |text| text.to_string())
 }
 
-/// Refuses arrays that are not one-dimensional or hold no integers.
-pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
+/// Refuses arrays that are not one-dimensional or hold no integers. `name` is what the caller's
+/// argument has in errors.
+pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>, name: &str) -> PyResult<()> {
     let wrong = if array.ndim() != 1 {
         format!("shape {:?}", array.shape())
     } else if !matches!(array.dtype().kind(), b'i' | b'u') {
@@ -157,7 +158,7 @@ pub(crate) fn check_integer_array(array: &Bound<'_, PyUntypedArray>) -> PyResult
         return Ok(());
     };
     Err(ConfigError::new_err(format!(
-        "an array has {wrong}: pass a one-dimensional array of integers"
+        "{name} is an array of {wrong}: pass a one-dimensional array of integers"
     )))
 }
 

@@ -360,7 +360,7 @@ impl Keys {
 
 fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     if let Ok(array) = keys.cast::<PyUntypedArray>() {
-        check_integer_array(array)?;
+        check_integer_array(array, "keys")?;
         if array.dtype().kind() == b'u' {
             return native_copy(array);
         }

@@ -99,6 +99,9 @@ fn block_size_from_py(block_size: &Bound<'_, PyAny>) -> PyResult<usize> {
                 "block_size is {given}: a block has 1 to 2**64 - 1 tokens"
             ));
         }
+        if error.is_instance_of::<PyTypeError>(block_size.py()) {
+            return PyTypeError::new_err(format!("block_size: {}", error.value(block_size.py())));
+        }
         error
     })
 }
@@ -141,7 +144,7 @@ fn id_from_py(token: &Bound<'_, PyAny>) -> PyResult<u64> {
 }
 
 fn tokens_from_array(array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<u64>> {
-    check_integer_array(array)?;
+    check_integer_array(array, "tokens")?;
     let direct = direct_ids::<i64>(array).or_else(|| direct_ids::<i32>(array));
     let direct = direct.or_else(|| direct_ids::<u32>(array));
     if let Some(ids) = direct {
