@@ -394,6 +394,15 @@ def test_collector_refuses_what_it_cannot_call() -> None:
             MetricsCollector(wrong)
 
 
+def test_a_registry_refuses_a_second_collector() -> None:
+    """Else its page has each metric twice."""
+    stats = OffloadScheduler(4, [FullAttention(BLOCK)]).stats
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(stats))
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(MetricsCollector(stats))
+
+
 def test_import_without_prometheus_client_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None; "

@@ -411,6 +411,10 @@ class MetricsCollector(Collector):
             )
         self._stats = stats
 
+    def describe(self) -> Iterator[Family]:
+        """Yield the metrics, whose names let a registry refuse a second collector."""
+        return self.collect()
+
     def collect(self) -> Iterator[Family]:
         """Yield the metrics with their present values."""
         stats = self._stats()
