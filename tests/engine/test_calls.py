@@ -81,6 +81,7 @@ def test_closed_engine_refuses_calls() -> None:
     with world() as it:
         it.put_on_the_host(DOCUMENT)
         it.admit("loads", [*DOCUMENT, 91])
+        it.admit("runs", list(range(50, 58)))
         it.engine.add("waits", [])
         it.engine.close()
         for use in (
@@ -89,8 +90,10 @@ def test_closed_engine_refuses_calls() -> None:
             lambda: it.engine.computed([], [], after=READY),
             it.engine.reset,
             lambda: it.engine.step(["loads"], [1]),
+            lambda: it.engine.step(["runs"], [1]),
+            lambda: it.engine.extend("runs", []),
         ):
-            with pytest.raises(StateError, match=r"is closed|is stranded"):
+            with pytest.raises(StateError, match="is closed"):
                 use()
 
 
@@ -201,7 +204,7 @@ def test_a_request_that_starts_over_after_a_reset_is_cached_again() -> None:
         (lambda e: e.step(["waits"], [1]), StateError, "'waits' is added and does not run"),
         (lambda e: e.step(["nobody"], [1]), UnknownRequest, "nobody"),
         (lambda e: e.computed(["runs", "loads"], [16, 16], after=READY), StateError, "loading"),
-        (lambda e: e.computed(["runs"], [17], after=READY), ConfigError, "it was granted 16"),
+        (lambda e: e.computed(["runs"], [17], after=READY), ConfigError, "16. Leave out the token"),
         (lambda e: e.computed(["runs"] * 2, [16, 16], after=READY), ConfigError, "'runs' 2 times"),
         (lambda e: e.step(["runs"] * 2, [1, 1]), ConfigError, "'runs' 2 times"),
         (lambda e: e.step([[]], [1]), UnknownRequest, r"\[\] is not known"),
@@ -211,13 +214,15 @@ def test_a_request_that_starts_over_after_a_reset_is_cached_again() -> None:
         (lambda e: e.computed(["runs"], ["16"], after=READY), ConfigError, "sequence of integers"),
         (lambda e: e.computed(["runs"], np.ones(1), after=READY), ConfigError, "of integers"),
         (lambda e: e.computed(["runs"], [16], after=None), ConfigError, "expected an Event"),
+        (lambda e: e.computed(["runs"], [16], after=HostEvent), ConfigError, "not its class"),
         (lambda e: e.end(None), ConfigError, "transfer is None.*if there is one"),
         (lambda e: e.step(["runs"], [0]), ConfigError, "0 new tokens.*leave the request out"),
+        (lambda e: e.step(["runs"], np.ones(1)), ConfigError, "num_new_tokens is an array of"),
         (lambda e: e.rewind("loads", 0), StateError, "loading"),
         (lambda e: e.finish("nobody"), UnknownRequest, "nobody"),
         (lambda e: e.preempt("nobody"), UnknownRequest, "nobody"),
         (lambda e: e.extend("nobody", []), UnknownRequest, "nobody"),
-        (lambda e: e.tables("nobody"), UnknownRequest, "nobody"),
+        (lambda e: e.tables("nobody"), UnknownRequest, "'nobody' is not known: never added, or"),
     ],
 )  # fmt: skip
 def test_misuse_raises_and_changes_nothing(
@@ -306,7 +311,7 @@ def test_a_rewind_behind_hashed_drafts_is_refused() -> None:
         it.engine.step(["one"], [2])
         it.engine.extend("one", hash_tokens(drafted, BLOCK)[1:])
         before = state(it.engine)
-        with pytest.raises(StateError, match=r"hashes of 8\. Call rewind before you extend"):
+        with pytest.raises(StateError, match=r"hashes of 8\. Pass all of its tokens that stay"):
             it.engine.rewind("one", 7)
         assert state(it.engine) == before
         it.engine.rewind("one", 8)

@@ -29,6 +29,7 @@ from kvstow._core import (
     OffloadScheduler,
     StateError,
     StepAllocation,
+    UnknownRequest,
 )
 from kvstow.arguments import checked_int
 from kvstow.closing import Closing, call_all
@@ -265,6 +266,7 @@ class Engine(Closing):
         If an exception other than a `KvstowError` cuts this short, the request does not have the
         hashes. The next `poll` then reports a running request as failed.
         """
+        self._check_open()
         state = self._known(request_id)
         hashes = Hashes(hashes)  # which ledger and scheduler share
         with state.change:
@@ -341,9 +343,11 @@ class Engine(Closing):
 
         Raises:
             UnknownRequest: a request was not added.
-            StateError: a request does not run: `admit` it, or wait until its load has landed.
+            StateError: a request does not run: `admit` it, or wait until its load has landed. Or
+                this engine is closed.
             ConfigError: lists of unequal length, a request named twice, or one with 0 new tokens.
         """
+        self._check_open()
         self._check_running(request_ids)
         return self._state.ledger.allocate_step(
             request_ids,
@@ -407,8 +411,8 @@ class Engine(Closing):
         """Return a request's block table per group. 0 stands where the group needs no block."""
         try:
             return self._state.tables(request_id)
-        except TypeError:
-            self._state.request(request_id)  # which refuses an id that is no str
+        except (TypeError, UnknownRequest):
+            self._state.request(request_id)  # whose error names it as the other calls do
             raise
 
     def preempt(self, request_id: str) -> None:

@@ -90,6 +90,6 @@ def _check_granted(state: State, due: Sequence[tuple[str, int]]) -> None:
         if count > (num_granted := state.ledger.num_granted_tokens(name)):
             raise ConfigError(
                 f"request {name!r} cannot have computed {count} tokens: it was granted "
-                f"{num_granted}. Let num_new_tokens of its step count all that it computes, with "
-                "the drafts"
+                f"{num_granted}. Leave out the token that it sampled last, which has no KV yet, "
+                "and let num_new_tokens of its step count the drafts"
             )

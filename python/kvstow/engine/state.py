@@ -310,8 +310,9 @@ class State:
             # The hash would be that of the rejected tokens, and the block would hold others.
             raise StateError(
                 f"cannot rewind request {request_id!r} to {num_tokens} tokens: it has hashes of "
-                f"{num_hashed}. Call rewind before you extend it, with hashes of tokens that stay; "
-                "finish this request, and add it again"
+                f"{num_hashed}. Pass all of its tokens that stay, the prompt included, and call "
+                "rewind before you extend it; if it has hashes of tokens that are rejected, finish "
+                "it, and add it again"
             )
         before = request.num_computed, request.due_tokens
         request.num_computed = min(request.num_computed, num_tokens)

@@ -251,6 +251,8 @@ def check_event(after: object) -> None:
         fix = "pass READY where there is nothing to wait for"
         if isinstance(after, Future):
             fix = "pass HostEvent.of(future)"
+        elif isinstance(after, type):
+            fix = "pass an event, and not its class"
         raise ConfigError(f"after is {after!r}, expected an Event (wait, add_done_callback): {fix}")
 
 
