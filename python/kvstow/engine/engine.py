@@ -292,7 +292,8 @@ class Engine(Closing):
             request_id: an added request.
             num_tokens: all tokens known of it: the prompt, and what it generated.
             max_new_tokens: the most tokens to compute in this step.
-            after: the compute that may still read blocks of the pool. A load waits for it.
+            after: the compute that may still read or write blocks of the pool, of the last step
+                that has begun. A load waits for it.
             num_lookahead_tokens: tokens that get slots only.
             reserve: refuse unless this many blocks stay free.
             must_fit_tokens: refuse unless slots for that many tokens would fit as well. It counts
