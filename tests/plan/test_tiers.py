@@ -146,6 +146,24 @@ def test_disk_that_adds_next_to_nothing_is_not_recommended() -> None:
     assert text.endswith(" A disk of 0.0625 MiB adds 0.0 points, so the flag leaves it out.")
 
 
+@pytest.mark.parametrize(
+    ("disks", "chosen"),
+    [
+        ((16, 1000), 16),
+        ((2, 16, 1000), 16),  # the smallest one adds nothing
+        ((2, 3), None),
+    ],
+)
+def test_smallest_disk_that_hits_as_much_as_the_largest_is_recommended(
+    disks: tuple[int, ...], chosen: int | None
+) -> None:
+    sizes = PlanOptions(
+        (5 * BLOCK_GIB,), (2 * BLOCK_GIB,), tuple(size * BLOCK_GIB for size in disks)
+    )
+    (choice,) = build_plan(geometry(), workload(TURNS), sizes).choices
+    assert choice.disk_gib == (chosen and chosen * BLOCK_GIB)
+
+
 # -- what a host tier saves beside a device ----------------------------------------------------
 
 

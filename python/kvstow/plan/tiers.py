@@ -147,7 +147,8 @@ class Choice:
     Attributes:
         device_gib: size of the KV cache on each GPU; None for none.
         curves: the hits against the capacity of the host tier.
-        judged: the smallest size that reaches the knee, or the largest size if none does.
+        judged: the smallest host tier that reaches the knee, or the largest one if none does, with
+            the disk that was chosen.
         reaches_knee: whether it reaches the knee.
         is_worth_it: whether it saves enough to be recommended.
         takes_disk: whether its disk adds enough to be recommended.
@@ -254,13 +255,20 @@ def build_plan(
 
 
 def _choose(counter: _Counter, server: Server, rows: Sequence[Tiers]) -> Choice:
-    """Return the smallest size that reaches the knee, or the largest size if none does.
+    """Return the smallest host tier that reaches the knee, or the largest one if none does.
 
-    A tier that saves less than `LEAST_GAIN` of the prompt tokens is not worth its memory.
+    A tier that saves less than `LEAST_GAIN` of the prompt tokens is not worth its memory. Of the
+    disks, the smallest is chosen whose hits are less than `LEAST_GAIN` below those of the best.
     """
     knee = counter.curves.beside(server.num_device_blocks or 0).knee
     reach = [row for row in rows if counter.num_slots(row.host_gib) >= knee]
-    row = reach[0] if reach else rows[-1]
+    host_gib = (reach[0] if reach else rows[-1]).host_gib
+    own = [row for row in rows if row.host_gib == host_gib]  # ascending disks
+    most = max(row.num_hits for row in own)
+    near = [row for row in own if counter.ratio(most - row.num_hits) < LEAST_GAIN]
+    # Two disks below the limit may differ by less than it, and only the larger one reach it.
+    worth = [row for row in near if counter.ratio(row.disk_hits) >= LEAST_GAIN]
+    row = (worth or near)[0]
     takes_disk = counter.ratio(row.disk_hits) >= LEAST_GAIN
     is_worth_it = takes_disk or counter.ratio(row.saved_by_host) >= LEAST_GAIN
     doubled = counter.num_doubled_hits(row.host_gib) if is_worth_it else 0
