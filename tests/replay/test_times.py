@@ -40,6 +40,7 @@ def warning(tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: bytes) ->
     "trace",
     [
         every(0.5),  # two requests a second
+        every(0.7, tokens=1500),  # a small server
         every(10, first_ms=NOW_S),  # one in ten seconds
     ],
 )
@@ -56,6 +57,7 @@ def test_seconds_are_doubted(
     [
         every(0),  # all at once
         every(1),  # a burst
+        every(7.3),  # parts of milliseconds
         every(500),
         every(10_000, first_ms=1000 * NOW_S),  # milliseconds since 1970
         every(100, first_ms=NOW_S),  # a part of a long recording

@@ -12,6 +12,9 @@ from kvstow.replay.trace import TraceRequest
 # So many prompt tokens a second are more than a server can parse. Fewer requests may be an example
 # that somebody wrote by hand, with any times.
 _TOO_MANY_TOKENS_PER_S: Final = 5e6
+# So many may be a test of load, which has whole milliseconds. Seconds have fractions.
+_TOO_MANY_WITH_FRACTIONS_PER_S: Final = 1e6
+_LEAST_FRACTION: Final = 1e-3  # less may come from rounding
 _LEAST_REQUESTS: Final = 100
 # Seconds since 1970 have ten digits. As milliseconds they would lie in the second week of a
 # recording or later, which alone is no proof.
@@ -45,13 +48,18 @@ def warn_of_disorder(requests: Sequence[TraceRequest]) -> None:
 
 
 def warn_of_seconds(requests: Sequence[TraceRequest]) -> None:
-    """Print a warning to standard error if the timestamps are surely seconds."""
+    """Print a warning to standard error if the timestamps are very likely seconds."""
     first_s, span_s = requests[0].arrival_s, requests[-1].arrival_s - requests[0].arrival_s
     if len(requests) < _LEAST_REQUESTS or span_s <= 0:
         return
     tokens_per_s = sum(request.prompt_tokens for request in requests) / span_s
+    times_ms = [request.arrival_s * 1000 for request in requests]
+    num_fractions = sum(abs(time_ms - round(time_ms)) > _LEAST_FRACTION for time_ms in times_ms)
+    most_tokens_per_s = _TOO_MANY_TOKENS_PER_S
+    if num_fractions > len(requests) / 2:
+        most_tokens_per_s = _TOO_MANY_WITH_FRACTIONS_PER_S
     is_since_1970 = _FIRST_SINCE_1970_MS <= first_s * 1000 < _LAST_SINCE_1970_MS
-    if tokens_per_s > (_MANY_TOKENS_PER_S if is_since_1970 else _TOO_MANY_TOKENS_PER_S):
+    if tokens_per_s > (_MANY_TOKENS_PER_S if is_since_1970 else most_tokens_per_s):
         click.echo(
             "kvstow: are the timestamps seconds? kvstow expects milliseconds, and takes this trace "
             f"for {tokens_per_s:,.0f} prompt tokens a second: multiply seconds by 1000",
