@@ -80,7 +80,7 @@ def test_last_block_of_a_repeated_prompt_is_a_hit_where_the_page_says_so(
     for _ in rows:
         curve.add([1, 2])
     assert curve.hits([2]).tolist() == [2]
-    made = figures("plan", "--bytes-per-token", "4096", "--capacity", "2")
+    made = figures("plan", "--bytes-per-token", "4KiB", "--capacity", "2")
     assert (made["infinite_hit_blocks"], made["curve"][0]["hit_blocks"]) == (2, 2)
     assert made["sizes"][-1]["hit_ratio"] == made["curves"][0]["infinite_hit_ratio"] == 16 / 64
     made = figures("plan", "--model", "gemma-3-27b", "--capacity", "100")
@@ -258,6 +258,7 @@ def test_small_host_above_a_large_disk_is_compared(capsys: pytest.CaptureFixture
         (["--host-gib", "2e9"], "host-gib is 2e+09; it must be at most 1073741824: pass fewer"),
         (["--host-gib", "4TB"], "'4TB' is not a number of GiB, such as 4 or 4,8,16 or 4GiB."),
         (["--host-gib", "4,"], "'4,' is not a number of GiB"),
+        (["--capacity", "5"], "--capacity has no effect on the table: pass --json"),
         (["--capacity", "5,x"], "'5,x' is not a number of blocks, such as 1000 or 1000,4000."),
         (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
         (["--block-size", "16"], "pass --block-size if your blocks have another size"),

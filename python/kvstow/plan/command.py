@@ -31,6 +31,7 @@ from kvstow.replay.command import refuse_ignored_input
 from kvstow.replay.source import Source
 from kvstow.replay.times import warn_of_times
 from kvstow.report.picture import draw_png
+from kvstow.sizes import parse_bytes
 
 
 def _gib_of(text: str) -> float:
@@ -74,9 +75,9 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 )
 @click.option(
     "--bytes-per-token",
-    type=int,
-    metavar="N",
-    help="Instead of --model: bytes of KV per token on all GPUs, with full attention only.",
+    metavar="BYTES",
+    help="Instead of --model: bytes of KV per token on all GPUs, such as 131072 or 128KiB, with "
+    "full attention only.",
 )
 @click.option(
     "--dtype",
@@ -160,7 +161,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     output: Output,
     traces: tuple[Path, ...],
     model: str | None,
-    bytes_per_token: int | None,
+    bytes_per_token: str | None,
     dtype: str,
     num_ranks: int,
     device_gib: tuple[float, ...],
@@ -205,6 +206,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     layout = _layout(model, bytes_per_token, dtype, num_ranks)
     layout(block_size or 1)  # refuses bad options
+    if capacity and not output.wants_json:
+        raise ConfigError(
+            "--capacity has no effect on the table: pass --json or --json-file too, or leave it out"
+        )
     check_can_draw(png, otherwise=", or save a picture from the page of --html")
     if not traces:
         refuse_ignored_input("plan for")
@@ -250,7 +255,7 @@ def _warn_of_misfits(made: Plan) -> None:
 
 
 def _layout(
-    model: str | None, bytes_per_token: int | None, dtype: str, num_ranks: int
+    model: str | None, bytes_per_token: str | None, dtype: str, num_ranks: int
 ) -> Callable[[int], Geometry]:
     """Return what lays the model out in blocks of a number of tokens."""
     if (model is None) == (bytes_per_token is None):
@@ -266,7 +271,8 @@ def _layout(
             f"dtype is {dtype}, but --bytes-per-token names the bytes already: leave --dtype out"
         )
     assert bytes_per_token is not None, "one of the two is given"
-    return partial(lay_out_evenly, bytes_per_token, num_ranks=num_ranks)
+    num_bytes = parse_bytes(bytes_per_token, name="bytes-per-token")
+    return partial(lay_out_evenly, num_bytes, num_ranks=num_ranks)
 
 
 @contextmanager
