@@ -158,6 +158,13 @@ def test_the_table_goes_to_stdout_and_json_to_the_file(tmp_path: Path) -> None:
         assert text in done.stdout
 
 
+def test_table_compares_the_link_with_that_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", "--limit", "2", "--bandwidth", "1.5MB/s"]) == 0
+    # 131,072 bytes a token in Llama-3.1-8B, and 8 here
+    row = " ".join(capsys.readouterr().out.split())
+    assert "link 1,500,000 bytes/s each way, 25 GB/s in Llama-3.1-8B" in row
+
+
 def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     found = figures(
         capsys, "--limit", "3", "--device-blocks", "400", "--host-blocks", "77", "--verify", "off",

@@ -14,7 +14,11 @@ NAN = math.nan
     [
         ("device_blocks", 1, "device-blocks is 1; it must be 2 to 2147483647"),
         ("device_blocks", 2**31, "device-blocks is 2147483648"),
-        ("host_blocks", 0, "host-blocks is 0; it must be 1 to"),
+        (
+            "host_blocks",
+            0,
+            "host-blocks is 0; it must be 1 to 2147483647: pass 1 for as good as none",
+        ),
         ("host_blocks", -5, "host-blocks is -5"),
         ("host_blocks", np.int64(-5), "host-blocks is -5"),
         ("max_step_tokens", 0, "max-step-tokens is 0"),

@@ -147,7 +147,9 @@ def test_the_error_for_zstd_names_the_command_to_decompress(tmp_path: Path) -> N
     path.write_bytes(b"\x28\xb5\x2f\xfd\x00\x00")
     with pytest.raises(ConfigError, match=r"lacks the module compression\.zstd") as caught:
         read_trace(path)
-    assert str(caught.value).endswith(f"run zstd -dc {path} | kvstow replay -")
+    assert str(caught.value).endswith(
+        f"run zstd -dc {path} | kvstow replay -, or another command with -"
+    )
 
 
 @pytest.mark.parametrize("prepare", [bytes, gzip.compress])

@@ -52,6 +52,7 @@ class Option:
         at_least: the least valid number, or number in a list.
         at_most: the largest one.
         unit: of the number, for the error message.
+        way_out: what to pass instead of a number that is too small, for the error message.
         metavar: stands for the value in the help.
     """
 
@@ -63,6 +64,7 @@ class Option:
     at_least: float = 1
     at_most: float = 2**31 - 1
     unit: str = ""
+    way_out: str = ""
     metavar: str | None = None
 
     def check(self, value: object) -> None:
@@ -75,7 +77,8 @@ class Option:
                 continue
             if not self.at_least <= number <= self.at_most:
                 bounds = f"{self.at_least} to {self.at_most}{self.unit}"
-                raise ConfigError(f"{name} is {number}; it must be {bounds}")
+                way_out = self.way_out if number < self.at_least else ""
+                raise ConfigError(f"{name} is {number}; it must be {bounds}{way_out}")
 
 
 def _option(
@@ -127,6 +130,7 @@ class ReplayConfig:
         8192,
         "Number of slots in the host tier. A slot holds a block of one group, or as many as "
         "--blocks-per-slot says.",
+        way_out=": pass 1 for as good as none",
     )
     policy: Policy = _option(
         "lru",
@@ -164,8 +168,9 @@ class ReplayConfig:
     max_requests: int = _option(256, "Maximum number of requests that run or load at a time.")
     bandwidth_bytes_per_s: float | None = _option(
         None,
-        "Speed of each direction of the link, such as 50GB/s, 5e9 or inf. [default: 50 GB/s "
-        "(PCIe 5), divided by how much smaller a token is here than the 128 KiB of Llama-3.1-8B]",
+        "Speed of each direction of the link for the small tokens of the replay, such as 3MB/s, "
+        "3e6 or inf. [default: 50 GB/s (PCIe 5), divided by how much smaller a token is here than "
+        "the 128 KiB of Llama-3.1-8B: 3.05 MB/s for 8 bytes]",
         _bandwidth,
         name="bandwidth",
         at_most=float("inf"),
@@ -174,7 +179,8 @@ class ReplayConfig:
     )
     model: str = _option(
         "full",
-        "Model whose layers to replay. full has full attention only, the others are hybrids.",
+        "Layers to replay. full stands for every model with full attention only, because sizes are "
+        "in blocks; the others are hybrids.",
         choices=MODELS,
     )
     num_layers: int | None = _option(

@@ -98,6 +98,14 @@ def _run_rows(replay: ReplayState) -> _Rows:
     yield "requests", f"{figures.finished_requests:,}", of_all
     yield "steps", f"{figures.steps:,}", f"{figures.virtual_seconds:,.0f} s of virtual time"
     yield "preemptions", f"{figures.preemptions:,}", f"{figures.resumed_hits:,} blocks hit again"
+    given = replay.config.bandwidth_bytes_per_s
+    if given is not None and math.isfinite(given):
+        like = ""
+        if len(replay.model.groups) == 1:
+            # The tokens of a replay are small. So the speed of a real link is far too fast here.
+            gb_per_s = given * REFERENCE_BYTES_PER_TOKEN / replay.model.bytes_per_token / 1e9
+            like = f", {gb_per_s:,.{0 if gb_per_s >= 1 else 4}f} GB/s in {REFERENCE_MODEL}"
+        yield "link", f"{given:,.0f}", f"bytes/s each way{like}"
 
 
 def _hit_rows(replay: ReplayState) -> _Rows:

@@ -121,7 +121,7 @@ class Source:
             self.fail(
                 None,
                 f"is compressed, and this Python lacks the module {name} to read it: run "
-                f"{program}{path} | kvstow replay -",
+                f"{program}{path} | kvstow replay -, or another command with -",
             )
 
 

@@ -170,10 +170,11 @@ class TraceReader:
                 way_out = "; the file may be cut off here"
             self._fail(line, f"not a JSON object: {error}{way_out}")
         if not isinstance(row, dict):
+            split = "; split the list: jq -c '.[]'" if isinstance(row, list) else ""
             self._fail(
                 line,
                 f"not a JSON object but {_kind(row)}; each line must be an object with "
-                f"{self._FIELDS}{'; split the list: jq -c .[]' if isinstance(row, list) else ''}",
+                f"{self._FIELDS}{split}",
             )
         return row
 
