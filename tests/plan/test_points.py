@@ -116,7 +116,7 @@ def test_a_hybrid_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         ([], "pass --model or --bytes-per-token"),
         (["--model=llama-3.1-8b", "--bytes-per-token=1"], "--bytes-per-token 1; a plan needs"),
-        (["--bytes-per-token=0"], "bytes-per-token is 0"),
+        (["--bytes-per-token=0"], "bytes-per-token is '0'"),
         (["--bytes-per-token=1073741825"], "bytes-per-token is 1073741825; it must be 1 to "),
         (["--bytes-per-token=9", "--tp=2"], "a multiple of the number of ranks, 2"),
         (["--bytes-per-token=8", "--tp=0"], "tensor-parallel-size is 0"),
