@@ -15,7 +15,8 @@ from tests.plan.world import BLOCK, FULL, geometry, workload
 from kvstow import ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.geometry.layout import Attention, KvGroup
 from kvstow.plan import Plan, PlanOptions, PlanTrace, Server, Workload, build_plan, tiers
-from kvstow.plan.report import DISK_PATH, about, flag, row_figures, sentence, sketch
+from kvstow.plan.advice import DISK_PATH, flag, sentence
+from kvstow.plan.report import about, row_figures, sketch
 from kvstow.plan.tiers import GIB
 from kvstow.vllm.options import Options
 

@@ -206,10 +206,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     layout = _layout(model, bytes_per_token, dtype, num_ranks)
     layout(block_size or 1)  # refuses bad options
-    if capacity and not output.wants_json:
-        raise ConfigError(
-            "--capacity has no effect on the table: pass --json or --json-file too, or leave it out"
-        )
+    _check_effect(output, capacity)
     check_can_draw(png, otherwise=", or save a picture from the page of --html")
     if not traces:
         refuse_ignored_input("plan for")
@@ -239,6 +236,14 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         write_csv(lambda: plan_csv(made))
         output.write(plan_json(made, trace), lambda: plan_text(made, trace))
     return 0
+
+
+def _check_effect(output: Output, capacity: tuple[int, ...]) -> None:
+    """Refuse an option that would change nothing."""
+    if capacity and not output.wants_json:
+        raise ConfigError(
+            "--capacity has no effect on the table: pass --json or --json-file too, or leave it out"
+        )
 
 
 def _warn_of_misfits(made: Plan) -> None:

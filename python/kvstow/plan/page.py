@@ -6,17 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvstow.plan.advice import flag, knee_gib, sentence, size
 from kvstow.plan.report import (
     DENSITY_NOTE,
     about,
     drawn_hits,
-    flag,
-    knee_gib,
     knee_method,
     least_hits,
     row_figures,
-    sentence,
-    size,
     sizes_cells,
 )
 from kvstow.plan.tiers import Choice, Plan

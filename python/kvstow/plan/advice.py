@@ -1,0 +1,129 @@
+"""What a plan recommends: a sentence for people, and the flag that sets it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Final
+
+from kvstow.plan.tiers import GIB, LEAST_GAIN, Choice, Plan
+
+DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
+"""What the flag has in place of a folder that only the user knows."""
+_LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
+_MIB_PER_GIB: Final = 1024
+
+
+def sentence(plan: Plan, choice: Choice) -> str:
+    """Return the recommendation for one device."""
+    row = choice.judged
+    beside = "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each GPU"
+    # The policy of the table need not be that of the curve.
+    of = " of the LRU curve" if choice.curves.is_exact and plan.options.policy != "lru" else ""
+    knee = f"the knee{of} is at {knee_size(plan, choice)}"
+    if not choice.is_worth_it:
+        larger = "" if choice.reaches_knee else f", and {knee}"
+        return (
+            f"Set no host tier{beside}: {size(row.host_gib)} saves less than 1 % of the prompt "
+            f"tokens{larger}."
+        ) + _small_host_sentence(plan, choice)
+    if not choice.reaches_knee:
+        why = f", the largest size you gave ({knee})"
+    elif of:
+        why = f", the smallest size here that reaches the knee{of}"
+    else:
+        why = ""
+    share = (row.num_hits - row.disk_hits) / choice.curves.infinite
+    more = 100 * plan.hit_ratio(choice.doubled_hits)
+    return (
+        (
+            f"Give the host tier {size(row.host_gib)}{beside}{why}: it saves "
+            f"{plan.hit_ratio(row.saved_by_host):.1%} of the prompt tokens, "
+            f"{'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what unlimited "
+            f"memory hits, and twice the size adds "
+            f"{f'{more:.1f} points' if more >= _LEAST_SHOWN else 'nothing'}."
+        )
+        + _disk_sentence(plan, choice)
+        + _small_host_sentence(plan, choice)
+    )
+
+
+def _disk_sentence(plan: Plan, choice: Choice) -> str:
+    row = choice.judged
+    if row.disk_gib is None:
+        return ""
+    more = 100 * plan.hit_ratio(row.disk_hits)
+    adds = f" A disk of {size(row.disk_gib)} adds {more:.1f} points"
+    if not choice.takes_disk:
+        return f"{adds}, so the flag leaves it out."
+    return f"{adds}. Replace {DISK_PATH} in the flag with a folder on a local disk."
+
+
+def _small_host_sentence(plan: Plan, choice: Choice) -> str:
+    """Return what the largest disk adds below the smallest host tier, if that is another row.
+
+    The recommendation is about the host tier, and a small one above a large disk may do as well.
+    """
+    own = [row for row in plan.rows if row.device_gib == choice.device_gib]
+    row = min(own, key=lambda one: (one.host_gib, -(one.disk_gib or 0)))
+    if row.disk_gib is None or row == choice.judged or plan.hit_ratio(row.disk_hits) < LEAST_GAIN:
+        return ""
+    alone = plan.hit_ratio(row.num_hits - row.disk_hits)
+    return (
+        f" For comparison, a host tier of {size(row.host_gib)} hits {alone:.1%} of the prompt "
+        f"tokens, and {plan.hit_ratio(row.num_hits):.1%} with a disk of {size(row.disk_gib)}."
+    )
+
+
+def flag(plan: Plan, choice: Choice) -> str | None:
+    """Return the option of `vllm serve` that sets what was planned, at the recommended size."""
+    if choice.host_gib is None:
+        return None
+    extra: dict[str, object] = {"cpu_bytes_to_use": _num_bytes(choice.host_gib)}
+    if plan.options.policy != "lru":
+        extra["eviction_policy"] = plan.options.policy
+    if plan.options.mode == "lazy":
+        extra["lazy_offload"] = True
+    if choice.disk_gib is not None:
+        extra |= {"disk_path": DISK_PATH, "disk_bytes_to_use": _num_bytes(choice.disk_gib)}
+    config = {
+        "kv_connector": "KVStowConnector",
+        "kv_connector_module_path": "kvstow.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return f"--kv-transfer-config '{json.dumps(config, separators=(',', ':'))}'"
+
+
+def _num_bytes(gib: float) -> str | int:
+    """Return a size as an option of the connector: in GiB if that is short and exact."""
+    text = f"{gib:g}"
+    is_exact = gib >= 1 and "e" not in text and float(text) == gib
+    return f"{text}GiB" if is_exact else int(gib * GIB)
+
+
+def size(gib: float) -> str:
+    """Return a size as people write it."""
+    return f"{gib:,g} GiB" if gib >= 1 else f"{gib * _MIB_PER_GIB:,.4g} MiB"
+
+
+def knee_gib(plan: Plan, choice: Choice) -> float:
+    """Return the size at the knee of the curve beside the device."""
+    return plan.gib(choice.curves.beside(num_device(plan, choice)).knee)
+
+
+def knee_size(plan: Plan, choice: Choice) -> str:
+    """Return the knee in three digits, rounded up so that a tier of this size reaches it."""
+    gib = knee_gib(plan, choice)
+    unit = 1 if gib >= 1 else _MIB_PER_GIB
+    last = 10 ** (math.floor(math.log10(gib * unit)) - 2) if gib else 1
+    # The product of a quotient may exceed a whole number by a rounding error.
+    return size(math.ceil(round(gib * unit / last, 6)) * last / unit)
+
+
+def num_device(plan: Plan, choice: Choice) -> int:
+    """Return the blocks of the device that a curve counts; 0 without a device."""
+    if choice.device_gib is None:
+        return 0
+    return int(choice.device_gib * GIB // plan.geometry.device_block_bytes) - 1
