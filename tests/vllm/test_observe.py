@@ -102,6 +102,14 @@ def test_ratios_are_those_of_real_tiers(
         assert abs(there["hit_ratio"] - shadow_ratios(there)[2]) * 100 <= points
 
 
+def test_the_log_says_that_there_is_no_tier(folder: Path, log: list[str]) -> None:
+    """Also beside options of a tier, which an operator may take for one that works."""
+    Simulated(folder, {"observe": True, "cpu_bytes_to_use": "1GiB"})
+    (line,) = [line for line in log if "observe is true, so there is no host tier" in line]
+    Simulated(folder, {"num_cpu_blocks": 10})
+    assert [line] == [line for line in log if "observe is true" in line]
+
+
 def test_observing_schedules_as_vllm_without_a_connector(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

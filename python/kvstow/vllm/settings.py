@@ -59,6 +59,12 @@ def check(config: VllmConfig) -> None:
 def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int) -> None:
     """Log which kvstow this is, and a warning for each setting that works worse than another."""
     logger.info("kvstow: version %s", version_and_build())
+    if options.observe:
+        logger.info(
+            "kvstow: observe is true, so there is no host tier, and kvstow only reports hit "
+            "ratios. A tier would have blocks of %d bytes on each rank",
+            model.slot_stride_bytes,
+        )
     transfer = config.kv_transfer_config
     assert transfer is not None, "the connector's configuration is there"
     if transfer.kv_role != "kv_both":
