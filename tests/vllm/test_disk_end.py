@@ -93,6 +93,11 @@ def test_a_killed_server_loses_it(started: Started, monkeypatch: pytest.MonkeyPa
     assert server.serve(server.begin("a")) == 0
 
 
+def test_a_server_without_blocks_to_write_logs_that(started: Started, log: list[str]) -> None:
+    started().close()
+    assert any("has no block to write at its end" in line for line in log)
+
+
 def test_the_most_recent_blocks_are_written_first_and_for_a_while_only(
     started: Started, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:

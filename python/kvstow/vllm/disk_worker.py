@@ -216,6 +216,7 @@ class DiskWorker(LowerWorker):
         """Write what only the host has, the most recent first, for at most `disk_flush_s`."""
         last, self._last = self._last, []
         if not last:
+            logger.info("kvstow: rank %d has no block to write at its end", self._rank)
             return
         end, num_written = monotonic() + self._flush_s, 0
         for job in map(self._still_true, last):
