@@ -183,6 +183,11 @@ def test_the_number_of_ids_must_fit_the_block_size(tmp_path: Path) -> None:
     assert chained.requests[0].prompt_tokens == 48
     with pytest.raises(ConfigError, match=r"expected 2 \(ceil\(33 / 17\)\): pass --block-size"):
         read_trace(path, block_size=17)
+    with pytest.raises(ConfigError, match=r"another size \(16 fits this request\), or --chain"):
+        read_trace(path, block_size=512)
+    one = written(tmp_path / "one.jsonl", row(input_length=33, hash_ids=[0]))
+    with pytest.raises(ConfigError, match="another size, or --chain"):
+        read_trace(one, block_size=16)
     for size in (0, -1, 2**20 + 1):
         with pytest.raises(ConfigError, match=f"block-size is {size}; it must be 1 to 1048576"):
             read_trace(path, block_size=size)

@@ -24,6 +24,7 @@ MAX_BLOCK_SIZE = 2**20
 MAX_OUTPUT_TOKENS = 2**24
 """More is no length that was measured, and a plan would take hours over its blocks."""
 DEFAULT_BLOCK_SIZE = 512
+_USUAL_SIZES = tuple(1 << power for power in range(11))  # of blocks, to name one in an error
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
 _TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
 
@@ -274,11 +275,14 @@ class ChainedReader(TraceReader):
         num_expected = -(-prompt // self.block_size)
         # Raised at the end, because ids that turn out not to be chained need another error.
         if len(ids) != num_expected and self._first_miscount is None:
+            # One id may stand for a block of any larger size.
+            fitting = [size for size in _USUAL_SIZES if -(-prompt // size) == len(ids) > 1]
+            fits = f" ({fitting[0]} fits this request)" if fitting else ""
             self._first_miscount = (
                 line,
                 f"found {len(ids)} hash_ids, expected {num_expected} (ceil({prompt} / "
-                f"{self.block_size})): pass --block-size if your blocks have another size, or "
-                "--chain if the ids name passages",
+                f"{self.block_size})): pass --block-size if your blocks have another size{fits}, "
+                "or --chain if the ids name passages",
             )
         return TraceRequest(line, arrival_s, prompt, output, ids)
 
