@@ -145,10 +145,16 @@ def test_ranks_of_one_machine_share_its_memory() -> None:
     with pytest.raises(
         ConfigError,
         match=r"11 host blocks of 1073741824 bytes are 11\.0 GiB on each of 4 ranks, and 40\.0 GiB "
-        r"of memory are free on this machine; lower num_cpu_blocks, to at most 10 blocks",
+        r"of memory are free on this machine; lower num_cpu_blocks, to at most 10 blocks "
+        r"\(10\.0 GiB\) on each of 4 ranks",
     ):
         check_memory(11, GIB, lower="num_cpu_blocks", free=40 * GIB, num_ranks=4)
     check_memory(10**9, GIB, lower="num_cpu_blocks", free=None)
+
+
+def test_the_most_gib_in_the_message_fit() -> None:
+    with pytest.raises(ConfigError, match=r"to at most 1279 blocks \(1\.2 GiB\)$"):
+        check_memory(2000, 1 << 20, lower="num_cpu_blocks", free=1279 << 20)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

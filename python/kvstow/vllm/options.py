@@ -91,7 +91,7 @@ def read_gib(name: str, value: object) -> float:
     """Return a finite number above 0, of GiB."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise _refused(name, value, "a finite number of GiB above 0")
+        raise _refused(name, value, "a finite number of GiB above 0, such as 32")
     return float(value)  # type: ignore[arg-type]
 
 
