@@ -579,12 +579,13 @@ CUDA void simulation_replay(void* captured_on, void* stream) {
 }
 
 // Does what only a restart of the process would do: ends the loss of the devices, and forgets the
-// work that is queued and the memory that is pinned.
+// work that is queued, the memory that is pinned and the calls that were to fail.
 CUDA void simulation_repair() {
     Call call("simulation_repair", false);
     call.all.drain(call.lock);  // while lost, so that nothing of it runs
     std::erase_if(call.all.allocated, [](const auto& entry) { return entry.second.device < 0; });
     call.all.accesses = {};
+    call.all.failing.clear();
     call.all.lost = last_error = SUCCESS;
 }
 
