@@ -20,6 +20,7 @@ from kvstow.transfer import READY, BlockLayout, Event, HostArena, HostMover, Tic
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.mover import Index
 from kvstow.transfer.ticket import HostTicket, find_damage
+from kvstow.transfer.verified import have_device_sums
 
 WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
 
@@ -118,3 +119,10 @@ def test_a_block_that_was_damaged_before_a_sleep_is_not_loaded_after_a_restart(
         with below(NUM_HOST, 17, mover=restarted) as it:
             it.engine.restart(tmp_path / "image", after=READY, **WHO)
             assert reads_sound_blocks(it) == is_verified
+
+
+def test_to_compare_sums_makes_none_that_no_mover_renews() -> None:
+    """After an interrupted sleep, the next one would take each newer block for damaged."""
+    with HostArena(4, 64) as arena:
+        assert have_device_sums(arena, np.arange(2), [64, 64]).all()
+        assert not arena.has_device_sums

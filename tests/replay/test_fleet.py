@@ -176,8 +176,9 @@ def test_png_without_matplotlib_is_refused_before_the_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    png = tmp_path / "hits.png"
-    assert main(["replay", "nowhere.jsonl", "--servers", "1,4", "--png", str(png)]) == 2
+    png, trace = tmp_path / "hits.png", tmp_path / "trace.jsonl"
+    trace.write_text("no trace")
+    assert main(["replay", str(trace), "--servers", "1,4", "--png", str(png)]) == 2
     assert capsys.readouterr().err == (
         "kvstow: --png needs matplotlib, which is not installed: run pip install 'kvstow[plot]'\n"
     )

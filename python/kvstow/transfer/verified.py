@@ -182,8 +182,10 @@ def have_device_sums(
 
     Arguments are those of `record_device_sums`.
     """
-    sums, is_known = arena.device_sums
     sound: npt.NDArray[np.bool_] = np.ones(len(slots), np.bool_)
+    if not arena.has_device_sums:  # to read them would make them, and no mover would renew them
+        return sound
+    sums, is_known = arena.device_sums
     for at, (slot, num_bytes) in enumerate(zip(slots.tolist(), slot_bytes, strict=True)):
         if is_known[slot]:
             sound[at] = checksum(arena.slots[slot : slot + 1, :num_bytes])[0] == sums[slot]
