@@ -172,7 +172,7 @@ gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=pytho
 	rm -rf $(GPU_CHECK) && '$(PYTHON)' -m zipfile -e "$$wheel" $(GPU_CHECK) && \
 	PYTHONPATH='$(CURDIR)/$(GPU_CHECK):$(CURDIR)'"$${PYTHONPATH:+:$$PYTHONPATH}" '$(PYTHON)' -m tests.gpu.check $(ARGS)
 
-wheel: $(VENV)/.run ## build a wheel in dist/
+wheel: $(BIN)/uv ## build a wheel in dist/
 	@$(need_cargo)
 	rm -f dist/kvstow-*
 	$(BIN)/uv build --wheel --python $(BIN)/python --out-dir dist
