@@ -6,12 +6,11 @@ import json
 import math
 from typing import Final
 
-from kvstow.plan.tiers import GIB, LEAST_GAIN, Choice, Plan
+from kvstow.plan.tiers import GIB, LEAST_GAIN, MIB_PER_GIB, Choice, Plan
 
 DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
 """What the flag has in place of a folder that only the user knows."""
 _LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
-_MIB_PER_GIB: Final = 1024
 
 
 def sentence(plan: Plan, choice: Choice) -> str:
@@ -105,7 +104,7 @@ def _num_bytes(gib: float) -> str | int:
 
 def size(gib: float) -> str:
     """Return a size as people write it."""
-    return f"{gib:,g} GiB" if gib >= 1 else f"{gib * _MIB_PER_GIB:,.4g} MiB"
+    return f"{gib:,g} GiB" if gib >= 1 else f"{gib * MIB_PER_GIB:,.4g} MiB"
 
 
 def knee_gib(plan: Plan, choice: Choice) -> float:
@@ -116,7 +115,7 @@ def knee_gib(plan: Plan, choice: Choice) -> float:
 def knee_size(plan: Plan, choice: Choice) -> str:
     """Return the knee in three digits, rounded up so that a tier of this size reaches it."""
     gib = knee_gib(plan, choice)
-    unit = 1 if gib >= 1 else _MIB_PER_GIB
+    unit = 1 if gib >= 1 else MIB_PER_GIB
     last = 10 ** (math.floor(math.log10(gib * unit)) - 2) if gib else 1
     # The product of a quotient may exceed a whole number by a rounding error.
     return size(math.ceil(round(gib * unit / last, 6)) * last / unit)

@@ -12,14 +12,13 @@ import numpy as np
 
 from kvstow.plan.advice import flag, knee_gib, knee_size, num_device, sentence, size
 from kvstow.plan.curves import Ints
-from kvstow.plan.tiers import GIB, Choice, Plan, Tiers
+from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
 from kvstow.plan.traces import PlanTrace
 
 _SECONDS_PER_HOUR: Final = 3600
 _SKETCH_COLUMNS, _SKETCH_ROWS = 60, 8
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _MAX_JSON_POINTS: Final = 512
-_MIB_PER_GIB: Final = 1024
 _WHOLE: Final = 10  # numbers from here on are shown without decimals
 
 DENSITY_NOTE: Final = (
@@ -260,7 +259,7 @@ def _cell(name: str, value: float | None, unit: str) -> str:
     if name.endswith("_ratio"):
         return f"{value:.1%}"
     if name.endswith("_gib"):
-        return f"{value if unit == 'GiB' else value * _MIB_PER_GIB:,.6g}"
+        return f"{value if unit == 'GiB' else value * MIB_PER_GIB:,.6g}"
     if name.endswith("bytes_per_s"):
         value /= 1e6
     return f"{value:,.0f}" if abs(value) >= _WHOLE or not value else f"{value:,.2g}"

@@ -37,6 +37,7 @@ from kvstow.plan.simulate import Mode, Served, Server
 from kvstow.plan.workload import Workload
 
 GIB: Final = 2**30
+MIB_PER_GIB: Final = 1024
 _MAX_GIB: Final = 2**30
 _LEAST_DEVICE: Final = 2
 _MAX_DEVICE_BLOCKS: Final = 2**31 - 1
