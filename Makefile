@@ -41,9 +41,10 @@ help: ## list the targets
 run: $(VENV)/.run ## replay a real request trace, and verify every loaded block (TRACE=FILE, ARGS="--limit 100")
 	@$(BIN)/kvstow replay $(TRACE) $(ARGS) $(if $(TRACE),,</dev/null)
 
+# The tests start hundreds of processes. With this variable, each would compile its imports again.
 test: lint ## run everything that CI runs: lint, cargo test, pytest (which also builds the site)
 	cargo test
-	$(BIN)/pytest -n $(WORKERS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS)
 
 test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES=FOLDER
 	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \

@@ -162,7 +162,7 @@ def test_reset_empties_the_disk_for_good(tmp_path: Path, calls: Calls) -> None:
         it.engine.reset()
         it.engine.poll()
         assert mode(it) == "off", "the new generation is not durable"
-        assert serve(it, "reader", DOCUMENT) == 0
+        assert serve(it, "reader", DOCUMENT, settles=False) == 0
         calls.syncs_wait = False
         while mode(it) != "on":
             it.engine.poll()
