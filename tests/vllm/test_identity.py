@@ -197,6 +197,27 @@ def test_a_link_to_other_files_is_a_change(model: Path, began: Callable[[], None
     assert identity(str(link)).why_private
 
 
+@pytest.mark.parametrize("of", ["the folder", "a file"])
+def test_a_link_on_the_way_to_other_files_is_a_change(
+    model: Path, began: Callable[[], None], of: str
+) -> None:
+    """A link names a link, and only the second one changes. All files are old."""
+    shutil.copytree(model, model.with_name("other"))
+    served, current = model.with_name("served"), model.with_name("current")
+    part = "" if of == "the folder" else "part/weights.safetensors"
+    current.symlink_to(model / part)
+    if of == "the folder":
+        served.symlink_to(current)
+    else:
+        (served / "part").mkdir(parents=True)
+        (served / part).symlink_to(current)
+    began()
+    assert not identity(str(served)).why_private
+    current.unlink()
+    current.symlink_to(model.with_name("other") / part)
+    assert identity(str(served)).why_private
+
+
 def test_a_revision_that_moved_is_a_change(cached: Path, began: Callable[[], None]) -> None:
     refs = cached.parent.parent / "refs"
     refs.mkdir()

@@ -37,7 +37,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,9 +254,24 @@ def last_change(name: str, folder: Path) -> float:
     folders = (Path(folder) for folder, _, _ in os.walk(path, followlinks=True))
     seen = [each for each in folders if not each.relative_to(path).as_posix().startswith(".")]
     found = {path, *seen, *(file for _, file in _files(path))}
-    above = {each for it in (path, path.resolve()) for each in it.absolute().parents}
     times = [call(file).st_ctime for file in found for call in (os.stat, os.lstat)]
-    return max(times + [_renamed(os.lstat(each)) for each in above])
+    return max(times + [_renamed(os.lstat(each)) for each in _names_to(found)])
+
+
+def _names_to(paths: Iterable[Path]) -> set[Path]:
+    """Return the links on the way to paths, and the folders above all of these."""
+    names: set[Path] = set()
+    left = [path.absolute() for path in paths]
+    while left:
+        path = left.pop()
+        above = [each for each in path.parents if each not in names]
+        names.update(above)
+        for each in (path, *above):
+            # A link may name a link.
+            if each.is_symlink() and (target := each.parent / os.readlink(each)) not in names:
+                names.add(target)
+                left.append(target)
+    return names
 
 
 def _renamed(found: os.stat_result) -> float:
