@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from tests.vllm.engine import Engine
 
 
+@pytest.fixture(autouse=True)
+def _began_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests write models, and versions of weights, in this process."""
+    monkeypatch.setattr("kvstow.vllm.identity.process_began", lambda: float("inf"))
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with one group of full attention."""

@@ -31,12 +31,6 @@ from kvstow.vllm.options import Options
 REPOSITORY = "someone/something"
 
 
-@pytest.fixture(autouse=True)
-def _began_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests write their models in this process."""
-    monkeypatch.setattr(identity_module, "process_began", lambda: float("inf"))
-
-
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the hub's cache, which has the configuration of a model."""
@@ -55,13 +49,19 @@ def identity(model: str, **more: Any) -> Identity:
         "download_dir": None,
     }
     hf_config = SimpleNamespace(**more.pop("hf_config", {}))
+    given = more.pop("options", {})
     config: dict[str, Any] = {
         "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
         "load_config": SimpleNamespace(**load | more.pop("load", {})),
         "model_config": SimpleNamespace(model=model, revision=None, hf_config=hf_config),
         "speculative_config": None,
     } | more
-    options = Options(cpu_bytes_to_use=1 << 20, disk_path="/disk", disk_bytes_to_use=1 << 20)
+    options = Options(
+        cpu_bytes_to_use=1 << 20,
+        disk_path="/disk",
+        disk_bytes_to_use=1 << 20,
+        **given,
+    )
     return Identity(cast(VllmConfig, SimpleNamespace(**config)), options, 0)
 
 
@@ -216,6 +216,18 @@ def test_a_link_on_the_way_to_other_files_is_a_change(
     current.unlink()
     current.symlink_to(model.with_name("other") / part)
     assert identity(str(served)).why_private
+
+
+def test_a_version_that_was_written_since_the_process_began_is_private(
+    model: Path, began: Callable[[], None]
+) -> None:
+    version = model.with_name("version")
+    version.write_text("1")
+    began()
+    options = {"preserve_on_sleep": True, "weights_version_path": str(version)}
+    assert not identity(str(model), options=options).why_private
+    version.write_text("2")
+    assert "weights_version_path" in identity(str(model), options=options).why_private
 
 
 def test_a_revision_that_moved_is_a_change(cached: Path, began: Callable[[], None]) -> None:

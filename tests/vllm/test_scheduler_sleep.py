@@ -11,6 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvstow import ConfigError
+from kvstow.vllm import identity
 from kvstow.vllm.messages import Copies
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -121,6 +122,26 @@ def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path:
     version.write_text("2")
     scheduler.half.reset()
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
+
+
+def test_a_version_written_while_vllm_loaded_the_weights_never_keeps_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """The server has weights 1, the file says 2 when vLLM builds the connector."""
+    version = tmp_path / "version"
+    monkeypatch.setattr(identity, "process_began", lambda: version.stat().st_ctime)
+    scheduler = with_a_request_stored(version)
+    assert any("has changed since this process began" in line for line in log)
+    for name in ("b", "c"):
+        scheduler.half.reset()  # the trainer has sent weights 2, and the file says so already
+        assert scheduler.half.lookup(scheduler.request(name, 100), 0) == 0
+        scheduler.store_request(f"{name} again")
+    version.write_text("3")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+    scheduler.store_request("e")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, "the version is known"
 
 
 def with_old_weights_on_the_host(version: Path | None) -> Scheduler:

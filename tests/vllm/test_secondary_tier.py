@@ -197,12 +197,6 @@ class World:
 Make = Callable[..., World]
 
 
-@pytest.fixture(autouse=True)
-def _began_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests write their models in this process."""
-    monkeypatch.setattr(identity, "process_began", lambda: float("inf"))
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     worlds: list[World] = []

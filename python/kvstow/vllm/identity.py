@@ -9,8 +9,9 @@ and what prevents it:
   their own for downloads, another repository for a part of the model, or a trainer that sends
   them): the blocks are private, so the server begins with an empty disk, and shares nothing
   (`Identity.why_private`).
-- Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded:
-  private, if anything changed since the process began (`last_change`).
+- Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded,
+  or a file of the version that was written meanwhile: private, if anything changed since the
+  process began (`last_change`).
 - Weights that changed in place: a reset, which draws a new generation (`disk`) or new names
   (`shared`).
 - Another adapter under the same name: requests with adapters take nothing from below
@@ -104,7 +105,7 @@ class Identity:
     @property
     def why_private(self) -> str:
         """Why no other server may read this one's blocks; empty if one of the same identity may."""
-        cache = self.config.cache_config
+        cache, version = self.config.cache_config, self.options.weights_version_path
         hashing = cache.prefix_caching_hash_algo
         has_seed = os.environ.get("PYTHONHASHSEED") is not None
         from_elsewhere = [
@@ -136,6 +137,9 @@ class Identity:
             ),
             "a part of it comes from another repository": any(
                 has_parts_elsewhere(model) for model in models_of(self.config).values()
+            ),
+            "the file of weights_version_path has changed since this process began": (
+                version is not None and version_may_be_newer(version)
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
@@ -224,13 +228,7 @@ def may_have_changed(name: str, folder: Path | None) -> bool:
         name: the path of the model, or the name of a repository.
         folder: its files; None if they are not known.
     """
-    if folder is None:
-        return False
-    try:
-        changed = last_change(name, folder)
-    except OSError:  # a file goes while this looks
-        changed = math.inf
-    if changed <= process_began() - _FRESH_S:
+    if folder is None or not _is_newer_than_process(name, folder):
         return False
     logger.warning(
         "kvstow: the files in %s have changed since this process began, perhaps while vLLM loaded "
@@ -239,6 +237,22 @@ def may_have_changed(name: str, folder: Path | None) -> bool:
         folder,
     )
     return True
+
+
+def version_may_be_newer(path: str) -> bool:
+    """Whether the file of `weights_version_path` may name other weights than vLLM has loaded.
+
+    So it is if the file has changed since the process began: vLLM loads the weights first.
+    """
+    return _is_newer_than_process(path, Path(path))
+
+
+def _is_newer_than_process(name: str, folder: Path) -> bool:
+    try:
+        changed = last_change(name, folder)
+    except OSError:  # a file goes while this looks
+        changed = math.inf
+    return changed > process_began() - _FRESH_S
 
 
 def last_change(name: str, folder: Path) -> float:

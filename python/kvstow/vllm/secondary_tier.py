@@ -62,7 +62,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm.identity import content_of, may_have_changed
+from kvstow.vllm.identity import content_of, may_have_changed, version_may_be_newer
 from kvstow.vllm.shaping import digest_of, shaping
 from kvstow.vllm.weights import WeightsVersion
 
@@ -419,7 +419,7 @@ def _fingerprint(
         fields["weights"] = content_of(folder, Path(f"{path}.weights.json"))
     if version_path is not None:
         fields["weights_version"] = hashlib.sha256(Path(version_path).read_bytes()).hexdigest()[:32]
-        is_known = True
+        is_known = not version_may_be_newer(version_path)
     if config is not None:
         fields |= shaping(config)
     if config is None or getattr(config.cache_config, "calculate_kv_scales", False):

@@ -1,4 +1,9 @@
-"""The version of the weights that the tier's blocks were computed with, read from a user's file."""
+"""The version of the weights that the tier's blocks were computed with, read from a user's file.
+
+vLLM builds the connector once it has loaded the weights. A file that was written meanwhile may name
+those that come next. If the server loads them in place later, the file does not change any more. So
+what such a file says counts as other weights each time, until it says something else.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import logging
 from pathlib import Path
 
 from kvstow import ConfigError
+from kvstow.vllm.identity import version_may_be_newer
 from kvstow.vllm.options import WHERE
 
 logger = logging.getLogger("vllm." + __name__)
@@ -22,14 +28,20 @@ class WeightsVersion:
         """
         self._path = None if path is None else Path(path)
         self._content: bytes | None = None
-        if self._path is not None:
-            try:
-                self._content = self._path.read_bytes()
-            except OSError as error:
-                raise ConfigError(
-                    f"{WHERE}.weights_version_path is {path!r}, which cannot be read "
-                    f"({error.strerror}): write a line that names the weights to this file"
-                ) from error
+        # What the file says if that may be of other weights than those that are loaded.
+        self._doubtful: bytes | None = None
+        if path is None:
+            return
+        self._content = _read(path)
+        if version_may_be_newer(path):  # after the read, and so for what was read as well
+            self._content, self._doubtful = None, _read(path)
+            logger.warning(
+                "kvstow: weights_version_path %s has changed since this process began, perhaps "
+                "after vLLM loaded the weights. So until it says something else, each reset "
+                "empties the host tier, and below the host nothing is warm or shared. Write the "
+                "file before the server starts",
+                path,
+            )
 
     def changed(self, *, remember: bool) -> bool:
         """Whether the file has changed. A file that cannot be read counts as changed, to be safe.
@@ -51,6 +63,9 @@ class WeightsVersion:
             )
             self._content = None
             return True
+        if content == self._doubtful:
+            return True
+        self._doubtful = None
         if content == self._content:
             return False
         self._content = content if remember else None
@@ -58,3 +73,13 @@ class WeightsVersion:
             "kvstow: %s names other weights, so this reset empties the host tier", self._path
         )
         return True
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{WHERE}.weights_version_path is {path!r}, which cannot be read "
+            f"({error.strerror}): write a line that names the weights to this file"
+        ) from error
