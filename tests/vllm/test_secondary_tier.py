@@ -363,14 +363,14 @@ def test_without_vllms_configuration_no_chunk_is_warm(
     assert not restarted(make).has(KEYS[0])
 
 
-def restarted(make: Make, name: str | None = None) -> World:
+def restarted(make: Make, name: str | None = None, **options: Any) -> World:
     """Store a chunk, and start the server again."""
-    first = make(name=name)
+    first = make(name=name, **options)
     first.store(KEYS[:1])
     first.wait()
     assert first.has(KEYS[0])
     first.close()
-    return make(name=name)
+    return make(name=name, **options)
 
 
 def test_revision_of_a_repository_is_not_known(
@@ -406,6 +406,27 @@ def test_weights_that_changed_while_they_were_loaded_are_not_known(
     monkeypatch.setattr(identity, "process_began", lambda: began - HOUR_S)
     assert not make().has(KEYS[0])
     assert any("have changed since this process began" in line for line in log)
+
+
+def test_version_that_was_written_while_vllm_loaded_the_weights_is_not_known(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = tmp_path / "version"
+    version.write_text("2")
+    world = restarted(make, weights_version_path=str(version))
+    assert world.has(KEYS[0])
+    world.close()
+    monkeypatch.setattr(identity, "_FRESH_S", 0)
+    time.sleep(0.02)  # the clock of a file system is coarse
+    began = time.time()
+    monkeypatch.setattr(identity, "process_began", lambda: began)
+    time.sleep(0.02)
+    version.write_text("2")
+    world = make(weights_version_path=str(version))
+    assert not world.has(KEYS[0])
+    world.store(KEYS[:4])
+    world.disk.drain_jobs()
+    assert not world.has(KEYS[0]), "the reset may be for weights 2"
 
 
 def test_damaged_chunk_is_a_miss_and_the_others_load(make: Make, tmp_path: Path) -> None:
