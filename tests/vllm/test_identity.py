@@ -243,6 +243,25 @@ def test_a_revision_that_moved_is_a_change(cached: Path, began: Callable[[], Non
     assert identity(REPOSITORY).why_private
 
 
+def test_a_link_to_another_cache_of_the_hub_is_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: Callable[[], None]
+) -> None:
+    hub, other, link = (tmp_path / name for name in ("hub", "other", "link"))
+    snapshot = "models--someone--something/snapshots/0123"
+    for cache in (hub, other):
+        (cache / snapshot).mkdir(parents=True)
+        (cache / snapshot / "config.json").write_text("{}")
+    link.symlink_to(hub)
+    found = str(link / snapshot / "config.json")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: found)
+    began()
+    (hub / "models--another").mkdir()
+    assert not identity(REPOSITORY).why_private, "the cache gets another model"
+    link.unlink()
+    link.symlink_to(other)
+    assert identity(REPOSITORY).why_private
+
+
 def test_the_time_at_which_a_process_began_is_that_of_the_system() -> None:
     head = "import os, time\nfrom pathlib import Path\n"
     program = f"{head}{inspect.getsource(process_began)}print(process_began())"

@@ -258,13 +258,13 @@ def _is_newer_than_process(name: str, folder: Path) -> bool:
 def last_change(name: str, folder: Path) -> float:
     """Return when the files of a model last changed, or the names on the way to them.
 
-    In the cache of a hub no file changes under its name, so only the names of revisions count.
+    In the cache of a hub no file changes under its name, so only the names of revisions count, and
+    those on the way to the cache.
     """
     path = Path(name)
     if not path.exists():
-        return max(
-            (os.lstat(it).st_ctime for it in folder.parent.parent.glob("refs/**/*")), default=0
-        )
+        times = [os.lstat(it).st_ctime for it in folder.parent.parent.glob("refs/**/*")]
+        return max(times + [_renamed(os.lstat(each)) for each in _names_to([folder])])
     folders = (Path(folder) for folder, _, _ in os.walk(path, followlinks=True))
     seen = [each for each in folders if not each.relative_to(path).as_posix().startswith(".")]
     found = {path, *seen, *(file for _, file in _files(path))}
