@@ -178,7 +178,13 @@ class Loop:
         request = self.requests[name]
         num_new = self.chances.randrange(1, 30)
         try:
-            found = self.engine.admit(name, len(request.tokens), num_new, after=self.last)
+            found = self.engine.admit(
+                name,
+                len(request.tokens),
+                num_new,
+                after=self.last,
+                num_lookahead_tokens=self.num_lookahead(),
+            )
         except OutOfBlocks:
             self.leave(name)
             return
@@ -199,8 +205,12 @@ class Loop:
                 self.engine.extend(name, hashes)
                 request.num_hashed = num_full
         num_new = self.chances.randint(1, len(request.tokens) - num_granted)
-        if not self.engine.step([name], [num_new]).num_granted:
+        num_lookahead = self.num_lookahead()
+        if not self.engine.step([name], [num_new], num_lookahead_tokens=num_lookahead).num_granted:
             self.engine.preempt(name)
+
+    def num_lookahead(self) -> int:
+        return self.chances.choice([0, 0, BLOCK + 1])
 
     def compute(self, names: list[str]) -> None:
         """Launch the compute of all granted tokens, and report it."""

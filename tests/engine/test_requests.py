@@ -65,6 +65,30 @@ def test_prefix_is_stored_on_the_host_and_loaded_again() -> None:
         assert (third.num_hit_tokens, third.num_new_tokens) == (16, 1), "loaded blocks are cached"
 
 
+@pytest.mark.parametrize("group", [FullAttention(BLOCK), SlidingWindow(BLOCK, 6)])
+def test_request_that_loads_gets_its_lookahead_slots_from_step(
+    group: FullAttention | SlidingWindow,
+) -> None:
+    kv = np.zeros((17, BLOCK), np.int64)
+    with Engine(17, 64, [group], [BlockLayout.from_arrays([kv])]) as engine:
+        engine.add("first", hash_tokens(DOCUMENT, BLOCK))
+        engine.admit("first", len(DOCUMENT), 100, after=READY)
+        stored = engine.computed(["first"], [len(DOCUMENT)], after=READY)
+        assert stored is not None
+        engine.end(stored)
+        engine.finish("first")
+        assert engine.ledger.pool.reset()
+
+        engine.add("again", hash_tokens([*DOCUMENT, 91], BLOCK))
+        found = engine.admit("again", 17, 100, after=READY, num_lookahead_tokens=6)
+        assert (found.state, found.num_external_tokens) == (LOADS, 16)
+        assert len(engine.tables("again")[0]) == 4
+        assert polled(engine).loaded == ["again"]
+        engine.step(["again"], [1], num_lookahead_tokens=6)
+        assert len(engine.tables("again")[0]) == 6
+        engine.check()
+
+
 def test_copies_wait_for_their_events() -> None:
     filled, read = HostEvent(), HostEvent()
     with world(mover=HostMover) as it:

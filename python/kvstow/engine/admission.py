@@ -67,11 +67,13 @@ class Wish:
                 )
             raise OutOfBlocks(problem)
 
-    def check_has_room(self, ledger: BlockLedger, num_computed: int, num_new: int) -> None:
-        """Refuse an admission that would not fit into an empty pool either."""
+    def check_has_room(self, ledger: BlockLedger, num_computed: int, num_slots: int) -> None:
+        """Refuse an admission that would not fit into an empty pool either.
+
+        `num_slots` counts the slots behind the computed tokens.
+        """
         num_usable = ledger.pool.num_blocks - 1
-        num_slots = num_computed + num_new + self.num_lookahead_tokens
-        num_needed = ledger.min_blocks(num_slots, num_computed) + self.reserve
+        num_needed = ledger.min_blocks(num_computed + num_slots, num_computed) + self.reserve
         if num_needed > num_usable:
             raise OutOfBlocks(
                 f"request {self.request_id!r} needs {num_needed} blocks now, {self.reserve} of "
@@ -99,19 +101,21 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
                 return Admission(AdmissionState.PENDING, num_hit)
             num_external = found
         num_new = 0 if num_external else min(wish.num_tokens - num_hit, wish.max_new_tokens)
+        # A load fills every block that it gets, so `step` grants lookahead slots after it.
+        num_lookahead = 0 if num_external else wish.num_lookahead_tokens
         try:
             blocks = ledger.allocate(
                 request_id,
                 num_new,
                 hit=hit,
                 num_external_tokens=num_external,
-                num_lookahead_tokens=wish.num_lookahead_tokens,
+                num_lookahead_tokens=num_lookahead,
                 delay_caching=num_external > 0,
                 reserve=wish.reserve,
                 must_fit_tokens=wish.must_fit_tokens,
             )
             if blocks is None:
-                wish.check_has_room(ledger, num_hit + num_external, num_new)
+                wish.check_has_room(ledger, num_hit + num_external, num_new + num_lookahead)
         except KvstowError:
             scheduler.release(request_id)
             raise

@@ -294,7 +294,8 @@ class Engine(Closing):
             max_new_tokens: the most tokens to compute in this step.
             after: the compute that may still read or write blocks of the pool, of the last step
                 that has begun. A load waits for it.
-            num_lookahead_tokens: tokens that get slots only.
+            num_lookahead_tokens: tokens that get slots only. A request that loads first gets these
+                slots from `step`.
             reserve: refuse unless this many blocks stay free.
             must_fit_tokens: refuse unless slots for that many tokens would fit as well. It counts
                 all tokens of a window or a chunk too, unless the engine has `max_in_flight_tokens`.
