@@ -267,10 +267,12 @@ def test_hashes_of_another_width_are_refused() -> None:
 def test_hashes_know_their_block_size() -> None:
     hashes = kvstow.hash_tokens(range(48), 16)
     assert hashes.block_size == 16
-    kept = [hashes[1:], hashes + hashes, hashes + list(hashes), Hashes(hashes), copy.copy(hashes)]
+    more = kvstow.hash_tokens(range(16), 16, parent=hashes[-1])
+    kept = [hashes[1:], hashes + more, hashes + list(hashes), Hashes(hashes), copy.copy(hashes)]
     kept += [pickle.loads(pickle.dumps(hashes)), Hashes(list(hashes), 16)]
     assert [it.block_size for it in kept] == [16] * len(kept)
-    lost = [hashes[::2], hashes * 2, hashes + kvstow.hash_tokens(range(32), 32)]
+    lost = [hashes[::2], hashes * 2]
+    lost += [hashes + kvstow.hash_tokens(range(32), 32, parent=hashes[-1])]
     lost += [Hashes(list(hashes)), Hashes([])]
     assert [it.block_size for it in lost] == [None] * len(lost)
 

@@ -138,7 +138,8 @@ class Hashes(Sequence[bytes]):
     each. Both copy.
 
     It remembers the hash before its first one if `hash_tokens` made it. So `add` and `extend` can
-    refuse hashes that do not continue those of a request.
+    refuse hashes that do not continue those of a request, and a sum refuses hashes that do not
+    continue its first part. A list of `bytes` remembers nothing.
 
     Args:
         hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.

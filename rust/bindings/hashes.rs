@@ -20,7 +20,8 @@ use crate::error::{ConfigError, to_py};
 /// each. Both copy.
 ///
 /// It remembers the hash before its first one if `hash_tokens` made it. So `add` and `extend` can
-/// refuse hashes that do not continue those of a request.
+/// refuse hashes that do not continue those of a request, and a sum refuses hashes that do not
+/// continue its first part. A list of `bytes` remembers nothing.
 ///
 /// Args:
 ///     hashes: a sequence of hashes, each 1 to 32 bytes, all of one width.
@@ -132,11 +133,11 @@ impl Hashes {
         let same = |it: &usize| block_size_of(other).is_none_or(|size| size == *it);
         let block_size = self.block_size.filter(same);
         let other = hashes(other)?;
-        let parent = match (other.parent(), self.hashes.as_slice().last()) {
-            _ if other.is_empty() => self.hashes.parent(),
-            (parent, None) => parent,
-            (Parent::Block(parent), Some(last)) if parent == *last => self.hashes.parent(),
-            _ => Parent::Unknown,
+        other.check_follows(&self.hashes).map_err(to_py)?;
+        let parent = match (other.parent(), self.hashes.is_empty()) {
+            (parent, true) => parent,
+            (Parent::Unknown, false) if !other.is_empty() => Parent::Unknown,
+            _ => self.hashes.parent(),
         };
         let mut sum = HashesBuilder::with_capacity(self.hashes.len() + other.len());
         self.hashes

@@ -102,6 +102,26 @@ impl Hashes {
         if self.is_empty() { Ok(()) } else { Err(Error::Config(format!("the hashes {why}"))) }
     }
 
+    /// Refuses hashes that are known not to continue others, which a list puts before them.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub fn check_follows(&self, before: &Self) -> Result<()> {
+        let why = match (self.parent, before.as_slice().last()) {
+            (Parent::Start, Some(_)) => "begin a prompt",
+            (Parent::Block(parent), Some(last)) if parent != *last => "continue another block",
+            _ => return Ok(()),
+        };
+        if self.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "the hashes {why}, and stand behind {} others: pass the last of these to hash_tokens \
+             as parent; collect hashes of several prompts in a list",
+            before.len()
+        )))
+    }
+
     /// The padded hashes.
     pub fn as_slice(&self) -> &[BlockHash] {
         &self.shared

@@ -93,6 +93,29 @@ def test_extend_takes_hashes_that_may_continue_the_request(
     accounting.extend("one", hashes)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        pytest.param(hash_tokens(NEW, BLOCK), "begin a prompt", id="no parent"),
+        pytest.param(
+            hash_tokens(NEW, BLOCK, parent=KNOWN[0]), "continue another block", id="another parent"
+        ),
+        pytest.param(WHOLE, "begin a prompt", id="all again"),
+    ],
+)
+def test_sum_refuses_hashes_that_do_not_continue_its_first_part(
+    wrong: Hashes, problem: str
+) -> None:
+    """A slice of the sum would claim to continue the block before it."""
+    for known in KNOWN, list(KNOWN):
+        with pytest.raises(ConfigError, match=f"{problem}, and stand behind 2 others: pass the"):
+            Hashes(known) + wrong
+    assert KNOWN + NEXT == WHOLE
+    assert KNOWN + wrong[:0] == KNOWN
+    assert KNOWN[:0] + wrong == wrong
+    assert KNOWN + list(wrong) == [*KNOWN, *wrong], "a list does not know what it continues"
+
+
 def test_a_sum_begins_where_its_first_part_does() -> None:
     at = ledger()
     at.add("one", KNOWN + NEXT)
