@@ -1,7 +1,13 @@
 //! Conversion between Python's sequences and arrays and the core's lists.
 
+use std::ops::RangeInclusive;
+
+use kvstow_core::curve::MIN_KEYS;
 use kvstow_core::error::Error;
+use kvstow_core::group::MAX_GROUP_TOKENS;
 use kvstow_core::ids::{BlockId, GroupId, JobId};
+use kvstow_core::ledger::MAX_TOKENS;
+use kvstow_core::offload::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{
     IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
@@ -23,24 +29,25 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        Self::named(&obj, "a count")
+        Self::named(&obj, "a count", 0..=usize::MAX)
     }
 }
 
-/// What Python passes as an argument, which errors name.
+/// What Python passes as an argument, which errors name with its bounds. The core checks the bounds
+/// of a number that fits into 64 bits.
 pub(crate) trait Named: Sized {
-    fn named(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Self>;
+    fn named(obj: &Bound<'_, PyAny>, name: &str, bounds: RangeInclusive<usize>) -> PyResult<Self>;
 }
 
 impl Named for Count {
-    fn named(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
+    fn named(obj: &Bound<'_, PyAny>, name: &str, bounds: RangeInclusive<usize>) -> PyResult<Self> {
         obj.extract().map(Self).map_err(|error: PyErr| {
             let py = obj.py();
             if error.is_instance_of::<PyOverflowError>(py) {
                 let given = shown(obj);
+                let (least, most) = bounds.into_inner();
                 return ConfigError::new_err(format!(
-                    "{name} is {given}: it must be 0 to {}",
-                    usize::MAX
+                    "{name} is {given}: it must be {least} to {most}"
                 ));
             }
             if error.is_instance_of::<PyTypeError>(py) {
@@ -52,17 +59,17 @@ impl Named for Count {
 }
 
 impl Named for Option<Count> {
-    fn named(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
-        if obj.is_none() { Ok(None) } else { Count::named(obj, name).map(Some) }
+    fn named(obj: &Bound<'_, PyAny>, name: &str, bounds: RangeInclusive<usize>) -> PyResult<Self> {
+        if obj.is_none() { Ok(None) } else { Count::named(obj, name, bounds).map(Some) }
     }
 }
 
-/// Defines the conversion of each argument, for `from_py_with`.
+/// Defines the conversion of each argument with these bounds, for `from_py_with`.
 macro_rules! named_counts {
-    ($($name:ident),+ $(,)?) => {
-        $(pub(crate) fn $name<T: Named>(obj: &Bound<'_, PyAny>) -> PyResult<T> {
-            T::named(obj, stringify!($name))
-        })+
+    ($($bounds:expr => $($name:ident),+;)+) => {
+        $($(pub(crate) fn $name<T: Named>(obj: &Bound<'_, PyAny>) -> PyResult<T> {
+            T::named(obj, stringify!($name), $bounds)
+        })+)+
     };
 }
 
@@ -70,15 +77,27 @@ macro_rules! named_counts {
 pub(crate) mod named {
     use pyo3::prelude::*;
 
-    use super::Named;
+    use super::{
+        MAX_BLOCKS, MAX_BLOCKS_PER_SLOT, MAX_GROUP_TOKENS, MAX_TOKENS, MAX_WORLD_SIZE, MIN_KEYS,
+        Named,
+    };
 
     named_counts! {
-        block_size, blocks_per_slot, chunk, extra_retained_tokens, group, max_bytes,
-        max_disk_blocks_in_flight, max_in_flight_tokens, max_keys, min_promote_tokens,
-        must_fit_tokens, n, num_blocks, num_device_blocks, num_disk_blocks,
-        num_external_tokens, num_host_blocks, num_in_flight_tokens, num_kept, num_local,
-        num_lookahead_tokens, num_new_tokens, reserve, seed, store_threshold, window,
-        world_size,
+        0..=usize::MAX => max_bytes, min_promote_tokens, n, num_kept, num_local, seed;
+        MIN_KEYS..=usize::MAX => max_keys;
+        1..=usize::MAX => max_disk_blocks_in_flight;
+        0..=u16::MAX.into() => group;
+        1..=u8::MAX.into() => store_threshold;
+        1..=MAX_GROUP_TOKENS => block_size, chunk, window;
+        0..=MAX_GROUP_TOKENS => extra_retained_tokens;
+        0..=MAX_TOKENS => max_in_flight_tokens, must_fit_tokens, num_external_tokens,
+            num_in_flight_tokens, num_lookahead_tokens, num_new_tokens, reserve;
+        1..=MAX_BLOCKS - 1 => num_host_blocks;
+        0..=MAX_BLOCKS - 1 => num_disk_blocks;
+        0..=MAX_BLOCKS => num_device_blocks;
+        2..=MAX_BLOCKS => num_blocks;
+        1..=MAX_BLOCKS_PER_SLOT => blocks_per_slot;
+        1..=MAX_WORLD_SIZE => world_size;
     }
 }
 
@@ -202,8 +221,18 @@ pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<Blo
 
 /// Counts of 0 or more from the argument `name`.
 pub(crate) fn counts(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<usize>> {
+    counts_within(obj, name, 0..=i64::MAX.cast_unsigned() as usize)
+}
+
+/// As [`counts`]. The caller checks the bounds of each that fits into 64 bits.
+pub(crate) fn counts_within(
+    obj: &Bound<'_, PyAny>,
+    name: &str,
+    bounds: RangeInclusive<usize>,
+) -> PyResult<Vec<usize>> {
+    let (least, most) = bounds.into_inner();
     let refused = |count: String| {
-        ConfigError::new_err(format!("{name} has {count}: each must be 0 to {}", i64::MAX))
+        ConfigError::new_err(format!("{name} has {count}: each must be {least} to {most}"))
     };
     let to_count = |count: i64| usize::try_from(count).map_err(|_| refused(count.to_string()));
     ints(obj, name, |item| refused(shown(item)))?.into_iter().map(to_count).collect()

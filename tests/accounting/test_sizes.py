@@ -70,23 +70,38 @@ def test_a_size_that_is_not_an_int_is_a_type_error(
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "name", "bounds"),
     [
-        (BlockPool, "num_blocks"),
-        (partial(BlockLedger, groups=[GROUP]), "num_blocks"),
-        (partial(BlockLedger, 8, [GROUP]), "max_in_flight_tokens"),
-        (partial(OffloadScheduler, groups=[GROUP]), "num_host_blocks"),
-        (partial(OffloadScheduler, 8, [GROUP]), "store_threshold"),
-        (partial(SlidingWindow, 4), "window"),
-        (HitCurve, "max_keys"),
-        (HitCurve, "seed"),
+        (BlockPool, "num_blocks", (2, 2**31 - 1)),
+        (partial(BlockLedger, groups=[GROUP]), "num_blocks", (2, 2**31 - 1)),
+        (partial(BlockLedger, 8, [GROUP]), "max_in_flight_tokens", (0, 2**40)),
+        (partial(OffloadScheduler, groups=[GROUP]), "num_host_blocks", (1, 2**31 - 2)),
+        (partial(OffloadScheduler, 8, [GROUP]), "store_threshold", (1, 255)),
+        (partial(OffloadScheduler, 8, [GROUP]), "blocks_per_slot", (1, 1024)),
+        (partial(OffloadScheduler, 8, [GROUP]), "world_size", (1, 2**16)),
+        (FullAttention, "block_size", (1, 2**30)),
+        (partial(SlidingWindow, 4), "window", (1, 2**30)),
+        (partial(ChunkedLocal, 1), "chunk", (1, 2**30)),
+        (HitCurve, "max_keys", (64, 2**64 - 1)),
+        (HitCurve, "seed", (0, 2**64 - 1)),
     ],
 )
-def test_error_for_a_negative_number_names_the_argument(
-    make: Callable[..., object], name: str
+def test_error_for_a_number_of_no_count_names_argument_and_bounds(
+    make: Callable[..., object], name: str, bounds: tuple[int, int]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} is -1: it must be 0 to"):
-        make(**{name: -1})
+    least, most = bounds
+    for wrong in -1, 2**64:
+        with pytest.raises(
+            ConfigError, match=rf"^{name} is {wrong}: it must be {least} to {most}\b"
+        ):
+            make(**{name: wrong})
+    make(**{name: max(least, 4)})
+    if least:
+        with pytest.raises(ConfigError):
+            make(**{name: least - 1})
+    if 2**16 <= most < 2**64 - 1:
+        with pytest.raises(ConfigError):
+            make(**{name: most + 1})
 
 
 def test_a_pool_of_the_null_block_alone_is_refused() -> None:

@@ -1,11 +1,13 @@
 //! The arguments of `BlockLedger`'s methods.
 
+use std::ops::RangeInclusive;
+
 use kvstow_core::ledger::{Context, NewIds, Publish};
 use kvstow_core::pool::MAX_BLOCKS;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::convert::{Name, counts, ids};
+use crate::convert::{Name, counts_within, ids};
 use crate::error::ConfigError;
 use crate::hash::{extra_keys_from_py, tokens_from_py};
 
@@ -24,8 +26,9 @@ pub(super) fn counts_for(
     names: &[&str],
     given: &Bound<'_, PyAny>,
     name: &str,
+    bounds: RangeInclusive<usize>,
 ) -> PyResult<Vec<usize>> {
-    let tokens = counts(given, name)?;
+    let tokens = counts_within(given, name, bounds)?;
     if names.len() != tokens.len() {
         return Err(ConfigError::new_err(format!(
             "{} request_ids and {} {name}: pass one number for each request",

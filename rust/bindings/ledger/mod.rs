@@ -10,7 +10,7 @@ pub(crate) use allocation::{PrefixHit, StepAllocation};
 use std::sync::Arc;
 
 use kvstow_core::key::Hashes as BlockHashes;
-use kvstow_core::ledger::{self, AllocateArgs, NewIds};
+use kvstow_core::ledger::{self, AllocateArgs, MAX_TOKENS, NewIds};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -229,7 +229,7 @@ impl BlockLedger {
         let py = request_ids.py();
         let request_ids = self::request_ids(request_ids)?;
         let names = as_strs(&request_ids)?;
-        let tokens = counts_for(&names, num_new_tokens, "num_new_tokens")?;
+        let tokens = counts_for(&names, num_new_tokens, "num_new_tokens", 1..=MAX_TOKENS)?;
         let wants = names.iter().copied().zip(tokens.iter().copied());
         let allocated = lock(&self.0)
             .allocate_step(wants, num_lookahead_tokens.0, num_in_flight_tokens.0)
@@ -260,7 +260,8 @@ impl BlockLedger {
     ) -> PyResult<()> {
         let request_ids = self::request_ids(request_ids)?;
         let names = as_strs(&request_ids)?;
-        let tokens = counts_for(&names, num_computed_tokens, "num_computed_tokens")?;
+        let tokens =
+            counts_for(&names, num_computed_tokens, "num_computed_tokens", 0..=MAX_TOKENS)?;
         let computed = names.iter().copied().zip(tokens.iter().copied());
         lock(&self.0).cache_step(computed).map_err(to_py)
     }

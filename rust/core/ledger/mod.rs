@@ -15,7 +15,7 @@ mod two_phase_tests;
 pub use allocate::{AllocateArgs, Allocation};
 pub(crate) use record::{LedgerRecord, TableBlock, damaged};
 pub use record::{NewIds, Restored};
-pub use request::Context;
+pub use request::{Context, MAX_TOKENS};
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ use crate::key::{BlockHash, Hashes};
 use crate::pool::BlockPool;
 use crate::requests::Requests;
 
-use request::{BlockTable, MAX_TOKENS, Request};
+use request::{BlockTable, Request};
 
 /// When lookups can find the key of a full block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]

@@ -14,7 +14,7 @@ use crate::key::{Hashes, SharedHashes};
 use crate::pool::BlockPool;
 
 /// More tokens than any request has: keeps sums of token counts far from wrapping.
-pub(super) const MAX_TOKENS: usize = 1 << 40;
+pub const MAX_TOKENS: usize = 1 << 40;
 
 /// What events report about a request's blocks besides their hashes.
 #[derive(Clone, Debug, Default, PartialEq)]
