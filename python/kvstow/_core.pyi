@@ -641,9 +641,9 @@ class BlockLedger:
         Args:
             request_id: a new id.
             hashes: the hashes of its full blocks so far.
-            tokens: token ids for events, at least those of the hashed blocks. They need
-                `events=True`.
-            extra_keys: extra keys for events. They need `events=True`.
+            tokens: token ids for events: those of the hashed blocks. Those of a last block that is
+                not full may follow, and are dropped. They need `events=True`.
+            extra_keys: extra keys for events, one entry per hash. They need `events=True`.
 
         Raises:
             StateError: the ledger has a request of this id.
@@ -660,8 +660,15 @@ class BlockLedger:
 
         They continue the request's last hash, which `hash_tokens` takes as `parent`.
 
+        Args:
+            request_id: a request that was added.
+            hashes: the hashes of the new blocks.
+            tokens: the tokens of these blocks alone, if the request was added with tokens.
+            extra_keys: the extra keys of these blocks, for events.
+
         Raises:
-            ConfigError: hashes that are known to continue another block, or none.
+            ConfigError: hashes that are known to continue another block, or none, or tokens of
+                other blocks than these.
         """
     def lookup(self, request_id: str, max_tokens: int) -> PrefixHit:
         """Return the longest cached prefix of at most `max_tokens` tokens. Changes nothing.

@@ -130,7 +130,7 @@ LEDGER_CASES: list[LedgerCase] = [
     (ConfigError, "-1", lambda w: w.ledger.add("x", names(5, 1), tokens=[1, 1, 1, -1])),
     (ConfigError, str(2**64), lambda w: w.ledger.add("x", names(5, 1), tokens=[2**64] * 4)),
     (ConfigError, "from the start", lambda w: w.ledger.extend("new", [DIGEST], tokens=[1] * 4)),
-    (ConfigError, "every hashed block", lambda w: w.ledger.extend("running", [DIGEST])),
+    (ConfigError, "^0 tokens for 1 hashes of", lambda w: w.ledger.extend("running", [DIGEST])),
     (ConfigError, "2 extra .* 1", lambda w: w.ledger.add("x", [DIGEST], extra_keys=[None, None])),
     (ConfigError, "0 extra .* 1", lambda w: w.ledger.add("x", [DIGEST], extra_keys=[])),
     (ConfigError, "surrogate", lambda w: w.ledger.add("x", [DIGEST], extra_keys=[("\ud800",)])),

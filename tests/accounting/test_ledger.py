@@ -317,7 +317,7 @@ def test_events_report_parents_tokens_extra_keys_and_sizes() -> None:
     names, tokens = chain(1, 0, 3)
     keys = [("salt", 7, b"x", ("nested", None)), None]
     ledger.add("a", names[:2], tokens=tokens[: 2 * BLOCK_SIZE + 1], extra_keys=keys)
-    ledger.extend("a", names[2:], tokens=tokens[2 * BLOCK_SIZE + 1 :])
+    ledger.extend("a", names[2:], tokens=tokens[2 * BLOCK_SIZE :])
     assert ledger.allocate("a", BLOCK_SIZE) is not None
     assert ledger.allocate("a", 2 * BLOCK_SIZE) is not None
     first, second = ledger.pool.take_events()
@@ -334,6 +334,26 @@ def test_events_report_parents_tokens_extra_keys_and_sizes() -> None:
     (cleared,) = ledger.pool.take_events()
     assert isinstance(cleared, AllBlocksCleared)
     assert cleared.medium == "GPU"
+
+
+def test_tokens_of_an_extension_are_those_of_its_blocks() -> None:
+    """An event reports a block's own tokens, also if `add` got those of a partly filled block."""
+    names, tokens = chain(1, 0, 3)
+    for num_more in range(BLOCK_SIZE):
+        ledger = ledger_of(8, events=True)
+        num_first = 2 * BLOCK_SIZE + num_more
+        ledger.add("a", names[:2], tokens=tokens[:num_first])
+        wrong = tokens[num_first:] if num_more else tokens[num_first + 1 :]
+        with pytest.raises(ConfigError, match=f"^{len(wrong)} tokens for 1 hashes of {BLOCK_SIZE}"):
+            ledger.extend("a", names[2:], tokens=wrong)
+        with pytest.raises(ConfigError, match=r"for 1 more hashes .* tokens of these blocks alone"):
+            ledger.extend("a", names[2:], tokens=tokens)
+        ledger.extend("a", names[2:], tokens=[*tokens[2 * BLOCK_SIZE :], *tokens[:num_more]])
+        assert ledger.known("a")[:2] == (names, tokens)
+        assert ledger.allocate("a", 3 * BLOCK_SIZE) is not None
+        (stored,) = ledger.pool.take_events()
+        assert isinstance(stored, BlockStored)
+        assert stored.token_ids == tokens
 
 
 def test_a_hit_ends_at_a_block_boundary_of_every_group() -> None:

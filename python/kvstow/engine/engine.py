@@ -261,7 +261,8 @@ class Engine(Closing):
         """Append hashes as generated tokens fill blocks, before `computed` reports such a block.
 
         They continue the request's last hash: pass it to `hash_tokens` as `parent`, or None if the
-        request has none yet.
+        request has none yet. `tokens` and `extra_keys` are those of the new blocks alone, for
+        events. A request that was added with tokens needs them.
 
         If an exception other than a `KvstowError` cuts this short, the request does not have the
         hashes. The next `poll` then reports a running request as failed.

@@ -73,9 +73,7 @@ class Record:
             raise damaged("its ledger has other requests")
         known = {}
         for name, was_running, recompute, num_computed in self.requests:
-            hashes, tokens, _ = ledger.known(name)
-            num_given = len(hashes), len(tokens or ())
-            request = Request(num_given, recompute=recompute)
+            request = Request(ledger.num_hashes(name), recompute=recompute)
             known[name] = request
             if was_running and self.preserved:
                 num_granted = ledger.num_granted_tokens(name)

@@ -82,7 +82,7 @@ def _forget(state: State, name: str) -> None:
 def _agree(state: State, name: str, *, closing: bool) -> None:
     """Make ledger and scheduler know a request as the engine does."""
     request = state.requests[name]
-    is_longer = request.known is not None or state.ledger.num_hashes(name) > request.num_given[0]
+    is_longer = request.known is not None or state.ledger.num_hashes(name) > request.num_hashes
     if closing and request.state in {"loading", "stranded"} and not is_longer:
         request.state, request.load_id = "stranded", 0
         return
@@ -114,8 +114,9 @@ def _shorten(state: State, name: str, *, recompute: bool) -> None:
     """
     request = state.requests[name]
     if (known := request.known) is None:
-        num_hashes, num_tokens = request.num_given
+        num_hashes = request.num_hashes
         hashes, tokens, keys = state.ledger.known(name)
+        num_tokens = num_hashes * state.ledger.hash_block_size
         known = (hashes[:num_hashes], tokens and tokens[:num_tokens], keys and keys[:num_hashes])
     state.forget_blocks(name, recompute=recompute, known=known)
     _forget(state, name)

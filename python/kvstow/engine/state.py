@@ -43,8 +43,8 @@ class Request:
     """What the engine remembers of a request. The ledger has its hashes and its block tables.
 
     Attributes:
-        num_given: number of hashes and of tokens that `add` and `extend` gave. The ledger has more
-            after an extension that was cut short.
+        num_hashes: number of hashes that `add` and `extend` gave. The ledger has more after an
+            extension that was cut short.
         num_computed: computed tokens when its last block became full, without those taken back.
         due_tokens: number of computed tokens that fills its next block.
         state: "stranded" is a request that was loading when the engine was closed.
@@ -56,7 +56,7 @@ class Request:
         known: its hashes, tokens and extra keys, while recovery adds it again.
     """
 
-    num_given: tuple[int, int]
+    num_hashes: int
     num_computed: int = 0
     due_tokens: int = 1
     state: Literal["added", "loading", "running", "stranded"] = "added"
@@ -201,8 +201,7 @@ class State:
         except KvstowError:
             self.ledger.free(request_id)
             raise
-        num_tokens = 0 if tokens is None else len(tokens)
-        self.requests[request_id] = Request((len(hashes), num_tokens))
+        self.requests[request_id] = Request(len(hashes))
 
     def extend(
         self,
@@ -215,10 +214,7 @@ class State:
         self.ledger.extend(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
         self.change.commit()
         self.scheduler.extend(request_id, hashes)
-        request = self.requests[request_id]
-        num_hashes, num_tokens = request.num_given
-        num_tokens += 0 if tokens is None else len(tokens)
-        request.num_given = num_hashes + len(hashes), num_tokens
+        self.requests[request_id].num_hashes += len(hashes)
 
     def requests_that_run(self) -> set[str]:
         """Return the ids of the requests in state "running"."""
@@ -246,8 +242,8 @@ class State:
         self, request_id: str, *, recompute: bool, known: Known | None = None
     ) -> None:
         """Record a request as one that was only added."""
-        num_given = self.requests[request_id].num_given
-        self.requests[request_id] = Request(num_given, recompute=recompute, known=known)
+        num_hashes = self.requests[request_id].num_hashes
+        self.requests[request_id] = Request(num_hashes, recompute=recompute, known=known)
 
     def finish(self, request_id: str) -> None:
         """Forget a request. If this is cut short, recovery removes it from ledger and scheduler."""
@@ -401,7 +397,7 @@ class State:
     def count_query(self, request_id: str, num_tokens: int, num_hit: int) -> None:
         """Count what an admitted request looked for on the device, and what it found."""
         size = self.ledger.hit_block_size
-        num_known = self.requests[request_id].num_given[0] * self.ledger.hash_block_size
+        num_known = self.requests[request_id].num_hashes * self.ledger.hash_block_size
         self.num_query_tokens += min(num_tokens - 1, num_known) // size * size
         self.num_hit_tokens += num_hit
 

@@ -160,7 +160,7 @@ impl BlockLedger {
             Request::new(self.num_added, self.model.groups().len(), context.tokens.is_some());
         request.check_extension(hashes, &context, self.model.hash_block_size())?;
         self.pool.agree_width(hashes.width())?;
-        request.extend(hashes, context);
+        request.extend(hashes, context, self.model.hash_block_size());
         self.requests.insert(request_id, request);
         self.num_added += 1;
         Ok(())
@@ -175,7 +175,7 @@ impl BlockLedger {
         let request = self.requests.get_mut(request_id)?;
         request.check_extension(hashes, &context, self.model.hash_block_size())?;
         self.pool.agree_width(hashes.width())?;
-        request.extend(hashes, context);
+        request.extend(hashes, context, self.model.hash_block_size());
         Ok(())
     }
 

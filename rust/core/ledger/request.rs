@@ -19,7 +19,8 @@ pub const MAX_TOKENS: usize = 1 << 40;
 /// What events report about a request's blocks besides their hashes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Context {
-    /// The tokens, at least those of the hashed blocks.
+    /// The tokens of the blocks whose hashes come with them. Those of a block that is not full may
+    /// follow, and are dropped.
     pub tokens: Option<Vec<u64>>,
     /// One entry per hashed block.
     pub extra_keys: Option<Vec<Option<Vec<ExtraKey>>>>,
@@ -95,13 +96,22 @@ impl Request {
         block_size: usize,
     ) -> Result<()> {
         hashes.check_continues(&self.hashes)?;
-        let num_hashes = self.hashes.len() + hashes.len();
-        if let Some(known) = &self.tokens {
-            let num_tokens = known.len() + context.tokens.as_ref().map_or(0, Vec::len);
-            if num_tokens < num_hashes * block_size {
+        if self.tokens.is_some() {
+            let num_tokens = context.tokens.as_ref().map_or(0, Vec::len);
+            let num_hashed = hashes.len() * block_size;
+            if num_tokens < num_hashed {
                 return Err(Error::Config(format!(
-                    "{num_tokens} tokens for {num_hashes} hashes of {block_size} tokens each: give \
-                     the tokens of every hashed block"
+                    "{num_tokens} tokens for {} hashes of {block_size} tokens each: give the tokens \
+                     of these blocks, from the first token of the first block on",
+                    hashes.len()
+                )));
+            }
+            // Tokens from the start of the prompt would be those of other blocks.
+            if !self.hashes.is_empty() && num_tokens >= num_hashed + block_size {
+                return Err(Error::Config(format!(
+                    "{num_tokens} tokens for {} more hashes of {block_size} tokens each: give the \
+                     tokens of these blocks alone",
+                    hashes.len()
                 )));
             }
         } else if context.tokens.is_some() {
@@ -119,15 +129,16 @@ impl Request {
         }
     }
 
-    pub(super) fn extend(&mut self, hashes: &Hashes, context: Context) {
+    pub(super) fn extend(&mut self, hashes: &Hashes, context: Context, block_size: usize) {
         if let Some(keys) = context.extra_keys {
             self.extra_keys.resize(self.hashes.len(), None);
             self.extra_keys.extend(keys);
         }
-        hashes.append_to(&mut self.hashes);
         if let (Some(known), Some(more)) = (&mut self.tokens, context.tokens) {
-            known.extend(more);
+            known.truncate(self.hashes.len() * block_size); // a snapshot may have more
+            known.extend(&more[..hashes.len() * block_size]);
         }
+        hashes.append_to(&mut self.hashes);
     }
 
     /// Refuses more tokens than were granted.
