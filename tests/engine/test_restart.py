@@ -151,10 +151,10 @@ def test_restart_needs_a_new_engine_with_equal_options(tmp_path: Path) -> None:
             it.engine.restart(path, after=READY, **WHO)
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"num_host": 63}, "number of host blocks is 64, not 63"),
-        ({"policy": "hit-density"}, "policy is Lru, not HitDensity"),
+        ({"policy": "hit-density"}, 'policy is "lru", not "hit-density"'),
         ({"windows": 1, "num_blocks": 50}, "give layouts of the model"),
         ({"ranks": 2}, "give layouts of the model"),
-        ({"mode": "lazy", "horizon_blocks": 4}, "mode is Eager, not Lazy"),
+        ({"mode": "lazy", "horizon_blocks": 4}, 'mode is "eager", not "lazy"'),
     ]
     for shape, why in refusals:
         with world(**shape) as it:

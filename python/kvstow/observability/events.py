@@ -171,7 +171,12 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
         OSError: the file cannot be opened, or is neither a regular file nor a character device.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.EINVAL, "it is a pipe or a socket") from None
+        raise
     try:
         mode = os.fstat(descriptor).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):

@@ -27,6 +27,16 @@ pub enum Mode {
     Lazy,
 }
 
+impl Mode {
+    /// The name by which users choose it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Lazy => "lazy",
+        }
+    }
+}
+
 /// What a scheduler is built for. A snapshot keeps what the scheduler that it fills must share.
 #[derive(Clone, Debug, Encode, Decode)]
 pub struct OffloadConfig {

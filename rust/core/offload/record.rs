@@ -137,8 +137,8 @@ impl OffloadConfig {
         differs("number of host blocks", &self.num_host_blocks, &wanted.num_host_blocks)?;
         differs("list of groups", &self.groups, &wanted.groups)?;
         differs("number of blocks per slot", &self.blocks_per_slot, &wanted.blocks_per_slot)?;
-        differs("mode", &self.mode, &wanted.mode)?;
-        differs("policy", &self.policy, &wanted.policy)?;
+        differs("mode", &self.mode.name(), &wanted.mode.name())?;
+        differs("policy", &self.policy.name(), &wanted.policy.name())?;
         differs("world size", &self.world_size, &wanted.world_size)
     }
 }
