@@ -87,6 +87,15 @@ def test_copies_are_compared_with_memcpy(capsys: pytest.CaptureFixture[str]) -> 
     assert "memcpy GB/s" in capsys.readouterr().out
 
 
+def test_copies_that_need_more_than_the_free_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvstow.bench.command.free_memory", lambda: 16 << 30)
+    assert cli.main(["bench", "copy", "--device", "host", "--size", "1000GiB"]) == 2
+    message = capsys.readouterr().err
+    assert "needs 8,000.0 GiB, and 16.0 GiB of memory are free: pass --size 2048MiB" in message
+
+
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_wrong_byte_fails_the_command(
     direction: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

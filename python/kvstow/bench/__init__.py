@@ -2,7 +2,7 @@
 
 Each target has a file, which measures and returns rows. `command` has the options and the tables.
 
-May import: kvstow._core, kvstow.output, kvstow.sizes, kvstow.tiers,
+May import: kvstow._core, kvstow.memory, kvstow.output, kvstow.sizes, kvstow.tiers,
 kvstow.transfer, kvstow.vllm.
 """
 

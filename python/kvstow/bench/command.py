@@ -19,6 +19,7 @@ from kvstow.bench.accounting import AccountingRow, Maker, measure_accounting
 from kvstow.bench.clock import machine
 from kvstow.bench.copy import CopyRow, Device, has_gpu, measure_copies
 from kvstow.bench.tier import JOBS, NUM_SLOTS, TierRow, check_tier, measure_tier
+from kvstow.memory import free_memory
 from kvstow.output import Output, with_output
 from kvstow.sizes import parse_bytes
 from kvstow.tiers import Fingerprint, SlotFile
@@ -31,6 +32,9 @@ from kvstow.transfer import HostArena
 EXIT_OK, EXIT_WRONG = 0, 1
 NAMESPACE_BYTES: Final = 16
 _LEAST_BYTES: Final = 1 << 20
+# Host memory for each byte of a copy job: four in the pool and its arena, two for the long copy,
+# and two of the pool before, until Python collects it.
+_MEMORY_PER_BYTE: Final = 8
 _MOST_BLOCK_BYTES: Final = 64 << 20
 _turns = click.option(
     "--turns",
@@ -91,8 +95,8 @@ def accounting(output: Output, blocks: int, turns: int) -> int:
 def copy(output: Output, device: str, size: str, turns: int) -> int:
     """Time copies between the device and host memory, beside one long copy.
 
-    The speeds are the best of all turns. The measurement takes about four times the size of host
-    memory.
+    The speeds are the best of all turns. The measurement takes host memory of about eight times
+    the size.
 
     The exit status is 0 for success, 1 if a copied byte is wrong, 2 for bad usage or too little
     memory, and 74 if the output cannot be written.
@@ -101,6 +105,13 @@ def copy(output: Output, device: str, size: str, turns: int) -> int:
     num_bytes = parse_bytes(size)
     if num_bytes < _LEAST_BYTES:
         raise ConfigError(f"size is {size}; it must be at least 1MiB: pass --size 256MiB")
+    free, needed = free_memory(), _MEMORY_PER_BYTE * num_bytes
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"size is {size}; the measurement needs {needed / 2**30:,.1f} GiB, and "
+            f"{free / 2**30:,.1f} GiB of memory are free: pass --size "
+            f"{max(1, (free // _MEMORY_PER_BYTE) >> 20)}MiB or less"
+        )
     chosen: Device = "cuda" if device == "cuda" or (device == "auto" and has_gpu()) else "host"
     rows = list(measure_copies(chosen, num_bytes, turns))
     result = _result(rows, turns) | {"device": chosen, "job_bytes": num_bytes}
