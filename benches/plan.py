@@ -1,6 +1,6 @@
 """How far is a plan from a replay of the same sizes, and how long does it take?
 
-    .venv/bin/python -m benches.plan [--policy POLICY] [TRACE...]
+    .venv/bin/python -m benches.plan [--policy POLICY] [--mode MODE] [TRACE...]
 
 A name with "ragpulse" is a trace in the content form.
 
@@ -21,6 +21,7 @@ import kvstow.geometry
 import kvstow.plan
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
+from kvstow.plan.simulate import Mode
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
 
 MODEL = "llama-3.1-8b"
@@ -29,37 +30,39 @@ SIZES = ((1024, 2048), (1024, 4096), (1024, 8192), (1024, 32768), (4096, 32768))
 
 
 def planned_hits(
-    geometry: Geometry, workload: kvstow.plan.Workload, policy: Policy
+    geometry: Geometry, workload: kvstow.plan.Workload, policy: Policy, mode: Mode
 ) -> Callable[[int, int], int]:
     """Return what tells the planned hits of a device and a host."""
-    if policy == "lru":
+    if policy == "lru" and mode == "eager":
         options = kvstow.plan.PlanOptions()
         plan = kvstow.plan.build_plan(geometry, workload, options, draws=False)
         curves = plan.choices[0].curves
         return lambda device, host: curves.at(max(device - 1, host))
 
     def simulated(device: int, host: int) -> int:
-        server = kvstow.plan.Server(geometry, workload, device - 1, policy)
+        server = kvstow.plan.Server(geometry, workload, device - 1, policy, mode)
         return server.serve(host).served.num_hits
 
     return simulated
 
 
-def compare(name: str, policy: Policy) -> None:
+def compare(name: str, policy: Policy, mode: Mode) -> None:
     """Print a line for each pair of sizes."""
     chain = "ragpulse" in name
     begin_s = time.process_time()
     trace = kvstow.plan.read_traces([name], chain=chain)
     geometry = kvstow.geometry.lay_out(kvstow.geometry.find_model(MODEL), trace.block_size)
     workload = kvstow.plan.build_workload(trace, geometry.block_tokens)
-    hits = planned_hits(geometry, workload, policy)
+    hits = planned_hits(geometry, workload, policy, mode)
     planned = {sizes: hits(*sizes) for sizes in SIZES}
     seconds = time.process_time() - begin_s
-    print(f"\n{Path(name).name}, {policy}: planned in {seconds:.1f} s of processor time")
+    print(f"\n{Path(name).name}, {policy}, {mode}: planned in {seconds:.1f} s of processor time")
     print(f"{'device':>8}{'host':>8}{'plan':>9}{'replay':>9}{'points':>8}{'preemptions':>13}")
     requests = read_trace(name, chain=chain)
     for (device, host), num_hits in planned.items():
-        config = ReplayConfig(device_blocks=device, host_blocks=host, policy=policy, verify="off")
+        config = ReplayConfig(
+            device_blocks=device, host_blocks=host, policy=policy, mode=mode, verify="off"
+        )
         with ReplayEngine(requests, config) as engine:
             engine.run()
             figures = engine.figures
@@ -75,9 +78,10 @@ def compare(name: str, policy: Policy) -> None:
 def main() -> int:
     options = parser(__doc__, traces="*")
     options.add_argument("--policy", choices=get_args(Policy), default="lru")
+    options.add_argument("--mode", choices=get_args(Mode), default="eager")
     given = options.parse_args()
     for name in given.traces or [str(BUNDLED_TRACE)]:
-        compare(name, given.policy)
+        compare(name, given.policy, given.mode)
     return 0
 
 

@@ -62,6 +62,7 @@ def test_plan_bench_compares_each_policy_with_its_own_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "SIZES", ((1024, 2048),))
-    for policy in ("lru", "hit-density"):
-        assert exit_status(monkeypatch, plan, "--policy", policy) == 0
-        assert f"conversation_1000.jsonl.gz, {policy}: planned in " in capsys.readouterr().out
+    for policy, mode in (("lru", "eager"), ("hit-density", "eager"), ("lru", "lazy")):
+        assert exit_status(monkeypatch, plan, "--policy", policy, "--mode", mode) == 0
+        printed = capsys.readouterr().out
+        assert f"conversation_1000.jsonl.gz, {policy}, {mode}: planned in " in printed

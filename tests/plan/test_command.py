@@ -437,6 +437,24 @@ def test_lazy_sizes_of_the_table_are_drawn(
     assert "The curve is that of lru, the table that of lru with lazy stores." in text
 
 
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ([], []),
+        (["--policy", "hit-density"], ["--policy hit-density"]),
+        (["--mode", "lazy"], ["--mode lazy"]),
+        (["--policy", "hit-density", "--mode", "lazy"], ["--policy hit-density", "--mode lazy"]),
+    ],
+)
+def test_table_that_overlapping_requests_do_not_reach_has_a_note(
+    given: list[str], options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert plan("--device-gib", "24", "--host-gib", "64", "--html", str(page), *given) == 0
+    for text in capsys.readouterr().out, page.read_text():
+        assert re.findall(r"check a size with kvstow replay (.*?)\.", text) == options
+
+
 def test_device_too_small_for_a_request_has_no_line_of_hit_density(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

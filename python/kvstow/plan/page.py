@@ -8,11 +8,11 @@ import numpy as np
 
 from kvstow.plan.advice import flag, knee_gib, sentence, size
 from kvstow.plan.report import (
-    DENSITY_NOTE,
     about,
     drawn_hits,
     knee_method,
     least_hits,
+    notes,
     row_figures,
     sizes_cells,
 )
@@ -55,7 +55,7 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
             "bytes per second on the link of one GPU, on average over the trace.",
             f"The knee is {knee_method(plan)}. The recommended size is the smallest one here that "
             "reaches it.",
-            *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
+            *notes(plan),
         ],
     )
 

@@ -25,6 +25,11 @@ DENSITY_NOTE: Final = (
     "The table has one request after the other. Where requests overlap, and most where they are "
     "preempted, hit-density hits less: check a size with kvstow replay --policy hit-density."
 )
+LAZY_NOTE: Final = (
+    "The table has one request after the other. Where requests overlap, and most where they are "
+    "preempted, the device evicts blocks before lazy mode has stored them: check a size with "
+    "kvstow replay --mode lazy."
+)
 _X_LABEL: Final = "size of the host tier"
 
 
@@ -39,6 +44,14 @@ def knee_method(plan: Plan) -> str:
         f"the point of the {curve} farthest above the straight line from its first point, {first}, "
         f"to its last, {last} (Kneedle, 2011)"
     )
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return what a reader of the table must know before taking a size."""
+    return [
+        *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
+        *([LAZY_NOTE] if plan.options.mode == "lazy" else []),
+    ]
 
 
 def row_figures(plan: Plan, row: Tiers) -> dict[str, float | None]:
@@ -268,8 +281,8 @@ def _cell(name: str, value: float | None, unit: str) -> str:
 def plan_text(plan: Plan, trace: PlanTrace) -> str:
     """Return the whole report for a terminal."""
     parts = [*about(plan, trace), "", _table(plan), ""]
-    if plan.options.policy == "hit-density":
-        parts += [DENSITY_NOTE, ""]
+    for note in notes(plan):
+        parts += [note, ""]
     for choice in plan.choices:
         if choice.curves.is_exact and not plan.is_lru_eager:
             mode = " with lazy stores" if plan.options.mode == "lazy" else ""
