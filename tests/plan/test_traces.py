@@ -89,12 +89,26 @@ def test_file_that_is_given_twice_is_refused_unless_separate(two: list[Path]) ->
     assert len(read_traces([*two, two[1]], block_size=BLOCK, separate=True).requests) == 6
 
 
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_copy_of_a_file_is_refused_unless_separate(tmp_path: Path, has_tokens: bool) -> None:
+    made = tokens if has_tokens else line
+    text = made(0, [0, 1]) + made(1000, [0, 1])
+    first, second, other = (tmp_path / name for name in ("a.jsonl", "a.jsonl.gz", "b.jsonl"))
+    first.write_text(text)
+    second.write_bytes(gzip.compress(text.encode()))
+    other.write_text(made(0, [0, 1]) + made(2000, [0, 1]))
+    with pytest.raises(ConfigError, match=r"a.jsonl.gz has the same requests as \S+a.jsonl, and"):
+        read_traces([first, other, second], block_size=BLOCK)
+    assert len(read_traces([first, second], block_size=BLOCK, separate=True).requests) == 4
+    assert len(read_traces([first, other], block_size=BLOCK).requests) == 4
+
+
 def test_tokens_and_ids_share_no_block(tmp_path: Path) -> None:
     ids, own = tmp_path / "ids", tmp_path / "tokens"
-    ids.write_text(line(0, [0, 1]))
-    own.write_text(tokens(0, range(8)))
-    first, second = build_workload(read_traces([ids, own], block_size=BLOCK), BLOCK).prompts
-    assert not set(first) & set(second)
+    ids.write_text(2 * line(0, [0, 1]))
+    own.write_text(2 * tokens(0, range(8)))
+    prompts = build_workload(read_traces([ids, own], block_size=BLOCK), BLOCK).prompts
+    assert not set(prompts[0]) & set(prompts[2])
 
 
 def test_passages_are_chained_by_path(tmp_path: Path) -> None:

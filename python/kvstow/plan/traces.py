@@ -103,6 +103,7 @@ def read_traces(
     predecessors: dict[int, int | None] = {}
     streams: list[list[PlanRequest]] = []
     readers: list[_AnyReader] = []
+    contents: list[tuple[bool, list[TraceRequest]]] = []
     for path in paths:
         reader = _AnyReader(
             path,
@@ -113,6 +114,15 @@ def read_traces(
             is_alone=separate or len(paths) == 1,
         )
         trace = reader.read(limit)
+        content = reader.has_tokens, trace.requests
+        # Two files of one request may be examples that somebody wrote by hand.
+        if not separate and content in contents and len(trace.requests) > 1:
+            twin = readers[contents.index(content)].source.name
+            raise ConfigError(
+                f"{reader.source.name} has the same requests as {twin}, and every request would "
+                "hit: pass one of them, or pass --separate-files if two groups of users send them"
+            )
+        contents.append(content)
         namespace = 0 if reader.has_tokens else 1 + (len(readers) if separate else 0)
         streams.append([PlanRequest(request, namespace) for request in trace.requests])
         readers.append(reader)
