@@ -90,6 +90,20 @@ def test_no_tier_is_recommended_where_it_hits_next_to_nothing() -> None:
     assert sentence(made, choice).startswith("Set no host tier beside 0.3906 MiB on each GPU: ")
 
 
+def test_knee_of_few_hits_is_compared_with_the_largest_size() -> None:
+    # Few prompts come back at once, and some after all sizes of a far larger cache.
+    first = [[number] for number in range(1, 3001)]
+    again = [[number] for number in range(2985, 2960, -1)]
+    late = [[number] for number in range(2900, 1, -20)]
+    made = build_plan(geometry(), workload([*first, *again, *late]), PlanOptions((5 * BLOCK_GIB,)))
+    choice = made.choices[0]
+    assert choice.tiers is None
+    assert made.hit_ratio(made.rows[-1].saved_by_host) > 0.04
+    assert sentence(made, choice).endswith(
+        "saves less than 1 % of the prompt tokens. For comparison, 12 MiB saves 5.0%."
+    )
+
+
 def test_sizes_go_from_an_eighth_of_the_knee_to_where_more_hits_nothing_more() -> None:
     made = plan()
     assert [round(row.host_gib / BLOCK_GIB) for row in made.rows] == [1, 2, 4, 8]

@@ -25,7 +25,7 @@ def sentence(plan: Plan, choice: Choice) -> str:
         return (
             f"Set no host tier{beside}: {size(row.host_gib)} saves less than 1 % of the prompt "
             f"tokens{larger}."
-        ) + _small_host_sentence(plan, choice)
+        ) + (_largest_sentence(plan, choice) + _small_host_sentence(plan, choice))
     if not choice.reaches_knee:
         why = f", the largest size you gave ({knee})"
     elif of:
@@ -45,6 +45,16 @@ def sentence(plan: Plan, choice: Choice) -> str:
         + _disk_sentence(plan, choice)
         + _small_host_sentence(plan, choice)
     )
+
+
+def _largest_sentence(plan: Plan, choice: Choice) -> str:
+    """Return what the largest host tier saves, if that is worth it and the knee comes too early."""
+    own = [row for row in plan.rows if row.device_gib == choice.device_gib]
+    row = max(own, key=lambda one: one.host_gib)
+    saved = plan.hit_ratio(row.saved_by_host)
+    if saved < LEAST_GAIN:
+        return ""
+    return f" For comparison, {size(row.host_gib)} saves {saved:.1%}."
 
 
 def _disk_sentence(plan: Plan, choice: Choice) -> str:
