@@ -57,6 +57,7 @@ def test_only_equal_prefixes_share_ids(tmp_path: Path) -> None:
         ({"prompt_token_ids": [2**32]}, "prompt_token_ids[0] is 4294967296"),
         ({"output_length": -1}, "output_length is -1"),
         ({"salt": 7}, "salt is 7; expected a string"),
+        ({"cache_salt": "a"}, "cache_salt is the name in vLLM's API, and kvstow reads salt"),
     ],
 )
 def test_the_error_for_a_bad_field_names_it(
@@ -64,6 +65,14 @@ def test_the_error_for_a_bad_field_names_it(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"t:2: {problem}")):
         converted(tmp_path / "t", [row([1]), row([1]) | fields])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"cache_salt": None}, {"cache_salt": ""}, {"cache_salt": "a", "salt": ""}]
+)
+def test_cache_salt_without_effect_is_ignored(tmp_path: Path, fields: dict[str, object]) -> None:
+    rows = [row([*range(4)]), row([*range(4)]) | fields]
+    assert [request["hash_ids"] for request in converted(tmp_path / "t", rows)] == [[0], [0]]
 
 
 def test_converted_tokens_give_the_expected_hits(

@@ -67,6 +67,12 @@ class TokenReader(TraceReader):
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         tokens = self._tokens(row, line)
         output = self._output(row, line)
+        if row.get("cache_salt") and "salt" not in row:
+            self._fail(
+                line,
+                "cache_salt is the name in vLLM's API, and kvstow reads salt: rename the field, or "
+                "remove it if requests of different salts may share blocks",
+            )
         salt = row.get("salt")
         if salt is not None and not isinstance(salt, str):
             self._fail(line, f"salt is {salt!r}; expected a string")
