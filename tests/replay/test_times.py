@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstow import cli
+from kvstow import ConfigError, cli
 from kvstow.replay import BUNDLED_TRACE, TraceRequest, read_trace
 from kvstow.replay.times import warn_of_seconds, warn_of_times
 
@@ -68,6 +68,41 @@ def test_milliseconds_are_not_doubted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: bytes
 ) -> None:
     assert warning(tmp_path, capsys, trace) == ""
+
+
+@pytest.mark.parametrize(("first_ms", "is_doubted"), [(1e3 * NOW_S, False), (1e6 * NOW_S, True)])
+def test_microseconds_since_1970_are_doubted(
+    first_ms: float, is_doubted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(every(500_000, number=5, first_ms=first_ms))
+    warn_of_times(read_trace(path).requests)
+    warned = capsys.readouterr().err
+    assert ("are the timestamps microseconds?" in warned) is is_doubted
+
+
+def test_nanoseconds_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(every(1, number=1, first_ms=1e9 * NOW_S))
+    with pytest.raises(ConfigError, match=r"0 to 2\*\*53 ms: divide nanoseconds by 1000000$"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "counted"), [(512, "51,200"), (16, ""), (64, ""), (2, "200")]
+)
+def test_passages_far_from_their_lengths_are_doubted(
+    block_size: int, counted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"timestamp": 0, "input_length": 160, "output_length": 1, "hash_ids": list(range(10))}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(10 * f"{json.dumps(row)}\n")
+    warn_of_times(read_trace(path, chain=True, block_size=block_size).requests)
+    warned = capsys.readouterr().err
+    if counted:
+        assert f"{counted} tokens, and 1,600 by their input_length: pass --block-size 16" in warned
+    else:
+        assert not warned
 
 
 def test_bundled_trace_is_doubted_only_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import sys
 import threading
 import zipfile
@@ -234,6 +235,29 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"binary\.jsonl:2: not a JSON object.*invalid start byte"
     ):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        (json.dumps([{"timestamp": 0}], indent=1).encode(), "for a list jq -c '.[]' FILE"),
+        (json.dumps({"timestamp": 0}, indent=1).encode(), "for objects over several lines run jq"),
+        (json.dumps({"trace": []}, indent=1).encode(), "trace convert jq -c '.trace[]' FILE"),
+        (b'{"trace": [], "requests": 0}', "split the JSON of kvstow trace convert: jq"),
+        (f"{row()}\n".encode("utf-16"), "convert it with iconv -f UTF-16 -t UTF-8"),
+        (
+            b"DEBUG 11-23 10:15:02 [request_logger.py:56] Request cmpl-1 details\n",
+            "pass it to kvstow trace convert --from vllm-log",
+        ),
+    ],
+)
+def test_file_of_another_form_is_refused_with_the_way_out(
+    text: bytes, way_out: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=re.escape(way_out)):
         read_trace(path)
 
 

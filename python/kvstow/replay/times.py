@@ -1,4 +1,8 @@
-"""Warn of a trace whose timestamps are seconds, or whose lines are not in the order of arrival."""
+"""Warn of a trace whose times or lengths are surely not what the commands take them for.
+
+Its timestamps may be seconds or microseconds, its lines not in the order of arrival, and the blocks
+of ids that name passages far from the lengths of the prompts.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,10 @@ _LEAST_REQUESTS: Final = 100
 # recording or later, which alone is no proof.
 _FIRST_SINCE_1970_MS, _LAST_SINCE_1970_MS = 1e9, 1e10
 _MANY_TOKENS_PER_S: Final = 1e5
+# As milliseconds since 1970 they would lie beyond the year 5000. Microseconds are above in 1974.
+_LEAST_MICROSECONDS: Final = 1e14
+# On RAGPulse, with nominal blocks of 512 tokens, the prompts count 1.8 times their lengths.
+_TOO_FAR_OFF: Final = 4
 # vLLM may admit a request before another that came a little earlier. A log in the order of
 # completion is late by no more than an answer takes.
 _TOO_LATE_S: Final = 60
@@ -30,6 +38,8 @@ def warn_of_times(requests: Sequence[TraceRequest]) -> None:
     """Print a warning to standard error if a plan or a replay would get the times wrong."""
     warn_of_disorder(requests)
     warn_of_seconds(requests)
+    warn_of_microseconds(requests)
+    warn_of_lengths(requests)
 
 
 def warn_of_disorder(requests: Sequence[TraceRequest]) -> None:
@@ -42,7 +52,7 @@ def warn_of_disorder(requests: Sequence[TraceRequest]) -> None:
         click.echo(
             f"kvstow: {len(late):,} of {len(requests):,} requests have an earlier timestamp than "
             f"one before them, that of line {worst.line} by {worst.late_s:,.1f} s, so their order "
-            "and arrivals are wrong: sort the lines by timestamp",
+            "and arrivals are wrong: give all timestamps one unit, and sort the lines by timestamp",
             err=True,
         )
 
@@ -63,5 +73,30 @@ def warn_of_seconds(requests: Sequence[TraceRequest]) -> None:
         click.echo(
             "kvstow: are the timestamps seconds? kvstow expects milliseconds, and takes this trace "
             f"for {tokens_per_s:,.0f} prompt tokens a second: multiply seconds by 1000",
+            err=True,
+        )
+
+
+def warn_of_microseconds(requests: Sequence[TraceRequest]) -> None:
+    """Print a warning to standard error if the timestamps are microseconds since 1970."""
+    if requests[0].arrival_s * 1000 >= _LEAST_MICROSECONDS:
+        click.echo(
+            "kvstow: are the timestamps microseconds? kvstow expects milliseconds: divide "
+            "microseconds by 1000",
+            err=True,
+        )
+
+
+def warn_of_lengths(requests: Sequence[TraceRequest]) -> None:
+    """Print a warning to standard error if ids of passages count far more or fewer tokens."""
+    nominal = [request for request in requests if request.input_length is not None]
+    counted = sum(request.prompt_tokens for request in nominal)
+    lengths = sum(request.input_length or 0 for request in nominal)
+    if counted > _TOO_FAR_OFF * lengths or lengths > _TOO_FAR_OFF * counted:
+        each = max(1, round(lengths / sum(len(request.trace_ids) for request in nominal)))
+        click.echo(
+            f"kvstow: with --chain each id counts as a whole block, so the prompts have "
+            f"{counted:,} tokens, and {lengths:,} by their input_length: pass --block-size {each}, "
+            "the tokens of an id on average, or leave out --chain if the ids do not name passages",
             err=True,
         )

@@ -11,6 +11,7 @@ The form fixes how ids relate to tokens. No reader guesses it from the data:
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +26,11 @@ MAX_OUTPUT_TOKENS = 2**24
 """More is no length that was measured, and a plan would take hours over its blocks."""
 DEFAULT_BLOCK_SIZE = 512
 _USUAL_SIZES = tuple(1 << power for power in range(11))  # of blocks, to name one in an error
+_LEAST_NANOSECONDS = 10**18  # since 1970, in 2001
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
 _TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a file
+_VLLM_LOG = re.compile(rb"^(DEBUG|INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class TraceRequest:
         output_tokens: number of tokens that the request generates.
         trace_ids: one id per block of the prompt, a partial last block included.
         late_s: how much later than its timestamp the request arrives.
+        input_length: the prompt's length by the trace, if `prompt_tokens` is a nominal one.
     """
 
     line: int
@@ -48,6 +53,7 @@ class TraceRequest:
     output_tokens: int
     trace_ids: tuple[int, ...]
     late_s: float = 0.0
+    input_length: int | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -166,10 +172,7 @@ class TraceReader:
         try:
             row = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            way_out = f"; each line must be an object with {self._FIELDS}"
-            if not text.endswith(b"\n"):
-                way_out = "; the file may be cut off here"
-            self._fail(line, f"not a JSON object: {error}{way_out}")
+            self._fail(line, f"not a JSON object: {error}; {self._way_out(text)}")
         if not isinstance(row, dict):
             split = "; split the list: jq -c '.[]'" if isinstance(row, list) else ""
             self._fail(
@@ -179,6 +182,22 @@ class TraceReader:
             )
         return row
 
+    def _way_out(self, text: bytes) -> str:
+        """Return what to do about a line that is no JSON."""
+        if text.startswith(_UTF_16):
+            return "the file is in UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+        if _VLLM_LOG.match(text):
+            return "it is a log of vLLM: pass it to kvstow trace convert --from vllm-log"
+        if not text.endswith(b"\n"):
+            return "the file may be cut off here"
+        way_out = f"each line must be an object with {self._FIELDS}"
+        if text.rstrip().endswith((b"{", b"[", b",")):
+            way_out += (
+                "; for objects over several lines run jq -c . FILE, for a list jq -c '.[]' FILE, "
+                "and for the JSON of kvstow trace convert jq -c '.trace[]' FILE"
+            )
+        return way_out
+
     # -- fields --------------------------------------------------------------------------------
 
     def _field(self, row: dict[str, object], line: int, key: str) -> object:
@@ -187,6 +206,8 @@ class TraceReader:
             way_out = "; make them from token ids: kvstow trace convert" if has_tokens else ""
             if "hash_ids" in row and "hash_ids" not in self._FIELDS:
                 way_out = "; it is a trace already, so pass it to kvstow plan or kvstow replay"
+            if "trace" in row:
+                way_out = "; split the JSON of kvstow trace convert: jq -c '.trace[]'"
             self._fail_without(key, row, line, way_out)
         return row[key]
 
@@ -229,7 +250,8 @@ class TraceReader:
         if not isinstance(value, int | float) or isinstance(value, bool):
             self._fail(line, f"timestamp is {_kind(value)}; expected milliseconds")
         if not (0 <= value < 2**53 and math.isfinite(value)):
-            self._fail(line, f"timestamp is {value}; expected 0 to 2**53 ms")
+            way_out = ": divide nanoseconds by 1000000" if value >= _LEAST_NANOSECONDS else ""
+            self._fail(line, f"timestamp is {value}; expected 0 to 2**53 ms{way_out}")
         return float(value)
 
     def _ids(self, row: dict[str, object], line: int) -> tuple[int, ...]:
@@ -311,10 +333,11 @@ class ContentReader(TraceReader):
     """
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
-        self._count(row, line, "input_length", at_least=1)
+        length = self._count(row, line, "input_length", at_least=1)
         output = self._output(row, line)
         ids = self._ids(row, line)
-        return TraceRequest(line, arrival_s, len(ids) * self.block_size, output, ids)
+        nominal = len(ids) * self.block_size
+        return TraceRequest(line, arrival_s, nominal, output, ids, input_length=length)
 
 
 def _refuse_constant(name: str) -> Never:
