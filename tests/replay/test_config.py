@@ -38,6 +38,11 @@ NAN = math.nan
         ("model", "gpt-2", "model is 'gpt-2'; it must be one of full, gemma-3, gpt-oss, jamba"),
         ("mover", "gpu", "mover is 'gpu'; it must be one of auto, host, cuda"),
         ("verify", "some", "verify is 'some'; it must be one of all, sample, off"),
+        (
+            "disk_admit",
+            "returned",
+            "disk-admit is returned, and there is no disk tier: pass --disk",
+        ),
     ],
 )
 def test_the_error_for_a_bad_option_names_value_and_bounds(

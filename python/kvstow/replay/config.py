@@ -275,6 +275,11 @@ class ReplayConfig:
                 f"disk is {self.disk} and disk-blocks {self.disk_blocks}; a disk tier needs both, "
                 "so pass --disk PATH and --disk-blocks N, or neither"
             )
+        if self.disk is None and self.disk_admit != "all":
+            raise ConfigError(
+                f"disk-admit is {self.disk_admit}, and there is no disk tier: pass --disk PATH and "
+                "--disk-blocks N too, or leave it out"
+            )
         if self.mover == "cuda" and self.faults is not None:
             raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
 
