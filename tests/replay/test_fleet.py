@@ -147,6 +147,7 @@ def test_the_command_reports_a_row_for_each_fleet(
     assert png.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "--routing", "prefix"]) == 0
     table = " ".join(capsys.readouterr().out.split())
+    assert table.startswith("conversation_1000.jsonl.gz (bundled): 60 requests")
     assert "300 blocks (18.8 GiB) on each host, prefix, store unbounded" in table
     assert "GiB as in Llama-3.1-8B" in table
     puts = one["shared"]["puts"]

@@ -113,6 +113,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
         warn_of_times(found.requests)
         return found
 
+    title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else Source(trace).name
     if trace is not None:
         Source(trace).check()
     if options["servers"] is not None:
@@ -122,13 +123,12 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
                 bar, number = stack.enter_context(_ProgressBar(num_requests)), count(1)
                 return lambda: bar.show(next(number))
 
-            run_fleet(output, read, options, served)
+            run_fleet(output, read, options, served, title=title)
         return EXIT_OK
     refuse_without_servers()
     given = {name: value for name, value in options.items() if value is not None}
     config = ReplayConfig(**{name: given[name] for name in given if name not in FLEET_OPTIONS})
     requests = read()
-    title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else requests.path
     with ExitStack() as stack:
         write_html = stack.enter_context(written_file(html))
         progress = stack.enter_context(_ProgressBar(len(requests.requests)))

@@ -67,6 +67,8 @@ def run_fleet(
     trace: Callable[[], Trace],
     given: dict[str, Any],
     served: Callable[[int], Callable[[], object]],
+    *,
+    title: str,
 ) -> None:
     """Serve a trace by fleets, and report.
 
@@ -75,6 +77,7 @@ def run_fleet(
         trace: reads the trace.
         given: the options of the command.
         served: takes the number of requests of all fleets, and returns what each calls.
+        title: name of the trace in the table.
 
     Raises:
         ConfigError: an option that a fleet does not take, or a wrong value.
@@ -99,7 +102,7 @@ def run_fleet(
                 "shared_blocks": fleet.shared_blocks,
                 "rows": [row.as_json() for row in rows],
             },
-            lambda: _table(fleet, requests, rows),
+            lambda: _table(fleet, requests, rows, title),
         )
 
 
@@ -150,7 +153,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row]) -> Table:
+def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row], title: str) -> Table:
     # Imported here because only the command needs rich.
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
@@ -171,7 +174,7 @@ def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row]) -> Table:
             "put\nblocks (GiB)",
             "share of\nbusiest",
         ),
-        title=f"{trace.path}: {len(trace.requests):,} requests, {size(fleet.host_blocks)} on "
+        title=f"{title}: {len(trace.requests):,} requests, {size(fleet.host_blocks)} on "
         f"each host, {fleet.routing}, store {bound}; GiB as in {REFERENCE_MODEL}",
         box=SIMPLE_HEAD,
         title_justify="left",
