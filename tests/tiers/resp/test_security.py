@@ -14,8 +14,10 @@ import pytest
 from tests.tiers.resp.server import Server, binary, free_port
 from tests.tiers.resp.tls import Authority, TlsServer
 
+from kvstow import ConfigError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.resp import Credentials, RespTier, Security
+from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 40, 9000
@@ -111,8 +113,8 @@ def test_an_access_list_of_four_commands_is_enough(
         assert not caplog.records
         for credentials, message in (
             (Credentials("reader", "open-sesame"), "refused: the access list refused a command: a"),
-            (Credentials("kvstow", "closed-sesame"), "the server refused the login: set KVSTOW_SH"),
-            (Credentials("nobody", "open-sesame"), "the server refused the login: set KVSTOW_SH"),
+            (Credentials("kvstow", "closed-sesame"), "the server refused the login: check KVSTOW_"),
+            (Credentials("nobody", "open-sesame"), "the server refused the login: check KVSTOW_"),
             (Credentials(), "the server asks for a password: set KVSTOW_SHARED_USERNAME and KVST"),
         ):
             with RespTier(arena, server.url, NAMESPACE, credentials=credentials) as tier:
@@ -232,3 +234,70 @@ def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: 
                     time.sleep(0.1)
                 round_trip(tier)
                 assert second.command("ROLE").startswith(b"*3\r\n$6\r\nmaster")
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("redis+cluster://127.0.0.1:{free}", (), "Connection refused"),
+        ("redis+cluster://127.0.0.1:{port}", (), "it belongs to no cluster: take +cluster out of"),
+        (
+            "redis+cluster://127.0.0.1:{port}",
+            ("--requirepass", "open-sesame"),
+            "the server asks for a password: set KVSTOW_SHARED_USERNAME and KVSTOW_SHARED_PASSWORD",
+        ),
+        (
+            "redis+sentinel://127.0.0.1:{free}/kv",
+            (),
+            "no Sentinel has named the master 'kv' (ConnectionError): name the hosts and ports of",
+        ),
+        ("redis+sentinel://127.0.0.1:{port}/kv", (), "it is no Sentinel: name the hosts and ports"),
+        (
+            "redis+sentinel://127.0.0.1:{port}/kv",
+            ("--requirepass", "open-sesame"),
+            "Sentinel asks for a password, and kvstow logs in to the servers only: let Sentinel",
+        ),
+    ],
+)
+def test_a_cluster_or_sentinel_that_does_not_serve_is_left_alone(
+    tmp_path: Path,
+    arena: HostArena,
+    caplog: pytest.LogCaptureFixture,
+    url: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    with Server(tmp_path, *options) as server:
+        url = url.format(port=server.port, free=free_port())
+        with RespTier(arena, url, NAMESPACE, timeout_s=5.0) as tier:
+            ticket = ended(tier.put(blocks(), range(20)))
+            assert message in str(ticket.error)
+            assert "redis.client" not in str(ticket.error), "the text of redis-py's connection"
+            for _ in range(3):
+                ticket = ended(tier.put(blocks(), range(20)))
+            assert "left alone" in str(ticket.error)
+        with pytest.raises(TransferError) as refused:
+            count_blocks(url)
+        assert message in str(refused.value)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and message in record.getMessage()
+
+
+def test_sentinel_that_knows_no_such_service_is_named(tmp_path: Path, arena: HostArena) -> None:
+    with Server(tmp_path) as server, sentinel(tmp_path, server) as port:
+        url, until_s = f"redis+sentinel://127.0.0.1:{port}/other", time.monotonic() + LONG_S
+        with RespTier(arena, url, NAMESPACE, timeout_s=2.0) as tier:
+            text = ""
+            while "Sentinel knows no master 'other' that is up: take the name" not in text:
+                assert time.monotonic() < until_s, text
+                text = str(ended(tier.put(blocks(), range(20))).error)
+
+
+@pytest.mark.parametrize("name", ["ca_file", "certificate_file", "key_file"])
+@pytest.mark.parametrize("url", ["redis://host", "redis+cluster://host", "unix:///socket"])
+def test_files_for_tls_are_refused_without_tls(arena: HostArena, url: str, name: str) -> None:
+    security = Security(**{name: "file.pem"})
+    with pytest.raises(ConfigError, match=f"{name} is 'file.pem', and .* begin the URL with redis"):
+        RespTier(arena, url, NAMESPACE, security=security)
+    with pytest.raises(ConfigError, match=f"{name} is 'file.pem', and .* begin the URL with redis"):
+        count_blocks(url, security=security)

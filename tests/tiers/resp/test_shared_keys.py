@@ -70,7 +70,9 @@ def test_the_login_of_a_server_cannot_list_and_the_message_names_who_can(tmp_pat
 def test_what_cannot_be_deleted_names_the_reason(tmp_path: Path) -> None:
     with Server(tmp_path, "--requirepass", "open-sesame") as server:
         wrong = Credentials(password="closed-sesame")
-        with pytest.raises(TransferError, match="the server refused the login: set KV") as refused:
+        with pytest.raises(
+            TransferError, match="the server refused the login: check KV"
+        ) as refused:
             delete_blocks(server.url, OWN, credentials=wrong)
         assert "sesame" not in str(refused.value)
         server.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
@@ -146,6 +146,15 @@ class Security:
     ca_file: str | None = None
     certificate_file: str | None = None
     key_file: str | None = None
+
+    def check(self, address: Address) -> None:
+        """Raise `ConfigError` if a file is named and connections to `address` have no TLS."""
+        for name, value in asdict(self).items():
+            if value is not None and not address.is_encrypted:
+                raise ConfigError(
+                    f"{name} is {os.fspath(value)!r}, and connections to {address} have no TLS: "
+                    f"begin the URL with rediss, or leave {name} out"
+                )
 
 
 def _parts(url: str) -> list[str]:

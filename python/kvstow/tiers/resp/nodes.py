@@ -38,8 +38,9 @@ class Nodes:
             timeout_s: the most seconds that connecting may take.
 
         Raises:
-            ConfigError: redis-py is not installed.
+            ConfigError: redis-py is not installed, or files for TLS are named without TLS.
         """
+        security.check(address)
         try:
             import redis  # noqa: PLC0415 - an optional dependency
         except ImportError as error:
@@ -48,7 +49,11 @@ class Nodes:
                 "install 'kvstow[redis]'"
             ) from error
         self._redis: Any = redis
-        self.errors: tuple[type[Exception], ...] = (redis.RedisError,)
+        # redis-py derives the errors of a cluster from no other error of its own.
+        self.errors: tuple[type[Exception], ...] = (
+            redis.RedisError,
+            redis.exceptions.RedisClusterException,
+        )
         self.address = address
         self._options = self._connection_options(credentials, security, timeout_s)
         self._lock = threading.Lock()

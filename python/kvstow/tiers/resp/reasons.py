@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from typing import Final
 
@@ -9,13 +10,24 @@ from kvstow.tiers.resp.address import PASSWORD_VARIABLE, USERNAME_VARIABLE
 
 _LOGIN: Final = f"set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
 _ACCESS: Final = "allow the user +get +set +exists +del on the keys kvstow:*"
+_SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those of the servers"
 # What the servers say, in the order in which it is looked for.
 _FIXES: Final = (
     ("HELLO must be called", f"the server asks for a password: {_LOGIN}"),
     ("Authentication required", f"the server asks for a password: {_LOGIN}"),
-    ("username-password", f"the server refused the login: {_LOGIN}"),
+    (
+        "username-password",
+        f"the server refused the login: check {USERNAME_VARIABLE}, and {PASSWORD_VARIABLE} or the "
+        "password file",
+    ),
     ("NOPERM", f"the access list refused a command: {_ACCESS}"),
+    ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
+    ("Cluster mode is not enabled", "it belongs to no cluster: take +cluster out of the URL"),
 )
+# What redis-py says if no Sentinel names a master: the service, and why each Sentinel did not
+# answer, after a text of several hundred characters that shows the connection.
+_NO_MASTER: Final = re.compile(r"No master found for (?P<service>'[^']*')(?P<errors>.*)", re.DOTALL)
+_SENTINEL_ERROR: Final = re.compile(r" - (?:\w+:)?(\w+Error)")
 
 
 def reason(error: BaseException) -> str:
@@ -29,7 +41,25 @@ def reason(error: BaseException) -> str:
         if "handshake operation timed out" in str(cause):
             return "it does not answer the TLS handshake: for a server without TLS, use redis://"
     text = str(error)
+    if no_master := _NO_MASTER.match(text):
+        return _why_no_master(no_master["service"], _SENTINEL_ERROR.findall(no_master["errors"]))
     return next((fix for sign, fix in _FIXES if sign in text), text)
+
+
+def _why_no_master(service: str, errors: list[str]) -> str:
+    """Return why no Sentinel has named the master of a service."""
+    if not errors:
+        return (
+            f"Sentinel knows no master {service} that is up: take the name from its line `sentinel "
+            "monitor NAME`, and see that the master runs"
+        )
+    if "AuthenticationError" in errors:
+        return (
+            "Sentinel asks for a password, and kvstow logs in to the servers only: let Sentinel "
+            "answer without one"
+        )
+    found = ", ".join(sorted(set(errors)))
+    return f"no Sentinel has named the master {service} ({found}): {_SENTINEL}"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
