@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstow import ConfigError
@@ -37,6 +39,33 @@ def test_a_url_that_names_no_store_is_refused(url: str, message: str) -> None:
     with HostArena(2, 4096) as arena, pytest.raises(ConfigError, match=message) as refused:
         SharedStore(url).open(arena, MODEL)
     assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("redis://host", {"segment_bytes": 1 << 30}, "segment_bytes is 1073741824, and it has an"),
+        ("redis://host", {"protocol": "rdma"}, "effect only with the URL of Mooncake: leave it"),
+        ("redis://host", {"devices": "mlx5_0"}, "devices is 'mlx5_0'"),
+        ("redis://host", {"host": "10.0.0.1"}, "host is '10.0.0.1'"),
+        ("mooncake://host", {"ttl_s": 60}, "effect only with the URL of a RESP server: leave it"),
+        ("mooncake://host", {"ca_file": "ca.pem"}, "ca_file is 'ca.pem'"),
+        ("mooncake://host", {"password_file": "secret"}, "password_file is 'secret'"),
+        (
+            "redis://host",
+            {"ca_file": "ca.pem"},
+            "ca_file is 'ca.pem', and connections to host:6379",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    url: str, options: dict[str, Any], message: str
+) -> None:
+    store = SharedStore(url, **options)
+    with pytest.raises(ConfigError, match=message):
+        store.check()
+    with HostArena(2, 4096) as arena, pytest.raises(ConfigError, match=message):
+        store.open(arena, MODEL)
 
 
 def test_the_password_comes_from_a_file_or_the_environment(

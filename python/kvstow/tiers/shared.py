@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, TypeVar
 
 from kvstow._core import ConfigError
@@ -20,6 +20,9 @@ SCHEMES: Final = (
     "redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
     "unix", "mooncake",
 )  # fmt: skip
+
+_RESP_OPTIONS: Final = ("password_file", "ca_file", "certificate_file", "key_file", "ttl_s")
+_MOONCAKE_OPTIONS: Final = ("host", "segment_bytes", "protocol", "devices")
 
 _Number = TypeVar("_Number", int, float)
 
@@ -65,13 +68,30 @@ class SharedStore:
         """Check the URL and the credentials, without a connection.
 
         Raises:
-            ConfigError: the URL names no store, or the password file cannot be read.
+            ConfigError: the URL names no store, an option has no effect on it, or the password file
+                cannot be read.
         """
-        if self._scheme() == "mooncake":
+        is_mooncake = self._scheme() == "mooncake"
+        self._check_options(is_mooncake)
+        if is_mooncake:
             parse_mooncake(self.url)
             return
-        Address.parse(self.url)
+        security = Security(self.ca_file, self.certificate_file, self.key_file)
+        security.check(Address.parse(self.url))
         Credentials.find(self.password_file)
+
+    def _check_options(self, is_mooncake: bool) -> None:
+        """Raise `ConfigError` if an option is given that has no effect on this kind of store."""
+        others, kind = (
+            (_RESP_OPTIONS, "a RESP server") if is_mooncake else (_MOONCAKE_OPTIONS, "Mooncake")
+        )
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in others and value != option.default:
+                raise ConfigError(
+                    f"{option.name} is {value!r}, and it has an effect only with the URL of "
+                    f"{kind}: leave it out"
+                )
 
     def _scheme(self) -> str:
         """Return the scheme of the URL.
@@ -99,7 +119,9 @@ class SharedStore:
             ConfigError: the URL names no store, an option is wrong, or a library is missing.
             StateError: the arena is closed.
         """
-        if self._scheme() == "mooncake":
+        is_mooncake = self._scheme() == "mooncake"
+        self._check_options(is_mooncake)
+        if is_mooncake:
             return MooncakeTier(
                 arena,
                 self.url,
