@@ -14,6 +14,7 @@ from tests.vllm.failing import FailingConnector
 from tests.vllm.halves import FULL, Step, cache_config, engine_config
 from tests.vllm.setting import CONNECTOR
 from tests.vllm.shaking import Hand, ShakingConnector
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -75,6 +76,37 @@ def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -
     assert own._scheduler.offload is not None
     assert own._scheduler.offload.num_host_blocks == 400
     assert not scheduler.has_pending_push_work()
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["alone", "inside"])
+@pytest.mark.parametrize("is_right", [False, True])
+def test_the_settings_that_the_scheduler_reads_are_warned_of(
+    folder: Path, log: list[str], is_inside: bool, is_right: bool
+) -> None:
+    """vLLM's scheduler reads the outer part of the flag. The inner parts have the opposite."""
+    right = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    wrong = {"kv_role": "kv_producer", "kv_load_failure_policy": "fail"}
+    flag: dict[str, Any] = OWN | (right if is_right else wrong)
+    if is_inside:
+        inner = [part | (wrong if is_right else right) for part in (OWN, OTHER)]
+        extra = {"connectors": inner}
+        flag = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+        flag |= right if is_right else wrong
+    config = engine_config(folder, {}, kv_transfer_config=flag)
+    made = MultiConnector if is_inside else KVStowConnector
+    with set_current_vllm_config(config):  # as vLLM's worker does
+        made(config, KVConnectorRole.WORKER, cache_config(FULL))
+    made(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    where = ' beside "kv_connector": "MultiConnector"' if is_inside else ""
+    found = [line for line in log if "kv_role" in line or "failure_policy" in line]
+    assert [line.split(". Set it")[0].split(", so a")[0] for line in found] == (
+        []
+        if is_right
+        else [
+            f"kvstow: kv_role is 'kv_producer'{where}",
+            f"kvstow: kv_load_failure_policy is 'fail'{where}",
+        ]
+    )
 
 
 @ORDERS

@@ -7,6 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvstow import ConfigError
@@ -65,20 +66,6 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
             "ratios. A tier would have blocks of %d bytes on each rank",
             model.slot_stride_bytes,
         )
-    transfer = config.kv_transfer_config
-    assert transfer is not None, "the connector's configuration is there"
-    if transfer.kv_role != "kv_both":
-        logger.warning(
-            "kvstow: kv_role is %r. Set it to kv_both, or vLLM gives freed blocks away before "
-            "the steps that may still write them are over",
-            transfer.kv_role,
-        )
-    if transfer.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "kvstow: kv_load_failure_policy is %r, so a request whose load fails ends with an "
-            'error. Set it to "recompute" to recompute the request instead',
-            transfer.kv_load_failure_policy,
-        )
     if model.has_states and tokens_per_hash < model.tokens_per_hit:
         logger.warning(
             "kvstow: vLLM matches prefixes in units of %d tokens, and hits of the host tier end at "
@@ -93,6 +80,32 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
             "blocks that need them. Set it to lru for more hits on the host"
         )
     _log_end(config, options)
+
+
+def log_transfer(config: VllmConfig) -> None:
+    """Log a warning for each setting of the flag itself that works worse than another.
+
+    Inside a `MultiConnector` each connector gets a configuration with its own part of the flag, and
+    vLLM's scheduler reads these settings from the outer part. A worker sees that one as well.
+    """
+    transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
+    assert transfer is not None, "the connector's configuration is there"
+    is_outer = transfer.kv_connector == "MultiConnector"
+    where = ' beside "kv_connector": "MultiConnector"' if is_outer else ""
+    if transfer.kv_role != "kv_both":
+        logger.warning(
+            "kvstow: kv_role is %r%s. Set it to kv_both, or vLLM gives freed blocks away before "
+            "the steps that may still write them are over",
+            transfer.kv_role,
+            where,
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvstow: kv_load_failure_policy is %r%s, so a request whose load fails ends with an "
+            'error. Set it to "recompute" to recompute the request instead',
+            transfer.kv_load_failure_policy,
+            where,
+        )
 
 
 def _log_end(config: VllmConfig, options: Options) -> None:
