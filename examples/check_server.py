@@ -26,12 +26,14 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +408,8 @@ async def check(asked: argparse.Namespace) -> int:
             await server.read_sizes()
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             why = str(error) or type(error).__name__
+            if getattr(error, "status", 0) == HTTPStatus.UNAUTHORIZED:
+                why = "it asks for its API key: set VLLM_API_KEY to it, or pass --api-key"
             print(f"{asked.address} does not answer: {why}", file=sys.stderr)
             return 2
         print(
@@ -458,7 +462,7 @@ OPTIONS = (
     ("--timeout", float, 600, "S", "seconds per request (%(default)s)"),
     ("--rest", float, 30, "S", "seconds until the server must be idle (%(default)s)"),
     ("--events", Path, None, "FILE", "the file of the server's option events_path"),
-    ("--api-key", str, None, "KEY", "the server's API key"),
+    ("--api-key", str, None, "KEY", "the server's API key (VLLM_API_KEY of the environment)"),
 )
 
 
@@ -479,6 +483,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         option(flag, type=kind, default=default, metavar=metavar, help=text)
     asked = parser.parse_args(arguments)
     asked.address = asked.address.rstrip("/")
+    asked.api_key = asked.api_key or os.environ.get("VLLM_API_KEY")
     asked.case = asked.case or [case for case in CASES if case != "TC4" or asked.events]
     if "TC4" in asked.case and asked.events is None:
         parser.error("TC4 reads the events file: pass --events FILE")

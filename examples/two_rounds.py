@@ -2,24 +2,30 @@
 
     python two_rounds.py [ADDRESS]
 
+If the server asks for an API key, set VLLM_API_KEY to it.
+
 Start the server with a KV cache that holds fewer tokens than the eight prompts have.
 """
 
 import json
+import os
 import random
 import re
 import sys
 import time
 import urllib.request
+from http import HTTPStatus
 
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+KEY = os.environ.get("VLLM_API_KEY", "")
+HEADERS = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})
 NUM_PROMPTS, NUM_TOKENS = 8, 400
 
 
 def fetch(path: str, body: object = None) -> str:
     """Return the answer to a GET, or to a POST of JSON."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(ADDRESS + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(ADDRESS + path, data, HEADERS)
     with urllib.request.urlopen(request, timeout=600) as answer:
         return str(answer.read().decode())
 
@@ -29,6 +35,8 @@ def served_model() -> str:
     try:
         return str(json.loads(fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError) as error:
+        if getattr(error, "code", 0) == HTTPStatus.UNAUTHORIZED:
+            sys.exit(f"the server at {ADDRESS} asks for an API key: set VLLM_API_KEY to it")
         sys.exit(
             f"no vLLM server answers at {ADDRESS} ({error}): wait until it logs `Application "
             "startup complete`, or pass its address, such as http://localhost:8000"

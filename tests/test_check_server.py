@@ -51,6 +51,8 @@ class Pretender:
         return web.Response(status=503 if self.wrong == "sick" else 200)
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.wrong == "key" and request.headers.get("Authorization") != "Bearer sesame":
+            raise web.HTTPUnauthorized
         return web.json_response({"data": [{"id": "pretender", "max_model_len": 512}]})
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -233,3 +235,14 @@ def test_a_missing_server_or_events_file_is_reported(capsys: pytest.CaptureFixtu
     missing = "/nowhere/events.jsonl"
     assert check(Pretender(), "--case", "TC4", "--events", missing) == 1
     assert missing in capsys.readouterr().out
+
+
+def test_a_server_that_asks_for_an_api_key_gets_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert check(Pretender("key"), "--case", "TC1") == 2
+    assert "it asks for its API key: set VLLM_API_KEY to it, or pass" in capsys.readouterr().err
+    assert check(Pretender("key"), "--case", "TC1", "--api-key", "sesame") == 0
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert check(Pretender("key"), "--case", "TC1") == 0

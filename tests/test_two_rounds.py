@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,7 +35,9 @@ class StandIn(BaseHTTPRequestHandler):
         self.answer("{}")
 
     def answer(self, text: str) -> None:
-        self.send_response(200)
+        key = self.server.key  # type: ignore[attr-defined]
+        is_known = self.path == "/metrics" or key in ("", self.headers["Authorization"])
+        self.send_response(200 if is_known else 401)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -42,29 +45,45 @@ class StandIn(BaseHTTPRequestHandler):
         """Nothing on the tests' output."""
 
 
-def test_the_script_shows_the_tokens_of_each_round() -> None:
+def run(script: Path, *, wanted: str = "", given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a script on a server that wants an API key, unless that is empty."""
     seen.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
+        server.key = wanted and f"Bearer {wanted}"  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            address = f"http://127.0.0.1:{server.server_port}"
-            done = subprocess.run(
-                [sys.executable, SCRIPT, address],
+            return subprocess.run(
+                [sys.executable, script, f"http://127.0.0.1:{server.server_port}"],
                 capture_output=True,
                 check=False,
                 text=True,
                 timeout=60,
+                env=os.environ | {"VLLM_API_KEY": given},
             )
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("key", ["", "sesame"])
+def test_the_script_shows_the_tokens_of_each_round(key: str) -> None:
+    done = run(SCRIPT, wanted=key, given=key)
     assert (done.returncode, done.stderr) == (0, "")
     lines = [re.sub(r"[\d.]+ s", "T", line) for line in done.stdout.splitlines()]
     assert lines == [
         "first round: T, 0 of 3200 prompt tokens came from host memory",
         "second round: T, 3072 of 3200 prompt tokens came from host memory",
     ]
+
+
+@pytest.mark.parametrize("given", ["", "barley"])
+@pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
+def test_a_script_says_that_the_server_asks_for_an_api_key(name: str, given: str) -> None:
+    done = run(SCRIPT.with_name(name), wanted="sesame", given=given)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(" asks for an API key: set VLLM_API_KEY to it\n")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
