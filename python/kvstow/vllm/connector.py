@@ -86,10 +86,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._host_events: HostEvents | None = None
         self._event_file: EventFile | None = None
         if role == KVConnectorRole.WORKER:
-            if parallel.rank % parallel.world_size == 0:
-                settings.log_transfer(vllm_config)
-            half = IdleWorker if options.observe else WorkerHalf
-            self._worker: WorkerHalf = half(
+            settings.log_transfer(vllm_config)
+            self._worker: WorkerHalf = (IdleWorker if options.observe else WorkerHalf)(
                 model,
                 options,
                 # Within its engine: with data parallelism vLLM may number the ranks of all engines.

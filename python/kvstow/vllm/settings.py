@@ -86,8 +86,11 @@ def log_transfer(config: VllmConfig) -> None:
     """Log a warning for each setting of the flag itself that works worse than another.
 
     Inside a `MultiConnector` each connector gets a configuration with its own part of the flag, and
-    vLLM's scheduler reads these settings from the outer part. A worker sees that one as well.
+    vLLM's scheduler reads these settings from the outer part. A worker sees that one as well, and
+    the first of them logs.
     """
+    if config.parallel_config.rank % config.parallel_config.world_size:
+        return
     transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
     assert transfer is not None, "the connector's configuration is there"
     is_outer = transfer.kv_connector == "MultiConnector"
