@@ -221,7 +221,7 @@ pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<Blo
 
 /// Counts of 0 or more from the argument `name`.
 pub(crate) fn counts(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<usize>> {
-    counts_within(obj, name, 0..=i64::MAX.cast_unsigned() as usize)
+    counts_within(obj, name, 0..=isize::MAX.cast_unsigned())
 }
 
 /// As [`counts`]. The caller checks the bounds of each that fits into 64 bits.
