@@ -17,6 +17,7 @@ import pytest
 
 _PORT_LIMIT = 1 << 16
 _BUS_OFFSET = 10_000
+_ESTABLISHED = "01"
 
 
 def binary() -> str:
@@ -40,6 +41,21 @@ def free_port() -> int:
             port: int = probe.getsockname()[1]
         if port < _PORT_LIMIT - _BUS_OFFSET:
             return port
+
+
+def num_connections(port: int) -> int:
+    """Return how many connections this process has open to a port of this machine."""
+    own = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            own.add(os.readlink(file))
+    _, *lines = Path("/proc/net/tcp").read_text().splitlines()
+    fields = [line.split() for line in lines]
+    return sum(
+        int(remote.partition(":")[2], 16) == port and f"socket:[{more[5]}]" in own
+        for _, _, remote, state, *more in fields
+        if state == _ESTABLISHED
+    )
 
 
 class Server:

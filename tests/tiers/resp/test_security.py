@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiers.resp.server import Server, binary, free_port
+from tests.tiers.resp.server import Server, binary, free_port, num_connections
 from tests.tiers.resp.tls import Authority, TlsServer
 
 from kvstow import ConfigError, TransferError
@@ -234,6 +234,8 @@ def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: 
                     time.sleep(0.1)
                 round_trip(tier)
                 assert second.command("ROLE").startswith(b"*3\r\n$6\r\nmaster")
+                assert num_connections(second.port) > 0
+                assert num_connections(port) == 0
 
 
 @pytest.mark.parametrize(
@@ -279,6 +281,7 @@ def test_a_cluster_or_sentinel_that_does_not_serve_is_left_alone(
         with pytest.raises(TransferError) as refused:
             count_blocks(url)
         assert message in str(refused.value)
+        assert num_connections(server.port) == 0
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and message in record.getMessage()
 

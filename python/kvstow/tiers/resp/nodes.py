@@ -167,7 +167,11 @@ class Nodes:
                 }
                 options |= {"ssl": True} if self.address.is_encrypted else {}
                 sentinel = self._redis.Sentinel(asked, sentinel_kwargs=options)
-                self._master = Node(*sentinel.discover_master(self.address.service))
+                try:
+                    self._master = Node(*sentinel.discover_master(self.address.service))
+                finally:
+                    for client in sentinel.sentinels:
+                        client.close()
             return self._master
 
     def _current_cluster(self) -> Any:
@@ -180,7 +184,13 @@ class Nodes:
                 options = (
                     dict(self._options, ssl=True) if self.address.is_encrypted else self._options
                 )
-                self._cluster = self._redis.RedisCluster(startup_nodes=nodes, **options)
+                try:
+                    self._cluster = self._redis.RedisCluster(startup_nodes=nodes, **options)
+                finally:
+                    # redis-py closes these only if they belong to a cluster that serves.
+                    for node in nodes:
+                        if node.redis_connection is not None:
+                            node.redis_connection.close()
             return self._cluster
 
 
