@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -49,11 +50,11 @@ def identity(model: str, **more: Any) -> Identity:
         "download_dir": None,
     }
     hf_config = SimpleNamespace(**more.pop("hf_config", {}))
-    given = more.pop("options", {})
+    given, own = more.pop("options", {}), more.pop("trust", {})
     config: dict[str, Any] = {
         "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
         "load_config": SimpleNamespace(**load | more.pop("load", {})),
-        "model_config": SimpleNamespace(model=model, revision=None, hf_config=hf_config),
+        "model_config": SimpleNamespace(model=model, revision=None, hf_config=hf_config, **own),
         "speculative_config": None,
     } | more
     options = Options(
@@ -93,6 +94,29 @@ def test_a_model_with_parts_from_other_repositories_is_private(cached: Path) -> 
     """As Ultravox, whose language model has a name only."""
     assert not identity(str(cached), hf_config={"text_model_id": None}).why_private
     assert identity(str(cached), hf_config={"text_model_id": "someone/else"}).why_private
+
+
+@pytest.mark.parametrize("map_", [{"AutoModel": "x.Y"}, {"AutoModel": "someone/else--x.Y"}])
+@pytest.mark.parametrize("is_in_config", [True, False])
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_a_model_whose_code_is_in_another_repository_is_private(
+    cached: Path, map_: dict[str, str], is_in_config: bool, is_trusted: bool
+) -> None:
+    """The code may change there, and no file of the model shows it."""
+    if not is_in_config:
+        (cached / "preprocessor_config.json").write_text(json.dumps({"auto_map": map_}))
+    found = identity(
+        str(cached),
+        hf_config={"auto_map": map_ if is_in_config else None},
+        trust={"trust_remote_code": is_trusted},
+    )
+    assert bool(found.why_private) == (is_trusted and "--" in map_["AutoModel"])
+
+
+def test_a_model_with_code_of_another_revision_is_private(cached: Path) -> None:
+    trusted = {"trust_remote_code": True}
+    assert not identity(str(cached), trust=trusted | {"code_revision": None}).why_private
+    assert identity(str(cached), trust=trusted | {"code_revision": "main"}).why_private
 
 
 @pytest.mark.parametrize("own", [{"load_format": "tensorizer"}, {"download_dir": "/downloads"}])

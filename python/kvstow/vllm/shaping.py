@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from transformers import __version__ as transformers_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# What Transformers reads for images, audio and video.
+_PROCESSORS: Final = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+# Between the name of a repository and that of a class.
+_OTHER_REPOSITORY: Final = "--"
 
 
 def shaping(config: VllmConfig) -> dict[str, str | int]:
@@ -58,10 +69,28 @@ def loads_of(config: VllmConfig) -> dict[str, Any]:
     return {name: load if name == "weights" else own for name in models_of(config)}
 
 
-def has_parts_elsewhere(model: Any) -> bool:
-    """Whether a model names another one for a part of it, as Ultravox does."""
+def has_parts_elsewhere(model: Any, folder: Path | None) -> bool:
+    """Whether a part of a model, or of its code, may not be among the files of the model.
+
+    A model may name another one for a part of it, as Ultravox does. If vLLM trusts its code, it or
+    its image processor may name another repository for that, or the user another revision.
+    """
     own = vars(model.hf_config)
-    return any(name.endswith("_model_id") and own[name] is not None for name in own)
+    if any(name.endswith("_model_id") and own[name] is not None for name in own):
+        return True
+    if not getattr(model, "trust_remote_code", False):
+        return False
+    maps = [own.get("auto_map"), *(_auto_map(folder / name) for name in _PROCESSORS if folder)]
+    classes = json.dumps(maps, default=str)
+    return _OTHER_REPOSITORY in classes or getattr(model, "code_revision", None) is not None
+
+
+def _auto_map(file: Path) -> Any:
+    """Return where a file of a model says that its classes are; None if it does not."""
+    try:
+        return json.loads(file.read_bytes()).get("auto_map")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def digest_of(value: object) -> str:
