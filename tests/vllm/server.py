@@ -30,9 +30,9 @@ SETTINGS = {
     "--max-num-batched-tokens": str(MAX_NUM_BATCHED_TOKENS),
     "--middleware": "kvstow.vllm.hints.RefuseWrongHints",
     # Without it vLLM kills its engine at once, and the engine closes nothing.
-    "--shutdown-timeout": "30",
+    "--shutdown-timeout": "180",
 }
-START_S, END_S = 240, 60
+START_S, END_S = 240, 90
 
 
 @contextmanager
@@ -52,7 +52,9 @@ def served(
     environment |= {
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(END_S // 2),
+        # Above END_S, so that what does not end still lives when `end` asks where it is.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "180",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
     }
     with log.open("wb") as output:
@@ -70,9 +72,7 @@ def served(
         assert process.poll() is None, f"the server has ended by itself:\n{_tail(log)}"
         # Checked before the end, because vLLM's front end logs the end of its engine as an error.
         assert "Traceback" not in log.read_text(), _tail(log)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(END_S) == 0, _tail(log)
-        _wait_until_gone(process.pid, log)
+        assert end(process, log) == 0, _tail(log)
         assert "all workers exited gracefully" in log.read_text(), _tail(log)
     finally:
         with suppress(ProcessLookupError):
@@ -80,9 +80,23 @@ def served(
         process.wait()
 
 
+def end(process: subprocess.Popen[bytes], log: Path) -> int:
+    """End a server by SIGTERM, and return its status. If it hangs, its processes say where."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        status = process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # upon which faulthandler writes all stacks
+        process.wait()
+        _wait_until_gone(process.pid, log)
+        raise AssertionError(f"the server does not end:\n{_tail(log, 30_000)}") from None
+    _wait_until_gone(process.pid, log)
+    return status
+
+
 def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and process.poll() is None:
         with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
             return
         time.sleep(0.25)
@@ -91,8 +105,8 @@ def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Pat
 
 def _wait_until_gone(group: int, log: Path) -> None:
     """Wait until the engine and the workers have ended, too."""
-    end = time.monotonic() + END_S
-    while time.monotonic() < end:
+    until = time.monotonic() + END_S
+    while time.monotonic() < until:
         try:
             os.killpg(group, 0)
         except ProcessLookupError:
@@ -101,5 +115,5 @@ def _wait_until_gone(group: int, log: Path) -> None:
     raise AssertionError(f"processes of the server are left:\n{_tail(log)}")
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-4000:]
+def _tail(log: Path, num_characters: int = 4000) -> str:
+    return log.read_text(errors="replace")[-num_characters:]

@@ -17,7 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.server import END_S, ROOT, SETTINGS, _tail, _wait_until_gone, _wait_until_healthy
+from tests.vllm.server import (
+    END_S,
+    ROOT,
+    SETTINGS,
+    _tail,
+    _wait_until_gone,
+    _wait_until_healthy,
+    end,
+)
 from tests.vllm.setting import CONNECTOR, ENVIRONMENT
 
 NUM_TOKENS, BLOCK_SIZE = 300, 32
@@ -52,6 +60,7 @@ class Server:
         environment = os.environ | ENVIRONMENT
         environment |= {
             "VLLM_LOGGING_LEVEL": "INFO",
+            "PYTHONFAULTHANDLER": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "XDG_CACHE_HOME": str(log.parent / "cache"),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
@@ -99,9 +108,9 @@ class Server:
         return sum(map(float, found))
 
     def wait_for(self, name: str, least: float, label: str = "") -> None:
-        end = time.monotonic() + END_S
+        until = time.monotonic() + END_S
         while self.metric(name, label) < least:
-            assert time.monotonic() < end, f"{name} stays below {least}:\n{_tail(self.log)}"
+            assert time.monotonic() < until, f"{name} stays below {least}:\n{_tail(self.log)}"
             time.sleep(0.2)
 
     def end(self, way: str) -> None:
@@ -109,9 +118,7 @@ class Server:
         if way == "SIGKILL":
             self.kill()
             return
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(END_S)
-        _wait_until_gone(self.process.pid, self.log)
+        end(self.process, self.log)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
