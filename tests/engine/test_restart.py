@@ -27,6 +27,7 @@ from kvstow import (
 )
 from kvstow.engine import HOST
 from kvstow.engine.snapshot_file import SnapshotFile
+from kvstow.observability.metrics import METRICS
 from kvstow.transfer import (
     READY,
     BlockLayout,
@@ -79,6 +80,30 @@ def test_restart_without_requests_warms_the_host_only(tmp_path: Path) -> None:
         it.engine.finish("new")
         scheduler = it.engine.scheduler
         assert scheduler.num_resident == len(scheduler.used_slots())
+
+
+@pytest.mark.parametrize("requests", [False, True])
+def test_a_restarted_engine_counts_only_what_it_does(requests: bool, tmp_path: Path) -> None:
+    """Another process has exported what the engine that slept counted."""
+    counters = [
+        key for metric in METRICS if metric.kind == "counter" for key in metric.keys.values()
+    ]
+    put_to_sleep(tmp_path / "image")
+    with world() as it:
+        it.engine.restart(tmp_path / "image", after=READY, requests=requests, **WHO)
+        stats = it.engine.stats()
+        assert [key for key in counters if stats.get(key)] == []
+        assert stats["resident_blocks"] == it.engine.scheduler.num_resident > 0
+        it.engine.add("new", hash_tokens(prompt(2, 17), BLOCK))
+        num_tokens = it.engine.admit("new", 17, 100, after=READY).num_external_tokens
+        assert num_tokens == (8 if requests else 16)
+        it.settle()
+        sleep, wake = partial(it.sleep, to=tmp_path / "own", **WHO), partial(it.wake, **WHO)
+        for change in lambda: None, sleep, wake:
+            change()
+            stats = it.engine.stats()
+            assert stats["query_tokens"] == stats["hit_tokens"] == num_tokens
+            assert (stats["loaded_blocks"], stats["stored_blocks"]) == (num_tokens // BLOCK, 0)
 
 
 def test_restart_reads_no_slot_before_its_load(tmp_path: Path) -> None:

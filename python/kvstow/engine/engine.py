@@ -583,7 +583,8 @@ class Engine(Closing):
     def stats(self) -> dict[str, float]:
         """Return those of `OffloadScheduler.stats`, and what only the whole engine knows.
 
-        You may call it from any thread.
+        You may call it from any thread. Counters count what this engine did. A `wake` goes on with
+        them, and a `restart` takes over none of the engine that slept.
 
         - Counters: device_query_tokens (tokens that admitted requests looked for, in whole blocks),
           device_hit_tokens (those that they found), device_evicted_blocks, and lost_events (events

@@ -30,6 +30,7 @@ from kvstow._core import (
 from kvstow.closing import call_all
 from kvstow.engine.answers import Ids, Landed
 from kvstow.engine.blueprint import Blueprint
+from kvstow.engine.counts import HostCounts
 from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import HOST, Image, To
 from kvstow.transfer import Event
@@ -130,6 +131,7 @@ class State:
         num_hit_tokens: tokens that they found there.
         evicted_before: the ledger, and how many blocks the ledgers before it evicted. A pair,
             because `stats` reads both at once from any thread.
+        host_counts: what this scheduler and those before it have counted.
         asleep: what is left while the engine sleeps. None while it is awake.
         change: whether an operation was cut short.
         last_compute: of a lazy engine, the last compute that was reported.
@@ -150,6 +152,7 @@ class State:
         self.unreported = Landed()
         self.num_query_tokens = self.num_hit_tokens = 0
         self.evicted_before = ledger, 0
+        self.host_counts = HostCounts(scheduler)
         self.asleep: Asleep | None = None
         self.change = Change()
         self.last_compute: Event | None = None
@@ -383,6 +386,7 @@ class State:
         """
         counts = {
             "evicted_before": (state.ledger, self.num_evicted()),
+            "host_counts": self.host_counts.go_on(state.scheduler),
             "num_query_tokens": self.num_query_tokens,
             "num_hit_tokens": self.num_hit_tokens,
         }
@@ -412,10 +416,10 @@ class State:
         return num_usable // sum(size // block_size for block_size in self._block_sizes) * size
 
     def stats(self) -> dict[str, int]:
-        """Return those of the scheduler, and what the ledger and the requests count."""
+        """Return those of the host tier, and what the ledger and the requests count."""
         ledger, evicted_before = self.evicted_before
         pool = ledger.pool
-        return self.scheduler.stats() | {
+        return self.host_counts.stats() | {
             "requests": ledger.num_requests,
             "device_blocks_free": pool.num_free,
             "device_blocks_cached": pool.num_cached,
