@@ -1,6 +1,7 @@
 """The command `kvstow snapshot info`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,9 @@ def test_info_shows_the_contents_of_a_file(image: Path, capsys: pytest.CaptureFi
     assert facts["bytes_on_disk"] < facts["file_bytes"], "empty slots are holes"
     assert (facts["sound"], facts["problem"]) == (True, None)
     assert main(["snapshot", "info", str(image)]) == 0
-    assert "a model" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.search(r"^ +file +\S", shown, re.MULTILINE), "a title would be as narrow as the rows"
+    assert "a model" in shown
 
 
 def test_info_finds_damage(image: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,12 +47,10 @@ def info(output: Output, file: Path) -> int:
 
 
 def _table(facts: dict[str, object], *, is_sound: bool) -> Table:
-    title = str(facts["file"])
-    table = Table("", "", box=SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
+    table = Table("", "", box=SIMPLE_HEAD, show_header=False)
     for name, value in facts.items():
-        if name != "file":
-            shown = f"{value:,}" if isinstance(value, int) else str(value)
-            table.add_row(name.replace("_", " "), shown)
+        shown = f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name.replace("_", " "), shown)
     table.add_row("sound", "yes" if is_sound else "no")
     return table
 
