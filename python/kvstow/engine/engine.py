@@ -92,8 +92,9 @@ class Engine(Closing):
         num_host_blocks: slots of the host tier. A slot holds a block of any group, or
             `blocks_per_slot` consecutive blocks of a prompt.
         groups: how the layers attend, in the order of the block tables.
-        layouts: where the bytes of the blocks lie, one layout per group. With several ranks, one
-            such list for each. Ranks hold different shards of a block, under one id.
+        layouts: where the bytes of the blocks lie, one layout per group, in the order of `groups`.
+            With several ranks, one such list for each. Ranks hold different shards of a block,
+            under one id.
         mode: "eager" stores blocks as soon as they are computed. "lazy" stores them when the device
             is about to evict them.
         horizon_blocks: for a lazy engine, how many of the next blocks to be evicted it stores. It
