@@ -46,7 +46,7 @@ impl FullAttention {
     }
 
     fn __repr__(&self) -> String {
-        format!("FullAttention(block_size={}{})", self.0.block_size, shown_drop(self.0))
+        format!("{:?}", self.0)
     }
 }
 
@@ -118,16 +118,7 @@ impl SlidingWindow {
     }
 
     fn __repr__(&self) -> String {
-        let extra = match self.group.extra_retained_tokens() {
-            0 => String::new(),
-            extra => format!(", extra_retained_tokens={extra}"),
-        };
-        let drop = shown_drop(self.group);
-        format!(
-            "SlidingWindow(block_size={}, window={}{extra}{drop})",
-            self.block_size(),
-            self.window
-        )
+        format!("{:?}", self.group)
     }
 }
 
@@ -168,7 +159,7 @@ impl ChunkedLocal {
     }
 
     fn __repr__(&self) -> String {
-        format!("ChunkedLocal(block_size={}, chunk={})", self.group.block_size, self.chunk)
+        format!("{:?}", self.group)
     }
 }
 
@@ -203,17 +194,12 @@ impl StateSpace {
     }
 
     fn __repr__(&self) -> String {
-        format!("StateSpace(block_size={})", self.0.block_size)
+        format!("{:?}", self.0)
     }
 }
 
 fn dropping(group: Group, drops_last_block: bool) -> Result<Group> {
     if drops_last_block { group.dropping_last_block() } else { Ok(group) }
-}
-
-/// The argument of a group's repr, where it is not the default.
-fn shown_drop(group: Group) -> &'static str {
-    if group.drops_last_block() { ", drops_last_block=True" } else { "" }
 }
 
 /// A group of any kind, as Python passes it to the core.

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from tests.accounting.forging import opened, sealed
 
-from kvstow import BlockLedger, FullAttention, SlidingWindow, SnapshotError, StateError
+from kvstow import (
+    BlockLedger,
+    ChunkedLocal,
+    FullAttention,
+    OffloadScheduler,
+    SlidingWindow,
+    SnapshotError,
+    StateError,
+    StateSpace,
+)
 
 NUM_BLOCKS = 32
 NAMES = [bytes([at + 1] * 8) for at in range(8)]
@@ -109,6 +118,19 @@ def test_a_forged_snapshot_is_refused(what: str) -> None:
             ledger.restore(sealed(bytes, fields), block_ids=block_ids)
         assert ledger.num_requests == 0
         ledger.restore(bytes, block_ids=block_ids)
+
+
+@pytest.mark.parametrize("make", [BlockLedger, OffloadScheduler])
+def test_a_snapshot_of_other_groups_is_refused_and_named_as_python_writes_them(
+    make: type[BlockLedger | OffloadScheduler],
+) -> None:
+    window = SlidingWindow(4, 6, extra_retained_tokens=2, drops_last_block=True)
+    slept: list[Any] = [FullAttention(4, drops_last_block=True), window]
+    new: list[Any] = [ChunkedLocal(4, 8), StateSpace(4)]
+    with pytest.raises(SnapshotError) as refused:
+        make(NUM_BLOCKS, new).restore(make(NUM_BLOCKS, slept).snapshot())
+    assert str(slept) in str(refused.value)
+    assert str(new) in str(refused.value)
 
 
 def test_a_ledger_that_has_served_is_not_new() -> None:

@@ -29,6 +29,8 @@ pub(crate) use model::Hit;
 pub use model::Model;
 pub(crate) use source::Source;
 
+use std::fmt;
+
 use minicbor::{Decode, Encode};
 
 use crate::error::{Error, Result};
@@ -66,7 +68,7 @@ pub enum Attention {
 }
 
 /// Layers that share a block table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Encode, Decode)]
 pub struct Group {
     /// How they attend.
     #[n(0)]
@@ -82,6 +84,27 @@ pub struct Group {
     #[n(3)]
     #[cbor(default)]
     drops_last_block: bool,
+}
+
+/// As Python constructs it, because errors show it to users of Python.
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = self.block_size;
+        match self.attention {
+            Attention::Full => write!(f, "FullAttention(block_size={size}"),
+            Attention::SlidingWindow { window } => {
+                write!(f, "SlidingWindow(block_size={size}, window={window}")
+            }
+            Attention::ChunkedLocal { chunk } => {
+                write!(f, "ChunkedLocal(block_size={size}, chunk={chunk}")
+            }
+            Attention::StateSpace => write!(f, "StateSpace(block_size={size}"),
+        }?;
+        if self.extra_retained_tokens > 0 {
+            write!(f, ", extra_retained_tokens={}", self.extra_retained_tokens)?;
+        }
+        f.write_str(if self.drops_last_block { ", drops_last_block=True)" } else { ")" })
+    }
 }
 
 impl Group {
