@@ -137,6 +137,19 @@ def test_table_and_json_have_the_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["hit_blocks"]["disk"] > 0
 
 
+def test_table_and_json_say_whether_the_disk_began_warm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["replay", "--limit", "40", "--device-blocks", "400", "--host-blocks", "100"]
+    arguments += ["--disk", str(tmp_path / "disk"), "--disk-blocks", "2000"]
+    written = tmp_path / "found.json"
+    for begins_warm in False, True:
+        assert main([*arguments, "--json-file", str(written)]) == 0
+        assert ("warm on the disk" in capsys.readouterr().out) is begins_warm
+        found = json.loads(written.read_text())
+        assert (found["disk_warm_blocks"] > 0) is begins_warm
+
+
 @pytest.mark.parametrize("given", [{"disk": "x"}, {"disk_blocks": 5}])
 def test_disk_needs_both_its_options(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a disk tier needs both"):

@@ -183,6 +183,8 @@ def _movement_rows(replay: ReplayState) -> _Rows:
 
 def _below_rows(replay: ReplayState) -> _Rows:
     config, figures = replay.config, _below_figures(replay)
+    if replay.num_warm:
+        yield "warm on the disk", f"{replay.num_warm:,}", "slots at the start, of an earlier replay"
     for name, moved in ("demoted", "written"), ("promoted", "read"):
         num_bytes = figures[f"bytes_{name}"] / 2**20
         yield (
@@ -220,7 +222,9 @@ def _below_figures(replay: ReplayState) -> dict[str, float]:
     own += ["shared_got_blocks"] if below == "disk and shared" else []
     tier = "shared_" if below == "shared" else ""
     num_failed = stats[f"{tier}failed_demotes"] + stats[f"{tier}failed_promotes"]
+    warm = {} if replay.config.disk is None else {"disk_warm_blocks": replay.num_warm}
     return {
+        **warm,
         "demoted_blocks": stats[f"{tier}demoted_blocks"],
         "promoted_blocks": stats[f"{tier}promoted_blocks"],
         "bytes_demoted": stats[f"{tier}demoted_bytes"],

@@ -42,6 +42,7 @@ class ReplayState(Closing):
         device: where the model computes.
         memory: the device memory, one view per group, rank by rank.
         kv: the engine under test.
+        num_warm: slots of the disk with blocks of an earlier replay, at the start.
         arena: the host memory of the first rank.
         links: the transfers in flight.
         verifier: compares blocks with the bytes that they must hold.
@@ -74,6 +75,7 @@ class ReplayState(Closing):
             )
         ]
         self.kv = self._build_kv(max_blocks)
+        self.num_warm = self.kv.stats()["disk_resident_blocks"] if config.disk else 0
         self.arena = self.kv.arenas[0]
         block_bytes = [geometry.block_bytes for geometry in self.model.geometries]
         self.links = Links(block_bytes, config.bytes_per_s(self.model))
