@@ -42,6 +42,7 @@ def warning(tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: bytes) ->
         every(0.5),  # two requests a second
         every(0.7, tokens=1500),  # a small server
         every(10, first_ms=NOW_S),  # one in ten seconds
+        every(100.3, first_ms=NOW_S),  # one in a hundred seconds, with fractions
     ],
 )
 def test_seconds_are_doubted(

@@ -24,6 +24,8 @@ _LEAST_REQUESTS: Final = 100
 # recording or later, which alone is no proof.
 _FIRST_SINCE_1970_MS, _LAST_SINCE_1970_MS = 1e9, 1e10
 _MANY_TOKENS_PER_S: Final = 1e5
+# With fractions they hardly are milliseconds. These would be one token in a second.
+_FEW_TOKENS_PER_S: Final = 1e3
 # As milliseconds since 1970 they would lie beyond the year 5000. Microseconds are above in 1974.
 _LEAST_MICROSECONDS: Final = 1e14
 # On RAGPulse, with nominal blocks of 512 tokens, the prompts count 1.8 times their lengths.
@@ -65,11 +67,14 @@ def warn_of_seconds(requests: Sequence[TraceRequest]) -> None:
     tokens_per_s = sum(request.prompt_tokens for request in requests) / span_s
     times_ms = [request.arrival_s * 1000 for request in requests]
     num_fractions = sum(abs(time_ms - round(time_ms)) > _LEAST_FRACTION for time_ms in times_ms)
-    most_tokens_per_s = _TOO_MANY_TOKENS_PER_S
-    if num_fractions > len(requests) / 2:
-        most_tokens_per_s = _TOO_MANY_WITH_FRACTIONS_PER_S
-    is_since_1970 = _FIRST_SINCE_1970_MS <= first_s * 1000 < _LAST_SINCE_1970_MS
-    if tokens_per_s > (_MANY_TOKENS_PER_S if is_since_1970 else most_tokens_per_s):
+    has_fractions = num_fractions > len(requests) / 2
+    if _FIRST_SINCE_1970_MS <= first_s * 1000 < _LAST_SINCE_1970_MS:
+        most_tokens_per_s = _FEW_TOKENS_PER_S if has_fractions else _MANY_TOKENS_PER_S
+    else:
+        most_tokens_per_s = (
+            _TOO_MANY_WITH_FRACTIONS_PER_S if has_fractions else _TOO_MANY_TOKENS_PER_S
+        )
+    if tokens_per_s > most_tokens_per_s:
         click.echo(
             "kvstow: are the timestamps seconds? kvstow expects milliseconds, and takes this trace "
             f"for {tokens_per_s:,.0f} prompt tokens a second: multiply seconds by 1000",
