@@ -455,6 +455,21 @@ def test_table_that_overlapping_requests_do_not_reach_has_a_note(
         assert re.findall(r"check a size with kvstow replay (.*?)\.", text) == options
 
 
+@pytest.mark.parametrize(
+    ("given", "has_note"),
+    [
+        (["--model", "gpt-oss-20b", "--device-gib", "24"], True),
+        (["--model", "gpt-oss-20b"], False),
+        (["--model", "llama-3.1-8b", "--device-gib", "24"], False),
+    ],
+)
+def test_windows_behind_a_device_have_a_note_on_requests_that_overlap(
+    given: list[str], has_note: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *given, "--host-gib", "64", "--limit", "40"]) == 0
+    assert ("the host tier less" in capsys.readouterr().out) is has_note
+
+
 def test_device_too_small_for_a_request_has_no_line_of_hit_density(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from kvstow._core import SlidingWindow
 from kvstow.plan.advice import flag, knee_gib, knee_size, num_device, sentence, size
 from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
@@ -29,6 +30,10 @@ LAZY_NOTE: Final = (
     "The table has one request after the other. Where requests overlap, and most where they are "
     "preempted, the device evicts blocks before lazy mode has stored them: check a size with "
     "kvstow replay --mode lazy."
+)
+WINDOW_NOTE: Final = (
+    "The table has one request after the other. Where requests overlap, the device can hold more "
+    "prompts of a model with sliding windows. It then hits more, and the host tier less."
 )
 _X_LABEL: Final = "size of the host tier"
 
@@ -51,7 +56,13 @@ def notes(plan: Plan) -> list[str]:
     return [
         *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
         *([LAZY_NOTE] if plan.options.mode == "lazy" else []),
+        *([WINDOW_NOTE] if _has_windows_on_a_device(plan) else []),
     ]
+
+
+def _has_windows_on_a_device(plan: Plan) -> bool:
+    has_windows = any(isinstance(one, SlidingWindow) for one in plan.geometry.attentions)
+    return has_windows and any(choice.device_gib is not None for choice in plan.choices)
 
 
 def row_figures(plan: Plan, row: Tiers) -> dict[str, float | None]:
