@@ -106,6 +106,33 @@ def test_passages_far_from_their_lengths_are_doubted(
         assert not warned
 
 
+def test_chained_ids_need_no_chaining(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_of_times(read_trace(BUNDLED_TRACE, chain=True).requests)
+    assert "leave out --chain" in capsys.readouterr().err
+    warn_of_times(read_trace(BUNDLED_TRACE).requests)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("length", "second"),
+    [
+        (1400, [5, 2, 3]),  # a passage under another prefix
+        (1000, [0, 2, 3]),  # a length of other blocks
+    ],
+)
+def test_ids_of_passages_are_chained_without_a_warning(
+    length: int, second: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": length, "output_length": 1, "hash_ids": ids}
+        for ids in ([0, 2, 3], second)
+    ]
+    path.write_text(100 * "".join(f"{json.dumps(row)}\n" for row in rows))
+    warn_of_times(read_trace(path, chain=True).requests)
+    assert not capsys.readouterr().err
+
+
 def test_bundled_trace_is_doubted_only_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     requests = read_trace(BUNDLED_TRACE).requests
     for number in range(1, len(requests) + 1):

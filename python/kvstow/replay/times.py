@@ -1,7 +1,7 @@
 """Warn of a trace whose times or lengths are surely not what the commands take them for.
 
 Its timestamps may be seconds or microseconds, its lines not in the order of arrival, and the blocks
-of ids that name passages far from the lengths of the prompts.
+of ids that name passages far from the lengths of the prompts. Or no id names a passage.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def warn_of_times(requests: Sequence[TraceRequest]) -> None:
     warn_of_seconds(requests)
     warn_of_microseconds(requests)
     warn_of_lengths(requests)
+    warn_of_chained(requests)
 
 
 def warn_of_disorder(requests: Sequence[TraceRequest]) -> None:
@@ -103,5 +104,32 @@ def warn_of_lengths(requests: Sequence[TraceRequest]) -> None:
             f"kvstow: with --chain each id counts as a whole block, so the prompts have "
             f"{counted:,} tokens, and {lengths:,} by their input_length: pass --block-size {each}, "
             "the tokens of an id on average, or leave out --chain if the ids do not name passages",
+            err=True,
+        )
+
+
+def warn_of_chained(requests: Sequence[TraceRequest]) -> None:
+    """Print a warning to standard error if ids that were to name passages name chained blocks.
+
+    Such ids need no chaining, and a partly filled last block would count as a whole one.
+    """
+    if len(requests) < _LEAST_REQUESTS or any(one.input_length is None for one in requests):
+        return
+    before: dict[int, int | None] = {}
+    repeats = 0
+    for request in requests:
+        block_size = request.prompt_tokens // len(request.trace_ids)
+        if len(request.trace_ids) != -(-(request.input_length or 0) // block_size):
+            return
+        last: int | None = None
+        for one in request.trace_ids:
+            repeats += one in before
+            if before.setdefault(one, last) != last:
+                return
+            last = one
+    if repeats:
+        click.echo(
+            "kvstow: the ids are chained already, because each always has the same id before it: "
+            "leave out --chain, which counts the last block of each prompt as a whole one",
             err=True,
         )
