@@ -61,7 +61,7 @@ _FIELDS: Final[dict[type[BlockEvent | TransferEvent], tuple[str, ...]]] = {
     TransferCompleted: ("job_id", "direction", "ok"),
 }
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def event_fields(event: BlockEvent | TransferEvent) -> dict[str, object]:
@@ -143,7 +143,7 @@ class EventFile(Closing):
         try:
             self._finalizer()  # a second call does nothing
         except OSError as error:
-            _LOG.warning("the events file %r may lack its end: %s", self.path, error)
+            logger.warning("kvstow: the events file %r may lack its end: %s", self.path, error)
 
     def close_in_child(self) -> None:
         """Close the file in a forked child, whose events do not belong in the parent's file."""
@@ -152,9 +152,9 @@ class EventFile(Closing):
             self._finalizer()
 
     def _give_up(self, error: OSError) -> None:
-        _LOG.warning(
-            "the events file %r cannot be written after %d events (%s): kvstow goes on without it; "
-            "make room and restart to get events again",
+        logger.warning(
+            "kvstow: the events file %r cannot be written after %d events (%s), so later events "
+            "are missing. Make room, and restart to get events again",
             self.path,
             self.num_written,
             error,
