@@ -157,6 +157,28 @@ def test_servers_of_other_versions_do_not_share(
     assert worlds[1].digest() != before
 
 
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
+@pytest.mark.parametrize("allowed", [None, "acme,other", "other"])
+def test_servers_with_other_plugins_of_vllm_do_not_share(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, group: str, allowed: str | None
+) -> None:
+    """A plugin may bring the code of the model. One that vLLM leaves out does not count."""
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+
+    def install(version: str) -> None:
+        plugin = SimpleNamespace(name="acme", dist=SimpleNamespace(name="acme", version=version))
+        monkeypatch.setattr(
+            shaping_module, "entry_points", lambda group: [plugin] if group == of_plugin else []
+        )
+
+    of_plugin = group
+    install("1.0")
+    before = worlds[0].digest()
+    install("1.1")
+    assert (worlds[1].digest() == before) == (allowed == "other")
+
+
 def test_drafts_with_a_loader_of_their_own_are_not_shared(worlds: tuple[World, World]) -> None:
     for world in worlds:
         world.config.speculative_config = SimpleNamespace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,8 @@ from transformers import __version__ as transformers_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# The plugins that vLLM loads into the processes of an engine.
+_PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 # What Transformers reads for images, audio and video.
 _PROCESSORS: Final = (
     "preprocessor_config.json",
@@ -28,6 +31,7 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
     parallel, loads = config.parallel_config, loads_of(config).values()
     return {
         "transformers": transformers_version,
+        "plugins": ", ".join(sorted(_plugins())),
         "model": digest_of(
             [
                 (own.compute_hash(), own.hf_config.to_json_string(), own.multimodal_config)
@@ -52,6 +56,20 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
                 getattr(parallel, "cp_kv_cache_interleave_size", 1),
             ]
         ),
+    }
+
+
+def _plugins() -> set[str]:
+    """Return the packages whose code vLLM loads beside its own, with their versions.
+
+    A plugin may bring the code of a model, or of a device.
+    """
+    allowed = os.environ.get("VLLM_PLUGINS")
+    points = (point for group in _PLUGIN_GROUPS for point in entry_points(group=group))
+    return {
+        f"{point.dist.name} {point.dist.version}"
+        for point in points
+        if point.dist is not None and (allowed is None or point.name in allowed.split(","))
     }
 
 
