@@ -50,7 +50,7 @@ from kvstow.tiers import SlotFile
 from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm import identity, secondary_tier
+from kvstow.vllm import identity, secondary_identity
 from kvstow.vllm.secondary_tier import KVStowDisk
 
 CHUNK = 8192
@@ -356,10 +356,84 @@ def test_chunks_with_scales_of_the_first_request_are_not_warm(make: Make) -> Non
     assert not any(again.has(key) for key in KEYS)
 
 
+def _tensorizer(config: Any) -> None:
+    config.load_config.load_format = "tensorizer"
+
+
+def _trainer(config: Any) -> None:
+    config.weight_transfer_config = object()
+
+
+def _other_parts(config: Any) -> None:
+    config.model_config.hf_config.text_model_id = "someone/else"
+
+
+def _draft_of_a_hub(config: Any) -> None:
+    draft = SimpleNamespace(**vars(config.model_config) | {"model": "someone/draft"})
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda _: None, _tensorizer, _trainer, _other_parts, _draft_of_a_hub]
+)
+@pytest.mark.parametrize("has_version", [True, False])
+def test_chunks_are_warm_only_if_the_weights_are_known(
+    make: Make, tmp_path: Path, change: Callable[[Any], object], has_version: bool
+) -> None:
+    """By the files of the model, or by the file that names the weights."""
+    (tmp_path / "version").write_text("one")
+    options = {"weights_version_path": str(tmp_path / "version")} if has_version else {}
+    world = make(change=change, **options)
+    world.store(KEYS[:4])
+    world.close()
+    files_tell = change not in (_tensorizer, _trainer, _other_parts, _draft_of_a_hub)
+    assert make(change=change, **options).has(KEYS[0]) == (has_version or files_tell)
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_other_weights_of_a_draft_model_are_refused(
+    make: Make, tmp_path: Path, is_changed: bool
+) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "weights").write_text("first")
+
+    def with_draft(config: Any) -> None:
+        _draft_of_a_hub(config)
+        config.speculative_config.draft_model_config.model = str(tmp_path / "draft")
+
+    world = make(change=with_draft)
+    world.store(KEYS[:4])
+    world.close()
+    if not is_changed:
+        assert make(change=with_draft).has(KEYS[0])
+        return
+    (tmp_path / "draft" / "weights").write_text("other")
+    with pytest.raises(ConfigError, match="draft_weights"):
+        make(change=with_draft)
+
+
+def _code_elsewhere(config: Any) -> None:
+    config.model_config.trust_remote_code = True
+    config.model_config.hf_config.auto_map = {"AutoModel": "someone/else--model.Model"}
+
+
+@pytest.mark.parametrize("has_version", [True, False])
+def test_chunks_of_a_model_with_code_elsewhere_are_not_warm(
+    make: Make, tmp_path: Path, has_version: bool
+) -> None:
+    """A version of the weights does not name the code."""
+    (tmp_path / "version").write_text("one")
+    options = {"weights_version_path": str(tmp_path / "version")} if has_version else {}
+    world = make(change=_code_elsewhere, **options)
+    world.store(KEYS[:4])
+    world.close()
+    assert not make(change=_code_elsewhere, **options).has(KEYS[0])
+
+
 def test_without_vllms_configuration_no_chunk_is_warm(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(secondary_tier, "_whole_configuration", lambda: None)
+    monkeypatch.setattr(secondary_identity, "_whole_configuration", lambda: None)
     assert not restarted(make).has(KEYS[0])
 
 
@@ -390,8 +464,8 @@ def test_revision_of_a_repository_would_be_seen(
 ) -> None:
     """The negative control: the files that lie in the cache count as those that vLLM serves."""
     monkeypatch.setattr(Path, "exists", lambda _: True)
-    monkeypatch.setattr(secondary_tier, "content_of", lambda *_: "the main revision")
-    monkeypatch.setattr(secondary_tier, "may_have_changed", lambda *_: False)
+    monkeypatch.setattr(secondary_identity, "content_of", lambda *_: "the main revision")
+    monkeypatch.setattr(secondary_identity, "may_have_changed", lambda *_: False)
     assert restarted(make, "someone/something").has(KEYS[0])
 
 

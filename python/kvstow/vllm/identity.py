@@ -53,7 +53,14 @@ from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
-from kvstow.vllm.shaping import digest_of, has_parts_elsewhere, loads_of, models_of, shaping
+from kvstow.vllm.shaping import (
+    digest_of,
+    has_code_elsewhere,
+    loads_of,
+    models_of,
+    shaping,
+    why_weights_are_unknown,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,10 +73,6 @@ _OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
 _PIECE_BYTES: Final = 64 << 20
 # A file that has just changed may change again without another time.
 _FRESH_S: Final = 2.0
-# The loaders of vLLM that read all weights from the files of the model.
-_FROM_FILES: Final = frozenset(
-    ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "sharded_state")
-)
 
 
 @dataclass(frozen=True)
@@ -109,20 +112,9 @@ class Identity:
         cache, version = self.config.cache_config, self.options.weights_version_path
         hashing = cache.prefix_caching_hash_algo
         has_seed = os.environ.get("PYTHONHASHSEED") is not None
-        from_elsewhere = [
-            str(load.load_format)
-            for load in loads_of(self.config).values()
-            if str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
-        ]
-        loaders = " and ".join(from_elsewhere)
+        elsewhere = why_weights_are_unknown(self.config)
         reasons = {
-            f"the loader {loaders} may take weights from more than the model's files": loaders,
-            "its weights have a place of their own": getattr(
-                self.config.model_config, "model_weights", None
-            ),
-            "a trainer may send it other weights": getattr(
-                self.config, "weight_transfer_config", None
-            ),
+            elsewhere: elsewhere,
             "it computes the scales of its KV from its first request": getattr(
                 cache, "calculate_kv_scales", False
             ),
@@ -136,8 +128,8 @@ class Identity:
                 may_have_changed(str(model.model), self._folders[name])
                 for name, model in models_of(self.config).items()
             ),
-            "a part of it, or of its code, comes from another repository": any(
-                has_parts_elsewhere(model, self._folders[name])
+            "a part of its code comes from another repository": any(
+                has_code_elsewhere(model, self._folders[name])
                 for name, model in models_of(self.config).items()
             ),
             "the file of weights_version_path has changed since this process began": (

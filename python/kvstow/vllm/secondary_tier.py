@@ -27,25 +27,19 @@ How a wrong block could be served, and what prevents it:
   reset drops it.
 - Other weights, sizes or parallel ranks after a restart, or other settings of the model: the
   fingerprint. Where the content of the weights is unknown, or may have changed while vLLM loaded
-  it, or where vLLM's configuration is not found, the file begins empty.
+  it, or where vLLM's configuration is not found, the file begins empty (`chunks_fingerprint`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import inspect
 import logging
-import os
-import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
-from vllm import version as vllm_version
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -60,14 +54,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstow import ConfigError, TransferError
-from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierBlocks, TierTicket
+from kvstow.tiers import SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm.identity import content_of, may_have_changed, version_may_be_newer
-from kvstow.vllm.shaping import digest_of, shaping
+from kvstow.vllm.secondary_identity import chunks_fingerprint
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = logging.getLogger("vllm." + __name__)
@@ -172,7 +164,7 @@ class KVStowDisk(SecondaryTierManager):
         self._keeps_on_reset = weights_version_path is not None
         engine = offloading_spec.config.parallel.data_parallel_index
         place = path if not engine else f"{path}.engine{engine}"
-        fingerprint, is_known = _fingerprint(offloading_spec, place, weights_version_path)
+        fingerprint, is_known = chunks_fingerprint(offloading_spec, place, weights_version_path)
         self._arena: Final = BorrowedArena(primary_kv_view)
         file = SlotFile(
             place,
@@ -387,58 +379,3 @@ class KVStowDisk(SecondaryTierManager):
                     keys=keys, medium=self.medium, removed=removed, locality=self.locality
                 )
             )
-
-
-def _fingerprint(
-    spec: OffloadingSpec, path: str, version_path: str | None
-) -> tuple[Fingerprint, bool]:
-    """Return whose KV the chunks are, and whether a later server can know that it is the same."""
-    own, config = spec.config, _whole_configuration()
-    shape = [
-        own.groups,
-        own.worker_kv_bytes_per_block,
-        own.cache,
-        dataclasses.replace(own.parallel, rank=0, data_parallel_index=0),
-        own.replicated_layout,
-        own.canonical_layout,
-        own.kv_cache_layout,
-    ]
-    fields: dict[str, str | int] = {
-        "connector": "OffloadingConnector",
-        "vllm": vllm_version.__version__,
-        "shape": digest_of(shape),
-        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
-    }
-    # vLLM does not say which revision of a repository it serves, nor from which folder.
-    name = own.model.name
-    folder = model if (model := Path(name)).exists() else None
-    if may_have_changed(name, folder):
-        folder = None
-    is_known = folder is not None
-    if folder is not None:
-        fields["weights"] = content_of(folder, Path(f"{path}.weights.json"))
-    if version_path is not None:
-        fields["weights_version"] = hashlib.sha256(Path(version_path).read_bytes()).hexdigest()[:32]
-        is_known = not version_may_be_newer(version_path)
-    if config is not None:
-        fields |= shaping(config)
-    if config is None or getattr(config.cache_config, "calculate_kv_scales", False):
-        is_known = False  # perhaps another shape, or scales of the first request
-    if not is_known:
-        fields["start"] = secrets.token_hex(16)
-    return Fingerprint(fields), is_known
-
-
-def _whole_configuration() -> VllmConfig | None:
-    """Return vLLM's configuration, which the connector that makes this tier has; None if not.
-
-    A tier gets the name of the model, sizes and ranks. That says nothing of rotary embeddings,
-    quantization, backends or processors.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        config: VllmConfig | None = frame.f_locals.get("vllm_config")
-        if config is not None:
-            return config
-        frame = frame.f_back
-    return None

@@ -1,4 +1,7 @@
-"""What of vLLM's configuration shapes the bytes of a block, beside files, ranks and allocation."""
+"""What of vLLM's configuration shapes the bytes of a block, beside files, ranks and allocation.
+
+And whether weights or code may come from more than the files of the model.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ from transformers import __version__ as transformers_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# The loaders of vLLM that read all weights from the files of the model.
+_FROM_FILES: Final = frozenset(
+    ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "sharded_state")
+)
 # The plugins that vLLM loads into the processes of an engine.
 _PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 # What Transformers reads for images, audio and video.
@@ -87,18 +94,43 @@ def loads_of(config: VllmConfig) -> dict[str, Any]:
     return {name: load if name == "weights" else own for name in models_of(config)}
 
 
-def has_parts_elsewhere(model: Any, folder: Path | None) -> bool:
-    """Whether a part of a model, or of its code, may not be among the files of the model.
+def why_weights_are_unknown(config: VllmConfig) -> str:
+    """Return why weights may be in more than the model's files; empty if they are not."""
+    from_elsewhere = [
+        str(load.load_format)
+        for load in loads_of(config).values()
+        if str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
+    ]
+    loaders = " and ".join(from_elsewhere)
+    reasons = {
+        f"the loader {loaders} may take weights from more than the model's files": loaders,
+        "its weights have a place of their own": getattr(
+            config.model_config, "model_weights", None
+        ),
+        "a trainer may send it other weights": getattr(config, "weight_transfer_config", None),
+        "a part of it comes from another repository": any(
+            _has_parts_elsewhere(model) for model in models_of(config).values()
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
-    A model may name another one for a part of it, as Ultravox does. If vLLM trusts its code, it or
-    its image processor may name another repository for that, or the user another revision.
-    """
+
+def _has_parts_elsewhere(model: Any) -> bool:
+    """Whether a model names another one for a part of it, as Ultravox does."""
     own = vars(model.hf_config)
-    if any(name.endswith("_model_id") and own[name] is not None for name in own):
-        return True
+    return any(name.endswith("_model_id") and own[name] is not None for name in own)
+
+
+def has_code_elsewhere(model: Any, folder: Path | None) -> bool:
+    """Whether code of a model may not be among its files.
+
+    If vLLM trusts its code, a model or its image processor may name another repository for that,
+    or the user another revision.
+    """
     if not getattr(model, "trust_remote_code", False):
         return False
-    maps = [own.get("auto_map"), *(_auto_map(folder / name) for name in _PROCESSORS if folder)]
+    maps = [getattr(model.hf_config, "auto_map", None)]
+    maps += [_auto_map(folder / name) for name in _PROCESSORS if folder is not None]
     classes = json.dumps(maps, default=str)
     return _OTHER_REPOSITORY in classes or getattr(model, "code_revision", None) is not None
 
