@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from kvstow import KvstowError
+from kvstow.vllm.adapters import Adapters
 from kvstow.vllm.below import LowerTier
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.tier import HostTier
@@ -24,12 +25,14 @@ class Loads:
     """Answers vLLM's lookups, and plans loads.
 
     Attributes:
+        adapters: what changed under a name that hashes have.
         sees_all_blocks: whether `Stores` must see each block of a request, loaded ones too.
     """
 
     tier: HostTier
     requests: Requests
     transfers: Transfers
+    adapters: Adapters
     sees_all_blocks: bool
 
     def lookup(self, request: Request, num_local_tokens: int) -> int | None:
@@ -59,6 +62,7 @@ class Loads:
             tracked.recompute
             or request.skip_reading_prefix_cache
             or num_local_tokens % model.tokens_per_hit
+            or self.adapters.has_changed(request)
             or _is_new_chunk_of_preempted(request)
         ):
             offload.release(request.request_id)

@@ -47,7 +47,7 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - The boundary of a shared prefix (`Loads.lookup`) decides only where vLLM ends a chunk and which
   blocks it hashes. It is the end of a block of the request's own prompt.
 - Structured output, adapters and prompt embeddings change no token that was reported. They are part
-  of the hashes or of the sampling. Weights that change under one adapter's name need a reset.
+  of the hashes or of the sampling. Weights that change under one adapter's name: `Adapters`.
 - vLLM uses a request id again only after `finished`, and after the end of its load was reported.
   The end of a late load is not reported again (`Transfer.is_late`).
 """
@@ -62,6 +62,7 @@ from typing import TypeVar, TypeVarTuple
 from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler
+from kvstow.vllm.adapters import Adapters
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.loads import Loads
 from kvstow.vllm.requests import Requests
@@ -108,10 +109,12 @@ class SchedulerHalf:
         self.transfers = Transfers(tier)
         parts = tier, self.requests, self.transfers
         stores = Stores(*parts, host_events)
-        self.loads = Loads(*parts, sees_all_blocks=host_events is not None)
+        adapters = Adapters()
+        self.loads = Loads(*parts, adapters, sees_all_blocks=host_events is not None)
         self.stores = stores
         self.steps = Steps(*parts, stores)
-        self.sleep = Sleep(*parts, stores, WeightsVersion(tier.options.weights_version_path))
+        version = WeightsVersion(tier.options.weights_version_path)
+        self.sleep = Sleep(*parts, stores, adapters, version)
         self.bind = tier.bind
         self.agree = tier.agree
         self.holds_freed_blocks = self._guard(self._holds_freed_blocks)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
+from kvstow.vllm.adapters import Adapters
 from kvstow.vllm.requests import Requests, TrackedRequest
 from kvstow.vllm.stores import Stores
 from kvstow.vllm.tier import HostTier
@@ -41,6 +42,7 @@ class Sleep:
     requests: Requests
     transfers: Transfers
     stores: Stores
+    adapters: Adapters
     weights: WeightsVersion
     must_compare: bool = field(init=False)
     # vLLM's map of the blocks on the device, which it makes anew when it resets its pool.
@@ -98,6 +100,7 @@ class Sleep:
             self.tier.offload.reset()
         if self.tier.below is not None:
             self.tier.below.reset()
+        self.adapters.forget()
         for tracked in self.requests.tracked.values():
             tracked.is_stale = tracked.is_stale or tracked.is_admitted
         options = self.tier.options

@@ -1,0 +1,78 @@
+"""Which adapters (LoRA) changed under their name, so that blocks of before are of other weights.
+
+A block's hash has the name of the adapter, and from vLLM 0.32 on its path. vLLM loads an adapter
+again if an operator asks for it, in place or after unloading it, or if it fell out of its memory
+for adapters. How old KV could be served then, and what prevents it:
+
+- The files of a local adapter were replaced: each lookup compares them with those of the first.
+- An adapter that is not on this machine was loaded again: vLLM gives it another number, unless it
+  was loaded in place, which the request says. In place it may happen again, and no request shows
+  it, so such an adapter is never trusted.
+- The files were replaced after vLLM loaded them, and before the first request: then nobody
+  notices. So a changed adapter should have a new path.
+
+The blocks of vLLM's own pool are vLLM's: a reset of its prefix cache drops them. Tiers below the
+host serve no request with an adapter (`LowerTier.lookup`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm." + __name__)
+
+_Stamp: TypeAlias = tuple[object, ...] | None
+
+
+@dataclass
+class Adapters:
+    """The adapters of requests since the host tier was last empty, by what hashes have of each."""
+
+    _stamps: dict[tuple[object, ...], _Stamp] = field(default_factory=dict)
+    _changed: set[tuple[object, ...]] = field(default_factory=set)
+
+    def has_changed(self, request: Request) -> bool:
+        """Whether the blocks that the host has for a request may be of other adapter weights."""
+        adapter = request.lora_request
+        if adapter is None:
+            return False
+        hashed = tuple(_gen_lora_extra_hash_keys(request))
+        if hashed not in self._changed:
+            stamp = _stamp(adapter)
+            if stamp is not None and stamp == self._stamps.setdefault(hashed, stamp):
+                return False
+            self._changed.add(hashed)
+            logger.warning(
+                "kvstow: the adapter %s of %s may have changed since its first request, so its "
+                "requests take nothing from the host tier until that is reset. Give a changed "
+                "adapter a new path",
+                adapter.lora_name,
+                adapter.lora_path,
+            )
+        return True
+
+    def forget(self) -> None:
+        """Trust all adapters as they are now, because the host tier is empty."""
+        self._stamps.clear()
+        self._changed.clear()
+
+
+def _stamp(adapter: Any) -> _Stamp:
+    """Return what changes with the weights of an adapter; None if nothing tells."""
+    path = adapter.lora_path
+    try:
+        with os.scandir(path) as entries:
+            states = [(entry.name, os.stat(entry.path)) for entry in entries]
+    except OSError:
+        return None if adapter.load_inplace else (path, adapter.lora_int_id)
+    files = (
+        (name, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        for name, state in states
+    )
+    return (path, *sorted(files))

@@ -1,0 +1,126 @@
+"""An adapter that changes under its name takes no block of its old weights from the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.disked import Server, folder_on_disk
+from vllm.lora.request import LoRARequest
+
+from kvstow.vllm import adapters
+from kvstow.vllm.adapters import Adapters
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+NUM_HIT = 96
+REMOTE = "someone/adapter"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with folder_on_disk() as folder:
+        server = Server(folder)
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """The folder of an adapter on this machine."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"first")
+    return folder
+
+
+def adapter(path: Path | str, number: int = 1, **more: Any) -> LoRARequest:
+    return LoRARequest("adapter", number, str(path), **more)
+
+
+def hit(server: Server, adapter: LoRARequest | None) -> int:
+    """Serve the same prompt once more, with nothing of it on the device."""
+    found = server.serve(server.begin("a", lora_request=adapter))
+    server.forget()
+    return found
+
+
+def replace(folder: Path, content: bytes = b"other") -> None:
+    """Replace the weights by others of the same size, as `mv` does."""
+    new = folder / "new"
+    new.write_bytes(content)
+    os.replace(new, folder / "adapter_model.safetensors")
+
+
+def test_an_unchanged_adapter_comes_back(server: Server, local: Path) -> None:
+    assert hit(server, adapter(local)) == 0
+    assert hit(server, adapter(local)) == NUM_HIT
+    # Loaded again, with another number or in place: its files say that it is the same.
+    assert hit(server, adapter(local, number=2)) == NUM_HIT
+    assert hit(server, adapter(local, load_inplace=True)) == NUM_HIT
+
+
+def test_an_adapter_whose_files_changed_takes_nothing_until_a_reset(
+    server: Server, local: Path, log: list[str]
+) -> None:
+    hit(server, adapter(local))
+    replace(local)
+    assert hit(server, adapter(local)) == hit(server, adapter(local)) == 0
+    assert len([line for line in log if "may have changed since its first request" in line]) == 1
+    assert hit(server, None) == 0 and hit(server, None) == NUM_HIT, "requests without an adapter"
+    server.half.reset()
+    assert hit(server, adapter(local)) == 0
+    assert hit(server, adapter(local)) == NUM_HIT
+
+
+def test_old_blocks_would_be_served(
+    server: Server, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: the hash of a block does not show the change."""
+    monkeypatch.setattr(Adapters, "has_changed", lambda *_: False)
+    hit(server, adapter(local))
+    replace(local)
+    assert hit(server, adapter(local)) == NUM_HIT
+
+
+def test_a_remote_adapter_that_was_loaded_again_takes_nothing(server: Server) -> None:
+    hit(server, adapter(REMOTE))
+    assert hit(server, adapter(REMOTE)) == NUM_HIT
+    assert hit(server, adapter(REMOTE, number=2)) == 0
+    assert hit(server, adapter(REMOTE)) == 0, "who knows which weights the host has now"
+
+
+def test_a_remote_adapter_that_was_loaded_in_place_takes_nothing(server: Server) -> None:
+    """It may be loaded in place once more, and its requests do not show how often."""
+    in_place = adapter(REMOTE, load_inplace=True)
+    assert hit(server, in_place) == hit(server, in_place) == 0
+
+
+def test_an_adapter_of_another_path_is_another_one(
+    server: Server, local: Path, tmp_path: Path
+) -> None:
+    hit(server, adapter(local))
+    other = tmp_path / "second"
+    other.mkdir()
+    assert hit(server, adapter(other)) == 0
+    assert hit(server, adapter(other)) == NUM_HIT
+    assert hit(server, adapter(local)) == NUM_HIT
+
+
+def test_another_path_counts_where_hashes_have_the_name_alone(
+    server: Server, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As up to vLLM 0.31."""
+    monkeypatch.setattr(
+        adapters, "_gen_lora_extra_hash_keys", lambda request: [request.lora_request.lora_name]
+    )
+    other = tmp_path / "second"
+    other.mkdir()
+    changes = Adapters()
+    for path, has_changed in (local, False), (local, False), (other, True), (local, True):
+        request = server.begin("a", lora_request=adapter(path))
+        assert changes.has_changed(request) == has_changed
+        server.forget()
