@@ -202,9 +202,27 @@ def test_trace_that_is_not_sorted_by_time_gets_a_warning(
     assert worst in warned
 
 
+def test_log_in_the_order_of_completion_gets_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every fifth answer is long, so that its line stands behind those of later requests."""
+    ends = sorted((at + (4 if at % 5 == 0 else 0.5), float(at)) for at in range(100))
+    warn_of_times(read_trace(at_seconds(tmp_path, [at for _, at in ends])).requests)
+    assert capsys.readouterr().err.startswith("kvstow: 20 of 100 requests have an earlier")
+
+
 @pytest.mark.parametrize("seconds", [[0, 0, 0], [0, 50, 30, 60, 90], [5, 66, 6.1, 70, 80]])
 def test_a_few_late_lines_get_no_warning(
     seconds: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    warn_of_times(read_trace(at_seconds(tmp_path, seconds)).requests)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("every", "late_s"), [(2, 0.9), (11, 2.5)])
+def test_lines_that_are_hardly_late_or_seldom_late_get_no_warning(
+    every: int, late_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = [at + 10 - (1 + late_s) * (at % every == 1) for at in range(200)]
     warn_of_times(read_trace(at_seconds(tmp_path, seconds)).requests)
     assert capsys.readouterr().err == ""

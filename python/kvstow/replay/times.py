@@ -34,6 +34,9 @@ _TOO_FAR_OFF: Final = 4
 # completion is late by no more than an answer takes.
 _TOO_LATE_S: Final = 60
 _TOO_MANY_LATE: Final = 0.5  # of the lines
+# Threads that write one log, or vLLM, seldom turn two requests of different seconds round.
+_LATE_S: Final = 1
+_MANY_LATE: Final = 0.1  # of the lines
 
 
 def warn_of_times(requests: Sequence[TraceRequest]) -> None:
@@ -51,7 +54,12 @@ def warn_of_disorder(requests: Sequence[TraceRequest]) -> None:
     if not late:
         return
     worst = max(late, key=lambda request: request.late_s)
-    if worst.late_s > _TOO_LATE_S or len(late) > _TOO_MANY_LATE * len(requests):
+    num_later = sum(request.late_s > _LATE_S for request in late)
+    if (
+        worst.late_s > _TOO_LATE_S
+        or len(late) > _TOO_MANY_LATE * len(requests)
+        or (len(requests) >= _LEAST_REQUESTS and num_later > _MANY_LATE * len(requests))
+    ):
         click.echo(
             f"kvstow: {len(late):,} of {len(requests):,} requests have an earlier timestamp than "
             f"one before them, that of line {worst.line} by {worst.late_s:,.1f} s, so their order "
