@@ -51,15 +51,15 @@ def test_separate_files_share_no_block(two: list[Path]) -> None:
 
 def test_ids_that_disagree_between_files_are_refused(two: list[Path]) -> None:
     two[0].write_text(line(0, [2, 1]))
-    with pytest.raises(ConfigError, match=r"b.jsonl.gz:1: .*Pass --separate-files if each file"):
+    with pytest.raises(ConfigError, match=r"b.jsonl.gz:1: .*--separate-files .* token ids"):
         read_traces(two, block_size=BLOCK)
     assert len(read_traces(two, block_size=BLOCK, separate=True).requests) == 3
 
 
-def test_one_file_is_told_of_chain_only(tmp_path: Path) -> None:
+def test_error_in_one_file_names_chain_and_a_way_out_of_joined_traces(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_text(line(0, [1, 2]) + line(0, [2, 1]))
-    with pytest.raises(ConfigError, match=r"before. Pass --chain if the ids name passages$"):
+    with pytest.raises(ConfigError, match=r"before. Pass --chain if .* If several traces"):
         read_traces([path], block_size=BLOCK)
 
 

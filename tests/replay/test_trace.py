@@ -331,6 +331,7 @@ def test_ids_that_are_not_chained_are_refused(
 
     assert message.startswith(f"2: the ids are not chained: {problem}")
     assert "Pass --chain" in message
+    assert "convert them together, or pass the traces one by one to kvstow plan" in message
 
 
 def test_unchained_ids_are_reported_before_a_wrong_number_of_ids(

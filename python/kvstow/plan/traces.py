@@ -208,5 +208,7 @@ class _OneOfSeveral(ChainedReader):
     """Reads one of several files whose ids are equal where their blocks are."""
 
     _REMEDY = (
-        "Pass --separate-files if each file has ids of its own, or --chain if the ids name passages"
+        "Pass --separate-files if each file has ids of its own, or --chain if the ids name "
+        "passages. If the files were converted one by one, pass those with the token ids instead, "
+        "or they lose what they share"
     )

@@ -277,7 +277,11 @@ class ChainedReader(TraceReader):
         predecessors: the id before each id of other files, if ids are equal in all of them.
     """
 
-    _REMEDY = "Pass --chain if the ids name passages"
+    _REMEDY = (
+        "Pass --chain if the ids name passages. If several traces were joined here that have ids "
+        "of their own, join their token ids and convert them together, or pass the traces one by "
+        "one to kvstow plan --separate-files"
+    )
 
     def __init__(
         self,
