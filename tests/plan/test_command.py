@@ -198,6 +198,28 @@ def test_trace_that_cannot_be_read_is_the_first_error(
 
 
 @pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (["--json", "no/plan.json"], ": --json takes no file, so pass --json-file no/plan.json"),
+        (["--json-file", "/dev/null", "no/plan.json"], ""),
+        (["--host-gib", "4", "8"], ": separate sizes by commas, such as --host-gib 4,8"),
+        (["--host-gib", "4GiB", "8GiB"], ": separate sizes by commas, such as --host-gib 4,8"),
+    ],
+)
+def test_value_that_was_taken_for_a_trace_is_recognised(
+    given: list[str],
+    hint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "--bytes-per-token", "4096", *given]) == 2
+    why = "cannot be read: No such file or directory"
+    assert capsys.readouterr().err == f"kvstow: {given[-1]}: {why}{hint}\n"
+
+
+@pytest.mark.parametrize(
     ("command", "option", "other"),
     [
         (["plan", "--bytes-per-token", "1"], "--html", "the command reads"),

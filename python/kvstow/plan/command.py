@@ -191,8 +191,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
-    for path in traces:
-        Source(path).check()
+    _check_traces(traces, output)
     options = PlanOptions(
         device_gib,
         host_gib,
@@ -236,6 +235,20 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         write_csv(lambda: plan_csv(made))
         output.write(plan_json(made, trace), lambda: plan_text(made, trace))
     return 0
+
+
+def _check_traces(traces: tuple[Path, ...], output: Output) -> None:
+    """Refuse a trace that cannot be read. Name the option whose value it surely should be."""
+    for path in traces:
+        try:
+            Source(path).check()
+        except ConfigError as error:
+            hint = ""
+            if path.suffix.lower() == ".json" and output.as_json:
+                hint = f": --json takes no file, so pass --json-file {path}"
+            elif re.fullmatch(r"[0-9.]+(gib)?", path.name, re.IGNORECASE):
+                hint = ": separate sizes by commas, such as --host-gib 4,8"
+            raise ConfigError(f"{error}{hint}") from None
 
 
 def _check_effect(output: Output, capacity: tuple[int, ...]) -> None:
