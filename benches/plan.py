@@ -1,6 +1,7 @@
 """How far is a plan from a replay of the same sizes, and how long does it take?
 
-    .venv/bin/python -m benches.plan [--policy POLICY] [--mode MODE] [--model MODEL] [TRACE...]
+    .venv/bin/python -m benches.plan [--policy POLICY] [--mode MODE] [--model MODEL]
+        [--block-size TOKENS] [TRACE...]
 
 A name with "ragpulse" is a trace in the content form.
 
@@ -23,6 +24,7 @@ from kvstow.geometry import Geometry, KvGroup
 from kvstow.plan.simulate import Mode
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
 from kvstow.replay.model import build_model
+from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
 # A plan has fewer states than the replay of a model with recurrent states.
 MODELS = ("full", "gpt-oss", "gemma-3")
@@ -53,11 +55,11 @@ def lay_out(model: str, block_size: int) -> Geometry:
     return Geometry(model, "", groups, block_size, 1, 1, 1, ())
 
 
-def compare(name: str, policy: Policy, mode: Mode, model: str) -> None:
+def compare(name: str, policy: Policy, mode: Mode, model: str, block_size: int) -> None:
     """Print a line for each pair of sizes."""
     chain = "ragpulse" in name
     begin_s = time.process_time()
-    trace = kvstow.plan.read_traces([name], chain=chain)
+    trace = kvstow.plan.read_traces([name], chain=chain, block_size=block_size)
     geometry = lay_out(model, trace.block_size)
     workload = kvstow.plan.build_workload(trace, geometry.block_tokens)
     hits = planned_hits(geometry, workload, policy, mode)
@@ -69,7 +71,7 @@ def compare(name: str, policy: Policy, mode: Mode, model: str) -> None:
     what = f"{Path(name).name}, {model}, {policy}, {mode}"
     print(f"\n{what}: planned in {seconds:.1f} s of processor time")
     print(f"{'device':>8}{'host':>8}{'plan':>9}{'replay':>9}{'points':>8}{'preemptions':>13}")
-    requests = read_trace(name, chain=chain)
+    requests = read_trace(name, chain=chain, block_size=block_size)
     for (device, host), num_hits in planned.items():
         config = ReplayConfig(
             device_blocks=device,
@@ -96,9 +98,10 @@ def main() -> int:
     options.add_argument("--policy", choices=get_args(Policy), default="lru")
     options.add_argument("--mode", choices=get_args(Mode), default="eager")
     options.add_argument("--model", choices=MODELS, default="full")
+    options.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE)
     given = options.parse_args()
     for name in given.traces or [str(BUNDLED_TRACE)]:
-        compare(name, given.policy, given.mode, given.model)
+        compare(name, given.policy, given.mode, given.model, given.block_size)
     return 0
 
 

@@ -65,4 +65,17 @@ def test_plan_bench_compares_each_policy_with_its_own_replay(
     for policy, mode in (("lru", "eager"), ("hit-density", "eager"), ("lru", "lazy")):
         assert exit_status(monkeypatch, plan, "--policy", policy, "--mode", mode) == 0
         printed = capsys.readouterr().out
-        assert f"conversation_1000.jsonl.gz, {policy}, {mode}: planned in " in printed
+        assert f"conversation_1000.jsonl.gz, full, {policy}, {mode}: planned in " in printed
+
+
+def test_plan_bench_takes_a_trace_with_blocks_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "SIZES", ((1024, 2048),))
+    row = {"input_length": 40, "output_length": 1, "hash_ids": [0, 1, 2]}
+    rows = [json.dumps(row | {"timestamp": ms}) for ms in (0, 9000)]
+    trace = tmp_path / "blocks16.jsonl"
+    trace.write_text("".join(f"{one}\n" for one in rows))
+    assert exit_status(monkeypatch, plan, "--block-size", "16", str(trace)) == 0
+    *_, sizes = capsys.readouterr().out.splitlines()
+    assert sizes.split() == ["1,024", "2,048", "33.33%", "33.33%", "+0.00", "0"]
