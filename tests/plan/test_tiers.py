@@ -71,6 +71,14 @@ def test_recommended_size_is_the_smallest_that_reaches_the_knee() -> None:
     assert "the largest size you gave" not in text
 
 
+def test_sentence_says_100_percent_only_if_no_hit_is_missing() -> None:
+    far = [[2], [3], [4], [5], [6], [7], [2]]
+    work = workload([[1]] * 600 + far)
+    for size, reached in ((2, "over 99%"), (8, "100%")):
+        made = build_plan(geometry(), work, PlanOptions(host_gib=(size * BLOCK_GIB,)))
+        assert f"which is {reached} of what unlimited" in sentence(made, made.choices[0])
+
+
 def test_largest_size_is_recommended_if_none_reaches_the_knee() -> None:
     prompts = [[number] for number in range(8)] * 3 + [[1], [2]] * 5
     options = PlanOptions(host_gib=(BLOCK_GIB, 3 * BLOCK_GIB))

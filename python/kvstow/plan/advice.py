@@ -11,6 +11,7 @@ from kvstow.plan.tiers import GIB, LEAST_GAIN, MIB_PER_GIB, Choice, Plan
 DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
 """What the flag has in place of a folder that only the user knows."""
 _LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
+_ROUNDS_TO_ALL: Final = 0.995  # of the hits: 100% are all of them
 
 
 def sentence(plan: Plan, choice: Choice) -> str:
@@ -33,12 +34,13 @@ def sentence(plan: Plan, choice: Choice) -> str:
     else:
         why = ""
     share = (row.num_hits - row.disk_hits) / choice.curves.infinite
+    reached = "over 99%" if _ROUNDS_TO_ALL <= share < 1 else f"{share:.0%}"
     more = 100 * plan.hit_ratio(choice.doubled_hits)
     return (
         (
             f"Give the host tier {size(row.host_gib)}{beside}{why}: it saves "
             f"{plan.hit_ratio(row.saved_by_host):.1%} of the prompt tokens, "
-            f"{'all hits reach' if row.device_hits else 'which is'} {share:.0%} of what unlimited "
+            f"{'all hits reach' if row.device_hits else 'which is'} {reached} of what unlimited "
             f"memory hits, and twice the size adds "
             f"{f'{more:.1f} points' if more >= _LEAST_SHOWN else 'nothing'}."
         )
