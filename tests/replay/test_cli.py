@@ -252,6 +252,7 @@ def test_content_ids_need_chain(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{path}:2: the ids are not chained" in capsys.readouterr().err
     found = figures(capsys, str(path), "--chain", "--max-requests", "1")
     assert (found["blocks"], found["stored_blocks"]) == (6, 4)
+    assert found["prompt_tokens"] == 6 * 512
     # Only the third repeats a path, and all but the last block of it can be hit.
     assert found["hit_blocks"] == {"device": 1, "host": 0, "resumed": 0}
 

@@ -40,6 +40,7 @@ def figures_json(replay: ReplayState, *, interrupted: bool = False) -> dict[str,
         "options": asdict(replay.config) | in_force,
         "interrupted": interrupted,
         "requests": len(replay.trace.requests),
+        "prompt_tokens": sum(request.prompt_tokens for request in replay.trace.requests),
         "blocks": replay.trace.num_blocks,
         "asked_blocks": _num_asked(replay),
         "hit_blocks": {
