@@ -25,9 +25,23 @@ def found(**options: bool) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(**options)}
 
 
+class _NoCupy:
+    """Finds no cupy, as if it were not installed."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name.partition(".")[0] == "cupy":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def remove_cupy(patch: pytest.MonkeyPatch) -> None:
-    """Make `import cupy` fail."""
-    patch.setitem(sys.modules, "cupy", None)
+    """Make `import cupy` fail.
+
+    A None in `sys.modules` would do that, too. But other packages take any entry for a sign that
+    cupy is loaded.
+    """
+    patch.delitem(sys.modules, "cupy", raising=False)
+    patch.setattr(sys, "meta_path", [_NoCupy, *sys.meta_path])
 
 
 def test_machine_without_a_gpu_is_ok(
