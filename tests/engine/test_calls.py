@@ -29,11 +29,13 @@ from kvstow import (
     FullAttention,
     SlidingWindow,
     StateError,
+    StateSpace,
     StepAllocation,
     TransferError,
     UnknownRequest,
     hash_tokens,
 )
+from kvstow.engine.arguments import Group
 from kvstow.transfer import (
     READY,
     BlockLayout,
@@ -388,6 +390,21 @@ def test_constructor_names_the_argument_that_is_wrong(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         Engine(8, 8, [FullAttention(4)], layouts, **options)  # type: ignore[arg-type]
+
+
+def test_a_layout_whose_blocks_are_tokens_is_refused() -> None:
+    tokens = BlockLayout.from_arrays([np.zeros((8 * 4, 2), np.uint8)])
+    with pytest.raises(ConfigError, match=r"32 blocks, .* to \[blocks, 4, ...\]"):
+        Engine(8, 8, [FullAttention(4)], [tokens])
+    with pytest.raises(ConfigError, match="the layout of group 1"):
+        Engine(8, 8, [FullAttention(4), SlidingWindow(4, 8)], [layout(8), tokens])
+
+
+@pytest.mark.parametrize(
+    ("group", "num_blocks"), [(FullAttention(4), 31), (FullAttention(1), 8), (StateSpace(4), 32)]
+)
+def test_a_layout_with_more_blocks_than_the_pool_is_accepted(group: Group, num_blocks: int) -> None:
+    Engine(8, 8, [group], [layout(num_blocks)]).close()
 
 
 def test_failed_constructor_closes_the_movers_it_made() -> None:

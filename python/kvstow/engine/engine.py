@@ -60,7 +60,13 @@ from kvstow.engine.copies import Copies
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
 from kvstow.engine.publication import publish, store_freed
-from kvstow.engine.ranks import MakeMover, RankLayouts, build_arenas, checked_layouts
+from kvstow.engine.ranks import (
+    MakeMover,
+    RankLayouts,
+    build_arenas,
+    checked_layouts,
+    refuse_blocks_of_tokens,
+)
 from kvstow.engine.recovery import recover, settle
 from kvstow.engine.shared import SharedOptions
 from kvstow.engine.sleep import BlockIds, NewDevice, awaken, fall_asleep, restart
@@ -167,6 +173,7 @@ class Engine(Closing):
         check_sizes(blocks_per_slot=blocks_per_slot)
         check_max_in_flight_tokens(max_in_flight_tokens)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
+        refuse_blocks_of_tokens(rank_layouts, groups, num_device_blocks)
         load_timeout_s = checked_limit_s("load_timeout_s", load_timeout_s)
         store_timeout_s = checked_limit_s("store_timeout_s", store_timeout_s)
         check_names(mode=mode, policy=policy)

@@ -12,8 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, Job, KvstowError, TransferError
+from kvstow._core import ConfigError, Job, KvstowError, StateSpace, TransferError
 from kvstow.closing import call_all
+from kvstow.engine.arguments import Group
 from kvstow.engine.transfer import Direction
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
@@ -168,6 +169,26 @@ def checked_layouts(
                 )
         checked.append(list(own))
     return checked
+
+
+def refuse_blocks_of_tokens(
+    ranks: Sequence[Sequence[BlockLayout]], groups: Sequence[Group], num_blocks: int
+) -> None:
+    """Refuse a layout whose blocks are tokens.
+
+    Some engines keep their KV as [tokens, ...]. As a layout, that is memory for `block_size` times
+    as many blocks as the pool has. It is enough, but copies would take one token for each block.
+    """
+    for layouts in ranks:
+        for index, (layout, group) in enumerate(zip(layouts, groups, strict=True)):
+            size = 1 if isinstance(group, StateSpace) else group.block_size
+            if size > 1 and layout.num_blocks >= num_blocks * size:
+                raise ConfigError(
+                    f"the layout of group {index} has memory for {layout.num_blocks} blocks, and "
+                    f"the pool has {num_blocks} blocks of {size} tokens: is each of its blocks a "
+                    f"token? Then reshape its arrays from [tokens, ...] to [blocks, {size}, ...]. "
+                    f"If not, pass the first {num_blocks} blocks of the arrays alone"
+                )
 
 
 def _kind(given: object) -> str:
