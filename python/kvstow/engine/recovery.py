@@ -25,9 +25,14 @@ from kvstow.engine.state import State
 
 
 def recover(state: State, copies: Copies) -> None:
-    """Repair the state, if an exception has cut the last operation short."""
+    """Repair the state, if an exception has cut the last operation short.
+
+    Raises:
+        StateError: an operation is under way in another thread.
+    """
     if not state.change.is_torn:
         return
+    state.change.refuse_other_thread()
     if state.asleep is not None:
         state.forget_device()
     elif state.is_closed:

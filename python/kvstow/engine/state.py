@@ -30,6 +30,7 @@ from kvstow._core import (
 from kvstow.closing import call_all
 from kvstow.engine.answers import Ids, Landed
 from kvstow.engine.blueprint import Blueprint
+from kvstow.engine.change import Change
 from kvstow.engine.counts import HostCounts
 from kvstow.engine.ranks import Ranks
 from kvstow.engine.snapshot_file import HOST, Image, To
@@ -88,32 +89,6 @@ class Asleep:
     def is_in_file(self) -> bool:
         """Whether the host memory is released."""
         return self.to is not HOST
-
-
-class Change:
-    """Knows whether an operation was cut short. Enter it around what must happen as a whole.
-
-    Attributes:
-        is_torn: whether an operation has begun and has not ended well.
-    """
-
-    def __init__(self) -> None:
-        self.is_torn = False
-        self._is_committed = False
-
-    def __enter__(self) -> None:
-        """Begin an operation that may still be refused."""
-        self._is_committed = False
-        self.is_torn = True
-
-    def commit(self) -> None:
-        """From here on any exception leaves the engine torn."""
-        self._is_committed = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End it. A `KvstowError` before `commit` is a refusal that has changed nothing."""
-        if kind is None or (issubclass(kind, KvstowError) and not self._is_committed):
-            self.is_torn = False
 
 
 class State:
