@@ -85,7 +85,7 @@ impl Hashes {
     /// # Errors
     /// [`Error::Config`].
     pub(crate) fn check_continues(&self, known: &[BlockHash]) -> Result<()> {
-        let fix = "pass the request's last hash to hash_tokens as parent";
+        let fix = "hash only the tokens after the request's last hash, with that hash as parent";
         let why = match (self.parent, known.last()) {
             (Parent::Start, Some(_)) => {
                 format!("begin a prompt, and the request has {} hashes: {fix}", known.len())

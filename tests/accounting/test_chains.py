@@ -60,7 +60,7 @@ def test_extend_refuses_hashes_that_do_not_continue_the_request(
     accounting: Accounting, hashes: Hashes, problem: str
 ) -> None:
     accounting.add("one", KNOWN)
-    with pytest.raises(ConfigError, match=f"the hashes {problem}.*last hash to hash_tokens as"):
+    with pytest.raises(ConfigError, match=f"the hashes {problem}.*only the tokens after"):
         accounting.extend("one", hashes)
     accounting.extend("one", NEXT)
     accounting.check()

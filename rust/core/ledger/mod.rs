@@ -352,8 +352,8 @@ impl BlockLedger {
         let is_given = context.tokens.is_some() || context.extra_keys.is_some();
         if is_given && !self.pool.has_events() {
             return Err(Error::Config(
-                "tokens and extra keys are for events: pass events=True to the engine or ledger, or \
-                 leave them out"
+                "tokens and extra keys are for events: pass events=True to the engine or ledger, \
+                 events_path to the engine, or leave them out"
                     .to_owned(),
             ));
         }
