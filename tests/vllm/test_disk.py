@@ -392,7 +392,7 @@ def flip(path: Path) -> None:
         file.write(content.tobytes())
 
 
-def test_a_damaged_slot_is_a_miss(started: Started, disk: Path) -> None:
+def test_a_damaged_slot_is_a_miss(started: Started, disk: Path, log: list[str]) -> None:
     fill(started(), "a")
     server = started()
     server.close()
@@ -400,6 +400,11 @@ def test_a_damaged_slot_is_a_miss(started: Started, disk: Path) -> None:
     server = started()
     assert server.serve(server.begin("a")) == 0
     assert server.stats()["failed_promotes"] > 0
+    assert not [line for line in log if "not what was written" in line], "until vLLM asks"
+    (rank,) = server.ranks
+    below = rank.worker.below
+    assert below is not None and below.counted()["disk_mismatched_blocks"] > 0
+    assert len([line for line in log if "not what was written there" in line]) == 1
     server.forget()
     server.push_off_the_host()
     assert server.serve(server.begin("a")) > 0, "it was stored again"

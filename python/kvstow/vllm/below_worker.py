@@ -62,6 +62,7 @@ class LowerWorker:
         self._report = self._new_report()
         self._mode = self._watched.mode
         self._counted = Counted(self._watched)
+        self._has_warned = False
 
     def take(self, orders: LowerOrders) -> None:
         """Begin a step's jobs."""
@@ -135,7 +136,17 @@ class LowerWorker:
 
     def counted(self) -> dict[str, int]:
         """Return what has been counted since the last call, by the keys of the metrics."""
-        return self._counted.news()
+        counts = self._counted.news()
+        if counts.get("disk_mismatched_blocks") and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "kvstow: %d blocks of the %s tier of rank %d are not what was written there, and "
+                "requests recompute them. Later ones are only counted",
+                counts["disk_mismatched_blocks"],
+                self._name,
+                self._rank,
+            )
+        return counts
 
     def close(self) -> None:
         """Carry out every job that has begun, and close the tier."""
