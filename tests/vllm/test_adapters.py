@@ -113,7 +113,7 @@ def test_an_adapter_of_another_path_is_another_one(
 def test_another_path_counts_where_hashes_have_the_name_alone(
     server: Server, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As up to vLLM 0.31."""
+    """As in vLLM 0.30."""
     monkeypatch.setattr(
         adapters, "_gen_lora_extra_hash_keys", lambda request: [request.lora_request.lora_name]
     )

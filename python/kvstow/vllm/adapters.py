@@ -1,6 +1,6 @@
 """Which adapters (LoRA) changed under their name, so that blocks of before are of other weights.
 
-A block's hash has the name of the adapter, and from vLLM 0.32 on its path. vLLM loads an adapter
+A block's hash has the name of the adapter, and from vLLM 0.31 on its path. vLLM loads an adapter
 again if an operator asks for it, in place or after unloading it, or if it fell out of its memory
 for adapters. How old KV could be served then, and what prevents it:
 
