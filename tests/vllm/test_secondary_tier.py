@@ -356,6 +356,10 @@ def test_chunks_with_scales_of_the_first_request_are_not_warm(make: Make) -> Non
     assert not any(again.has(key) for key in KEYS)
 
 
+def _unchanged(_: Any) -> None:
+    pass
+
+
 def _tensorizer(config: Any) -> None:
     config.load_config.load_format = "tensorizer"
 
@@ -374,7 +378,7 @@ def _draft_of_a_hub(config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda _: None, _tensorizer, _trainer, _other_parts, _draft_of_a_hub]
+    "change", [_unchanged, _tensorizer, _trainer, _other_parts, _draft_of_a_hub]
 )
 @pytest.mark.parametrize("has_version", [True, False])
 def test_chunks_are_warm_only_if_the_weights_are_known(
@@ -383,11 +387,8 @@ def test_chunks_are_warm_only_if_the_weights_are_known(
     """By the files of the model, or by the file that names the weights."""
     (tmp_path / "version").write_text("one")
     options = {"weights_version_path": str(tmp_path / "version")} if has_version else {}
-    world = make(change=change, **options)
-    world.store(KEYS[:4])
-    world.close()
-    files_tell = change not in (_tensorizer, _trainer, _other_parts, _draft_of_a_hub)
-    assert make(change=change, **options).has(KEYS[0]) == (has_version or files_tell)
+    is_known = has_version or change is _unchanged
+    assert restarted(make, change=change, **options).has(KEYS[0]) == is_known
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
@@ -424,10 +425,7 @@ def test_chunks_of_a_model_with_code_elsewhere_are_not_warm(
     """A version of the weights does not name the code."""
     (tmp_path / "version").write_text("one")
     options = {"weights_version_path": str(tmp_path / "version")} if has_version else {}
-    world = make(change=_code_elsewhere, **options)
-    world.store(KEYS[:4])
-    world.close()
-    assert not make(change=_code_elsewhere, **options).has(KEYS[0])
+    assert not restarted(make, change=_code_elsewhere, **options).has(KEYS[0])
 
 
 def test_without_vllms_configuration_no_chunk_is_warm(

@@ -128,9 +128,8 @@ class Identity:
                 may_have_changed(str(model.model), self._folders[name])
                 for name, model in models_of(self.config).items()
             ),
-            "a part of its code comes from another repository": any(
-                has_code_elsewhere(model, self._folders[name])
-                for name, model in models_of(self.config).items()
+            "a part of its code comes from another repository": has_code_elsewhere(
+                self.config, self._folders
             ),
             "the file of weights_version_path has changed since this process began": (
                 version is not None and version_may_be_newer(version)

@@ -89,10 +89,9 @@ def _may_be_others(config: VllmConfig, folders: dict[str, Path | None]) -> bool:
     """Whether chunks may differ although the weights have the same name or content."""
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return True  # the scales of its first request
-    has_code = any(
-        has_code_elsewhere(model, folders[which]) for which, model in models_of(config).items()
-    )
-    return has_code or any(may_have_changed(str(each), each) for each in folders.values() if each)
+    if has_code_elsewhere(config, folders):
+        return True
+    return any(may_have_changed(str(each), each) for each in folders.values() if each)
 
 
 def _whole_configuration() -> VllmConfig | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -121,12 +122,16 @@ def _has_parts_elsewhere(model: Any) -> bool:
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
 
-def has_code_elsewhere(model: Any, folder: Path | None) -> bool:
-    """Whether code of a model may not be among its files.
+def has_code_elsewhere(config: VllmConfig, folders: Mapping[str, Path | None]) -> bool:
+    """Whether code of a model may not be among its files, which are in `folders`.
 
     If vLLM trusts its code, a model or its image processor may name another repository for that,
     or the user another revision.
     """
+    return any(_has_code_elsewhere(model, folders[it]) for it, model in models_of(config).items())
+
+
+def _has_code_elsewhere(model: Any, folder: Path | None) -> bool:
     if not getattr(model, "trust_remote_code", False):
         return False
     maps = [getattr(model.hf_config, "auto_map", None)]
