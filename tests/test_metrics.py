@@ -24,6 +24,7 @@ from kvstow import (
     OffloadScheduler,
     hash_tokens,
 )
+from kvstow.engine import counts
 from kvstow.observability.histogram import SIZE_BOUNDS_BYTES, Histogram, bucket
 from kvstow.observability.metrics import ALL_METRICS, HISTOGRAMS, METRICS, MetricsCollector
 from kvstow.replay import (
@@ -415,3 +416,10 @@ def test_import_without_prometheus_client_names_the_extra() -> None:
     assert done.stderr.splitlines()[-1] == (
         "ImportError: MetricsCollector needs prometheus_client: pip install 'kvstow[metrics]'"
     )
+
+
+def test_an_engine_counts_on_over_a_wake_what_the_metrics_export_as_counters() -> None:
+    """A figure of the wrong kind in `HostCounts` would be too high after a wake, or fall."""
+    counters = {key for one in METRICS if one.kind == "counter" for key in one.keys.values()}
+    stats = OffloadScheduler(8, [FullAttention(BLOCK)]).stats()
+    assert stats.keys() - counters == counts._GAUGES
