@@ -43,7 +43,9 @@ _ALL = 2**64 - 1
 _REMAINDERS = [_remainder(byte) for byte in range(256)]
 
 
-@pytest.mark.parametrize("row_bytes", [0, 1, 15, 16, 17, 127, 128, 255, 256, 257, 4096, 100_003])
+@pytest.mark.parametrize(
+    "row_bytes", [0, 1, 15, 16, 17, 127, 128, 255, 256, 257, 2047, 2048, 2049, 4096, 100_003]
+)
 def test_digests_are_crc64_nvme(row_bytes: int) -> None:
     rows = random_rows(5, row_bytes)
     found = row_digests(rows, [4, 0, 2])

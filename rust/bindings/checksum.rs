@@ -7,7 +7,9 @@
 //! the processor has. XXH3 needs a build for AVX2 to be as fast.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
+use crc_fast::Digest;
 use numpy::{Element, IntoPyArray, PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use prefetch_index::prefetch_index;
 use pyo3::prelude::*;
 
 use crate::convert::counts;
@@ -17,6 +19,12 @@ use crate::error::ConfigError;
 const BYTES_PER_BATCH: usize = 64 << 20;
 /// Fewer bytes are summed before another thread could take the interpreter lock and give it back.
 const MIN_BYTES_WITHOUT_LOCK: usize = 16 << 10;
+/// A row of blocks comes from memory. There, a processor of Intel sums 1.35 times as many bytes a
+/// second if each piece asks for the cache lines this far ahead. From a cache it takes twice as long,
+/// and is still three times as fast as memory.
+const PIECE_BYTES: usize = 2 << 10;
+const AHEAD_BYTES: usize = 1 << 10;
+const CACHE_LINE_BYTES: usize = 64;
 
 /// Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
 ///
@@ -53,7 +61,18 @@ pub(crate) fn row_digests<'py>(
     rows: &Bound<'py, PyAny>,
     row_ids: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-    of_rows(rows, row_ids, |row| crc_fast::checksum(Crc64Nvme, row))
+    of_rows(rows, row_ids, digest)
+}
+
+fn digest(row: &[u8]) -> u64 {
+    let mut sum = Digest::new(Crc64Nvme);
+    for (piece, begin) in row.chunks(PIECE_BYTES).zip((AHEAD_BYTES..).step_by(PIECE_BYTES)) {
+        for at in (begin..begin + piece.len()).step_by(CACHE_LINE_BYTES) {
+            prefetch_index(row, at);
+        }
+        sum.update(piece);
+    }
+    sum.finalize()
 }
 
 fn of_rows<'py, T: Element + Send>(
