@@ -2,7 +2,8 @@
 
     python documents.py [ADDRESS]
 
-If the server asks for an API key, set VLLM_API_KEY to it.
+ADDRESS is http://localhost:8000 unless given. If the server asks for an API key, set VLLM_API_KEY
+to it.
 
 Each prompt is a document and a question. Some documents are popular, others are rare. Each run asks
 the same questions, so two servers get equal prompts. Start the server anew for each run, because a
@@ -18,6 +19,9 @@ import time
 import urllib.request
 from http import HTTPStatus
 
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__.strip())
+    sys.exit()
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
 KEY = os.environ.get("VLLM_API_KEY", "")
 HEADERS = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})

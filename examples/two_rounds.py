@@ -2,7 +2,8 @@
 
     python two_rounds.py [ADDRESS]
 
-If the server asks for an API key, set VLLM_API_KEY to it.
+ADDRESS is http://localhost:8000 unless given. If the server asks for an API key, set VLLM_API_KEY
+to it.
 
 Start the server with a KV cache that holds fewer tokens than the eight prompts have.
 """
@@ -16,6 +17,9 @@ import time
 import urllib.request
 from http import HTTPStatus
 
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__.strip())
+    sys.exit()
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
 KEY = os.environ.get("VLLM_API_KEY", "")
 HEADERS = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})

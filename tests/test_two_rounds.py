@@ -88,7 +88,7 @@ def test_a_script_says_that_the_server_asks_for_an_api_key(name: str, given: str
 
 @pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
 def test_a_script_without_a_server_names_the_address(name: str) -> None:
-    for address in ("http://127.0.0.1:1", "localhost:1", "--help"):
+    for address in ("http://127.0.0.1:1", "localhost:1"):
         done = subprocess.run(
             [sys.executable, SCRIPT.with_name(name), address],
             capture_output=True,
@@ -99,3 +99,10 @@ def test_a_script_without_a_server_names_the_address(name: str) -> None:
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith(f"no vLLM server answers at {address} (")
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
+def test_help_asks_no_server(name: str) -> None:
+    command = [sys.executable, str(SCRIPT.with_name(name)), "--help"]
+    asked = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert asked.stdout.startswith("Ask a vLLM server")

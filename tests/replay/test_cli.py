@@ -194,7 +194,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--device-blocks", "0"], "device-blocks is 0"),
-        (["--device-blocks", "many"], "'many' is not a valid integer"),
+        (["--device-blocks", "many"], "device-blocks is 'many'; pass a whole number"),
         (["--host-blocks", "-1"], "host-blocks is -1"),
         (["--host-blocks", "2000000000"], "GiB"),
         (["--device-blocks", "20"], "19 of 20 device blocks are usable: pass --device-blocks"),
@@ -205,6 +205,9 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
             "layers and bytes-per-token are fixed for the model 'jamba'",
         ),
         (["--policy", "arc"], "'arc' is not one of 'lru', 'hit-density'"),
+        (["--policy", "lru,hit-density"], "a replay has one policy, so run it once for each"),
+        (["--model", "llama-3.1-8b"], "a model with full attention only, such as llama-3.1-8b, is"),
+        (["--host-blocks", "16GiB"], "host-blocks is '16GiB'; pass a whole number of blocks"),
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),
         (["--faults", "-1"], "faults is -1; it must be 0 to"),

@@ -3,8 +3,8 @@
 Here lie the reading of several traces as one, the curves, the simulation of what no curve can give,
 and the command with its reports.
 
-May import: kvstow._core, kvstow.engine, kvstow.geometry, kvstow.output, kvstow.replay,
-kvstow.report, kvstow.sizes, kvstow.transfer.
+May import: kvstow._core, kvstow.choices, kvstow.engine, kvstow.geometry, kvstow.output,
+kvstow.replay, kvstow.report, kvstow.sizes, kvstow.transfer.
 """
 
 from kvstow.plan.curves import Curves, knee

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstow._core import ConfigError
+from kvstow.choices import OneOf
 from kvstow.engine import Policy
 from kvstow.geometry import PRESETS, Geometry, find_model, lay_out
 from kvstow.geometry.layout import AUTO, DTYPE_BYTES, lay_out_evenly
@@ -106,7 +107,7 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
     "--policy",
-    type=click.Choice(get_args(Policy)),
+    type=OneOf(get_args(Policy), "; for both, give the option twice"),
     multiple=True,
     default=("lru",),
     show_default=True,

@@ -3,8 +3,8 @@
 Here lie the trace readers, the loop of a continuous-batching engine, the bytes that blocks must
 hold, faults, and the command's options and reports.
 
-May import: kvstow._core, kvstow.closing, kvstow.engine, kvstow.geometry, kvstow.memory,
-kvstow.output, kvstow.report, kvstow.sizes, kvstow.tiers, kvstow.transfer.
+May import: kvstow._core, kvstow.choices, kvstow.closing, kvstow.engine, kvstow.geometry,
+kvstow.memory, kvstow.output, kvstow.report, kvstow.sizes, kvstow.tiers, kvstow.transfer.
 """
 
 from pathlib import Path

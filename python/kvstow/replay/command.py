@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstow._core import ConfigError
+from kvstow.choices import OneOf
 from kvstow.closing import Closing
 from kvstow.output import Output, with_output, written_file
 from kvstow.replay import BUNDLED_TRACE
@@ -50,7 +51,7 @@ def _config_options(command: Callable[..., int]) -> Callable[..., int]:
         command = click.option(
             f"--{option.name}",
             name,
-            type=click.Choice(option.choices) if option.choices else kind,
+            type=OneOf(option.choices, option.of_choice) if option.choices else kind,
             default=None if option.default == () else option.default,
             callback=lambda _context, _own, given, parse=option.parse: (
                 None if given is None else parse(given)

@@ -49,6 +49,7 @@ class Option:
         parse: turns what the user types into the value.
         name: without the leading dashes; derived from the name of the field unless given.
         choices: the valid values; empty for a number or a path.
+        of_choice: what to know about the choices, for the error message.
         at_least: the least valid number, or number in a list.
         at_most: the largest one.
         unit: of the number, for the error message.
@@ -61,6 +62,7 @@ class Option:
     parse: Callable[[str], Any]
     name: str = ""
     choices: tuple[str, ...] = ()
+    of_choice: str = ""
     at_least: float = 1
     at_most: float = 2**31 - 1
     unit: str = ""
@@ -71,7 +73,9 @@ class Option:
         """Raise `ConfigError` unless the value is valid."""
         name = self.name
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(self.choices)}")
+            raise ConfigError(
+                f"{name} is {value!r}; it must be one of {', '.join(self.choices)}{self.of_choice}"
+            )
         for number in value if isinstance(value, tuple | list) else (value,):
             if number is None or isinstance(number, str):
                 continue
@@ -92,6 +96,20 @@ def _option(
 
 def _milliseconds(default: float, text: str) -> float:
     return _option(default, text, at_least=0, at_most=_MAX_STEP_MS, unit=" ms")
+
+
+def _blocks(name: str) -> Callable[[str], int]:
+    def parse(given: str) -> int:
+        try:
+            return int(given)
+        except ValueError:
+            raise ConfigError(
+                f"{name} is {given!r}; pass a whole number of blocks, such as 4096 (the JSON of "
+                "`kvstow plan` has the bytes of a model's block as model.host_block_bytes and "
+                "model.device_block_bytes_per_rank)"
+            ) from None
+
+    return parse
 
 
 def _bandwidth(given: str) -> float:
@@ -124,12 +142,18 @@ class ReplayConfig:
     """
 
     device_blocks: int = _option(
-        1024, "Number of blocks in the device pool, the null block included.", at_least=2
+        1024,
+        "Number of blocks in the device pool, the null block included.",
+        _blocks("device-blocks"),
+        metavar="N",
+        at_least=2,
     )
     host_blocks: int = _option(
         8192,
         "Number of slots in the host tier. A slot holds a block of one group, or as many as "
         "--blocks-per-slot says.",
+        _blocks("host-blocks"),
+        metavar="N",
         way_out=": pass 1 for as good as none",
     )
     policy: Policy = _option(
@@ -138,6 +162,7 @@ class ReplayConfig:
         "one with the fewest expected hits per unit of time, learned from earlier hits and "
         "evictions.",
         choices=get_args(Policy),
+        of_choice="; a replay has one policy, so run it once for each",
     )
     mode: Literal["eager", "lazy"] = _option(
         "eager",
@@ -182,6 +207,7 @@ class ReplayConfig:
         "Layers to replay. full stands for every model with full attention only, because sizes are "
         "in blocks; the others are hybrids.",
         choices=MODELS,
+        of_choice="; a model with full attention only, such as llama-3.1-8b, is full",
     )
     num_layers: int | None = _option(
         None, "Number of layers, for --model full. [default: 2]", int, name="layers", at_most=10_000
@@ -214,7 +240,10 @@ class ReplayConfig:
         metavar="PATH",
     )
     disk_blocks: int | None = _option(
-        None, "Number of slots in the disk tier, as large as those of the host. Needs --disk.", int
+        None,
+        "Number of slots in the disk tier, as large as those of the host. Needs --disk.",
+        _blocks("disk-blocks"),
+        metavar="N",
     )
     disk_admit: Literal["all", "returned"] = _option(
         "all",
