@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,11 @@ def remove_cupy(patch: pytest.MonkeyPatch) -> None:
     """Make `import cupy` fail.
 
     A None in `sys.modules` would do that, too. But other packages take any entry for a sign that
-    cupy is loaded.
+    cupy is loaded. torch comes first, because it looks into every loaded module while it loads. One
+    of those can be a part of cupy that loads itself at the first look, and half a torch would stay.
     """
+    with suppress(ImportError):
+        importlib.import_module("torch")
     patch.delitem(sys.modules, "cupy", raising=False)
     patch.setattr(sys, "meta_path", [_NoCupy, *sys.meta_path])
 
