@@ -19,7 +19,7 @@ from operator import attrgetter
 import pytest
 
 from kvstow.engine import Policy
-from kvstow.geometry import Geometry, KvGroup
+from kvstow.geometry import PRESETS, Geometry, KvGroup, find_model, lay_out
 from kvstow.plan import PlanTrace, Server, Workload, build_workload, read_traces
 from kvstow.plan.curves import exact_curves
 from kvstow.plan.traces import PlanRequest
@@ -71,13 +71,19 @@ def replayed(trace: Trace, model: str, device: int, host: int, policy: Policy = 
         ("gpt-oss", 700, 9000, "lru"),
         ("gpt-oss", 700, 2000, "hit-density"),
         ("gemma-3", 900, 20_000, "lru"),
+        ("gemma-3-27b", 1100, 20_000, "lru"),
     ],
 )
 def test_replay_without_overlap_hits_and_moves_exactly_what_is_simulated(
     model: str, device: int, host: int, policy: Policy
 ) -> None:
+    attentions = (
+        lay_out(find_model(model), BLOCK).attentions
+        if model in PRESETS
+        else [group.attention for group in build_model(model, BLOCK).groups]
+    )
     # One byte per block makes numbers of bytes numbers of blocks.
-    groups = tuple(KvGroup(one.attention, 1, 1) for one in build_model(model, BLOCK).groups)
+    groups = tuple(KvGroup(attention, 1, 1) for attention in attentions)
     geometry = Geometry(model, "", groups, BLOCK, 1, 1, 1, ())
 
     workload, trace = apart()

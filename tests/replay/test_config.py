@@ -35,7 +35,7 @@ NAN = math.nan
         ("bandwidth_bytes_per_s", NAN, "bandwidth is nan"),
         ("policy", "arc", "policy is 'arc'; it must be one of lru, hit-density"),
         ("mode", "lazi", "mode is 'lazi'; it must be one of eager, lazy"),
-        ("model", "gpt-2", "model is 'gpt-2'; it must be one of full, gemma-3, gpt-oss, jamba"),
+        ("model", "gpt-2", "model is 'gpt-2'; it must be the path of a config.json or one of"),
         ("mover", "gpu", "mover is 'gpu'; it must be one of auto, host, cuda"),
         ("verify", "some", "verify is 'some'; it must be one of all, sample, off"),
         (

@@ -1,11 +1,14 @@
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.replay.scenario import BLOCK, FULL_GROUP, NARROW_GROUP, STATE_GROUP, WINDOW_GROUP
 
-from kvstow import BlockLedger, ConfigError, FullAttention
+from kvstow import BlockLedger, ConfigError, FullAttention, SlidingWindow, StateSpace
+from kvstow.geometry import PRESETS
 from kvstow.replay.model import MODELS, ModelGroup, build_model
 
 
@@ -48,6 +51,41 @@ def test_only_the_full_model_takes_layers_and_bytes() -> None:
     for chosen in ({"num_layers": 2}, {"bytes_per_token": 8}):
         with pytest.raises(ConfigError, match=r"are fixed for the model 'jamba': leave them out"):
             build_model("jamba", 512, **chosen)
+
+
+def test_a_config_brings_its_groups(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(dict(PRESETS["gemma-3-27b"])))
+    for name in ("gemma-3-27b", str(path)):
+        kinds = [group.attention for group in build_model(name, 512).groups]
+        assert kinds == [SlidingWindow(512, 1024)] * 6 + [FullAttention(512)]
+
+
+def test_a_model_with_full_attention_alone_takes_layers_and_bytes() -> None:
+    model = build_model("qwen3-8b", 16, num_layers=3, bytes_per_token=12)
+    assert [group.attention for group in model.groups] == [FullAttention(16)]
+    assert (model.num_layers, model.bytes_per_token) == (3, 12)
+    with pytest.raises(ConfigError, match="are fixed for the model 'gpt-oss-20b'"):
+        build_model("gpt-oss-20b", 16, num_layers=3)
+
+
+def test_a_model_that_no_replay_imitates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs blocks of 1024 tokens.* stands for 512"):
+        build_model("granite-4.0-h-small", 512)
+    states = build_model("granite-4.0-h-small", 1024)
+    assert any(group.attention == StateSpace(1024) for group in states.groups)
+    path = tmp_path / "config.json"
+    chunked = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "hidden_size": 1024,
+        "attention_chunk_size": 8192,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "torch_dtype": "bfloat16",
+    }
+    path.write_text(json.dumps(chunked))
+    with pytest.raises(ConfigError, match=r"has local chunks of 8,192 tokens.* check its size on"):
+        build_model(str(path), 512)
 
 
 def test_a_page_has_room_for_every_group() -> None:

@@ -12,7 +12,7 @@ from kvstow.engine import Policy
 from kvstow.geometry import find_model, lay_out
 from kvstow.memory import free_memory
 from kvstow.replay.device import MoverKind
-from kvstow.replay.model import MODELS, ReplayModel, build_model
+from kvstow.replay.model import ReplayModel, build_model, check_model
 from kvstow.sizes import parse_bytes
 from kvstow.tiers import SlotFile
 from kvstow.transfer.arena import slot_stride_bytes
@@ -204,10 +204,9 @@ class ReplayConfig:
     )
     model: str = _option(
         "full",
-        "Layers to replay. full stands for every model with full attention only, because sizes are "
-        "in blocks; the others are hybrids.",
-        choices=MODELS,
-        of_choice="; a model with full attention only, such as llama-3.1-8b, is full",
+        "Layers to replay: full, for every model with full attention only, because sizes are in "
+        "blocks; one of the hybrids gemma-3, gpt-oss and jamba; or a model as for kvstow plan.",
+        metavar="MODEL",
     )
     num_layers: int | None = _option(
         None, "Number of layers, for --model full. [default: 2]", int, name="layers", at_most=10_000
@@ -299,6 +298,7 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         for name, option in self.options().items():
             option.check(getattr(self, name))
+        check_model(self.model)
         if (self.disk is None) != (self.disk_blocks is None):
             raise ConfigError(
                 f"disk is {self.disk} and disk-blocks {self.disk_blocks}; a disk tier needs both, "

@@ -5,6 +5,7 @@
     gemma-3   5 of 6 layers attend to a sliding window of 1,024 tokens: five groups, and a full one
     gpt-oss   every other layer attends to a sliding window of 128 tokens
     jamba     7 of 8 layers are recurrent: a group of state, larger than that of full attention
+    any       a model of `kvstow plan`, or a `config.json`: its groups, each of one small layer
 
 All groups allocate from one pool, and their blocks overlay the same bytes of the device. As in
 vLLM, a group has layers of one kind, and layers of one kind may form several groups so that all
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
-from kvstow._core import ConfigError, FullAttention, SlidingWindow, StateSpace
+from kvstow._core import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
+from kvstow.geometry import find_model, lay_out
 from kvstow.replay.content import Geometry, page_shape
 
 Attention: TypeAlias = FullAttention | SlidingWindow | StateSpace
@@ -124,6 +126,7 @@ _WINDOW_128 = partial(SlidingWindow, window=128)
 _WINDOW_1024 = partial(SlidingWindow, window=1024)
 _FULL: Final = "full"
 _FULL_LAYERS, _FULL_BYTES_PER_TOKEN = 2, 8
+_HYBRID_BYTES_PER_TOKEN: Final = 4
 _HYBRIDS: Final = {
     "gemma-3": (_GroupForm(FullAttention, 1, 4), *[_GroupForm(_WINDOW_1024, 1, 4)] * 5),
     "gpt-oss": (_GroupForm(_WINDOW_128, 2, 8), _GroupForm(FullAttention, 2, 8)),
@@ -139,16 +142,53 @@ def build_model(
     num_layers: int | None = None,
     bytes_per_token: int | None = None,
 ) -> ReplayModel:
-    """Return one of `MODELS`. Only the full model takes layers and bytes per token."""
-    if name == _FULL:
+    """Return one of `MODELS`, or a model that `find_model` finds.
+
+    Only a model with full attention alone takes layers and bytes per token.
+
+    Raises:
+        ConfigError: no such model, one whose groups a replay cannot imitate, or layers or bytes for
+            a hybrid.
+    """
+    groups = () if name in MODELS else _groups_of(name, block_size)
+    if name == _FULL or len(groups) == 1:
         layers = _FULL_LAYERS if num_layers is None else num_layers
         token_bytes = _FULL_BYTES_PER_TOKEN if bytes_per_token is None else bytes_per_token
         forms: tuple[_GroupForm, ...] = (_GroupForm(FullAttention, layers, token_bytes),)
     elif num_layers is None and bytes_per_token is None:
-        forms = _HYBRIDS[name]
+        forms = () if groups else _HYBRIDS[name]
     else:
         raise ConfigError(
             f"layers and bytes-per-token are fixed for the model {name!r}: leave them out, or pass "
             f"--model {_FULL}"
         )
-    return ReplayModel(name, tuple(form.build(block_size) for form in forms))
+    return ReplayModel(name, tuple(form.build(block_size) for form in forms) or groups)
+
+
+def check_model(name: str) -> None:
+    """Raise `ConfigError` unless there is such a model."""
+    if name not in MODELS:
+        try:
+            find_model(name)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. A replay also takes {', '.join(MODELS)}") from None
+
+
+def _groups_of(name: str, block_size: int) -> tuple[ModelGroup, ...]:
+    layout = lay_out(find_model(name), block_size)
+    if layout.block_tokens != block_size:
+        raise ConfigError(
+            f"the model {name!r} needs blocks of {layout.block_tokens} tokens, so that one has "
+            f"room for a recurrent state, and an id of the trace stands for {block_size}: convert "
+            "the requests with blocks of that size, or pass --model jamba"
+        )
+    geometry = Geometry(block_size, 1, _HYBRID_BYTES_PER_TOKEN)
+    groups = []
+    for group in layout.groups:
+        if isinstance(group.attention, ChunkedLocal):
+            raise ConfigError(
+                f"the model {name!r} has {group}, which no replay imitates: check its size on a "
+                "server"
+            )
+        groups.append(ModelGroup(group.attention, geometry))
+    return tuple(groups)
