@@ -1,6 +1,8 @@
 """What does a curve cost, and how far is a sampled one off?
 
-    .venv/bin/python -m benches.curve TRACE...         (a name with "ragpulse": the content form)
+    .venv/bin/python -m benches.curve [--block-size TOKENS] [--chain] TRACE...
+
+`--chain` is for traces whose ids name passages. A name with "ragpulse" needs no option.
 
 Three questions:
 
@@ -25,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from benches.traces import parser, run
+from benches.traces import add_form, names_passages, parser, run
 
 import kvstow
 from kvstow import HitCurve, clairvoyant_hits
@@ -44,8 +46,8 @@ ONLINE_BYTES = 32 * 2**20
 class Requests:
     """The prompts of a trace as digests and as chained 64-bit keys."""
 
-    def __init__(self, path: Path) -> None:
-        trace = read_trace(path, chain="ragpulse" in path.name)
+    def __init__(self, path: Path, block_size: int, chains: bool) -> None:
+        trace = read_trace(path, chain=names_passages(path, chains), block_size=block_size)
         ids = [request.trace_ids for request in trace.requests]
         self.prompts = [kvstow.hash_tokens(prompt, 1, algorithm="xxhash_cbor") for prompt in ids]
         self.name = path.name
@@ -165,7 +167,10 @@ def large_curve() -> int:
 def main() -> int:
     if sys.argv[1:] == ["--large"]:  # the process of question 1 that has nothing else
         return large_curve()
-    traces = [Requests(Path(name)) for name in parser(__doc__).parse_args().traces]
+    options = parser(__doc__)
+    add_form(options)
+    given = options.parse_args()
+    traces = [Requests(Path(name), given.block_size, given.chain) for name in given.traces]
     failures: list[str] = []
     print("Exact curves\n")
     for requests in traces:

@@ -43,6 +43,12 @@ def read(name: str) -> Trace:
     try:
         return read_trace(name)
     except kvstow.ConfigError as error:
+        if "pass --block-size" in str(error):
+            problem = str(error).partition(": pass --block-size")[0]
+            raise kvstow.ConfigError(
+                f"{problem}. This bench takes blocks of {UNIT} tokens only: convert the token ids "
+                f"with kvstow trace convert --block-size {UNIT}"
+            ) from None
         if "the ids are not chained" not in str(error):
             raise
         problem = str(error).partition(". Pass --chain")[0]

@@ -1,9 +1,9 @@
 """How far is a plan from a replay of the same sizes, and how long does it take?
 
     .venv/bin/python -m benches.plan [--policy POLICY] [--mode MODE] [--model MODEL]
-        [--block-size TOKENS] [TRACE...]
+        [--block-size TOKENS] [--chain] [TRACE...]
 
-A name with "ragpulse" is a trace in the content form.
+`--chain` is for traces whose ids name passages. A name with "ragpulse" needs no option.
 
 Without a trace the bench takes the bundled one. The plan is pure accounting, one request after the
 other. The replay runs an engine in virtual time: requests overlap, are preempted, and wait for
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from benches.traces import parser, run
+from benches.traces import add_form, names_passages, parser, run
 
 import kvstow.plan
 from kvstow.engine import Policy
@@ -24,7 +24,6 @@ from kvstow.geometry import Geometry, KvGroup
 from kvstow.plan.simulate import Mode
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
 from kvstow.replay.model import build_model
-from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
 # A plan has fewer states than the replay of a model with recurrent states.
 MODELS = ("full", "gpt-oss", "gemma-3")
@@ -55,9 +54,10 @@ def lay_out(model: str, block_size: int) -> Geometry:
     return Geometry(model, "", groups, block_size, 1, 1, 1, ())
 
 
-def compare(name: str, policy: Policy, mode: Mode, model: str, block_size: int) -> None:
+def compare(
+    name: str, policy: Policy, mode: Mode, model: str, block_size: int, *, chain: bool
+) -> None:
     """Print a line for each pair of sizes."""
-    chain = "ragpulse" in name
     begin_s = time.process_time()
     trace = kvstow.plan.read_traces([name], chain=chain, block_size=block_size)
     geometry = lay_out(model, trace.block_size)
@@ -98,10 +98,11 @@ def main() -> int:
     options.add_argument("--policy", choices=get_args(Policy), default="lru")
     options.add_argument("--mode", choices=get_args(Mode), default="eager")
     options.add_argument("--model", choices=MODELS, default="full")
-    options.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE)
+    add_form(options)
     given = options.parse_args()
     for name in given.traces or [str(BUNDLED_TRACE)]:
-        compare(name, given.policy, given.mode, given.model, given.block_size)
+        chain = names_passages(name, given.chain)
+        compare(name, given.policy, given.mode, given.model, given.block_size, chain=chain)
     return 0
 
 

@@ -1,6 +1,8 @@
 """Which eviction policy gives a host tier more hits on a request trace?
 
-    .venv/bin/python -m benches.policies TRACE...      (a name with "ragpulse": the content form)
+    .venv/bin/python -m benches.policies [--block-size TOKENS] [--chain] TRACE...
+
+`--chain` is for traces whose ids name passages. A name with "ragpulse" needs no option.
 
 The bench is pure accounting through the public `OffloadScheduler`. Requests come one after the
 other, there is no device cache, and jobs end at once. For each request, the bench looks up its
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from benches.traces import parser, run
+from benches.traces import add_form, names_passages, parser, run
 
 import kvstow
 from kvstow.engine import Policy
@@ -68,9 +70,9 @@ class Requests:
         return num_hits / self.num_blocks * 100
 
 
-def compare(path: Path) -> Iterator[str]:
+def compare(path: Path, block_size: int, chain: bool) -> Iterator[str]:
     """Print a trace's table, and yield each expectation that fails."""
-    trace = read_trace(path, chain="ragpulse" in path.name)
+    trace = read_trace(path, chain=names_passages(path, chain), block_size=block_size)
     forms = [Requests(trace, full_blocks=full_blocks) for full_blocks in (False, True)]
     print(f"\n{path.name}: {len(trace.requests):,} requests; ", end="")
     print(f"{forms[0].num_blocks:,} blocks, {forms[1].num_blocks:,} of them full")
@@ -94,8 +96,14 @@ def compare(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    names = parser(__doc__).parse_args().traces
-    failures = [failure for name in names for failure in compare(Path(name))]
+    options = parser(__doc__)
+    add_form(options)
+    given = options.parse_args()
+    failures = [
+        failure
+        for name in given.traces
+        for failure in compare(Path(name), given.block_size, given.chain)
+    ]
     print("\nThe condition does not hold:" if failures else "\nThe condition holds.")
     print("\n".join(failures))
     return 1 if failures else 0

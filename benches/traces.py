@@ -3,8 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import kvstow
+from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
 BAD_INPUT = 2
 
@@ -14,6 +16,17 @@ def parser(doc: str, *, traces: str = "+") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc.partition("\n")[0])
     made.add_argument("traces", metavar="TRACE", nargs=traces, help="a trace in the Mooncake form")
     return made
+
+
+def add_form(made: argparse.ArgumentParser) -> None:
+    """Add the options that say what the ids of the traces name, as those of `kvstow replay` do."""
+    made.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE, help="tokens per id")
+    made.add_argument("--chain", action="store_true", help="the ids name passages, as in RAGPulse")
+
+
+def names_passages(path: str | Path, chain: bool) -> bool:
+    """Whether to chain the ids of this trace; RAGPulse needs no option."""
+    return chain or "ragpulse" in Path(path).name
 
 
 def run(main: Callable[[], int]) -> None:

@@ -58,6 +58,36 @@ def test_partial_blocks_refuses_ids_of_passages_before_it_prints(
     assert "--chain" not in line
 
 
+def test_partial_blocks_names_no_option_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"timestamp": 0, "input_length": 40, "output_length": 1, "hash_ids": [0, 1, 2]}
+    trace = tmp_path / "blocks16.jsonl"
+    trace.write_text(json.dumps(row) + "\n")
+    assert exit_status(monkeypatch, partial_blocks, str(trace)) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "found 3 hash_ids, expected 1 (ceil(40 / 512)). This bench takes blocks of 512" in line
+    assert line.endswith("kvstow trace convert --block-size 512")
+
+
+@pytest.mark.parametrize("form", ["--block-size", "--chain"])
+def test_policies_bench_takes_the_option_that_its_error_names(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(policies, "CAPACITIES", [2])
+    second = [0, 1, 3] if form == "--block-size" else [1, 0, 3]
+    row = {"timestamp": 0, "input_length": 40, "output_length": 1}
+    rows = [json.dumps(row | {"hash_ids": ids}) for ids in ([0, 1, 2], second)]
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text("".join(f"{one}\n" for one in rows))
+    assert exit_status(monkeypatch, policies, str(trace)) == 2
+    assert form in capsys.readouterr().err
+    option = [form, "16"] if form == "--block-size" else [form]
+    assert exit_status(monkeypatch, policies, *option, str(trace)) == 0
+    num_full = 4 if form == "--block-size" else 6
+    assert f"2 requests; 6 blocks, {num_full} of them full" in capsys.readouterr().out
+
+
 def test_plan_bench_compares_each_policy_with_its_own_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
