@@ -300,9 +300,11 @@ async def more_than_the_pool(server: Server, asked: argparse.Namespace) -> str:
     if not after["vllm:external_prefix_cache_queries_total"]:
         return f"{len(prompts)} of {server.prompt_tokens:,} tokens, no connector; {compared}"
     if not hits:
+        least = server.pool_tokens // server.prompt_tokens + 1  # prompts that exceed the KV cache
+        fewer = f", or lower --tc3, to {least} at least" if least < len(prompts) else ""
         raise Failure(
-            "asked again, no token came from the host: give it a host tier larger than "
-            f"{num_tokens:,} tokens"
+            f"asked again, no token came from the host: the prompts are {num_tokens:,} tokens, so "
+            f"give it a host tier larger than that{fewer}"
         )
     if after["kvstow_capacity_blocks"] and not (stored and loaded):
         raise Failure(
