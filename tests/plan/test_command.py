@@ -502,9 +502,13 @@ def test_device_too_small_for_a_request_has_no_line_of_hit_density(
     assert DENSITY_LINE not in series_of(page)
     [warning] = printed.err.splitlines()
     assert warning.startswith("kvstow: the KV cache on the GPU holds 7 blocks, and the request of ")
-    [gib] = re.findall(r"pass --device-gib ([\d.]+) or more\. vLLM cannot serve", warning)
-    assert plan("--device-gib", gib, "--host-gib", "64") == 0
-    assert not capsys.readouterr().err
+    passed = r"pass --device-blocks (\d+) or --device-gib ([\d.]+) or more\. vLLM cannot serve"
+    [(blocks, gib)] = re.findall(passed, warning)
+    for option, size in ("--device-blocks", blocks), ("--device-gib", gib):
+        assert plan(option, size, "--host-gib", "64") == 0
+        assert not capsys.readouterr().err
+    assert plan("--device-blocks", str(int(blocks) - 1), "--host-gib", "64") == 0
+    assert "needs" in capsys.readouterr().err
 
 
 def test_bound_beside_a_device_is_that_of_one_cache_alone(pages: dict[str, Path]) -> None:

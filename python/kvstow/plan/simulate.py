@@ -119,8 +119,8 @@ class Server:
         gib = math.ceil(gib / last_digit) * last_digit  # of four; a size below has no room
         return (
             f"the KV cache on the GPU holds {num_device} blocks, and the request of "
-            f"{max(self.workload.total_tokens)} tokens needs {num_needed}: pass --device-gib "
-            f"{gib:.4g} or more"
+            f"{max(self.workload.total_tokens)} tokens needs {num_needed}: pass --device-blocks "
+            f"{num_needed + 1} or --device-gib {gib:.4g} or more"
         )
 
     def serve(self, num_host_blocks: int) -> Simulation:
