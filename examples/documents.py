@@ -46,7 +46,7 @@ def served_model() -> str:
             sys.exit(f"the server at {ADDRESS} asks for an API key: set VLLM_API_KEY to it")
         sys.exit(
             f"no vLLM server answers at {ADDRESS} ({error}): wait until it logs `Application "
-            "startup complete`, or pass its address, such as http://localhost:8000"
+            "startup complete`, or pass its own address, such as http://HOST:PORT"
         )
 
 
