@@ -590,7 +590,7 @@ def test_request_id_of_a_wrong_type_is_unknown() -> None:
         ({"world_size": "2"}, "world_size"),
         ({"world_size": 0}, "world_size is 0, outside 1 to"),
         ({"num_host_blocks": 0}, "num_host_blocks is 0, outside 1 to 2147483646"),
-        ({"num_host_blocks": "2"}, "num_host_blocks must be an integer, got '2'"),
+        ({"num_host_blocks": "1GiB"}, "got '1GiB'; pass how many slots .*, not its bytes"),
         ({"num_device_blocks": "8"}, "num_device_blocks must be an integer, got '8'"),
         ({"blocks_per_slot": None}, "blocks_per_slot must be an integer"),
         ({"layouts": 3}, "layouts"),

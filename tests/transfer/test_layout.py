@@ -174,7 +174,7 @@ def read_only() -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         (np.zeros((4, 8), dtype=object), "Python objects"),
         (read_only(), "read-only"),
         (np.broadcast_to(np.zeros(8, dtype=np.uint8), (4, 8)), "read-only"),
-        ([[0] * 8] * 4, "is a list"),
+        ([[0] * 8] * 4, "is of type list"),
     ],
 )
 def test_from_arrays_refuses(
@@ -188,6 +188,19 @@ def test_from_arrays_refuses_what_is_no_list() -> None:
     arrays: Any = None
     with pytest.raises(ConfigError, match="arrays is of type NoneType, expected a list"):
         BlockLayout.from_arrays(arrays)
+
+
+def test_each_way_to_make_a_layout_names_the_other_one() -> None:
+    torch = pytest.importorskip("torch")
+    array = np.zeros((4, 8), dtype=np.uint8)
+    with pytest.raises(
+        ConfigError, match=r"is of type Tensor, .*: pass torch tensors to from_tensors"
+    ):
+        BlockLayout.from_arrays([torch.zeros(4, 8)])
+    with pytest.raises(
+        ConfigError, match=r"is of type ndarray, .*: pass numpy arrays to from_arrays"
+    ):
+        BlockLayout.from_tensors([array])  # type: ignore[list-item]
 
 
 def test_from_arrays_refuses_arrays_of_different_pools() -> None:

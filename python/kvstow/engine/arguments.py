@@ -97,7 +97,8 @@ def check_num_device_blocks(num_blocks: object) -> None:
 
 def check_num_host_blocks(num_blocks: object) -> None:
     """Refuse a host tier without a slot."""
-    checked_int("num_host_blocks", num_blocks, 1, MAX_BLOCKS - 1, "pass the slots of the host tier")
+    fix = "pass how many slots the host tier has, not its bytes"
+    checked_int("num_host_blocks", num_blocks, 1, MAX_BLOCKS - 1, fix)
 
 
 def check_world_size(num_ranks: object) -> None:

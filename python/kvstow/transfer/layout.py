@@ -260,8 +260,8 @@ def _region_of(name: str, array: npt.NDArray[np.generic]) -> Region:
     """Return the region of an array of shape [num_blocks, ...]."""
     if not isinstance(array, np.ndarray):
         raise ConfigError(
-            f"{name} is a {type(array).__name__}, expected a numpy array: for other memory build "
-            "Region objects from its addresses, and pass its owners"
+            f"{name} is of type {type(array).__name__}, expected a numpy array: pass torch tensors "
+            "to from_tensors, and build Region objects for other memory"
         )
     if array.dtype.hasobject or not array.flags.writeable:
         kind = "holds Python objects" if array.dtype.hasobject else "is read-only"
@@ -273,8 +273,8 @@ def _region_of_tensor(name: str, tensor: Tensor) -> Region:
     """Return the region of a tensor of shape [num_blocks, ...]."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
-            f"{name} is a {type(tensor).__name__}, expected a torch tensor: pass numpy arrays to "
-            "from_arrays, and build Region objects for other memory"
+            f"{name} is of type {type(tensor).__name__}, expected a torch tensor: pass numpy "
+            "arrays to from_arrays, and build Region objects for other memory"
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(
