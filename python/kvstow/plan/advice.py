@@ -71,12 +71,12 @@ def _disk_sentence(plan: Plan, choice: Choice) -> str:
 
 
 def _small_host_sentence(plan: Plan, choice: Choice) -> str:
-    """Return what the largest disk adds below the smallest host tier, if that is another row.
+    """Return what the best disk adds below the smallest host tier, if that is another row.
 
-    The recommendation is about the host tier, and a small one above a large disk may do as well.
+    Of disks with equal hits, it is the smallest. The recommendation is about the host tier, and a small one above a large disk may do as well.
     """
     own = [row for row in plan.rows if row.device_gib == choice.device_gib]
-    row = min(own, key=lambda one: (one.host_gib, -(one.disk_gib or 0)))
+    row = min(own, key=lambda one: (one.host_gib, -one.num_hits, one.disk_gib or 0))
     if row.disk_gib is None or row == choice.judged or plan.hit_ratio(row.disk_hits) < LEAST_GAIN:
         return ""
     alone = plan.hit_ratio(row.num_hits - row.disk_hits)
