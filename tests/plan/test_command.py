@@ -267,8 +267,8 @@ def test_small_host_above_a_large_disk_is_compared(capsys: pytest.CaptureFixture
         f"{compared}64 GiB hits {alone:.1%} of the prompt tokens, and {row['hit_ratio']:.1%} with "
         "a disk of 1,024 GiB."
     ) in made["recommendations"][0]["sentence"]
-    assert plan("--host-gib", "64,512", "--disk-gib", "4096,8192") == 0
-    assert "with a disk of 4,096 GiB" in " ".join(capsys.readouterr().out.split())
+    assert plan("--host-gib", "64,512", "--disk-gib", "256,1024,8192") == 0
+    assert "with a disk of 1,024 GiB" in " ".join(capsys.readouterr().out.split())
     for sizes in (["64,512"], ["512", "--disk-gib", "64"], ["64", "--disk-gib", "1024"]):
         assert plan("--host-gib", *sizes) == 0
         assert compared not in capsys.readouterr().out, sizes
