@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from fcntl import ioctl
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kvstow.choices import OneOf
 from kvstow.closing import Closing
 from kvstow.output import Output, with_output, written_file
 from kvstow.replay import BUNDLED_TRACE
-from kvstow.replay.config import ReplayConfig
+from kvstow.replay.config import Option, ReplayConfig
 from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.fleet_command import (
     FLEET_OPTIONS,
@@ -44,6 +45,21 @@ _REFRESH_S = 0.1
 _PIPE_PATIENCE_MS = 200
 
 
+def _default(option: Option) -> object:
+    if option.of_choice:
+        return [option.default]
+    return None if option.default == () else option.default
+
+
+def _parse(option: Option, _context: click.Context, _own: click.Parameter, given: Any) -> object:
+    """Return the value of what the user typed, which must be one if the option says so."""
+    if option.of_choice:
+        if len(given) > 1:
+            raise click.BadParameter(f"given {len(given)} times{option.of_choice}.")
+        (given,) = given
+    return None if given is None else option.parse(given)
+
+
 def _config_options(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of `ReplayConfig`, under the names of its fields."""
     for name, option in reversed(ReplayConfig.options().items()):
@@ -52,10 +68,10 @@ def _config_options(command: Callable[..., int]) -> Callable[..., int]:
             f"--{option.name}",
             name,
             type=OneOf(option.choices, option.of_choice) if option.choices else kind,
-            default=None if option.default == () else option.default,
-            callback=lambda _context, _own, given, parse=option.parse: (
-                None if given is None else parse(given)
-            ),
+            default=_default(option),
+            # `kvstow plan` takes several policies. Here the last one alone would count, unseen.
+            multiple=bool(option.of_choice),
+            callback=partial(_parse, option),
             show_default=True,
             metavar=option.metavar,
             help=option.text,
