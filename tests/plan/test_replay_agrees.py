@@ -1,6 +1,8 @@
 """A plan says what a replay of the same sizes hits.
 
-A replay of requests that do not overlap hits exactly what the plan says. Where they overlap, only
+A replay of requests that do not overlap hits exactly what the plan says. (With hit-density this
+holds for the sizes below. In blocks of 16 tokens, the two can differ by tenths of a point.) Where
+they overlap, only
 the order in which requests look up and rank their blocks differs. Requests that overlap hold no
 more blocks than the device has. So between two uses of a block the replay sees at most that many
 blocks more or fewer than the plan, and its hits lie between those of tiers that are smaller or
