@@ -73,7 +73,8 @@ def _disk_sentence(plan: Plan, choice: Choice) -> str:
 def _small_host_sentence(plan: Plan, choice: Choice) -> str:
     """Return what the best disk adds below the smallest host tier, if that is another row.
 
-    Of disks with equal hits, it is the smallest. The recommendation is about the host tier, and a small one above a large disk may do as well.
+    Of disks with equal hits, it is the smallest. The recommendation is about the host tier, and a
+    small one above a large disk may do as well.
     """
     own = [row for row in plan.rows if row.device_gib == choice.device_gib]
     row = min(own, key=lambda one: (one.host_gib, -one.num_hits, one.disk_gib or 0))
