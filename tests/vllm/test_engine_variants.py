@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.vllm import models
 from tests.vllm.engine import (
     BLOCK_SIZE,
+    DAMAGE,
     TOLERANCE,
     Answer,
     Engine,
@@ -139,6 +140,23 @@ def make_adapter(folder: Path, seed: int) -> Path:
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+@full
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_8_bit_cache_comes_back_from_the_host(
+    folder: Path, expected: dict[str, list[Answer]], dtype: str
+) -> None:
+    with running(folder, options=None, kv_cache_dtype=dtype) as engine:
+        alone = engine.generate(PROMPTS)
+    assert difference(alone, expected["plain"]) > TOLERANCE, "the engine stores 8 bits"
+    with running(folder, kv_cache_dtype=dtype) as engine:
+        rounds_agree(engine, PROMPTS, alone)
+        assert engine.worker.arena is not None
+        engine.worker.arena.slots.view("uint8")[:, ::3] ^= 0x40  # the negative control
+        damaged = engine.generate(PROMPTS)
+        assert [one.num_cached for one in damaged] == [NUM_HIT] * len(PROMPTS)
+        assert difference(damaged, alone) > DAMAGE
 
 
 @full
