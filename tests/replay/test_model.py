@@ -69,6 +69,15 @@ def test_a_model_with_full_attention_alone_takes_layers_and_bytes() -> None:
         build_model("gpt-oss-20b", 16, num_layers=3)
 
 
+def test_a_model_of_windows_alone_is_none_with_full_attention(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(dict(PRESETS["llama-3.1-8b"]) | {"sliding_window": 4096}))
+    groups = build_model(str(path), 512).groups
+    assert [group.attention for group in groups] == [SlidingWindow(512, 4096)]
+    with pytest.raises(ConfigError, match="are fixed for the model"):
+        build_model(str(path), 512, num_layers=3)
+
+
 def test_a_model_that_no_replay_imitates_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs blocks of 1024 tokens.* stands for 512"):
         build_model("granite-4.0-h-small", 512)

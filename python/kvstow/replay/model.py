@@ -150,19 +150,20 @@ def build_model(
         ConfigError: no such model, one whose groups a replay cannot imitate, or layers or bytes for
             a hybrid.
     """
-    groups = () if name in MODELS else _groups_of(name, block_size)
-    if name == _FULL or len(groups) == 1:
+    if name in _HYBRIDS:
+        groups = tuple(form.build(block_size) for form in _HYBRIDS[name])
+    else:
+        groups = () if name == _FULL else _groups_of(name, block_size)
+    if all(isinstance(group.attention, FullAttention) for group in groups):
         layers = _FULL_LAYERS if num_layers is None else num_layers
         token_bytes = _FULL_BYTES_PER_TOKEN if bytes_per_token is None else bytes_per_token
-        forms: tuple[_GroupForm, ...] = (_GroupForm(FullAttention, layers, token_bytes),)
-    elif num_layers is None and bytes_per_token is None:
-        forms = () if groups else _HYBRIDS[name]
-    else:
+        groups = (_GroupForm(FullAttention, layers, token_bytes).build(block_size),)
+    elif num_layers is not None or bytes_per_token is not None:
         raise ConfigError(
             f"layers and bytes-per-token are fixed for the model {name!r}: leave them out, or pass "
             f"--model {_FULL}"
         )
-    return ReplayModel(name, tuple(form.build(block_size) for form in forms) or groups)
+    return ReplayModel(name, groups)
 
 
 def check_model(name: str) -> None:
