@@ -3,7 +3,7 @@ import io
 import re
 from pathlib import Path
 
-from kvstow.replay.config import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
+from kvstow.replay.model import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

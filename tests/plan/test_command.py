@@ -570,6 +570,18 @@ def test_plan_of_hit_density_says_that_overlaps_lower_its_hits(
             assert (note in text) is (policy == "hit-density")
 
 
+def test_plan_of_two_policies_says_where_the_second_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    note = (
+        "The table is that of lru. With --json, `curve` has the hits of one cache with hit-density"
+    )
+    assert plan("--policy", "lru", "--policy", "hit-density", "--host-gib", "64") == 0
+    assert note in capsys.readouterr().out
+    assert plan("--policy", "lru", "--host-gib", "64") == 0
+    assert "The table is that of" not in capsys.readouterr().out
+
+
 def test_sizes_take_commas_and_the_unit(capsys: pytest.CaptureFixture[str]) -> None:
     def rows(*arguments: str) -> Any:
         assert plan("--json", *arguments) == 0

@@ -165,6 +165,18 @@ def test_table_compares_the_link_with_that_of_a_model(capsys: pytest.CaptureFixt
     assert "link 1,500,000 bytes/s each way, 25 GB/s in Llama-3.1-8B" in row
 
 
+def test_table_has_the_sizes_of_the_model_that_was_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of = ["--limit", "2", "--bandwidth", "1.5MB/s"]
+    assert cli.main(["replay", "--model", "qwen3-8b", *of]) == 0
+    # 36 layers x 8 KV heads x 128 values x 2 x 2 bytes = 147,456 bytes a token, and 8 here
+    row = " ".join(capsys.readouterr().out.split())
+    assert "of 512 tokens: 72 MiB each in qwen3-8b" in row
+    assert "28 GB/s in qwen3-8b" in row
+    assert "Llama" not in row
+
+
 def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     found = figures(
         capsys, "--limit", "3", "--device-blocks", "400", "--host-blocks", "77", "--verify", "off",

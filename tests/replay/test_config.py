@@ -73,3 +73,9 @@ def test_the_link_slows_down_with_the_size_of_a_token() -> None:
     assert 512 * 8 / link_bytes_per_s(8) == pytest.approx(block_s)
     config = ReplayConfig(device_blocks=8, host_blocks=8, bytes_per_token=64)
     assert 512 * 64 / config.bytes_per_s(config.build_model(512)) == pytest.approx(block_s)
+
+
+def test_the_link_slows_down_with_the_size_of_a_token_of_the_named_model() -> None:
+    config = ReplayConfig(device_blocks=8, host_blocks=8, model="qwen3-8b")
+
+    assert 8 / config.bytes_per_s(config.build_model(512)) == pytest.approx(147_456 / 50e9)

@@ -154,8 +154,11 @@ def test_file_in_use_is_refused(
 ) -> None:
     with open_file(path.parent, arena) as tier:
         assert main(["tier", command, str(path)]) == 2
-        refused = "is in use, in this process, but this command needs it alone; stop the server"
-        assert refused in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert (
+            "is in use in this process; stop what uses it, because this command needs it" in shown
+        )
+        assert "vLLM" not in shown
         assert all(get(tier, KEYS, SLOTS))
 
 
@@ -176,7 +179,9 @@ def test_another_kind_of_file_is_refused(
     other = tmp_path / "other"
     other.write_bytes(b"mine")
     assert main(["tier", command, str(other)]) == 2
-    assert "other.index does not exist" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "other.index does not exist" in refused
+    assert "kvstow snapshot info" in refused
     (tmp_path / "other.index").write_bytes(b"my index")
     assert main(["tier", command, str(other)]) == 2
     assert "does not begin as an index does" in capsys.readouterr().err

@@ -349,7 +349,9 @@ class SnapshotFile(Closing):
         size = os.fstat(self._file).st_size
         prefix = os.pread(self._file, _PREFIX.size, 0)
         if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
-            raise SnapshotError(f"{self.path} is not a kvstow snapshot")
+            raise SnapshotError(
+                f"{self.path} is not a kvstow snapshot (kvstow tier info shows files of a tier)"
+            )
         _, self.version, header_bytes, crc = _PREFIX.unpack(prefix)
         if self.version != VERSION:
             raise SnapshotError(

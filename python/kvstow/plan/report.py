@@ -57,6 +57,11 @@ def notes(plan: Plan) -> list[str]:
         *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
         *([LAZY_NOTE] if plan.options.mode == "lazy" else []),
         *([WINDOW_NOTE] if _has_windows_on_a_device(plan) else []),
+        *(
+            f"The table is that of {plan.options.policy}. With --json, `curve` has the hits of one "
+            f"cache with {other}, too."
+            for other in plan.options.policies[1:]
+        ),
     ]
 
 

@@ -5,14 +5,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from kvstow._core import ConfigError
 from kvstow.engine import Policy
-from kvstow.geometry import find_model, lay_out
 from kvstow.memory import free_memory
 from kvstow.replay.device import MoverKind
-from kvstow.replay.model import ReplayModel, build_model, check_model
+from kvstow.replay.model import (
+    REFERENCE_BYTES_PER_TOKEN,
+    ReplayModel,
+    build_model,
+    check_model,
+)
 from kvstow.sizes import parse_bytes
 from kvstow.tiers import SlotFile
 from kvstow.transfer.arena import slot_stride_bytes
@@ -21,22 +25,20 @@ Verify = Literal["all", "sample", "off"]
 _T = TypeVar("_T")
 
 _LINK_BYTES_PER_S = 50e9  # PCIe 5 x16
-REFERENCE_MODEL: Final = "Llama-3.1-8B"
-"""The model whose sizes the reports give beside the replay's own."""
-REFERENCE_BYTES_PER_TOKEN: Final = lay_out(find_model(REFERENCE_MODEL), 1).token_bytes
-"""Its bytes of KV per token, in 16 bits."""
 # What the accounting keeps per block, at most.
 _ACCOUNTING_BYTES = 200
 _MAX_STEP_MS = 1_000_000
 
 
-def link_bytes_per_s(bytes_per_token: int) -> float:
+def link_bytes_per_s(
+    bytes_per_token: int, real_bytes_per_token: int = REFERENCE_BYTES_PER_TOKEN
+) -> float:
     """Return the default bandwidth.
 
     The replay's tokens are far smaller than a model's. The link is slowed in proportion, so that a
-    block takes the time that a block of `REFERENCE_MODEL` takes over PCIe 5.
+    block takes the time that a block of the model takes over PCIe 5.
     """
-    return _LINK_BYTES_PER_S * bytes_per_token / REFERENCE_BYTES_PER_TOKEN
+    return _LINK_BYTES_PER_S * bytes_per_token / real_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ class ReplayConfig:
         None,
         "Speed of each direction of the link for the small tokens of the replay, such as 3MB/s, "
         "3e6 or inf. [default: 50 GB/s (PCIe 5), divided by how much smaller a token is here than "
-        "the 128 KiB of Llama-3.1-8B: 3.05 MB/s for 8 bytes]",
+        "the 128 KiB of Llama-3.1-8B, or in the model of --model: 3.05 MB/s for 8 bytes]",
         _bandwidth,
         name="bandwidth",
         at_most=float("inf"),
@@ -360,5 +362,5 @@ class ReplayConfig:
     def bytes_per_s(self, model: ReplayModel) -> float:
         """Return the bandwidth of each direction of the link."""
         if self.bandwidth_bytes_per_s is None:
-            return link_bytes_per_s(model.bytes_per_token)
+            return link_bytes_per_s(model.bytes_per_token, model.real_bytes_per_token)
         return self.bandwidth_bytes_per_s

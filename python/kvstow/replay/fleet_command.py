@@ -10,8 +10,8 @@ from click.core import ParameterSource
 
 from kvstow._core import ConfigError
 from kvstow.output import Output, check_can_draw, written_file
-from kvstow.replay.config import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 from kvstow.replay.fleet import ROUTINGS, Fleet, Row, serve_all
+from kvstow.replay.model import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 from kvstow.replay.trace import Trace
 from kvstow.report import Chart, Series
 from kvstow.report.picture import draw_png

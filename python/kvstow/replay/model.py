@@ -24,6 +24,11 @@ from kvstow.replay.content import Geometry, page_shape
 
 Attention: TypeAlias = FullAttention | SlidingWindow | StateSpace
 
+REFERENCE_MODEL: Final = "Llama-3.1-8B"
+"""The model whose sizes the reports give beside the replay's own, if `--model` names none."""
+REFERENCE_BYTES_PER_TOKEN: Final = lay_out(find_model(REFERENCE_MODEL), 1).token_bytes
+"""Its bytes of KV per token, in 16 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
@@ -72,10 +77,19 @@ class ModelGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
-    """The KV cache of a model: groups with one block size."""
+    """The KV cache of a model: groups with one block size.
+
+    Args:
+        name: the name that `--model` gave.
+        groups: its groups of layers.
+        stands_for: the model whose sizes the reports give.
+        real_bytes_per_token: its bytes of KV per token.
+    """
 
     name: str
     groups: tuple[ModelGroup, ...]
+    stands_for: str = REFERENCE_MODEL
+    real_bytes_per_token: int = REFERENCE_BYTES_PER_TOKEN
 
     @property
     def geometries(self) -> list[Geometry]:
@@ -163,7 +177,10 @@ def build_model(
             f"layers and bytes-per-token are fixed for the model {name!r}: leave them out, or pass "
             f"--model {_FULL}"
         )
-    return ReplayModel(name, groups)
+    if name in MODELS or len(groups) > 1:
+        return ReplayModel(name, groups)
+    real = lay_out(find_model(name), block_size)
+    return ReplayModel(name, groups, real.name, real.token_bytes)
 
 
 def check_model(name: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.replay.config import REFERENCE_MODEL
 from kvstow.replay.report import figures_rows, reference_bytes
 from kvstow.replay.state import ReplayState
 from kvstow.replay.timeline import Spans, Timeline
@@ -118,7 +117,7 @@ def _bytes_chart(replay: ReplayState, spans: Spans) -> Chart:
         text = "What each direction carried. The replayed tokens are far smaller than a model's."
         lines = {name: spans.increases[f"bytes_{name}"] for name in ("stored", "loaded")}
     else:
-        text = f"What each direction would carry for {REFERENCE_MODEL}."
+        text = f"What each direction would carry for {replay.model.stands_for}."
         lines = {
             name: spans.increases[f"{name}_blocks"] * block_bytes for name in ("stored", "loaded")
         }

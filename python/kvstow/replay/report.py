@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from kvstow.replay.config import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 from kvstow.replay.state import ReplayState
 
 if TYPE_CHECKING:
@@ -104,8 +103,9 @@ def _run_rows(replay: ReplayState) -> _Rows:
         like = ""
         if len(replay.model.groups) == 1:
             # The tokens of a replay are small. So the speed of a real link is far too fast here.
-            gb_per_s = given * REFERENCE_BYTES_PER_TOKEN / replay.model.bytes_per_token / 1e9
-            like = f", {gb_per_s:,.{0 if gb_per_s >= 1 else 4}f} GB/s in {REFERENCE_MODEL}"
+            model = replay.model
+            gb_per_s = given * model.real_bytes_per_token / model.bytes_per_token / 1e9
+            like = f", {gb_per_s:,.{0 if gb_per_s >= 1 else 4}f} GB/s in {model.stands_for}"
         yield "link", f"{given:,.0f}", f"bytes/s each way{like}"
 
 
@@ -115,8 +115,9 @@ def _hit_rows(replay: ReplayState) -> _Rows:
     def share(blocks: int) -> str:
         return f"{blocks / max(num_asked, 1):.1%} of the blocks asked for"
 
-    num_bytes = reference_bytes(replay, 1)
-    like = "" if num_bytes is None else f": {num_bytes / 2**20:,g} MiB each in {REFERENCE_MODEL}"
+    like = ""
+    if (num_bytes := reference_bytes(replay, 1)) is not None:
+        like = f": {num_bytes / 2**20:,g} MiB each in {replay.model.stands_for}"
     yield "blocks asked for", f"{num_asked:,}", f"of {replay.trace.block_size} tokens{like}"
     if num_left := replay.trace.num_blocks - num_asked:
         yield "not yet asked for", f"{num_left:,}", "blocks of requests that were not admitted"
@@ -139,7 +140,7 @@ def _movement_rows(replay: ReplayState) -> _Rows:
         return "" if num_bytes is None else f"{num_bytes / 2**30:,.1f} GiB"
 
     def moved(blocks: int, num_bytes: int) -> str:
-        like = f", {size(blocks)} in {REFERENCE_MODEL}" if size(blocks) else ""
+        like = f", {size(blocks)} in {replay.model.stands_for}" if size(blocks) else ""
         return f"{num_bytes / 2**20:,.1f} MiB here{like}"
 
     def pool(number: int, unit: str, blocks: int) -> str:
@@ -252,10 +253,10 @@ def _num_asked(replay: ReplayState) -> int:
 
 
 def reference_bytes(replay: ReplayState, blocks: int) -> int | None:
-    """Return the bytes of these blocks in `REFERENCE_MODEL`; None for a hybrid model."""
+    """Return the bytes of these blocks in the real model; None for a hybrid model."""
     if len(replay.model.groups) > 1:
         return None
-    return blocks * replay.trace.block_size * REFERENCE_BYTES_PER_TOKEN
+    return blocks * replay.trace.block_size * replay.model.real_bytes_per_token
 
 
 def _percentiles(values_us: list[float]) -> tuple[float, float]:

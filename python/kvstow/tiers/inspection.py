@@ -21,7 +21,7 @@ import numpy as np
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME_BYTES, Context, Fingerprint, Frames, taken, words_of
-from kvstow.tiers.opening import INDEX_SUFFIX, ORPHANS, index_bytes, user_of
+from kvstow.tiers.opening import INDEX_SUFFIX, in_use, index_bytes
 from kvstow.tiers.slot_calls import SlotCalls, Unbounded
 from kvstow.tiers.slot_index import (
     HEADER_BYTES,
@@ -36,6 +36,7 @@ from kvstow.transfer.mover import Index
 
 _BATCH_BYTES = 4 << 20
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+_OR_SNAPSHOT = " (kvstow snapshot info shows the file of a sleeping engine)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def inspected(
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path} is not a slot file ({path + INDEX_SUFFIX} does not exist); pass the path that "
-            "the tier was opened with"
+            f"the tier was opened with{_OR_SNAPSHOT}"
         ) from error
     try:
         if to_lock:
@@ -162,8 +163,7 @@ def _lock(files: Files, index: int, path: str) -> None:
         files.lock(index)
     except BlockingIOError as error:
         raise ConfigError(
-            f"{path} is in use, {user_of(files, index)}, but this command needs it alone; stop the "
-            f"server, and try again. {ORPHANS}"
+            in_use(files, index, path, "stop what uses it, because this command needs it alone")
         ) from error
 
 
@@ -173,7 +173,7 @@ def _read(files: Files, index: int, path: str) -> Inspection:
     if not is_slot_file(page):
         raise ConfigError(
             f"{path} is not a slot file ({path + INDEX_SUFFIX} does not begin as an index does); "
-            "pass the path that the tier was opened with"
+            f"pass the path that the tier was opened with{_OR_SNAPSHOT}"
         )
     header = read_header(path + INDEX_SUFFIX, page)
     found = [files.stat(name) for name in (path, path + INDEX_SUFFIX)]

@@ -44,10 +44,9 @@ from kvstow.tiers.slot_index import (
 )
 
 INDEX_SUFFIX: Final = ".index"
-ORPHANS: Final = (
+_ORPHANS: Final = (
     "A killed vLLM server may leave processes named VLLM::EngineCore and VLLM::Worker: end them"
 )
-"""What an error adds about a file in use."""
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _NETWORK = {
@@ -213,12 +212,13 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
         )
 
 
-def user_of(files: Files, index: int) -> str:
-    """Return where a locked file is in use, for a message."""
+def in_use(files: Files, index: int, path: str, advice: str) -> str:
+    """Return the message about a locked file: where it is in use, and the way out."""
     holder = files.holder(index)
-    if holder is None:
-        return "here or in another process"
-    return "in this process" if holder == os.getpid() else f"in process {holder}"
+    if holder == os.getpid():
+        return f"{path} is in use in this process; {advice}"
+    where = "here or in another process" if holder is None else f"in process {holder}"
+    return f"{path} is in use {where}; {advice}. {_ORPHANS}"
 
 
 class _Opening:
@@ -242,8 +242,12 @@ class _Opening:
             files.lock(index)
         except BlockingIOError as error:
             raise StateError(
-                f"{wanted.path} is in use, {user_of(files, index)}; stop the other one, or give "
-                f"each process and each rank a path of its own. {ORPHANS}"
+                in_use(
+                    files,
+                    index,
+                    wanted.path,
+                    "close the other one, or give each process and each rank a path of its own",
+                )
             ) from error
         found = self._found(index, has_data=had_data)
         self._check_space()
