@@ -7,6 +7,7 @@ import logging
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,13 +197,14 @@ def test_a_server_that_comes_after_the_start_is_used(
 
 
 @contextlib.contextmanager
-def sentinel(folder: Path, master: Server) -> Iterator[int]:
+def sentinel(folder: Path, master: Server, *lines: str) -> Iterator[int]:
     """Run a Sentinel that watches a server, and yield its port."""
     port, config = free_port(), folder / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
         f"sentinel monitor kv 127.0.0.1 {master.port} 1\n"
         "sentinel down-after-milliseconds kv 300\nsentinel failover-timeout kv 2000\n"
+        + "".join(f"{line}\n" for line in lines)
     )
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([binary(), str(config), "--sentinel"], stdout=quiet, stderr=quiet)
@@ -257,7 +259,7 @@ def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: 
         (
             "redis+sentinel://127.0.0.1:{port}/kv",
             ("--requirepass", "open-sesame"),
-            "Sentinel asks for a password, and kvstow logs in to the servers only: let Sentinel",
+            "Sentinel refused the login: set KVSTOW_SHARED_PASSWORD, or name a password file",
         ),
     ],
 )
@@ -284,6 +286,34 @@ def test_a_cluster_or_sentinel_that_does_not_serve_is_left_alone(
         assert num_connections(server.port) == 0
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and message in record.getMessage()
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_sentinel_that_asks_gets_the_password_of_the_servers(
+    tmp_path: Path, arena: HostArena, in_file: bool
+) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    file = tmp_path / "password"
+    file.write_text("open-sesame\n")
+    right = Credentials("default", "open-sesame", str(file) if in_file else None)
+    lines = ("requirepass open-sesame", "sentinel auth-pass kv open-sesame")
+    with (
+        Server(folders[0], "--requirepass", "open-sesame") as server,
+        sentinel(folders[1], server, *lines) as port,
+    ):
+        url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + 3 * LONG_S
+        with RespTier(arena, url, NAMESPACE, timeout_s=2.0, credentials=right) as tier:
+            while not (done := ended(tier.put(blocks(), range(20)))).ok.all():
+                assert time.monotonic() < until_s, done.error
+                time.sleep(0.05)
+            round_trip(tier)
+        wrong = replace(right, password="no-sesame", password_file=None)
+        with RespTier(arena, url, NAMESPACE, timeout_s=2.0, credentials=wrong) as tier:
+            refused = str(ended(tier.put(blocks(), range(20))).error)
+            assert "Sentinel refused the login: set KVSTOW_SHARED_PASSWORD" in refused
+            assert "no-sesame" not in refused
 
 
 def test_sentinel_that_knows_no_such_service_is_named(tmp_path: Path, arena: HostArena) -> None:

@@ -3,7 +3,8 @@
 - Independent servers: each key has one, chosen by rendezvous hashing (Thaler and Ravishankar,
   1998). So a server that is added or removed moves only its own part of the keys.
 - A cluster: redis-py asks it for its slots. They are asked again after an error.
-- Sentinel: redis-py asks for the present master. It is asked again after an error.
+- Sentinel: redis-py asks for the present master. It is asked again after an error. A Sentinel that
+  wants a password gets that of the servers, and no other one sees it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvstow._core import ConfigError
@@ -55,6 +57,7 @@ class Nodes:
             redis.exceptions.RedisClusterException,
         )
         self.address = address
+        self._credentials = credentials
         self._options = self._connection_options(credentials, security, timeout_s)
         self._lock = threading.Lock()
         self._cluster: Any = None
@@ -159,20 +162,32 @@ class Nodes:
     def _current_master(self) -> Node:
         with self._lock:
             if self._master is None:
-                asked = [(node.host, node.port) for node in self.address.nodes]
-                options = {
-                    name: value
-                    for name, value in self._options.items()
-                    if name in _SENTINEL_OPTIONS or name.startswith("ssl_")
-                }
-                options |= {"ssl": True} if self.address.is_encrypted else {}
-                sentinel = self._redis.Sentinel(asked, sentinel_kwargs=options)
                 try:
-                    self._master = Node(*sentinel.discover_master(self.address.service))
-                finally:
-                    for client in sentinel.sentinels:
-                        client.close()
+                    self._master = self._ask_sentinel({})
+                except self._redis.sentinel.MasterNotFoundError as error:
+                    has_password = self._credentials.password is not None
+                    if not (has_password and "AuthenticationError" in str(error)):
+                        raise
+                    # As a provider, because redis-py's errors show the options of a connection.
+                    login = replace(self._credentials, username=None)
+                    self._master = self._ask_sentinel({"credential_provider": login})
             return self._master
+
+    def _ask_sentinel(self, login: dict[str, Any]) -> Node:
+        """Return the present master, of the first Sentinel that knows it."""
+        asked = [(node.host, node.port) for node in self.address.nodes]
+        options = login | {
+            name: value
+            for name, value in self._options.items()
+            if name in _SENTINEL_OPTIONS or name.startswith("ssl_")
+        }
+        options |= {"ssl": True} if self.address.is_encrypted else {}
+        sentinel = self._redis.Sentinel(asked, sentinel_kwargs=options)
+        try:
+            return Node(*sentinel.discover_master(self.address.service))
+        finally:
+            for client in sentinel.sentinels:
+                client.close()
 
     def _current_cluster(self) -> Any:
         with self._lock:

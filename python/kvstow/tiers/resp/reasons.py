@@ -55,8 +55,8 @@ def _why_no_master(service: str, errors: list[str]) -> str:
         )
     if "AuthenticationError" in errors:
         return (
-            "Sentinel asks for a password, and kvstow logs in to the servers only: let Sentinel "
-            "answer without one"
+            f"Sentinel refused the login: set {PASSWORD_VARIABLE}, or name a password file, with a "
+            "password that Sentinel and the servers have in common (`requirepass`)"
         )
     found = ", ".join(sorted(set(errors)))
     return f"no Sentinel has named the master {service} ({found}): {_SENTINEL}"
