@@ -44,7 +44,7 @@ class Wish:
             )
         num_usable = ledger.pool.num_blocks - 1
         must_fit_tokens = self.must_fit_tokens or 0
-        num_needed = ledger.min_blocks(self.num_tokens, self.num_tokens - 1)
+        num_needed = self._min_blocks_to_end(ledger)
         if num_needed > num_usable:
             raise OutOfBlocks(
                 f"request {self.request_id!r} needs {num_needed} blocks for {self.num_tokens} "
@@ -67,6 +67,16 @@ class Wish:
                 )
             raise OutOfBlocks(problem)
 
+    def _min_blocks_to_end(self, ledger: BlockLedger) -> int:
+        """Return the fewest blocks with which the request can compute its last known token.
+
+        A window holds most when a token begins a block. No hit ends behind the last such token, so
+        the request computes it, even if the last token of all needs fewer blocks.
+        """
+        last = self.num_tokens - 1
+        first = last // ledger.hash_block_size * ledger.hash_block_size
+        return max(ledger.min_blocks(computed + 1, computed) for computed in (first, last))
+
     def check_has_room(self, ledger: BlockLedger, num_computed: int, num_slots: int) -> None:
         """Refuse an admission that would not fit into an empty pool either.
 
@@ -75,10 +85,12 @@ class Wish:
         num_usable = ledger.pool.num_blocks - 1
         num_needed = ledger.min_blocks(num_computed + num_slots, num_computed) + self.reserve
         if num_needed > num_usable:
+            in_reserve = f", {self.reserve} of them in reserve" if self.reserve else ""
+            # A `step` of as many tokens would not fit either, and it answers with no error.
             raise OutOfBlocks(
-                f"request {self.request_id!r} needs {num_needed} blocks now, {self.reserve} of "
-                f"them in reserve, and the pool has {num_usable}: pass less max_new_tokens, "
-                "num_lookahead_tokens or reserve"
+                f"request {self.request_id!r} needs {num_needed} blocks now{in_reserve}, and the "
+                f"pool has {num_usable}: pass less max_new_tokens, num_lookahead_tokens or "
+                "reserve, and to step no more new tokens of this request than here"
             )
 
 

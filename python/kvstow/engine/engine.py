@@ -351,6 +351,8 @@ class Engine(Closing):
         Returns:
             How many requests, from the first, have their slots (`num_granted`), and their new
             blocks. The others keep their blocks, except those that their group no longer reads.
+            If a request gets none although nothing else holds blocks, the pool is too small for
+            this step of it: ask again with fewer tokens, drafts and lookahead included.
 
         Raises:
             UnknownRequest: a request was not added.
