@@ -126,9 +126,10 @@ def write_snapshot(
         with replacing(path) as file:
             _write(file, image, arenas, used_slots, block_bytes or [[]] * len(arenas))
     except OSError as error:
+        fix = "free some space" if path.parent.is_dir() else f"create the folder {path.parent}"
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}. A file that had this name is "
-            "unchanged; free some space, or pass another path"
+            f"unchanged; {fix}, or pass another path"
         ) from error
     try:
         sync_folder(path.parent)
