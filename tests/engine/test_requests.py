@@ -23,7 +23,6 @@ from kvstow import (
     Engine,
     FullAttention,
     Landed,
-    OutOfBlocks,
     SlidingWindow,
     StateError,
     TransferError,
@@ -417,39 +416,3 @@ def test_host_keeps_the_hit_of_one_refused_request_only() -> None:
         assert it.admit("third", list(range(80, 97))).state is NO_ROOM
         assert it.engine.step(["other"], [4]).num_granted == 1
         assert it.engine.computed(["other"], [24], after=READY) is not None
-
-
-def test_lone_request_whose_step_does_not_fit_goes_on_with_fewer_tokens() -> None:
-    layouts = [BlockLayout.from_arrays([np.zeros((15, 16), np.uint8)]) for _ in range(2)]
-    with Engine(15, 64, [FullAttention(16), SlidingWindow(16, 40)], layouts) as engine:
-        engine.add("one", hash_tokens(range(157), 16))
-        assert engine.admit("one", 157, 96, after=READY).state is RUNS
-        engine.computed(["one"], [96], after=READY)
-        engine.end(engine.transfers[0])
-        assert engine.step(["one"], [48]).num_granted == 0
-        engine.preempt("one")
-        with pytest.raises(OutOfBlocks, match="to step no more new tokens of this request"):
-            engine.admit("one", 157, 48, after=READY)
-        assert engine.admit("one", 157, 12, after=READY).num_hit_tokens == 96
-        assert engine.step(["one"], [157 - 108]).num_granted == 0
-        for num_computed in range(108, 157, 12):
-            engine.computed(["one"], [num_computed], after=READY)
-            assert engine.step(["one"], [min(12, 157 - num_computed)]).num_granted == 1
-
-
-def test_request_that_a_window_keeps_from_its_last_block_is_refused() -> None:
-    """With 144 computed tokens the window needs 4 blocks, with 156 it needs 3."""
-    layouts = [BlockLayout.from_arrays([np.zeros((14, 16), np.uint8)]) for _ in range(2)]
-    with Engine(14, 64, [FullAttention(16), SlidingWindow(16, 40)], layouts) as engine:
-        for num_tokens in 145, 157:
-            engine.add("long", [])
-            with pytest.raises(OutOfBlocks, match=rf"14 blocks for {num_tokens} .* never run"):
-                engine.admit("long", num_tokens, 16, after=READY)
-            engine.finish("long")
-        engine.add("fits", [])
-        assert engine.admit("fits", 144, 16, after=READY).state is RUNS
-        for num_computed in range(16, 144, 16):
-            engine.computed(["fits"], [num_computed], after=READY)
-            assert engine.step(["fits"], [16]).num_granted == 1
-        engine.computed(["fits"], [144], after=READY)
-        assert engine.step(["fits"], [1]).num_granted == 0

@@ -86,12 +86,32 @@ class Wish:
         num_needed = ledger.min_blocks(num_computed + num_slots, num_computed) + self.reserve
         if num_needed > num_usable:
             in_reserve = f", {self.reserve} of them in reserve" if self.reserve else ""
-            # A `step` of as many tokens would not fit either, and it answers with no error.
             raise OutOfBlocks(
                 f"request {self.request_id!r} needs {num_needed} blocks now{in_reserve}, and the "
                 f"pool has {num_usable}: pass less max_new_tokens, num_lookahead_tokens or "
                 "reserve, and to step no more new tokens of this request than here"
             )
+
+
+def check_step_fits(
+    ledger: BlockLedger, request_id: str, num_slots: int, num_in_flight_tokens: int
+) -> None:
+    """Refuse a step that could be granted only with fewer tokens, also if the pool were empty.
+
+    A loop that preempts the request and admits it again would never end. If not even one token
+    fits, that admission is refused.
+
+    Raises:
+        OutOfBlocks: the message says how many blocks the step needs.
+    """
+    num_granted, num_usable = ledger.num_granted_tokens(request_id), ledger.pool.num_blocks - 1
+    num_computed = max(0, num_granted - num_in_flight_tokens)
+    num_needed = ledger.min_blocks(num_granted + num_slots, num_computed)
+    if ledger.min_blocks(num_granted + 1, num_computed) <= num_usable < num_needed:
+        raise OutOfBlocks(
+            f"request {request_id!r} needs {num_needed} blocks for this step, and the pool has "
+            f"{num_usable}: pass fewer new tokens or a smaller num_lookahead_tokens"
+        )
 
 
 def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:

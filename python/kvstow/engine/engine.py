@@ -33,7 +33,7 @@ from kvstow._core import (
 )
 from kvstow.arguments import checked_int
 from kvstow.closing import Closing, call_all
-from kvstow.engine.admission import Wish, admit
+from kvstow.engine.admission import Wish, admit, check_step_fits
 from kvstow.engine.answers import Admission, Awake, Ids, Landed
 from kvstow.engine.arguments import (
     Group,
@@ -351,10 +351,11 @@ class Engine(Closing):
         Returns:
             How many requests, from the first, have their slots (`num_granted`), and their new
             blocks. The others keep their blocks, except those that their group no longer reads.
-            If a request gets none although nothing else holds blocks, the pool is too small for
-            this step of it: ask again with fewer tokens, drafts and lookahead included.
 
         Raises:
+            OutOfBlocks: the first request would not get its slots in an empty pool either, but
+                fewer. Ask again with fewer tokens, drafts and lookahead included. It keeps its
+                blocks, except those that their group no longer reads.
             UnknownRequest: a request was not added.
             StateError: a request does not run: `admit` it, or wait until its load has landed. Or
                 this engine is closed.
@@ -362,12 +363,16 @@ class Engine(Closing):
         """
         self._check_open()
         self._check_running(request_ids)
-        return self._state.ledger.allocate_step(
+        step = self._state.ledger.allocate_step(
             request_ids,
             num_new_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
             num_in_flight_tokens=num_in_flight_tokens,
         )
+        if not step.num_granted and len(request_ids):
+            num_slots = int(num_new_tokens[0]) + num_lookahead_tokens
+            check_step_fits(self._state.ledger, request_ids[0], num_slots, num_in_flight_tokens)
+        return step
 
     def computed(
         self, request_ids: Sequence[str], num_computed_tokens: Ints, *, after: Event
