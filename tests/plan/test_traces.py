@@ -151,6 +151,9 @@ def test_workload_of_the_bundled_trace_counts_full_blocks() -> None:
     [
         ([""], None, r"t0: the trace is empty"),
         ([line(0, [1, 2, 3])], 16, r"found 3 hash_ids, expected 1 .*: pass --block-size if"),
+        ([line(0, [1], size=8)], 5, r"expected 2 .*, or give the last block, of 3 tokens, an id"),
+        ([line(0, [1], size=8)], 4, r"expected 2 .* the ids name passages$"),
+        ([line(0, [2**64 - 1])], BLOCK, r"hash_ids\[0\] is .*: shift hashes of 64 bits right by 1"),
         ([line(0, [1, 2])], None, r"found 2 hash_ids, expected 1 \(ceil\(8 / 512\)\)"),
         ([line(0, [1]) + tokens(0, [1])], BLOCK, r":2: the lines before have hash_ids, and all"),
         ([tokens(0, [1]) + line(0, [1])], BLOCK, r":2: the lines before have prompt_token_ids"),

@@ -262,7 +262,10 @@ class TraceReader:
             if type(value) is not int:
                 self._fail(line, f"hash_ids[{position}] is {_kind(value)}; expected an integer")
             if not 0 <= value <= MAX_TRACE_ID:
-                self._fail(line, f"hash_ids[{position}] is {value}; expected 0 to 2**63 - 1")
+                way_out = ": shift hashes of 64 bits right by 1" if 0 < value < 2**64 else ""
+                self._fail(
+                    line, f"hash_ids[{position}] is {value}; expected 0 to 2**63 - 1{way_out}"
+                )
         if not ids:
             self._fail(line, "hash_ids is empty; a request has at least one block")
         return tuple(ids)
@@ -304,11 +307,14 @@ class ChainedReader(TraceReader):
             # One id may stand for a block of any larger size.
             fitting = [size for size in _USUAL_SIZES if -(-prompt // size) == len(ids) > 1]
             fits = f" ({fitting[0]} fits this request)" if fitting else ""
+            # Caches know full blocks only, so a trace of their keys lacks the id of the last block.
+            rest = prompt % self.block_size if len(ids) == prompt // self.block_size else 0
+            lacks = f", or give the last block, of {rest} tokens, an id as well" if rest else ""
             self._first_miscount = (
                 line,
                 f"found {len(ids)} hash_ids, expected {num_expected} (ceil({prompt} / "
                 f"{self.block_size})): pass --block-size if your blocks have another size{fits}, "
-                "or --chain if the ids name passages",
+                f"or --chain if the ids name passages{lacks}",
             )
         return TraceRequest(line, arrival_s, prompt, output, ids)
 
