@@ -220,6 +220,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policy", "lru,hit-density"], "a replay has one policy, so run it once for each"),
         (["--policy", "lru", "--policy", "hit-density"], "'--policy': given 2 times; a replay has"),
         (["--host-blocks", "16GiB"], "host-blocks is '16GiB'; pass a whole number of blocks"),
+        (["--host-blocks", "1024,2048"], "a replay has one size, so run it once for each"),
         (["--bandwidth", "nan"], "bandwidth is nan"),
         (["--bytes-per-token", "7"], "bytes-per-token is 7; it must be a multiple of 4"),
         (["--faults", "-1"], "faults is -1; it must be 0 to"),

@@ -105,6 +105,10 @@ def _blocks(name: str) -> Callable[[str], int]:
         try:
             return int(given)
         except ValueError:
+            if "," in given:
+                raise ConfigError(
+                    f"{name} is {given!r}; a replay has one size, so run it once for each"
+                ) from None
             raise ConfigError(
                 f"{name} is {given!r}; pass a whole number of blocks, such as 4096 (the JSON of "
                 "`kvstow plan` has the bytes of a model's block as model.host_block_bytes and "
