@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,23 @@ def test_help_names_the_question(
     assert exit_status(monkeypatch, bench, "--help") == 0
     assert bench.__doc__
     assert " ".join(bench.__doc__.splitlines()[0].split()) in capsys.readouterr().out
+
+
+def test_bench_without_vllm_names_the_command_that_installs_it(tmp_path: Path) -> None:
+    absent = 'raise ModuleNotFoundError("No module named \'vllm\'", name="vllm")\n'
+    (tmp_path / "vllm.py").write_text(absent)
+    found = subprocess.run(
+        [sys.executable, "-m", "benches.compare.accounting", "--help"],
+        env={"PYTHONPATH": str(tmp_path)},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert found.stderr == (
+        "No module named 'vllm': this bench needs what `make .venv/.test` installs\n"
+    )
 
 
 @pytest.mark.parametrize("bench", BENCHES)
