@@ -85,6 +85,12 @@ def main() -> None:
     print(f"{NUM_QUESTIONS} questions, {num_tokens:,} prompt tokens")
     found = f"on the device: {device:.1%}, in host memory: {host:.1%}, in all {device + host:.1%}"
     print(f"found {found}")
+    if not re.search("^kvstow_", fetch("/metrics"), re.MULTILINE):
+        print(
+            f"The server at {ADDRESS} has no metrics of kvstow. To use kvstow, start it with "
+            "--kv-transfer-config, and without --disable-log-stats.",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ def host_tokens() -> int:
 
 
 model = served_model()
+if not re.search("^kvstow_", fetch("/metrics"), re.MULTILINE):
+    sys.exit(
+        f"the server at {ADDRESS} has no metrics of kvstow: start it with --kv-transfer-config, "
+        "and without --disable-log-stats"
+    )
 numbers = random.Random(time.time())  # new prompts in each run
 prompts = [[numbers.randrange(10, 200) for _ in range(NUM_TOKENS)] for _ in range(NUM_PROMPTS)]
 for name in "first", "second":

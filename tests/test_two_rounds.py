@@ -16,22 +16,24 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "two_rounds.py"
 BLOCK = 32
-seen: Counter[str] = Counter()
+seen: Counter[tuple[int, ...]] = Counter()
 
 
 class StandIn(BaseHTTPRequestHandler):
     """It answers at once, and has each prompt on the host from its second time on."""
 
     def do_GET(self) -> None:
-        hits = sum((count - 1) * (400 // BLOCK * BLOCK) for count in seen.values())
+        hits = sum((count - 1) * (len(prompt) // BLOCK * BLOCK) for prompt, count in seen.items())
         metric = f'kvstow_prefix_hit_tokens_total{{engine="0",tier="host"}} {float(hits)}\n'
+        if not self.server.has_kvstow:  # type: ignore[attr-defined]
+            metric = 'vllm:prefix_cache_hits_total{engine="0"} 0.0\n'
         models = json.dumps({"data": [{"id": "model"}]})
         self.answer(metric if self.path == "/metrics" else models)
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (asked["model"], len(asked["prompt"])) == ("model", 400)
-        seen[str(asked["prompt"])] += 1
+        assert asked["model"] == "model"
+        seen[tuple(asked["prompt"])] += 1
         self.answer("{}")
 
     def answer(self, text: str) -> None:
@@ -45,11 +47,14 @@ class StandIn(BaseHTTPRequestHandler):
         """Nothing on the tests' output."""
 
 
-def run(script: Path, *, wanted: str = "", given: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    script: Path, *, wanted: str = "", given: str = "", has_kvstow: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run a script on a server that wants an API key, unless that is empty."""
     seen.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
         server.key = wanted and f"Bearer {wanted}"  # type: ignore[attr-defined]
+        server.has_kvstow = has_kvstow  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -75,6 +80,20 @@ def test_the_script_shows_the_tokens_of_each_round(key: str) -> None:
         "first round: T, 0 of 3200 prompt tokens came from host memory",
         "second round: T, 3072 of 3200 prompt tokens came from host memory",
     ]
+
+
+def test_the_rounds_end_at_a_server_without_kvstow() -> None:
+    done = run(SCRIPT, has_kvstow=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert " has no metrics of kvstow: start it with --kv-transfer-config, " in done.stderr
+
+
+def test_the_documents_say_that_a_server_has_no_kvstow() -> None:
+    script = SCRIPT.with_name("documents.py")
+    without, beside = run(script, has_kvstow=False), run(script)
+    assert (without.returncode, beside.returncode, beside.stderr) == (0, 0, "")
+    assert "found on the device: 0.0%, in host memory: 0.0%" in without.stdout
+    assert " has no metrics of kvstow. To use kvstow, start it with " in without.stderr
 
 
 @pytest.mark.parametrize("given", ["", "barley"])
