@@ -72,6 +72,14 @@ def test_each_panel_has_a_place_of_its_own() -> None:
     assert len({panel["id"] for panel in panels()}) == len(list(panels()))
 
 
+def test_a_line_for_each_server_names_it() -> None:
+    """Two servers would otherwise draw two lines of one name."""
+    for panel in panels():
+        for target in panel["targets"]:
+            if not re.match(r"sum\b|histogram_quantile\(", target["expr"]):
+                assert "{{instance}} {{engine}}" in target["legendFormat"], target
+
+
 def test_every_alert_is_tested_and_documented() -> None:
     tested = (MONITORING / "kvstow-rules-test.yaml").read_text()
     page = (MONITORING.parents[1] / "docs" / "how-to" / "monitor.md").read_text()
