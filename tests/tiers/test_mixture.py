@@ -28,7 +28,7 @@ NUM_STEPS = 30
 EXPECTED_FAULTS = {
     "fail", "full", "flip", "other block", "lose", "tear", "elsewhere", "short", "slow", "hang",
     "flip data", "flip index", "flip header", "cut data", "cut index", "move", "crash", "clock",
-    "join", "stop",
+    "join puts", "join gets", "stop",
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_no_seed_returns_a_wrong_block(tmp_path: Path, monkeypatch: pytest.Monke
 
     def joined(parts: list[Part]) -> Joined:
         if len(parts) > 1:
-            faults["join"] += 1
+            faults[f"join {parts[0][0].kind}s"] += 1
         return Joined(parts)
 
     def written(calls: SlotCalls, slots: Index, host: Index, **checks: Any) -> int:

@@ -18,9 +18,9 @@ begins any more, and all work that waits fails.
 
 Puts have lanes of their own: no request waits for a put, but one may wait for a get.
 
-While at least as many jobs wait as there are lanes, a lane joins pieces: those of one job, and puts
-of several jobs. A large call costs little more processor time than a small one, and with large
-calls the disk never waits for the threads.
+While at least as many jobs wait as there are lanes, a lane joins pieces: those of one job, and of
+several jobs. A large call costs little more processor time than a small one, and with large calls
+the disk never waits for the threads. A job that is too large to be joined is the next one.
 """
 
 from __future__ import annotations
@@ -146,6 +146,9 @@ class Lanes:
         self._lock = threading.RLock()
         self._puts: _Queue = SimpleQueue()
         self._others: _Queue = SimpleQueue()
+        # What is before all that a queue has.
+        self._next_put: deque[deque[Work]] = deque()
+        self._next_other: deque[deque[Work]] = deque()
         self._stop_watch: SimpleQueue[None] = SimpleQueue()
         self._is_stopping = False
         # A disk may read fast and write slowly.
@@ -233,6 +236,7 @@ class Lanes:
         """Forget the threads in a forked child, which has none of them."""
         self._lock = threading.RLock()
         self._puts, self._others, self._stop_watch = SimpleQueue(), SimpleQueue(), SimpleQueue()
+        self._next_put, self._next_other = deque(), deque()
         self._lanes = []
 
     def _go_off(self, why: str) -> None:
@@ -245,7 +249,7 @@ class Lanes:
         for queue in (self._puts, self._others):
             with suppress(Empty):
                 while True:
-                    pieces = queue.get_nowait()
+                    pieces = self._take(queue)
                     while pieces:
                         with suppress(IndexError):
                             pieces.popleft().fail(self.error)
@@ -261,7 +265,7 @@ class Lanes:
         """Wait for a piece of work; None to stop, when no work is left."""
         while True:
             try:
-                pieces = queue.get_nowait()
+                pieces = self._take(queue)
             except Empty:
                 if self._is_stopping:
                     queue.put(None)  # wakes the next thread
@@ -271,28 +275,31 @@ class Lanes:
                 continue
             with suppress(IndexError):
                 work = pieces.popleft()
-                pieces = self._join(queue, work, pieces)
-                if pieces:
-                    queue.put(pieces)
+                self._join(queue, work, pieces)
                 return work
 
-    def _join(self, queue: _Queue, work: Work, pieces: deque[Work]) -> deque[Work]:
+    def _take(self, queue: _Queue) -> deque[Work] | None:
+        """Return the pieces that come next; raise `Empty` if none wait."""
+        with suppress(IndexError):
+            return self._before(queue).popleft()
+        return queue.get_nowait()
+
+    def _before(self, queue: _Queue) -> deque[deque[Work]]:
+        return self._next_put if queue is self._puts else self._next_other
+
+    def _join(self, queue: _Queue, work: Work, own: deque[Work]) -> None:
         """Let `work` take in what follows, but leave a job for each other lane.
 
         Args:
-            queue: where more jobs wait.
+            queue: where more jobs wait, and where the rest of its own job goes.
             work: a piece that no thread has begun.
-            pieces: the pieces that follow it in its job.
-
-        Returns:
-            The pieces that follow what it has taken in.
+            own: the pieces that follow it in its job.
         """
+        pieces = own
         while queue.qsize() >= self._num_lanes:
             if not pieces:
-                if queue is not self._puts:
-                    break
                 try:
-                    more = queue.get_nowait()
+                    more = self._take(queue)
                 except Empty:
                     break
                 if more is None:
@@ -304,7 +311,12 @@ class Lanes:
                 if not work.take_in(piece):
                     pieces.appendleft(piece)
                     break
-        return pieces
+        if pieces is own:
+            if own:
+                queue.put(own)
+        elif pieces:
+            self._before(queue).append(pieces)
+            queue.put(deque())  # wakes a thread, because this one may hang
 
     def _run(self, lane: _Lane) -> None:
         self._own.lane = lane

@@ -96,7 +96,7 @@ class SlotCalls:
         """Read slots, which ascend, into host slots. A slot that fails ends no other.
 
         Args:
-            slots: shape [n].
+            slots: shape [n]. One may be named twice.
             host: shape [n].
             report: called with the error of each call, None for success.
             may_go_on: whether to make another call.
@@ -168,9 +168,7 @@ def _runs(slots: Index, most: Callable[[], int]) -> Iterator[tuple[int, int]]:
 
     A run has at most `most()` slots, which is asked anew for each.
     """
-    ends = [len(slots)]
-    if len(slots) > 1 and slots[-1] - slots[0] >= len(slots):
-        ends[:0] = (np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist()
+    ends = [*(np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist(), len(slots)]
     begin = 0
     for end in ends:
         while begin < end:

@@ -2,13 +2,16 @@
 
 How a wrong block could be served, and what prevents it:
 
-- Joined puts give a block the bytes of another: one index sorts slots, host slots and frames, and
+- Joined jobs give a block the bytes of another: one index sorts slots, host slots and frames, and
   leads the outcomes back to their jobs.
 - Two joined puts write one slot: no two jobs that write have a slot in use at a time.
+- Two joined gets read one slot, so that slots which ascend are not those of one run: `SlotCalls`
+  looks at each step from slot to slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -24,13 +27,15 @@ Part: TypeAlias = tuple[Job, slice]
 
 # Pieces that wait are joined up to so many bytes. A small get may wait for these of each large one.
 _JOINED_BYTES: Final[dict[Kind, int]] = {"put": 32 << 20, "get": 16 << 20}
+# Gets of several jobs: a request waits for them, so no more than one small call brings.
+_JOINED_GETS_BYTES: Final = 2 << 20
 
 
 class Store(Protocol):
     """Who carries out the pieces."""
 
     def carry_out(self, parts: list[Part]) -> None:
-        """Do a part of one job, or of several puts; raise `OSError` if a call fails."""
+        """Do parts of jobs of one kind; raise `OSError` if all of them failed."""
 
     def fail(self, kind: Kind, error: OSError) -> TransferError:
         """Lower the mode after a failed call, and return why."""
@@ -40,7 +45,7 @@ class Store(Protocol):
 
 
 class Piece:
-    """Part of a job, or parts of several puts, for one thread."""
+    """Part of a job, or parts of several puts or gets, for one thread."""
 
     def __init__(
         self, store: Store, job: Job, part: slice, slot_bytes: int, most_bytes: int
@@ -64,9 +69,12 @@ class Piece:
         """Join the piece that follows, of this job or of the next, unless both are too much."""
         (job, part), (next_job, next_part) = self._parts[-1], other._parts[0]
         num_bytes = self.num_bytes + other.num_bytes
-        if job.kind not in _JOINED_BYTES:
+        if job.kind not in _JOINED_BYTES or job.kind != next_job.kind:
             return False
-        if num_bytes > min(_JOINED_BYTES[job.kind], self._most_bytes):
+        most_bytes = min(_JOINED_BYTES[job.kind], self._most_bytes)
+        if job.kind == "get" and self._jobs[0] is not next_job:
+            most_bytes = min(_JOINED_GETS_BYTES, most_bytes)
+        if num_bytes > most_bytes:
             return False
         self.num_bytes = num_bytes
         self._jobs += other._jobs
@@ -101,11 +109,11 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Joined:
-    """The blocks of parts of puts, as columns in the order of their slots.
+    """The blocks of parts of puts or of gets, as columns in the order of their slots.
 
     Attributes:
         parts: the parts.
-        slots: shape [n], which ascend.
+        slots: shape [n], which ascend. Two gets may name one slot.
         host: shape [n], the host slot of each.
         frames: shape [n], the frame of each.
     """
@@ -131,12 +139,25 @@ class Joined:
             self._keep(np.argsort(self.slots))
 
     def are_wanted(self) -> bool:
-        """Return whether any put of these is not late."""
+        """Return whether any job of these is not late."""
         return not all(job.ticket.poll() for job, _ in self.parts)
 
     def keep(self, which: Bools) -> None:
         """Leave out the other blocks, which fail."""
         self._keep(np.flatnonzero(which))
+
+    def num_of(self, which: Bools) -> Iterator[tuple[Job, int]]:
+        """Yield each job that has blocks of which `which` is True, and how many."""
+        at = np.flatnonzero(which) if self._at is None else self._at[which]
+        for (job, _), num in zip(
+            self.parts,
+            np.bincount(
+                np.searchsorted(self._ends(), at, side="right"), minlength=len(self.parts)
+            ).tolist(),
+            strict=True,
+        ):
+            if num:
+                yield job, num
 
     def succeed(self) -> None:
         """Report success for the blocks that are left."""
@@ -144,11 +165,15 @@ class Joined:
             job, part = self.parts[0]
             job.ok[job.at[part]] = True
             return
-        ends = np.cumsum([part.stop - part.start for _, part in self.parts])
+        ends = self._ends()
         ok = np.zeros(ends[-1], np.bool_)
         ok[slice(None) if self._at is None else self._at] = True
         for (job, part), of_part in zip(self.parts, np.split(ok, ends[:-1]), strict=True):
             job.ok[job.at[part]] = of_part
+
+    def _ends(self) -> Index:
+        """Return where the blocks of each part end among all of them."""
+        return np.cumsum([part.stop - part.start for _, part in self.parts])
 
     def _keep(self, at: Index) -> None:
         self.slots, self.host = self.slots[at], self.host[at]

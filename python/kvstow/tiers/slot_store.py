@@ -294,12 +294,12 @@ class SlotStore:
     # -- on the threads --------------------------------------------------------------------------
 
     def carry_out(self, parts: list[Part]) -> None:
-        """Do a part of one job, or of several puts; raise `OSError` if a call fails."""
+        """Do parts of jobs of one kind; raise `OSError` if all of them failed."""
         job, part = parts[0]
         if job.kind == "put":
             self._write(Joined(parts))
         elif job.kind == "get":
-            self._read(job, part)
+            self._read(Joined(parts))
         elif job.kind == "delete":
             self._drop(job, part)
         else:
@@ -358,25 +358,26 @@ class SlotStore:
         free &= fits
         job.frames = found
 
-    def _read(self, job: Job, part: slice | Index) -> None:
+    def _read(self, blocks: Joined) -> None:
         arrived, error = self._calls.read_data(
-            job.slots[part],
-            job.host[part],
+            blocks.slots,
+            blocks.host,
             report=self._count_read,
-            may_go_on=lambda: self.mode != "off" and not job.ticket.poll(),
+            may_go_on=lambda: self.mode != "off" and blocks.are_wanted(),
         )
         if not arrived.all():
-            part = _those(part, arrived)
-        proven = self._are_proven(job.host[part], job.frames[part])
+            for job, _ in blocks.num_of(~arrived):
+                if error is not None:
+                    job.error = job.error or self.fail("get", error)
+            blocks.keep(arrived)
+        proven = self._are_proven(blocks.host, blocks.frames)
         if not proven.all():
-            damaged = _those(part, ~proven)
-            job.num_mismatched += len(damaged)
-            self._words[job.slots[damaged]] = 0
-            part = _those(part, proven)
-        self._sums.record(job.host[part])
-        job.ok[job.at[part]] = True
-        if error is not None:
-            raise error
+            for job, num_damaged in blocks.num_of(~proven):
+                job.num_mismatched += num_damaged
+            self._words[blocks.slots[~proven]] = 0
+            blocks.keep(proven)
+        self._sums.record(blocks.host)
+        blocks.succeed()
 
     @staticmethod
     def _fit(found: Frames, expected: Frames) -> Bools:
@@ -420,9 +421,3 @@ class SlotStore:
         for job in self._jobs:
             if not job.ticket.has_ended:
                 job.ticket.end(None, TransferError(FORKED_TRANSFER))
-
-
-def _those(part: slice | Index, which: Bools) -> Index:
-    """Return the positions of a piece of which `which` is True."""
-    at = np.flatnonzero(which)
-    return at + part.start if isinstance(part, slice) else part[at]
