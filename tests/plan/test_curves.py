@@ -121,6 +121,7 @@ def test_more_points_bring_the_line_of_hit_density_closer_to_it(device: int | No
     between = np.arange(int(first[0]), largest, max(1, largest // 60))
     hits = np.array([server.serve(int(capacity)).served.num_hits for capacity in between])
     at_first = curves.density[np.isin(curves.density_at, first)]
+    assert at_first.tolist() == [server.serve(int(size)).served.num_hits for size in first]
     few = np.abs(np.interp(between, first, at_first) - hits)
     drawn = np.abs(np.interp(between, curves.density_at, curves.density) - hits)
     assert drawn.mean() < 0.7 * few.mean()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import HitCurve, clairvoyant_hits
-from kvstow.plan.simulate import Server, host_hits
+from kvstow.plan.simulate import Server
 from kvstow.plan.workload import Workload
 
 Ints = npt.NDArray[np.int64]
@@ -132,10 +132,7 @@ def with_density(curves: Curves, server: Server, tick: Callable[[], None]) -> Cu
     measured = replace(server, policy="hit-density", mode="eager")
 
     def hits_at(capacity: int) -> int:
-        if server.num_device_blocks is None:
-            hits = host_hits(server.workload, capacity, "hit-density")
-        else:
-            hits = measured.serve(capacity).served.num_hits
+        hits = measured.serve(capacity).served.num_hits
         tick()
         return hits
 

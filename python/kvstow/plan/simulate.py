@@ -1,7 +1,10 @@
 """Serve a workload with the real accounting of a device and a host tier, one request at a time.
 
-A simulation needs no clock. Requests do not overlap, none is preempted, and copies end at once. It
-serves what no single curve can: several groups, hit density, and lazy stores.
+A simulation needs no clock. Requests do not overlap, none is preempted, and a copy ends during the
+next step. It serves what no single curve can: several groups, hit density, and lazy stores.
+
+An answer is computed token by token, so each of its blocks is a store of its own. Hit density
+evicts for each by what it has learned until then. One store for all of them would evict others.
 
 In a model with recurrent states, vLLM keeps a state at two places of a prompt: after its last full
 block that leaves a token to compute, and where it parts from prompts before it. It knows that place
@@ -12,6 +15,7 @@ stored, so the simulation drops their keys.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -159,6 +163,9 @@ class Simulation:
             num_device + 1, groups, max_in_flight_tokens=STEP_TOKENS, events=any(self._states)
         )
         self._shared = _SharedBlocks(self._ledger, groups)
+        self._num_steps = 0
+        # The step that planned it, and its job.
+        self._stores: deque[tuple[int, int]] = deque()
         self._has_tier = num_host_blocks > 0
         # Without a tier, this one stays empty.
         self._tier = OffloadScheduler(
@@ -214,7 +221,13 @@ class Simulation:
         first = None if num_found else hit
         reported = [0] * len(self._states)
         while num_granted < total_tokens:
-            num_new = min(STEP_TOKENS, total_tokens - num_granted)
+            if num_granted < prompt_tokens:
+                num_new = min(STEP_TOKENS, prompt_tokens - num_granted)
+                self._num_steps += 1
+            else:  # a step for each token, up to the next that fills a block
+                num_new = min(self._size - num_granted % self._size, total_tokens - num_granted)
+                self._num_steps += num_new
+            self._land(self._num_steps - 2)
             taken = ledger.allocate(_NAME, num_new, hit=first)
             assert taken is not None, "the longest request fits"
             first = None
@@ -224,11 +237,12 @@ class Simulation:
             self._store(num_granted, reported, kept)
         ledger.free(_NAME)
         tier.finish(_NAME)
+        self._land(self._num_steps)
         if not self._keeps_device:
             ledger.pool.reset()
 
     def _store(self, num_computed: int, reported: list[int], kept: set[int]) -> None:
-        """Report what the tokens so far have filled, and end the stores that this plans."""
+        """Report what the tokens so far have filled, and begin the store that this plans."""
         ledger, tier, num_full = self._ledger, self._tier, num_computed // self._size
         parts: list[Ids] = []
         offsets = [0]
@@ -250,7 +264,12 @@ class Simulation:
             job = tier.store_evictable(ledger.pool, self._horizon)
         if job is not None:
             self.served.stored_bytes += self._bytes(job.offsets)
-            tier.complete(job.job_id)
+            self._stores.append((self._num_steps, job.job_id))
+
+    def _land(self, step: int) -> None:
+        """End the stores that were planned up to this step."""
+        while self._stores and self._stores[0][0] <= step:
+            self._tier.complete(self._stores.popleft()[1])
 
     def _bytes(self, offsets: Ids) -> int:
         """Return the bytes of a job, whose blocks come group by group."""
