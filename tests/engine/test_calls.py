@@ -392,6 +392,18 @@ def test_constructor_names_the_argument_that_is_wrong(
         Engine(8, 8, [FullAttention(4)], layouts, **options)  # type: ignore[arg-type]
 
 
+def test_a_layout_whose_blocks_are_layers_is_refused_with_the_way_out() -> None:
+    """With num_device_blocks=4 the engine would copy a layer for each block, and serve wrong KV."""
+    kv = np.zeros((4, 8, 4, 2))  # layers, blocks, tokens, K and V
+    problem = (
+        r"memory for 4 blocks, the pool has 8; .* counts layers, or K and V, pass list\(array\)"
+        r".* If it counts blocks, pass num_device_blocks=4"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        Engine(8, 8, [FullAttention(4)], [BlockLayout.from_arrays([kv])])
+    Engine(8, 8, [FullAttention(4)], [BlockLayout.from_arrays(list(kv))]).close()
+
+
 def test_a_layout_whose_blocks_are_tokens_is_refused() -> None:
     tokens = BlockLayout.from_arrays([np.zeros((8 * 4, 2), np.uint8)])
     with pytest.raises(ConfigError, match=r"32 blocks, .* to \[blocks, 4, ...\]"):

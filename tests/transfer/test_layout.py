@@ -130,8 +130,16 @@ def test_from_arrays_finds_each_block_row() -> None:
 
 def test_one_array_is_no_list_of_arrays() -> None:
     """It would pass as a list of its blocks, and wrong bytes would come back."""
-    with pytest.raises(ConfigError, match=r"one object of shape \(9, 16, 2\).*pass \[arrays\]"):
+    with pytest.raises(ConfigError, match=r"one object of shape \(9, 16, 2\).*pass \[arrays\] if"):
         BlockLayout.from_arrays(np.zeros((9, 16, 2)))  # type: ignore[arg-type]
+
+
+def test_the_error_for_an_array_of_all_layers_names_the_way_that_works() -> None:
+    kv = np.zeros((4, 9, 16, 2))
+    with pytest.raises(ConfigError, match=r"list\(arrays\) if it counts layers, or K and V"):
+        BlockLayout.from_arrays(kv)  # type: ignore[arg-type]
+    layout = BlockLayout.from_arrays(list(kv))
+    assert (layout.num_blocks, len(layout.regions)) == (9, 4)
 
 
 def test_from_arrays_accepts_scalars_per_block_and_a_single_block() -> None:

@@ -163,9 +163,10 @@ def checked_layouts(
             if layout.num_blocks < num_blocks:
                 raise ConfigError(
                     f"{where}[{group}] has memory for {layout.num_blocks} blocks, the pool has "
-                    f"{num_blocks}; each group needs memory for every block of the pool. Pass its "
-                    "size as num_device_blocks, and split an array of K and V, [2, blocks, ...], "
-                    "into two regions"
+                    f"{num_blocks}; each group needs memory for every block of the pool. If the "
+                    "first dimension of its arrays counts layers, or K and V, pass list(array) to "
+                    "from_arrays instead of [array]. If it counts blocks, pass num_device_blocks="
+                    f"{layout.num_blocks}"
                 )
         checked.append(list(own))
     return checked

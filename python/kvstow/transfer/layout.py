@@ -166,7 +166,8 @@ class BlockLayout:
         """Return the layout of host arrays of shape [num_blocks, ...], one region each.
 
         The layout keeps the arrays alive. The first dimension may be strided, but the bytes of one
-        block must be contiguous. For an array of shape [2, num_blocks, ...] pass `a[0]` and `a[1]`.
+        block must be contiguous. Of an array `a` of shape [n, num_blocks, ...], with n layers or K
+        and V, pass `list(a)`.
 
         Raises:
             ConfigError: one is not a writable numpy array of plain data, or its blocks are not
@@ -183,7 +184,7 @@ class BlockLayout:
 
         Pass torch tensors that are all on the CPU or all on one CUDA device. The layout keeps them
         alive. The first dimension may be strided, but the bytes of one block must be contiguous.
-        For a tensor of shape [2, num_blocks, ...] pass `t[0]` and `t[1]`.
+        Of a tensor `t` of shape [n, num_blocks, ...], with n layers or K and V, pass `list(t)`.
 
         Raises:
             ConfigError: one is not a tensor, or is on another kind of device, or its blocks are not
@@ -212,7 +213,8 @@ def _check_list(name: str, given: object) -> None:
     if shape is not None:
         raise ConfigError(
             f"{name} is one object of shape {tuple(shape)}, expected a list with one for each "
-            f"region: pass [{name}]"
+            f"region: pass [{name}] if its first dimension counts blocks, and list({name}) if it "
+            "counts layers, or K and V"
         )
     if not isinstance(given, Iterable):
         raise ConfigError(
