@@ -294,8 +294,9 @@ class Engine(Closing):
     ) -> Admission:
         """Let an added request run with what the device holds, or load what the host holds first.
 
-        One token of a prefix that is found completely is left to compute. A request whose load
-        failed does not ask the host this time.
+        At least one token is left to compute. So a prefix that is found completely hits without
+        its last block, because a hit ends at a block boundary. A request whose load failed does
+        not ask the host this time.
 
         Args:
             request_id: an added request.
