@@ -582,6 +582,20 @@ def test_plan_of_two_policies_says_where_the_second_is(
     assert "The table is that of" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("asked", [[], ["--capacity", "100"]])
+def test_plan_of_two_policies_says_what_fills_the_curve_of_several_groups(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    two = ["--policy", "lru", "--policy", "hit-density", "--host-gib", "64", *asked]
+    hybrid = ["plan", *SMALL[:3], "--model", "gpt-oss-20b", *two, "--json-file", str(file)]
+    assert cli.main(hybrid) == 0
+    says_capacity = "With --json and --capacity, `curve` has" in capsys.readouterr().out
+    has_points = bool(json.loads(file.read_text())["curve"])
+    assert has_points is bool(asked)
+    assert says_capacity is not has_points
+
+
 def test_sizes_take_commas_and_the_unit(capsys: pytest.CaptureFixture[str]) -> None:
     def rows(*arguments: str) -> Any:
         assert plan("--json", *arguments) == 0

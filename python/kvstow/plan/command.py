@@ -119,7 +119,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     "--capacity",
     int,
     "BLOCKS",
-    "Size at which --json gives the hits of one cache, for each policy. [default: some sizes]",
+    "Size at which --json gives the hits of one cache, for each policy. [default: some sizes; none "
+    "for a model with several groups of layers]",
 )
 @click.option(
     "--mode",

@@ -24,7 +24,7 @@ _WHOLE: Final = 10  # numbers from here on are shown without decimals
 
 DENSITY_NOTE: Final = (
     "The table has one request after the other. Where requests overlap, and most where they are "
-    "preempted, hit-density hits less: check a size with kvstow replay --policy hit-density."
+    "preempted, hit-density mostly hits less: check a size with kvstow replay --policy hit-density."
 )
 LAZY_NOTE: Final = (
     "The table has one request after the other. Where requests overlap, and most where they are "
@@ -53,13 +53,15 @@ def knee_method(plan: Plan) -> str:
 
 def notes(plan: Plan) -> list[str]:
     """Return what a reader of the table must know before taking a size."""
+    has_points = plan.geometry.is_one_full_group or plan.options.capacities
+    points_from = "--json" if has_points else "--json and --capacity"
     return [
         *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
         *([LAZY_NOTE] if plan.options.mode == "lazy" else []),
         *([WINDOW_NOTE] if _has_windows_on_a_device(plan) else []),
         *(
-            f"The table is that of {plan.options.policy}. With --json, `curve` has the hits of one "
-            f"cache with {other}, too."
+            f"The table is that of {plan.options.policy}. With {points_from}, `curve` has the hits "
+            f"of one cache with {other}, too."
             for other in plan.options.policies[1:]
         ),
     ]
