@@ -10,7 +10,7 @@ use kvstow_core::ledger::MAX_TOKENS;
 use kvstow_core::offload::{MAX_BLOCKS_PER_SLOT, MAX_WORLD_SIZE};
 use kvstow_core::pool::MAX_BLOCKS;
 use numpy::{
-    IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
+    IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray,
     PyUntypedArrayMethods,
 };
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
@@ -133,32 +133,37 @@ fn ints(
         )));
     }
     let mut numbers = Vec::with_capacity(capacity_hint(obj));
+    let tuple = self::items(obj, &what)?;
     // Most requests of a step have equal counts, and Python has one object for a small int.
-    let mut last: Option<(Bound<'_, PyAny>, i64)> = None;
-    each_item(obj, &what, |item| {
-        if let Some((same, number)) = &last
-            && item.is(same)
-        {
-            numbers.push(*number);
-            return Ok(());
-        }
-        if item.is_exact_instance_of::<PyBool>() {
-            return Err(ConfigError::new_err(format!(
-                "{name} has {item}, which is not an integer: pass ids, not a mask"
-            )));
-        }
-        let number = item.extract::<i64>().map_err(|_| {
-            if item.is_instance_of::<PyInt>() {
-                return too_large(item);
-            }
-            let item = shown(item);
-            ConfigError::new_err(format!("{name} has {item}, which is not an integer"))
-        })?;
+    let mut last: Option<(Borrowed<'_, '_, PyAny>, i64)> = None;
+    for item in tuple.iter_borrowed() {
+        let number = match last {
+            Some((same, number)) if item.is(same) => number,
+            _ => int(&item, name, &too_large)?,
+        };
         numbers.push(number);
-        last = Some((item.clone(), number));
-        Ok(())
-    })?;
+        last = Some((item, number));
+    }
     Ok(numbers)
+}
+
+fn int(
+    item: &Bound<'_, PyAny>,
+    name: &str,
+    too_large: impl Fn(&Bound<'_, PyAny>) -> PyErr,
+) -> PyResult<i64> {
+    if item.is_exact_instance_of::<PyBool>() {
+        return Err(ConfigError::new_err(format!(
+            "{name} has {item}, which is not an integer: pass ids, not a mask"
+        )));
+    }
+    item.extract::<i64>().map_err(|_| {
+        if item.is_instance_of::<PyInt>() {
+            return too_large(item);
+        }
+        let item = shown(item);
+        ConfigError::new_err(format!("{name} has {item}, which is not an integer"))
+    })
 }
 
 /// Python's `repr` of an object, or its type if `repr` fails.
@@ -192,17 +197,14 @@ pub(crate) fn sequence<'a, 'py>(
     })
 }
 
-/// Visits the items of a sequence of `what` up to the first error.
-fn each_item<'py>(
-    obj: &Bound<'py, PyAny>,
-    what: &str,
-    mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
-) -> PyResult<()> {
+/// The items of a sequence of `what`. To borrow them saves two calls an item.
+fn items<'py>(obj: &Bound<'py, PyAny>, what: &str) -> PyResult<Bound<'py, PyTuple>> {
     if let Ok(list) = obj.cast_exact::<PyList>() {
-        // Borrowing a tuple's items saves two calls an item.
-        return list.to_tuple().iter_borrowed().try_for_each(|item| visit(&item));
+        return Ok(list.to_tuple());
     }
-    sequence(obj, what)?.try_iter()?.try_for_each(|item| visit(&item?))
+    // Not `to_tuple`, which reserves memory for what `__len__` says.
+    let items = sequence(obj, what)?.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+    PyTuple::new(obj.py(), items)
 }
 
 /// Block ids in a pool of `num_blocks`.
@@ -212,8 +214,8 @@ pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<Blo
         Ok(small) if (small as usize) < num_blocks => Ok(BlockId(small)),
         _ => Err(no_such_block(id.to_string())),
     };
-    let int32 = obj.extract::<PyReadonlyArray1<'_, i32>>().map(|array| array.to_vec());
-    if let Ok(Ok(items)) = int32 {
+    let int32 = obj.cast::<PyArray1<i32>>().ok().and_then(|array| array.try_readonly().ok());
+    if let Some(Ok(items)) = int32.map(|array| array.to_vec()) {
         return items.into_iter().map(|id| to_id(id.into())).collect();
     }
     ints(obj, "block ids", |item| no_such_block(shown(item)))?.into_iter().map(to_id).collect()
@@ -244,13 +246,12 @@ pub(crate) fn bools(obj: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         return bools(&array.call_method0("tolist")?);
     }
     let mut items = Vec::with_capacity(capacity_hint(obj));
-    each_item(obj, "bools", |item| {
+    for item in self::items(obj, "bools")?.iter_borrowed() {
         let is_true = item.extract::<bool>();
         items.push(is_true.map_err(|_| {
-            ConfigError::new_err(format!("{} is not a bool: pass True or False", shown(item)))
+            ConfigError::new_err(format!("{} is not a bool: pass True or False", shown(&item)))
         })?);
-        Ok(())
-    })?;
+    }
     Ok(items)
 }
 
