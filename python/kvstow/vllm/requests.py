@@ -315,8 +315,11 @@ class Requests:
                 if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
                     self._scheduled[request_id] = None
                     request = tracked.request
-                    num_scheduled_tokens = request.num_computed_tokens + num_tokens
-                    tracked.scheduled_tokens = min(num_scheduled_tokens, request.num_tokens)
+                    end = request.num_computed_tokens + num_tokens
+                    # `num_tokens` takes a call, and only a session may have fewer than its prompt.
+                    if end > request.num_prompt_tokens or request.resumable:
+                        end = min(end, request.num_tokens)
+                    tracked.scheduled_tokens = end
         if self.fresh:
             for request_id in [name for name in self.fresh if name in num_scheduled]:
                 tracked = self.tracked[request_id]
