@@ -416,10 +416,12 @@ def test_ranks_must_all_hold_a_block(tmp_path: Path) -> None:
     [
         ({"disk_options": None}, "needs both"),
         ({"disk": None}, "needs both"),
+        ({"disk": "slots"}, "the name of a file; pass SlotFile"),
+        ({"disk": Path("slots")}, "the name of a file; pass SlotFile"),
         ({"disk_options": {"identity": "m"}}, "disk_options is .*; pass DiskOptions"),
     ],
 )
-def test_option_without_its_partner_is_named(
+def test_disk_without_what_it_needs_is_refused(
     tmp_path: Path, given: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why), world(tmp_path / "disk", **given):

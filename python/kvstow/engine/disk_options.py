@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -104,6 +105,11 @@ def checked_files(
         )
     if disk is None:
         return []
+    if isinstance(disk, str | os.PathLike):
+        raise ConfigError(
+            f"disk is {disk!r}, the name of a file; pass SlotFile({os.fspath(disk)!r}, "
+            "max_bytes=...)"
+        )
     files = [disk] if isinstance(disk, SlotFile) else list(disk)
     if len(files) != world_size or not all(isinstance(file, SlotFile) for file in files):
         raise ConfigError(
