@@ -126,6 +126,10 @@ def write_snapshot(
         with replacing(path) as file:
             _write(file, image, arenas, used_slots, block_bytes or [[]] * len(arenas))
     except OSError as error:
+        if path.is_dir():
+            raise SnapshotError(
+                f"{path} is a folder; pass the path of a file in it, such as {path}/engine.kvstow"
+            ) from error
         fix = "free some space" if path.parent.is_dir() else f"create the folder {path.parent}"
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}. A file that had this name is "
