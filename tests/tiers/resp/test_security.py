@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,6 +128,34 @@ def test_an_access_list_of_four_commands_is_enough(
                         assert message in str(ticket.error)
                 assert "sesame" not in caplog.text
         assert len(caplog.records) == 4, "one warning for each tier"
+
+
+def refuse_long_commands(listener: socket.socket) -> None:
+    """Serve as Redis from 6.2.6 on does before a login: it closes in the middle of a block."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                while said := connection.recv(512):
+                    if b"$3\r\nSET\r\n" in said:
+                        connection.sendall(b"-ERR Protocol error: unauthenticated bulk length\r\n")
+                        break
+                    answer = b"$0\r\n\r\n" if b"INFO\r\n$6\r\nmemory" in said else b"+OK\r\n"
+                    connection.sendall(answer * said.count(b"*"))
+
+
+@pytest.mark.parametrize("slot_bytes", [32 << 10, 8 << 20])
+def test_a_forgotten_login_is_named_if_the_server_closes_in_the_middle_of_a_block(
+    slot_bytes: int,
+) -> None:
+    with HostArena(1, slot_bytes) as large, socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=refuse_long_commands, args=[listener], daemon=True).start()
+        url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        with RespTier(large, url, NAMESPACE) as tier:
+            ticket = ended(tier.put(blocks(1), [0]))
+            assert not ticket.ok.any()
+            assert "the server asks for a password: set KVSTOW_SHARED_USER" in str(ticket.error)
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: HostArena) -> None:

@@ -15,6 +15,8 @@ _SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those o
 _FIXES: Final = (
     ("HELLO must be called", f"the server asks for a password: {_LOGIN}"),
     ("Authentication required", f"the server asks for a password: {_LOGIN}"),
+    # What a server says to a block, because it reads no long command before a login.
+    ("unauthenticated bulk length", f"the server asks for a password: {_LOGIN}"),
     (
         "username-password",
         f"the server refused the login: check {USERNAME_VARIABLE}, and {PASSWORD_VARIABLE} or the "

@@ -112,7 +112,7 @@ class Wire:
             try:
                 num_sent = self._when_ready(socket.SO_SNDTIMEO, self._send_some, batch)
             except OSError as error:
-                raise WireError(f"sending failed: {error}") from error
+                raise WireError(f"sending failed: {error}{self._last_words()}") from error
             at = 0
             while at < len(batch) and num_sent >= len(batch[at]):
                 num_sent -= len(batch[at])
@@ -120,6 +120,19 @@ class Wire:
             del batch[:at]
             if num_sent:
                 batch[0] = batch[0][num_sent:]
+
+    def _last_words(self) -> str:
+        """Return the error that the server sent before it closed the connection, or nothing.
+
+        A server that wants a login refuses a block by its length, and closes before all is sent.
+        """
+        try:
+            flags = socket.MSG_DONTWAIT if self._is_plain else 0
+            said = self._socket.recv(_MAX_LINE_BYTES, flags)
+        except OSError:
+            return ""
+        errors = [line for line in said.split(b"\r\n") if line.startswith(b"-")]
+        return f" ({errors[-1][1:].decode('ascii', 'replace')})" if errors else ""
 
     def _line(self, ahead_bytes: int = _AHEAD_BYTES) -> bytes:
         """Return the next line of an answer, without its end."""
