@@ -520,6 +520,19 @@ def test_bound_beside_a_device_is_that_of_one_cache_alone(pages: dict[str, Path]
     assert "best possible, one cache alone" in series_of(pages["plan"])
 
 
+def test_the_page_of_a_lazy_plan_leaves_room_for_what_a_small_host_adds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    given = ["--model", "llama-3.1-8b", "--device-gib", "64", "--host-gib", "63", "--mode", "lazy"]
+    assert cli.main(["plan", str(BUNDLED_TRACE), *given, "--html", str(page), "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["sizes"]
+    assert row["hit_ratio"] > row["device_alone_hit_ratio"]
+    text = page.read_text()
+    assert "With LRU and eager stores, a host tier no larger" in text
+    assert "With LRU, a host tier no larger" not in text
+
+
 @pytest.mark.parametrize("device", [[], ["--device-blocks", "9"]])
 def test_knee_follows_from_its_definition(
     device: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -108,7 +108,9 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     beside, point = "", "Each point is a cache of that size."
     if choice.device_gib is not None:
         beside = f", beside {size(choice.device_gib)} on each GPU"
-        point = "With LRU, a host tier no larger than the device's cache adds nothing."
+        point = (
+            "With LRU and eager stores, a host tier no larger than the device's cache adds nothing."
+        )
     without_disk = "" if choice.judged.disk_gib is None else ", without the disk"
     return Chart(
         f"Hits against memory{beside}{without_disk}",

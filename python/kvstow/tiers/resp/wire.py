@@ -131,8 +131,9 @@ class Wire:
             said = self._socket.recv(_MAX_LINE_BYTES, flags)
         except OSError:
             return ""
-        errors = [line for line in said.split(b"\r\n") if line.startswith(b"-")]
-        return f" ({errors[-1][1:].decode('ascii', 'replace')})" if errors else ""
+        # Answers to puts, and nothing of a block's bytes.
+        first = next((line for line in said.split(b"\r\n") if line != b"+OK"), b"")
+        return f" ({first[1:200].decode('ascii', 'replace')})" if first.startswith(b"-") else ""
 
     def _line(self, ahead_bytes: int = _AHEAD_BYTES) -> bytes:
         """Return the next line of an answer, without its end."""
