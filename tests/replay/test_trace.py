@@ -295,7 +295,10 @@ def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_p
         (row(output_length=None), "output_length is null"),
         (row(hash_ids=7), "hash_ids is 7; expected a list of ids"),
         (row(hash_ids=[]), "hash_ids is empty"),
-        (row(hash_ids=[0, "1"]), "hash_ids[1] is a string; expected an integer"),
+        (
+            row(hash_ids=[0, "1"]),
+            "hash_ids[1] is a string; expected an integer: number the hashes as they first appear",
+        ),
         (row(hash_ids=[0, True]), "hash_ids[1] is a boolean; expected an integer"),
         (row(hash_ids=[0, -1]), "hash_ids[1] is -1; expected 0 to 2**63 - 1"),
         (row(hash_ids=[2**63, 1]), f"hash_ids[0] is {2**63}; expected 0 to 2**63 - 1"),

@@ -260,7 +260,11 @@ class TraceReader:
             self._fail(line, f"hash_ids is {_kind(ids)}; expected a list of ids")
         for position, value in enumerate(ids):
             if type(value) is not int:
-                self._fail(line, f"hash_ids[{position}] is {_kind(value)}; expected an integer")
+                way_out = ": number the hashes as they first appear" if type(value) is str else ""
+                self._fail(
+                    line,
+                    f"hash_ids[{position}] is {_kind(value)}; expected an integer{way_out}",
+                )
             if not 0 <= value <= MAX_TRACE_ID:
                 way_out = ": shift hashes of 64 bits right by 1" if 0 < value < 2**64 else ""
                 self._fail(
