@@ -206,7 +206,11 @@ class Loop:
                 request.num_hashed = num_full
         num_new = self.chances.randint(1, len(request.tokens) - num_granted)
         num_lookahead = self.num_lookahead()
-        if not self.engine.step([name], [num_new], num_lookahead_tokens=num_lookahead).num_granted:
+        try:
+            step = self.engine.step([name], [num_new], num_lookahead_tokens=num_lookahead)
+        except OutOfBlocks:  # the next turn may ask for fewer tokens
+            return
+        if not step.num_granted:
             self.engine.preempt(name)
 
     def num_lookahead(self) -> int:

