@@ -149,13 +149,9 @@ class Joined:
     def num_of(self, which: Bools) -> Iterator[tuple[Job, int]]:
         """Yield each job that has blocks of which `which` is True, and how many."""
         at = np.flatnonzero(which) if self._at is None else self._at[which]
-        for (job, _), num in zip(
-            self.parts,
-            np.bincount(
-                np.searchsorted(self._ends(), at, side="right"), minlength=len(self.parts)
-            ).tolist(),
-            strict=True,
-        ):
+        part_of = np.searchsorted(self._ends(), at, side="right")
+        nums = np.bincount(part_of, minlength=len(self.parts)).tolist()
+        for (job, _), num in zip(self.parts, nums, strict=True):
             if num:
                 yield job, num
 

@@ -365,10 +365,10 @@ class SlotStore:
             report=self._count_read,
             may_go_on=lambda: self.mode != "off" and blocks.are_wanted(),
         )
-        if not arrived.all():
+        if error is not None:
             for job, _ in blocks.num_of(~arrived):
-                if error is not None:
-                    job.error = job.error or self.fail("get", error)
+                job.error = job.error or self.fail("get", error)
+        if not arrived.all():
             blocks.keep(arrived)
         proven = self._are_proven(blocks.host, blocks.frames)
         if not proven.all():
