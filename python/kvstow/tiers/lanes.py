@@ -146,7 +146,7 @@ class Lanes:
         self._lock = threading.RLock()
         self._puts: _Queue = SimpleQueue()
         self._others: _Queue = SimpleQueue()
-        # What is before all that a queue has.
+        # Jobs that come before all that wait in a queue.
         self._next_put: deque[deque[Work]] = deque()
         self._next_other: deque[deque[Work]] = deque()
         self._stop_watch: SimpleQueue[None] = SimpleQueue()

@@ -3,8 +3,8 @@
 - Independent servers: each key has one, chosen by rendezvous hashing (Thaler and Ravishankar,
   1998). So a server that is added or removed moves only its own part of the keys.
 - A cluster: redis-py asks it for its slots. They are asked again after an error.
-- Sentinel: redis-py asks for the present master. It is asked again after an error. A Sentinel that
-  wants a password gets that of the servers, and no other one sees it.
+- Sentinel: redis-py asks for the present master. It is asked again after an error. If none answers
+  and one wants a password, all are asked again with that of the servers.
 """
 
 from __future__ import annotations
