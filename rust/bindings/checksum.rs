@@ -7,7 +7,7 @@
 //! the processor has. XXH3 needs a build for AVX2 to be as fast.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
-use crc_fast::Digest;
+use crc_fast::{Digest, crc32_iso_hdlc};
 use numpy::{Element, IntoPyArray, PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use prefetch_index::prefetch_index;
 use pyo3::prelude::*;
@@ -42,7 +42,7 @@ pub(crate) fn row_checksums<'py>(
     rows: &Bound<'py, PyAny>,
     row_ids: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyArray1<u32>>> {
-    of_rows(rows, row_ids, crc32fast::hash)
+    of_rows(rows, row_ids, crc32_iso_hdlc)
 }
 
 /// Return the CRC-64/NVME of each of these rows.

@@ -60,7 +60,7 @@ _HEADER_ROOM: Final = -(-HEADER_BYTES // 16) * 16
 # Bytes of one call. More would leave the processor's caches between checksum and transfer. But each
 # call asks the master, too, so it needs a few blocks.
 _PART_BYTES: Final = 4 << 20
-_LEAST_BLOCKS, _MOST_BLOCKS = 4, 128
+_LEAST_BLOCKS, _MOST_BLOCKS = 8, 128
 
 # What the store answers; others are failures of the store.
 _OK, _NO_SPACE, _WRONG_SIZE = 0, -200, -600

@@ -20,6 +20,8 @@ from tests.tiers.resp.tls import Authority, TlsServer
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.resp import Credentials, RespTier, Security
+from kvstow.tiers.resp.address import Node
+from kvstow.tiers.resp.wire import Wire
 from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
 
@@ -61,12 +63,23 @@ def round_trip(tier: RespTier) -> None:
 
 
 def test_blocks_come_back_through_tls(
-    tmp_path: Path, arena: HostArena, authority: Authority
+    tmp_path: Path, arena: HostArena, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue("127.0.0.1")) as server:
         url, security = f"rediss://127.0.0.1:{server.port}", Security(ca_file=authority.ca_file)
-        with RespTier(arena, url, NAMESPACE, security=security) as tier:
-            round_trip(tier)
+        with RespTier(arena, url, NAMESPACE, security=security, num_threads=1) as tier:
+            wires: list[Wire] = []
+            connect = tier.nodes.connect
+
+            def connect_and_count(node: Node) -> Wire:
+                wires.append(connect(node))
+                return wires[-1]
+
+            monkeypatch.setattr(tier.nodes, "connect", connect_and_count)
+            for _ in range(3):
+                round_trip(tier)
+            # A thread keeps its connection, although TLS itself has sent bytes after the handshake.
+            assert len(wires) == len(tier._threads)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.tiers.resp.proxy import Proxy
 from tests.tiers.resp.server import Server
 
 from kvstow import ConfigError, StateError
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import Credentials, RespTier
+from kvstow.tiers.resp.wire import Wire
 from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 64, 5000
@@ -211,8 +213,35 @@ def test_a_server_that_comes_late_is_used(tmp_path: Path, arena: HostArena) -> N
             server.kill()  # the connection that the tier holds is gone
             assert answer(tier.get(blocks(1), [1])) == [False]
             server.start()
-            # One of the threads has a connection of before, which fails once.
-            assert any(answer(tier.put(blocks(1), [0])) == [True] for _ in range(2))
+            # One of the threads still has a connection of before.
+            assert answer(tier.put(blocks(1), [0])) == [True]
+
+
+def test_a_restart_of_the_server_fails_no_job(tmp_path: Path, arena: HostArena) -> None:
+    fill(arena, range(8))
+    with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+        for _ in range(2):
+            # Enough jobs at once for all threads.
+            puts = [tier.put(blocks(number), [number]) for number in range(8)]
+            assert [answer(put) for put in puts] == [[True]] * 8
+            gets = [tier.get(blocks(number), [number + 8]) for number in range(8)]
+            assert [answer(get) for get in gets] == [[True]] * 8
+            server.kill()
+            server.start()
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_bytes_that_nobody_asked_for_are_no_answer(
+    server: Server, arena: HostArena, monkeypatch: pytest.MonkeyPatch, *, is_looked_at: bool
+) -> None:
+    if not is_looked_at:  # the control: the answer is believed
+        monkeypatch.setattr(Wire, "is_idle", True)
+    with Proxy(server.port, seed=0) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}"
+        with RespTier(arena, url, NAMESPACE, num_threads=1) as tier:
+            assert answer(tier.contains(blocks(7))) == [False]
+            proxy.say(b":1\r\n")
+            assert answer(tier.contains(blocks(7))) == [not is_looked_at]
 
 
 def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena: HostArena) -> None:

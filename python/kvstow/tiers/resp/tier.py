@@ -9,7 +9,7 @@ How it could serve a wrong block, and what prevents it:
 - Bytes arrive in a host slot after its job has ended: a job ends only after its thread has read
   the whole answer or has closed the connection.
 - An answer belongs to an earlier command: a connection is closed after each error and each late
-  answer.
+  answer, and if bytes wait that nobody asked for.
 - A server keeps a bad block for ever: a get that finds one deletes it, and a put always replaces
   what is there.
 """
@@ -166,6 +166,8 @@ class _Connections:
     def _ask(self, node: Node, job: Job, part: Part) -> None:
         """Ask one server, and note its answers."""
         tier = self._tier
+        if node in self._wires and not self._wires[node].is_idle:
+            self._wires.pop(node).close()
         if node not in self._wires:
             self._wires[node] = tier.nodes.connect(node)
         wire = self._wires[node]

@@ -89,6 +89,23 @@ class Wire:
         """Close the connection."""
         self._connection.disconnect()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the connection is open, and no bytes wait.
+
+        A server that has restarted has closed it. Bytes that nobody asked for would be taken for
+        the answer to the next command.
+        """
+        if self._begin < self._end:
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_DONTWAIT if self._is_plain else 0)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            pass
+        return False
+
     def limit(self, until_s: float) -> None:
         """Let all calls from now on raise `WireError` after this time on the clock."""
         self._until_s = until_s
