@@ -284,7 +284,10 @@ def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_p
         (row().replace('"timestamp": 0', '"timestamp": 1e999'), "timestamp is inf; expected 0 to"),
         (row(timestamp=-1), "timestamp is -1; expected 0 to"),
         (row(timestamp=True), "timestamp is a boolean; expected milliseconds"),
-        (row(timestamp="0"), "timestamp is a string; expected milliseconds"),
+        (
+            row(timestamp="2026-01-31T08:00:00"),
+            "timestamp is a string; expected milliseconds: of a date, 1000 * datetime.timestamp()",
+        ),
         (row(input_length=0), "input_length is 0; expected 1 to"),
         (row(input_length=-3), "input_length is -3; expected 1 to"),
         (row(output_length=2**24 + 1), "output_length is 16777217; expected 0 to 16777216 tokens"),

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -107,6 +108,15 @@ def test_the_settings_that_the_scheduler_reads_are_warned_of(
             f"kvstow: kv_load_failure_policy is 'fail'{where}",
         ]
     )
+
+
+def test_a_second_connector_of_kvstow_is_refused(folder: Path) -> None:
+    """Each would keep the same blocks, and both would hold vLLM's."""
+    flag = multi(0)
+    flag["kv_connector_extra_config"]["connectors"].append(OWN)
+    config = engine_config(folder, {}, kv_transfer_config=flag)
+    with set_current_vllm_config(config), pytest.raises(ConfigError, match="name it once"):
+        MultiConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
 
 
 @ORDERS

@@ -248,7 +248,8 @@ class TraceReader:
     def _timestamp(self, row: dict[str, object], line: int) -> float:
         value = self._field(row, line, "timestamp")
         if not isinstance(value, int | float) or isinstance(value, bool):
-            self._fail(line, f"timestamp is {_kind(value)}; expected milliseconds")
+            way_out = ": of a date, 1000 * datetime.timestamp()" if isinstance(value, str) else ""
+            self._fail(line, f"timestamp is {_kind(value)}; expected milliseconds{way_out}")
         if not (0 <= value < 2**53 and math.isfinite(value)):
             way_out = ": divide nanoseconds by 1000000" if value >= _LEAST_NANOSECONDS else ""
             self._fail(line, f"timestamp is {value}; expected 0 to 2**53 ms{way_out}")

@@ -16,7 +16,7 @@ from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -55,6 +55,13 @@ def check(config: VllmConfig) -> None:
             "failed step did not write: start vLLM without --enable-fault-tolerance and "
             "--fault-tolerance-config, or without the connector"
         )
+    parts = _flag(config).kv_connector_extra_config.get("connectors", [])
+    num_own = sum(part.get("kv_connector") == "KVStowConnector" for part in parts)
+    if num_own > 1:
+        raise ConfigError(
+            f"{num_own} connectors of the MultiConnector are KVStowConnector, and each would copy "
+            "the same blocks: name it once, with the host memory of all"
+        )
 
 
 def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int) -> None:
@@ -82,17 +89,25 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
     _log_end(config, options)
 
 
+def _flag(config: VllmConfig) -> KVTransferConfig:
+    """Return the whole flag as far as this process knows it.
+
+    Inside a `MultiConnector` each connector gets a configuration with its own part of the flag. A
+    worker sees the outer part as well.
+    """
+    transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
+    assert transfer is not None, "the connector's configuration is there"
+    return transfer
+
+
 def log_transfer(config: VllmConfig) -> None:
     """Log a warning for each setting of the flag itself that works worse than another.
 
-    Inside a `MultiConnector` each connector gets a configuration with its own part of the flag, and
-    vLLM's scheduler reads these settings from the outer part. A worker sees that one as well, and
-    the first of them logs.
+    vLLM's scheduler reads these settings from the outer part of the flag. The first worker logs.
     """
     if config.parallel_config.rank % config.parallel_config.world_size:
         return
-    transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
-    assert transfer is not None, "the connector's configuration is there"
+    transfer = _flag(config)
     is_outer = transfer.kv_connector == "MultiConnector"
     where = ' beside "kv_connector": "MultiConnector"' if is_outer else ""
     if transfer.kv_role != "kv_both":
