@@ -228,7 +228,8 @@ fn block_keys(block: usize, keys: &Bound<'_, PyAny>) -> PyResult<Vec<ExtraKey>> 
     if one_key || keys.cast::<PySequence>().is_err() {
         let kind = type_name(keys);
         return Err(ConfigError::new_err(format!(
-            "the extra keys of block {block} are of type {kind}: pass None or a tuple of keys"
+            "the extra keys of block {block} are of type {kind}: pass None or a tuple of keys for \
+             each block"
         )));
     }
     keys.try_iter()?.map(|key| key_from_py(block, &key?, MAX_EXTRA_KEY_DEPTH)).collect()

@@ -297,6 +297,7 @@ WINDOWED = [FullAttention(4), SlidingWindow(4, 8)]
         (FULL, [np.zeros((8, 8))], {}, r"but a list of \['ndarray'\].*from_arrays"),
         (FULL, [[layout()], []], {"world_size": 2}, r"groups .* 1 but layouts\[1\] has length 0"),
         (FULL, [[layout()], [layout(7)]], {"world_size": 2}, r"layouts\[1\]\[0\] has .* 7 blocks"),
+        (FULL, [[layout()]] * 2, {"world_size": 2}, r"layouts\[1\] and layouts\[0\] name the same"),
         (FULL, [layout()], {"mover": lambda *_: None}, "mover made None, expected a Mover"),
         (FULL, [layout()], {"blocks_per_slot": 0}, "0 blocks per slot: it must be 1 to 1024"),
         (FULL, [layout()], {"blocks_per_slot": 2000}, "2000 blocks per slot"),

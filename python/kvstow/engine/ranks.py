@@ -169,7 +169,21 @@ def checked_layouts(
                     f"{layout.num_blocks}"
                 )
         checked.append(list(own))
+    _refuse_shared_memory(checked)
     return checked
+
+
+def _refuse_shared_memory(ranks: Sequence[Sequence[BlockLayout]]) -> None:
+    """Refuse ranks with the same device memory: that of the others would never be copied."""
+    first: dict[int, int] = {}
+    for rank, layouts in enumerate(ranks):
+        for region in (region for layout in layouts for region in layout.regions):
+            other = first.setdefault(region.base_address, rank)
+            if other != rank:
+                raise ConfigError(
+                    f"layouts[{rank}] and layouts[{other}] name the same memory: pass each rank's "
+                    "own arrays. One rank is enough for ranks whose KV is the same"
+                )
 
 
 def refuse_blocks_of_tokens(
