@@ -242,7 +242,10 @@ CYCLE.append(CYCLE)
         ([None] * 3, "extra_keys has 3 entries and the tokens fill 2 blocks of 1:"),
         (7, "extra_keys is of type int: pass a sequence with one entry per full block"),
         ({0: None, 1: None}, "extra_keys is of type dict:"),
-        ("ab", "the extra keys of block 0 are of type str: pass None or a tuple of keys for each block"),
+        (
+            "ab",
+            "the extra keys of block 0 are of type str: pass None or a tuple of keys for each block",
+        ),
         ([None, b"ab"], "the extra keys of block 1 are of type bytes:"),
         ([None, bytearray(b"ab")], "the extra keys of block 1 are of type bytearray:"),
         ([None, 7], "the extra keys of block 1 are of type int:"),
