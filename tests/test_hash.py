@@ -244,7 +244,7 @@ CYCLE.append(CYCLE)
         ({0: None, 1: None}, "extra_keys is of type dict:"),
         (
             "ab",
-            "the extra keys of block 0 are of type str: pass None or a tuple of keys for each block",
+            "the extra keys of block 0 are of type str: pass None or a tuple of keys for each",
         ),
         ([None, b"ab"], "the extra keys of block 1 are of type bytes:"),
         ([None, bytearray(b"ab")], "the extra keys of block 1 are of type bytearray:"),
