@@ -13,18 +13,22 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 
 
 class AdmissionState(Enum):
-    """What `Engine.admit` did with a request."""
+    """What `Engine.admit` did with a request.
+
+    Attributes:
+        RUNS: it has slots for `num_new_tokens`. Compute them in this step.
+        LOADS: the host has some of its blocks and they are being loaded. `poll` reports when it
+            runs.
+        PENDING: another request is loading blocks that it needs, or a tier below has some of them.
+            Ask again after the next `poll`.
+        NO_ROOM: the device pool cannot give the blocks now. Nothing has changed, except that the
+            host keeps what the request found there until another request is refused.
+    """
 
     RUNS = "runs"
-    """It has slots for `num_new_tokens`. Compute them in this step."""
     LOADS = "loads"
-    """The host has some of its blocks and they are being loaded. `poll` reports when it runs."""
     PENDING = "pending"
-    """Another request is loading blocks that it needs, or a tier below has some of them. Ask again
-    after the next `poll`."""
     NO_ROOM = "no room"
-    """The device pool cannot give the blocks now. Nothing has changed, except that the host keeps
-    what the request found there until another request is refused."""
 
 
 @dataclass(frozen=True, slots=True)
