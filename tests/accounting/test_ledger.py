@@ -252,6 +252,15 @@ def test_computed_blocks_are_published_step_by_step() -> None:
         ledger.cache("a", 3 * BLOCK_SIZE)
 
 
+def test_a_rewind_behind_freed_blocks_names_the_argument_that_keeps_them() -> None:
+    ledger = BlockLedger(8, [SlidingWindow(BLOCK_SIZE, BLOCK_SIZE)], publish="computed")
+    ledger.add("a", [])
+    for _ in range(2):
+        ledger.allocate("a", 2 * BLOCK_SIZE)
+    with pytest.raises(StateError, match="before the next step, or pass num_in_flight_tokens"):
+        ledger.rewind("a", BLOCK_SIZE)
+
+
 def test_a_snapshot_is_restored_only_with_equal_publish() -> None:
     granted, computed = ledger_of(8), BlockLedger(8, [FullAttention(4)], publish="computed")
     publish(granted, "a", 2)

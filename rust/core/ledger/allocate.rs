@@ -126,8 +126,8 @@ impl BlockLedger {
         let state = |why: &str| Err(Error::State(format!("request {request_id:?} {why}")));
         if args.num_new_tokens == 0 && args.num_external_tokens == 0 && hit_tokens == 0 {
             return config(
-                "0 new tokens, no hit and no external tokens: pass one of them, or leave the request \
-                 out of this step"
+                "0 new tokens, no hit and no external tokens: leave the request out of this step, or \
+                 pass new tokens"
                     .to_owned(),
             );
         }

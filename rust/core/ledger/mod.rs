@@ -211,8 +211,8 @@ impl BlockLedger {
             if table.num_skipped > group.num_unread_blocks(num_tokens) {
                 return Err(Error::State(format!(
                     "cannot rewind request {request_id:?} to {num_tokens} tokens: they read blocks \
-                     that were freed; rewind before the next step, or name tokens in flight when \
-                     you allocate"
+                     that were freed; rewind before the next step, or pass num_in_flight_tokens with \
+                     its new tokens"
                 )));
             }
         }
