@@ -75,6 +75,9 @@ class ConfigError(KvstowError):
 class OutOfBlocks(KvstowError):
     """An allocation that the pool cannot serve."""
 
+class RequestTooLarge(OutOfBlocks):
+    """A request that can never run, because it needs more blocks than the whole pool has."""
+
 class InvalidBlock(KvstowError):
     """A block id outside the pool, or a block whose state forbids the operation."""
 

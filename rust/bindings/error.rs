@@ -16,6 +16,8 @@ exceptions! {
     KvstowError(PyException): "The base of every error that this library raises on purpose.";
     ConfigError(KvstowError): "A size, option or argument that can never be right.";
     OutOfBlocks(KvstowError): "An allocation that the pool cannot serve.";
+    RequestTooLarge(OutOfBlocks):
+        "A request that can never run, because it needs more blocks than the whole pool has.";
     InvalidBlock(KvstowError):
         "A block id outside the pool, or a block whose state forbids the operation.";
     UnknownRequest(KvstowError): "A request that was never added, or that was freed.";

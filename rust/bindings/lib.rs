@@ -54,8 +54,8 @@ mod _core {
     use super::curve::{HitCurve, clairvoyant_hits, salted_ids};
     #[pymodule_export]
     use super::error::{
-        ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, SnapshotError,
-        StateError, TransferError, UnknownRequest,
+        ChecksumMismatch, ConfigError, InvalidBlock, KvstowError, OutOfBlocks, RequestTooLarge,
+        SnapshotError, StateError, TransferError, UnknownRequest,
     };
     #[pymodule_export]
     use super::event::{AllBlocksCleared, BlockRemoved, BlockStored};

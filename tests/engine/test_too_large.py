@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from kvstow import AdmissionState, Engine, FullAttention, OutOfBlocks, SlidingWindow, hash_tokens
+from kvstow import (
+    AdmissionState,
+    Engine,
+    FullAttention,
+    OutOfBlocks,
+    RequestTooLarge,
+    SlidingWindow,
+    hash_tokens,
+)
 from kvstow.transfer import READY, BlockLayout
 
 RUNS = AdmissionState.RUNS
@@ -21,8 +29,9 @@ def test_lone_request_whose_step_does_not_fit_goes_on_with_fewer_tokens() -> Non
         ):
             engine.step(["one"], [48])
         engine.preempt("one")
-        with pytest.raises(OutOfBlocks, match="to step no more new tokens of this request"):
+        with pytest.raises(OutOfBlocks, match="to step no more new tokens") as refused:
             engine.admit("one", 157, 48, after=READY)
+        assert not isinstance(refused.value, RequestTooLarge), "it can run"
         assert engine.admit("one", 157, 12, after=READY).num_hit_tokens == 96
         with pytest.raises(OutOfBlocks, match="for this step"):
             engine.step(["one"], [157 - 108])
@@ -37,7 +46,7 @@ def test_request_that_a_window_keeps_from_its_last_block_is_refused() -> None:
     with Engine(14, 64, [FullAttention(16), SlidingWindow(16, 40)], layouts) as engine:
         for num_tokens in 145, 157:
             engine.add("long", [])
-            with pytest.raises(OutOfBlocks, match=rf"14 blocks for {num_tokens} .* never run"):
+            with pytest.raises(RequestTooLarge, match=rf"14 blocks for {num_tokens} .* never run"):
                 engine.admit("long", num_tokens, 16, after=READY)
             engine.finish("long")
         engine.add("fits", [])
@@ -80,5 +89,5 @@ def test_step_beyond_the_pool_grants_nothing_so_that_admission_says_so() -> None
         for num_new in 1, 4:
             assert engine.step(["a"], [num_new]).num_granted == 0
         engine.preempt("a")
-        with pytest.raises(OutOfBlocks, match="never run"):
+        with pytest.raises(RequestTooLarge, match="never run"):
             engine.admit("a", 65, 65, after=READY)

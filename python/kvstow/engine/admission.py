@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvstow._core import BlockLedger, ConfigError, KvstowError, OutOfBlocks
+from kvstow._core import BlockLedger, ConfigError, KvstowError, OutOfBlocks, RequestTooLarge
 from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
@@ -46,7 +46,7 @@ class Wish:
         must_fit_tokens = self.must_fit_tokens or 0
         num_needed = self._min_blocks_to_end(ledger)
         if num_needed > num_usable:
-            raise OutOfBlocks(
+            raise RequestTooLarge(
                 f"request {self.request_id!r} needs {num_needed} blocks for {self.num_tokens} "
                 f"tokens, the pool has {num_usable}: it can never run; refuse it, or build the "
                 f"engine with num_device_blocks={num_needed + 1} or more"

@@ -313,8 +313,9 @@ class Engine(Closing):
         Raises:
             UnknownRequest: the request was not added.
             StateError: the request was admitted already, or this engine is closed.
-            OutOfBlocks: not even an empty pool could hold this. If the message says so, the request
-                can never run, so refuse it. Otherwise it names the argument to change.
+            RequestTooLarge: the request can never run, because the pool is too small. Refuse it.
+            OutOfBlocks: not even an empty pool could hold this. The request could run with less:
+                the message names the argument to change.
             ConfigError: a number that is not positive, fewer tokens than were hashed, or `after` is
                 no `Event`.
         """
