@@ -30,6 +30,17 @@ def plan(*arguments: str) -> int:
     return cli.main(["plan", *SMALL, *arguments])
 
 
+@pytest.mark.parametrize(
+    ("model", "is_noted"), [("granite-4.0-h-small", True), ("gpt-oss-20b", False)]
+)
+def test_a_plan_with_recurrent_states_names_what_a_replay_keeps(
+    model: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = [str(BUNDLED_TRACE), "--limit", "20"]
+    assert cli.main(["plan", *trace, "--model", model, "--host-gib", "4"]) == 0
+    assert ("kvstow replay keeps one after every block" in capsys.readouterr().out) == is_noted
+
+
 def test_table_sketch_sentence_and_flag_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--device-gib", "24", "--host-gib", "64", "--host-gib", "256") == 0
     text = capsys.readouterr().out

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstow._core import SlidingWindow
+from kvstow._core import SlidingWindow, StateSpace
 from kvstow.plan.advice import flag, knee_gib, knee_size, num_device, sentence, size
 from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
@@ -34,6 +34,10 @@ LAZY_NOTE: Final = (
 WINDOW_NOTE: Final = (
     "The table has one request after the other. Where requests overlap, the device can hold more "
     "prompts of a model with sliding windows. It then hits more, and the host tier less."
+)
+STATE_NOTE: Final = (
+    "Recurrent states are kept where vLLM keeps them. kvstow replay keeps one after every block, "
+    "so it can hit more, and less where memory is short."
 )
 _X_LABEL: Final = "size of the host tier"
 
@@ -59,6 +63,7 @@ def notes(plan: Plan) -> list[str]:
         *([DENSITY_NOTE] if plan.options.policy == "hit-density" else []),
         *([LAZY_NOTE] if plan.options.mode == "lazy" else []),
         *([WINDOW_NOTE] if _has_windows_on_a_device(plan) else []),
+        *([STATE_NOTE] if _has(StateSpace, plan) else []),
         *(
             f"The table is that of {plan.options.policy}. With {points_from}, `curve` has the hits "
             f"of one cache with {other}, too."
@@ -68,8 +73,12 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _has_windows_on_a_device(plan: Plan) -> bool:
-    has_windows = any(isinstance(one, SlidingWindow) for one in plan.geometry.attentions)
-    return has_windows and any(choice.device_gib is not None for choice in plan.choices)
+    has_device = any(choice.device_gib is not None for choice in plan.choices)
+    return has_device and _has(SlidingWindow, plan)
+
+
+def _has(kind: type[SlidingWindow | StateSpace], plan: Plan) -> bool:
+    return any(isinstance(one, kind) for one in plan.geometry.attentions)
 
 
 def row_figures(plan: Plan, row: Tiers) -> dict[str, float | None]:
