@@ -156,6 +156,21 @@ def test_requests_of_a_log_that_cannot_be_read_are_counted(
     assert "their token ids cannot be read: 2, the first in line 10" in printed.err
     path.write_text(LOG)
     assert cli.main(convert) == 0
+    assert "cannot be read" not in capsys.readouterr().err
+
+
+def test_requests_of_a_log_without_an_output_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(LOG)
+    convert = ["trace", "convert", str(path), "--from", "vllm-log", "--output-tokens", "200"]
+    assert cli.main(convert) == 0
+    error = capsys.readouterr().err
+    assert "no output of 1 of 2 requests, so each of these counts with 200 output tokens" in error
+    path.write_text(LOG.replace("response a (streaming complete)", "response b"))
+    path.write_text(path.read_text().replace("output_token_ids: None", "output_token_ids: [4]"))
+    assert cli.main(convert) == 0
     assert not capsys.readouterr().err
 
 

@@ -131,12 +131,14 @@ class VllmLogReader(TokenReader):
 
     Attributes:
         unread: the lines that begin as one with a prompt and go on otherwise. They are left out.
+        num_without_output: how many requests got `output_tokens`.
     """
 
     def __init__(self, path: str | Path, block_size: int, output_tokens: int = 0) -> None:
         super().__init__(path, block_size)
         self._output_tokens = output_tokens
         self.unread: list[int] = []
+        self.num_without_output = 0
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
         rows: dict[str, tuple[int, dict[str, object]]] = {}
@@ -177,6 +179,7 @@ class VllmLogReader(TokenReader):
                 "prompt_token_ids: [...]` in vLLM's own form: start vLLM with "
                 "--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
             )
+        self.num_without_output = len(rows.keys() - outputs.keys())
         for request_id, (line, row) in rows.items():
             yield line, row | {"output_length": outputs.get(request_id, self._output_tokens)}
 

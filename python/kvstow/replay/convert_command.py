@@ -64,13 +64,24 @@ def convert(
     else:
         log = VllmLogReader(file, block_size, output_tokens)
         converted = log.read()
-        if log.unread:
-            click.echo(
-                f"kvstow: requests left out because their token ids cannot be read: "
-                f"{len(log.unread)}, the first in line {log.unread[0]}: the line is cut, or the "
-                "request has embeddings",
-                err=True,
-            )
+        _warn_of_the_log(log, len(converted.requests), output_tokens)
     warn_of_times(converted.requests)
     output.write(trace_json(converted), lambda: "".join(trace_lines(converted)))
     return 0
+
+
+def _warn_of_the_log(log: VllmLogReader, num_requests: int, output_tokens: int) -> None:
+    if log.unread:
+        click.echo(
+            f"kvstow: requests left out because their token ids cannot be read: "
+            f"{len(log.unread)}, the first in line {log.unread[0]}: the line is cut, or the "
+            "request has embeddings",
+            err=True,
+        )
+    if log.num_without_output:
+        click.echo(
+            f"kvstow: the log has no output of {log.num_without_output:,} of {num_requests:,} "
+            f"requests, so each of these counts with {output_tokens:,} output tokens: pass the "
+            "mean of your server as --output-tokens",
+            err=True,
+        )
