@@ -53,6 +53,13 @@ def test_table_sketch_sentence_and_flag_are_printed(capsys: pytest.CaptureFixtur
     assert re.search(r"^--kv-transfer-config '\{.*\}'$", text, re.M)
 
 
+def test_size_may_be_in_mib_as_small_ones_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--device-gib", "24", "--host-gib", "0.5,64") == 0
+    in_gib = capsys.readouterr().out
+    assert plan("--device-gib", "24GiB", "--host-gib", "512 MiB,65536mib") == 0
+    assert capsys.readouterr().out == in_gib
+
+
 def test_curve_says_that_it_leaves_the_disk_out(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--device-gib", "24", "--host-gib", "64"]
     for disk, is_said in ([], False), (["--disk-gib", "512"], True):
@@ -214,7 +221,7 @@ def test_trace_that_cannot_be_read_is_the_first_error(
         (["--json", "no/plan.json"], ": --json takes no file, so pass --json-file no/plan.json"),
         (["--json-file", "/dev/null", "no/plan.json"], ""),
         (["--host-gib", "4", "8"], ": separate sizes by commas, such as --host-gib 4,8"),
-        (["--host-gib", "4GiB", "8GiB"], ": separate sizes by commas, such as --host-gib 4,8"),
+        (["--host-gib", "4GiB", "8MiB"], ": separate sizes by commas, such as --host-gib 4,8"),
     ],
 )
 def test_value_that_was_taken_for_a_trace_is_recognised(
@@ -291,7 +298,10 @@ def test_small_host_above_a_large_disk_is_compared(capsys: pytest.CaptureFixture
         (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
         (["--host-gib", "nan"], "host-gib is nan; it must be a size: pass a number of GiB"),
         (["--host-gib", "2e9"], "host-gib is 2e+09; it must be at most 1073741824: pass fewer"),
-        (["--host-gib", "4TB"], "'4TB' is not a number of GiB, such as 4 or 4,8,16 or 4GiB."),
+        (
+            ["--host-gib", "4TB"],
+            "'4TB' is not a number of GiB, such as 4 or 4,8,16 or 4GiB or 48MiB.",
+        ),
         (["--host-gib", "4,"], "'4,' is not a number of GiB"),
         (["--capacity", "5"], "--capacity has no effect on the table: pass --json"),
         (["--capacity", "5,x"], "'5,x' is not a number of blocks, such as 1000 or 1000,4000."),

@@ -24,7 +24,7 @@ from kvstow.plan.curves import NUM_REFINED, NUM_SIMULATED
 from kvstow.plan.page import hits_charts, plan_page
 from kvstow.plan.report import plan_csv, plan_json, plan_text
 from kvstow.plan.simulate import Mode
-from kvstow.plan.tiers import Plan, PlanOptions, build_plan
+from kvstow.plan.tiers import MIB_PER_GIB, Plan, PlanOptions, build_plan
 from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
@@ -36,6 +36,10 @@ from kvstow.sizes import parse_bytes
 
 
 def _gib_of(text: str) -> float:
+    # The table has small sizes in MiB.
+    in_mib = re.sub(r"\s*mib\s*$", "", text, flags=re.IGNORECASE)
+    if in_mib != text:
+        return float(in_mib) / MIB_PER_GIB
     return float(re.sub(r"\s*gib\s*$", "", text, flags=re.IGNORECASE))
 
 
@@ -50,7 +54,7 @@ def _listed(
             try:
                 found += map(number, part.split(","))
             except ValueError:
-                in_gib = "GiB, such as 4 or 4,8,16 or 4GiB"
+                in_gib = "GiB, such as 4 or 4,8,16 or 4GiB or 48MiB"
                 what = in_gib if number is _gib_of else "blocks, such as 1000 or 1000,4000"
                 message = f"{part!r} is not a number of {what}."
                 raise click.BadParameter(message, context, own) from None
@@ -248,7 +252,7 @@ def _check_traces(traces: tuple[Path, ...], output: Output) -> None:
             hint = ""
             if path.suffix.lower() == ".json" and output.as_json:
                 hint = f": --json takes no file, so pass --json-file {path}"
-            elif re.fullmatch(r"[0-9.]+(gib)?", path.name, re.IGNORECASE):
+            elif re.fullmatch(r"[0-9.]+([gm]ib)?", path.name, re.IGNORECASE):
                 hint = ": separate sizes by commas, such as --host-gib 4,8"
             raise ConfigError(f"{error}{hint}") from None
 
