@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstow import cli
 from kvstow.doctor import Finding, checks, diagnose
 from kvstow.doctor.findings import run_check
+from kvstow.doctor.flag import flag_findings
 
 NO_DRIVER, ONE_GPU = checks.Driver(None), checks.Driver(13000, num_devices=1)
 
@@ -22,7 +24,7 @@ def machine(patch: pytest.MonkeyPatch, driver: checks.Driver) -> None:
     patch.setattr(checks.Driver, "found", lambda: driver)
 
 
-def found(**options: bool) -> dict[str, Finding]:
+def found(**options: Any) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(**options)}
 
 
@@ -99,10 +101,61 @@ def test_system_without_large_pages_gets_advice(
     assert finding.advice == ("" if status == "ok" else f"as root: echo madvise > {file}")
 
 
+FLAG = {
+    "kv_connector": "KVStowConnector",
+    "kv_connector_module_path": "kvstow.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "24GiB"},
+}
+MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+
+
+@pytest.mark.parametrize(
+    ("flag", "problems"),
+    [
+        (FLAG, []),
+        (MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, {}]}}, []),
+        (
+            MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, FLAG]}},
+            ["It names KVStowConnector 2 times."],
+        ),
+        ([FLAG], ["It names KVStowConnector 0 times."]),
+        (MULTI | {"kv_connector_extra_config": None}, ["It names KVStowConnector 0 times."]),
+        (
+            FLAG | {"kv_role": "kv_producer", "kv_load_failure_policy": "fail"},
+            ["kv_role is 'kv_producer', and", "A request whose load fails will end with an error"],
+        ),
+        (FLAG | {"kv_connector_module_path": "kvstow"}, ["kv_connector_module_path is 'kvstow'"]),
+        (
+            FLAG | {"kv_connector_extra_config": {"cpu_byte_to_use": 1}},
+            ["kv_connector_extra_config has no option 'cpu_byte_to_use'."],
+        ),
+        (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24."]),
+    ],
+)
+def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str]) -> None:
+    findings = list(flag_findings(json.dumps(flag)))
+    if not problems:
+        assert [finding.status for finding in findings] == ["ok"]
+        return
+    for finding, problem in zip(findings, problems, strict=True):
+        assert finding.says.startswith(problem)
+        assert finding.advice
+        assert finding.status != "ok"
+
+
+def test_flag_that_is_no_json_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json", "--kv-transfer-config", "{kv_role: kv_both}"]) == 1
+    *_, last = json.loads(capsys.readouterr().out)["findings"]
+    assert last["name"] == "flag"
+    assert last["says"].startswith("It is no JSON: Expecting property name")
+
+
 def test_the_reference_explains_every_line() -> None:
     page = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
     section = page.read_text().split("## The lines of kvstow doctor\n")[1]
-    assert [name for name in found() if f"`{name}`" not in section] == []
+    assert [name for name in found(flag="{}") if f"`{name}`" not in section] == []
 
 
 def test_unknown_option_is_bad_usage() -> None:

@@ -1,9 +1,10 @@
-"""The command `kvstow doctor`: check GPU, CUDA, memory limits and vLLM, and suggest fixes.
+"""The command `kvstow doctor`: check GPU, CUDA, memory, vLLM and its flag, and suggest fixes.
 
 `diagnose` returns the findings to a program. A check that fails becomes a finding too, and the
 other checks still run.
 
-May import: kvstow._core, kvstow.build, kvstow.memory, kvstow.output, kvstow.transfer.
+May import: kvstow._core, kvstow.build, kvstow.memory, kvstow.output, kvstow.transfer,
+kvstow.vllm.
 """
 
 from kvstow.doctor.checks import diagnose

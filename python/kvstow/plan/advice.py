@@ -109,10 +109,12 @@ def flag(plan: Plan, choice: Choice) -> str | None:
 
 
 def _num_bytes(gib: float) -> str | int:
-    """Return a size as an option of the connector: in GiB if that is short and exact."""
-    text = f"{gib:g}"
-    is_exact = gib >= 1 and "e" not in text and float(text) == gib
-    return f"{text}GiB" if is_exact else int(gib * GIB)
+    """Return a size as an option of the connector: in GiB or MiB if that is short and exact."""
+    for unit, number in ("GiB", gib), ("MiB", gib * MIB_PER_GIB):
+        text = f"{number:g}"
+        if number >= 1 and "e" not in text and float(text) == number:
+            return f"{text}{unit}"
+    return int(gib * GIB)
 
 
 def size(gib: float) -> str:

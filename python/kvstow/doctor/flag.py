@@ -1,0 +1,73 @@
+"""The check of vLLM's flag: what a server refuses only after it has loaded the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from kvstow._core import ConfigError
+from kvstow.doctor.findings import Finding, Status
+from kvstow.vllm.options import WHERE, Options
+
+_OWN: Final = "KVStowConnector"
+_MODULES: Final = (None, "kvstow.vllm", "kvstow.vllm.connector")
+
+
+class _Problem(NamedTuple):
+    status: Status
+    says: str
+    advice: str
+
+
+def flag_findings(text: str) -> Iterator[Finding]:
+    """Check the text behind `--kv-transfer-config`. Opens no file, and asks no store."""
+    problems = list(_problems(text))
+    if not problems:
+        yield Finding("flag", "ok", "It names the connector, and all of its options are right.")
+    for problem in problems:
+        yield Finding("flag", *problem)
+
+
+def _problems(text: str) -> Iterator[_Problem]:
+    try:
+        flag = json.loads(text)
+    except ValueError as error:
+        advice = "write the object between single quotes, so that the shell leaves it as it is"
+        yield _Problem("broken", f"It is no JSON: {error}.", advice)
+        return
+    parts = _parts(flag)
+    own = [part for part in parts if part.get("kv_connector") == _OWN]
+    if len(own) != 1:
+        advice = f'name it once: "kv_connector": "{_OWN}"'
+        yield _Problem("broken", f"It names {_OWN} {len(own)} times.", advice)
+        return
+    if (role := flag.get("kv_role")) != "kv_both":
+        says = f"kv_role is {role!r}, and the connector both stores and loads."
+        yield _Problem("broken", says, 'set "kv_role": "kv_both"')
+    if flag.get("kv_load_failure_policy") != "recompute":
+        says = "A request whose load fails will end with an error instead of being recomputed."
+        yield _Problem("missing", says, 'set "kv_load_failure_policy": "recompute"')
+    module = own[0].get("kv_connector_module_path")
+    if module not in _MODULES:
+        says = f"kv_connector_module_path is {module!r}, and the connector is in kvstow.vllm."
+        yield _Problem("broken", says, 'set "kv_connector_module_path": "kvstow.vllm"')
+    options = own[0].get(WHERE)
+    try:
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"{WHERE} is {options!r}: pass an object")
+        Options.parse(options)
+    except ConfigError as error:
+        problem, _, advice = str(error).partition(": ")
+        yield _Problem("broken", f"{problem}.", advice)
+
+
+def _parts(flag: object) -> list[Mapping[str, Any]]:
+    """Return the flag itself, or the connectors of its `MultiConnector`."""
+    if not isinstance(flag, Mapping):
+        return []
+    if flag.get("kv_connector") != "MultiConnector":
+        return [flag]
+    extra = flag.get(WHERE)
+    parts = extra.get("connectors") if isinstance(extra, Mapping) else None
+    return [part for part in parts or [] if isinstance(part, Mapping)]
