@@ -60,15 +60,16 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
             )
         for at, (x, name) in enumerate(sorted(chart.marks)):
             axes.axvline(x * x_factor, color=_SOFT, linewidth=0.8, linestyle=":")
+            # The names of two marks grow away from each other.
+            is_right = at > 0 or len(chart.marks) == 1
             axes.annotate(
                 name,
                 (x * x_factor, 1),
-                (0, 3),
+                (2 if is_right else -2, 3),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
                 color=_SOFT,
-                # The names of two marks grow away from each other.
-                horizontalalignment="left" if at or len(chart.marks) == 1 else "right",
+                horizontalalignment="left" if is_right else "right",
             )
         if all(float(x).is_integer() for series in chart.series for x in series.x):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
