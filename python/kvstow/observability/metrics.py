@@ -111,7 +111,8 @@ METRICS: Final = (
     Metric(
         "kvstow_transfer_failures_total",
         "Transfers that failed or missed their deadline, and loads that were in flight when "
-        "the host tier was reset.",
+        "the host tier was reset. A transfer counts when its last copy has ended: "
+        "kvstow_late_transfers_total counts a late one at once.",
         {"store": "failed_stores", "load": "failed_loads"},
     ),
     Metric(

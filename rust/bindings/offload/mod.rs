@@ -850,7 +850,8 @@ impl OffloadScheduler {
     ///     rare_blocks: blocks that fewer requests than `store_threshold` had seen.
     ///     throttled_blocks: blocks that `max_blocks` of `store` left out.
     ///     evicted_blocks: slots that were evicted for room.
-    ///     failed_stores, failed_loads, late_jobs: jobs.
+    ///     failed_stores, failed_loads: jobs that have ended, late ones included.
+    ///     late_jobs: jobs that missed their deadline. Each counts at once.
     ///     damaged_blocks: blocks that were dropped because a load found them damaged.
     ///     pending_lookups: lookups deferred because another request is loading the same blocks, or
     ///         because they wait for the disk tier.
