@@ -297,6 +297,17 @@ def test_a_transfer_ends_once() -> None:
             it.engine.end(transfer)
 
 
+def test_end_refuses_a_transfer_that_poll_has_ended() -> None:
+    with world() as it:
+        it.admit("writer", DOCUMENT)
+        it.compute("writer", DOCUMENT)
+        [transfer] = it.engine.transfers
+        it.mover.stores[0].land()
+        assert it.engine.poll().num_stored_blocks == 4
+        with pytest.raises(StateError, match="with end or with a poll that finds it done"):
+            it.engine.end(transfer)
+
+
 def test_rewind_takes_granted_tokens_back() -> None:
     with world() as it:
         it.admit("one", [*DOCUMENT, 91])

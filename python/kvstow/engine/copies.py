@@ -94,7 +94,10 @@ class Copies:
         """
         state, job_id = self._state, transfer.job.job_id
         if self.in_flight.get(job_id) is not transfer:
-            raise StateError(f"job {job_id} is not in flight here; a transfer ends once")
+            raise StateError(
+                f"job {job_id} is not in flight here; a transfer ends once, with end or with a "
+                "poll that finds it done"
+            )
         outcomes, end_s = transfer.outcomes(), self.now_s()
         with state.change:
             ends = [
