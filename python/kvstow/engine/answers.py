@@ -19,8 +19,8 @@ class AdmissionState(Enum):
         RUNS: it has slots for `num_new_tokens`. Compute them in this step.
         LOADS: the host has some of its blocks and they are being loaded. `poll` reports when it
             runs.
-        PENDING: another request is loading blocks that it needs, or a tier below has some of them.
-            Ask again after the next `poll`.
+        PENDING: a load for another request, or for this one before a preemption, brings blocks that
+            it needs, or a tier below has some of them. Ask again after the next `poll`.
         NO_ROOM: the device pool cannot give the blocks now. Nothing has changed, except that the
             host keeps what the request found there until another request is refused.
     """

@@ -116,7 +116,8 @@ class Engine(Closing):
         max_in_flight_tokens: the most tokens that one request has in unfinished steps: the token
             budget of a step, or its part that one request may take, times the number of steps that
             overlap. With it, `must_fit_tokens` counts for a window or a chunk only what a request
-            holds at once.
+            holds at once. Steps are not compared with it. If it is too small, a later `step` may
+            find no room for an admitted request.
         world_size: number of ranks, each with its own device and host memory. A transfer copies on
             all of them. It fails, or is late, if it does so on one.
         blocks_per_slot: with more than 1, copies have longer runs of host memory, and a tail that
