@@ -112,6 +112,19 @@ def test_knee_of_few_hits_is_compared_with_the_largest_size() -> None:
     )
 
 
+def test_recommended_size_is_compared_with_one_that_saves_twice_as_much() -> None:
+    # Some prompts come back at once. Others, if any, come back after all others.
+    soon = [[number] for chat in range(40) for number in [chat, chat, chat]]
+    late = [[number, *range(1000 * number, 1000 * number + 9)] for number in range(200, 300)]
+    sizes = PlanOptions(host_gib=(2 * BLOCK_GIB, 2000 * BLOCK_GIB))
+    for prompts, is_compared in (([*soon, *late, *late], True), (soon, False)):
+        made = build_plan(geometry(), workload(prompts), sizes)
+        choice = replace(made.choices[0], judged=made.rows[0])
+        assert choice.is_worth_it
+        text = f" For comparison, 7.812 MiB saves {made.hit_ratio(made.rows[1].num_hits):.1%}."
+        assert sentence(made, choice).endswith(text) == is_compared
+
+
 def test_sizes_go_from_an_eighth_of_the_knee_to_where_more_hits_nothing_more() -> None:
     made = plan()
     assert [round(row.host_gib / BLOCK_GIB) for row in made.rows] == [1, 2, 4, 8]

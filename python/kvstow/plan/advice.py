@@ -12,6 +12,7 @@ DISK_PATH: Final = "/FOLDER/ON/A/LOCAL/DISK"
 """What the flag has in place of a folder that only the user knows."""
 _LEAST_SHOWN: Final = 0.05  # points; less rounds to 0.0
 _ROUNDS_TO_ALL: Final = 0.995  # of the hits: 100% are all of them
+_FAR_MORE: Final = 2  # times what the recommended size saves: the curve bends a second time
 
 
 def sentence(plan: Plan, choice: Choice) -> str:
@@ -44,17 +45,23 @@ def sentence(plan: Plan, choice: Choice) -> str:
             f"memory hits, and twice the size adds "
             f"{f'{more:.1f} points' if more >= _LEAST_SHOWN else 'nothing'}."
         )
+        + _largest_sentence(plan, choice)
         + _disk_sentence(plan, choice)
         + _small_host_sentence(plan, choice)
     )
 
 
 def _largest_sentence(plan: Plan, choice: Choice) -> str:
-    """Return what the largest host tier saves, if that is worth it and the knee comes too early."""
+    """Return what the largest host tier saves, if that is worth it and the knee comes too early.
+
+    Chats that pause for minutes bend the curve early. If they come back after hours, most hits need
+    far more memory, and twice the recommended size shows nothing of them.
+    """
     own = [row for row in plan.rows if row.device_gib == choice.device_gib]
     row = max(own, key=lambda one: one.host_gib)
     saved = plan.hit_ratio(row.saved_by_host)
-    if saved < LEAST_GAIN:
+    least = _FAR_MORE * plan.hit_ratio(choice.judged.saved_by_host) if choice.is_worth_it else 0.0
+    if saved < LEAST_GAIN or saved < least:
         return ""
     return f" For comparison, {size(row.host_gib)} saves {saved:.1%}."
 
