@@ -250,6 +250,18 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
             b"DEBUG 11-23 10:15:02 [request_logger.py:56] Request cmpl-1 details\n",
             "pass it to kvstow trace convert --from vllm-log",
         ),
+        (
+            b"(APIServer pid=7) INFO 11-23 10:15:02 [api_utils.py:286] non-default args: {}\n",
+            "pass it to kvstow trace convert --from vllm-log",
+        ),
+        (
+            b"Nov 23 10:15:02 host vllm[7]: (APIServer pid=7) INFO 11-23 10:15:02 [a.py:1] b\n",
+            "pass it to kvstow trace convert --from vllm-log",
+        ),
+        (
+            b"Triton is installed, but doesn't include CPU backend. Disabling Triton.\n",
+            "pass a log of vLLM to kvstow trace convert --from vllm-log",
+        ),
     ],
 )
 def test_file_of_another_form_is_refused_with_the_way_out(

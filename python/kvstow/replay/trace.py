@@ -30,7 +30,8 @@ _LEAST_NANOSECONDS = 10**18  # since 1970, in 2001
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
 _TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a file
-_VLLM_LOG = re.compile(rb"^(DEBUG|INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[")
+# vLLM puts `(APIServer pid=N) ` before a line, and the journal a host and `PROGRAM[PID]: `.
+_VLLM_LOG = re.compile(rb"^[^{]{0,200}?\b(DEBUG|INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class TraceReader:
         try:
             row = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            self._fail(line, f"not a JSON object: {error}; {self._way_out(text)}")
+            self._fail(line, f"not a JSON object: {error}; {self._way_out(text, line)}")
         if not isinstance(row, dict):
             split = "; split the list: jq -c '.[]'" if isinstance(row, list) else ""
             self._fail(
@@ -182,7 +183,7 @@ class TraceReader:
             )
         return row
 
-    def _way_out(self, text: bytes) -> str:
+    def _way_out(self, text: bytes, line: int) -> str:
         """Return what to do about a line that is no JSON."""
         if text.startswith(_UTF_16):
             return "the file is in UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
@@ -196,6 +197,9 @@ class TraceReader:
                 "; for objects over several lines run jq -c . FILE, for a list jq -c '.[]' FILE, "
                 "and for the JSON of kvstow trace convert jq -c '.trace[]' FILE"
             )
+        elif line == 1 and not text.lstrip().startswith(b"{"):
+            # vLLM's log may begin with what Python and other libraries print.
+            way_out += "; pass a log of vLLM to kvstow trace convert --from vllm-log"
         return way_out
 
     # -- fields --------------------------------------------------------------------------------
