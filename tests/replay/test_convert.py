@@ -167,7 +167,9 @@ def test_requests_of_a_log_without_an_output_are_counted(
     convert = ["trace", "convert", str(path), "--from", "vllm-log", "--output-tokens", "200"]
     assert cli.main(convert) == 0
     error = capsys.readouterr().err
-    assert "no output of 1 of 2 requests, so each of these counts with 200 output tokens" in error
+    assert "no output of 1 of 2 requests, so each of these counts with 200 output tokens\n" in error
+    assert cli.main(convert[:-2]) == 0
+    assert "0 output tokens: pass the mean of your server" in capsys.readouterr().err
     path.write_text(LOG.replace("response a (streaming complete)", "response b"))
     path.write_text(path.read_text().replace("output_token_ids: None", "output_token_ids: [4]"))
     assert cli.main(convert) == 0

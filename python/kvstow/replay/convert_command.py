@@ -79,9 +79,9 @@ def _warn_of_the_log(log: VllmLogReader, num_requests: int, output_tokens: int) 
             err=True,
         )
     if log.num_without_output:
+        way_out = "" if output_tokens else ": pass the mean of your server as --output-tokens"
         click.echo(
             f"kvstow: the log has no output of {log.num_without_output:,} of {num_requests:,} "
-            f"requests, so each of these counts with {output_tokens:,} output tokens: pass the "
-            "mean of your server as --output-tokens",
+            f"requests, so each of these counts with {output_tokens:,} output tokens{way_out}",
             err=True,
         )
