@@ -33,6 +33,7 @@ __all__ = [
     "OffloadScheduler",
     "OutOfBlocks",
     "PrefixHit",
+    "RequestTooLarge",
     "SlidingWindow",
     "SnapshotError",
     "StateError",
