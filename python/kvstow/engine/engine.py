@@ -354,6 +354,8 @@ class Engine(Closing):
         Returns:
             How many requests, from the first, have their slots (`num_granted`), and their new
             blocks. The others keep their blocks, except those that their group no longer reads.
+            Each call grants further tokens. So after a preemption ask again for the others alone,
+            `request_ids[num_granted:]`: a window would leave blocks that its tokens still read.
 
         Raises:
             OutOfBlocks: the first request would not get its slots in an empty pool either, but
