@@ -302,8 +302,14 @@ def test_a_dead_rank_stops_no_bytes_of_the_others() -> None:
         assert offload is not None and offload.stats()["late_jobs"] >= 1
 
 
+def named_memory() -> set[Path]:
+    """Return kvstow's files in memory, also those that other programs have left."""
+    return set(Path("/dev/shm").glob("*kvstow*"))
+
+
 @pytest.mark.parametrize("killed", [[0], [1], [0, 1], [1, 0]])
 def test_killed_ranks_leave_no_memory_and_no_file(killed: list[int]) -> None:
+    before = named_memory()
     with server() as running:
         running.begin()
         running.compute("a")
@@ -317,7 +323,7 @@ def test_killed_ranks_leave_no_memory_and_no_file(killed: list[int]) -> None:
         )
         for index in left:
             assert any(any(row) for row in running.ranks.one(index, "host", range(32)))
-    assert not list(Path("/dev/shm").glob("*kvstow*"))
+    assert named_memory() <= before
 
 
 def test_closed_ranks_leave_no_memory() -> None:
