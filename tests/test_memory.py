@@ -162,8 +162,9 @@ def test_engine_refuses_memory_that_the_machine_does_not_have(
     monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     monkeypatch.setattr(ranks_module, "free_memory", lambda: 8 * 4096 * world_size)
-    one = [BlockLayout.from_arrays([np.zeros((9, 100), np.uint8)])]
-    layouts = one if world_size == 1 else [one] * world_size
+    arrays = [np.zeros((9, 100), np.uint8) for _ in range(world_size)]
+    ranks = [[BlockLayout.from_arrays([array])] for array in arrays]
+    layouts = ranks[0] if world_size == 1 else ranks
 
     def build(num_host_blocks: int) -> Engine:
         groups = [FullAttention(16)]
