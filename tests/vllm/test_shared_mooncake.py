@@ -28,7 +28,7 @@ def test_a_server_loads_what_another_computed(
     master: Master, started: Started, num_ranks: int
 ) -> None:
     given: dict[str, Any] = {"shared": master.url, "shared_segment_bytes": 64 << 20}
-    given["num_ranks"] = num_ranks
+    given |= {"num_ranks": num_ranks, "shared_ask_timeout_s": 5.0}  # a busy machine connects slowly
     a, b = started(**given), started(**given)
     assert serve(a, "p") == 0
     assert stat(a, "demoted_blocks") == NUM_BLOCKS
