@@ -99,7 +99,7 @@ class Wire:
         if self._begin < self._end:
             return False
         try:
-            self._socket.recv(1, socket.MSG_DONTWAIT if self._is_plain else 0)
+            self._receive_now(1)
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -144,13 +144,16 @@ class Wire:
         A server that wants a login refuses a block by its length, and closes before all is sent.
         """
         try:
-            flags = socket.MSG_DONTWAIT if self._is_plain else 0
-            said = self._socket.recv(_MAX_LINE_BYTES, flags)
+            said = self._receive_now(_MAX_LINE_BYTES)
         except OSError:
             return ""
         # Answers to puts, and nothing of a block's bytes.
         first = next((line for line in said.split(b"\r\n") if line != b"+OK"), b"")
         return f" ({first[1:200].decode('ascii', 'replace')})" if first.startswith(b"-") else ""
+
+    def _receive_now(self, num_bytes: int) -> bytes:
+        """Return bytes that have arrived. Raises instead of waiting for the first one."""
+        return self._socket.recv(num_bytes, socket.MSG_DONTWAIT if self._is_plain else 0)
 
     def _line(self, ahead_bytes: int = _AHEAD_BYTES) -> bytes:
         """Return the next line of an answer, without its end."""
