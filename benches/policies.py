@@ -79,7 +79,7 @@ def compare(path: Path, block_size: int, chain: bool) -> Iterator[str]:
     others = [policy for policy in get_args(Policy) if policy != "lru"]
     heading = f"{'lru':>12}" + "".join(f"{policy:>14}{'points':>9}" for policy in others)
     print(f"{'':9}{'all blocks':>{len(heading)}}{'full blocks':>{len(heading)}}")
-    print(f"{'capacity':>9}{heading * 2}")
+    print(f"{'capacity':>9}{heading * 2}", flush=True)  # a line takes a minute
     for capacity in CAPACITIES:
         line = f"{capacity:9,}"
         must_gain = capacity in REQUIRED_AT and "mooncake" in path.name

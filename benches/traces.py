@@ -1,6 +1,7 @@
 """The command line of benches that take traces."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import kvstow
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
-BAD_INPUT = 2
+BAD_INPUT, IO_ERROR = 2, 74
 
 
 def parser(doc: str, *, traces: str = "+") -> argparse.ArgumentParser:
@@ -36,3 +37,6 @@ def run(main: Callable[[], int]) -> None:
     except kvstow.ConfigError as error:
         print(f"kvstow: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+    except BrokenPipeError:  # who reads the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(IO_ERROR)

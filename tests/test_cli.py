@@ -122,7 +122,7 @@ def test_a_closed_pipe_is_status_74_without_a_message(
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("/nowhere/result.json", "No such file or directory"),
+        ("/nowhere/result.json", "there is no folder /nowhere"),
         ("/dev", "Is a directory"),
         ("/dev/full", "No space left on device"),
     ],

@@ -205,7 +205,10 @@ class ResultFile(Closing):
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._name) from error
+            folder = os.path.dirname(self._path)
+            lacks = isinstance(error, FileNotFoundError) and not os.path.exists(folder)
+            why = f"there is no folder {folder}" if lacks else error.strerror
+            raise OSError(error.errno, why, self._name) from error
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -5,7 +5,7 @@ use kvstow_core::error::{Error, Result};
 use kvstow_core::key::HashWidth;
 use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyInt, PySequence};
+use pyo3::types::{PyBytes, PyInt, PySequence, PyString};
 
 use crate::convert::{Count, check_integer_array, counts, named};
 use crate::error::{ConfigError, to_py};
@@ -379,6 +379,11 @@ fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     for (position, key) in keys.try_iter()?.enumerate() {
         let key = key?;
         words.push(key.extract().map_err(|_: PyErr| {
+            let hint = if key.is_instance_of::<PyString>() {
+                ": bytes.fromhex(text) of a hash as text"
+            } else {
+                ""
+            };
             let wrong = if key.is_instance_of::<PyInt>() {
                 "an integer out of range".to_owned()
             } else {
@@ -386,7 +391,7 @@ fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
             };
             ConfigError::new_err(format!(
                 "key {position} is {wrong}: keys are all hashes, or all integers from 0 to \
-                 2**64 - 1"
+                 2**64 - 1{hint}"
             ))
         })?);
     }

@@ -323,7 +323,7 @@ def test_page_that_cannot_be_written_fails_before_the_work(
 ) -> None:
     missing = tmp_path / "none" / "page.html"
     assert plan("--html", str(missing)) == 74
-    assert f"kvstow: {missing}: No such file or directory" in capsys.readouterr().err
+    assert f"kvstow: {missing}: there is no folder {missing.parent}\n" in capsys.readouterr().err
     assert plan("--html", "/dev/full") == 74
     assert "kvstow: /dev/full: No space left on device" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from tests.plan.world import BLOCK, FULL, geometry, workload
 from kvstow import ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.geometry.layout import Attention, KvGroup
 from kvstow.plan import Plan, PlanOptions, PlanTrace, Server, Workload, build_plan, tiers
-from kvstow.plan.advice import DISK_PATH, flag, sentence
+from kvstow.plan.advice import DISK_PATH, flag, marks, sentence
 from kvstow.plan.report import about, row_figures, sketch
 from kvstow.plan.tiers import GIB
 from kvstow.vllm.options import Options
@@ -321,6 +321,17 @@ def test_text_says_how_many_slots_a_block_of_several_groups_takes() -> None:
 def test_sketch_shows_the_knee() -> None:
     made = plan(host=(2, 16))
     assert "^ knee, 0.0313 MiB\n" in sketch(made, made.choices[0])
+
+
+def test_knee_is_pointed_out_where_it_says_something() -> None:
+    made = plan(host=(2, 16))
+    names = [name for _, name in marks(made, made.choices[0])]
+    assert names == ["knee", "recommended"]
+    none = plan(device=100)  # no host tier is worth its memory, so its curve has a knee of nothing
+    assert marks(none, none.choices[0]) == []
+    assert "^" not in sketch(none, none.choices[0])
+    small = replace(none.choices[0], reaches_knee=False)  # the sizes given end before the knee
+    assert [name for _, name in marks(none, small)] == ["knee"]
 
 
 def test_largest_size_that_may_be_given_can_be_recommended() -> None:

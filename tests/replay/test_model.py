@@ -79,8 +79,11 @@ def test_a_model_of_windows_alone_is_none_with_full_attention(tmp_path: Path) ->
 
 
 def test_a_model_that_no_replay_imitates_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs blocks of 1024 tokens.* stands for 512"):
+    way_out = "without token ids, keep one of 2 ids: the last of each block"
+    with pytest.raises(ConfigError, match=rf"blocks of 1024 .* stands for 512: .*{way_out}"):
         build_model("granite-4.0-h-small", 512)
+    with pytest.raises(ConfigError, match=r"blocks of 528 .* stands for 16: .*keep one of 33 ids"):
+        build_model("granite-4.0-h-small", 16)
     states = build_model("granite-4.0-h-small", 1024)
     assert any(group.attention == StateSpace(1024) for group in states.groups)
     path = tmp_path / "config.json"

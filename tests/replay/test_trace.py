@@ -184,8 +184,21 @@ def test_the_number_of_ids_must_fit_the_block_size(tmp_path: Path) -> None:
     assert chained.requests[0].prompt_tokens == 48
     with pytest.raises(ConfigError, match=r"expected 2 \(ceil\(33 / 17\)\): pass --block-size"):
         read_trace(path, block_size=17)
-    with pytest.raises(ConfigError, match=r"another size \(16 fits this request\), or --chain"):
+    with pytest.raises(
+        ConfigError, match=r"another size \(11 to 16 tokens fit all requests, such as 16\), or"
+    ):
         read_trace(path, block_size=512)
+    rows = [row(input_length=33, hash_ids=[0, 1, 2]), row(input_length=129, hash_ids=[*range(9)])]
+    both = written(tmp_path / "both.jsonl", *rows)
+    with pytest.raises(ConfigError, match=r"\(15 to 16 tokens fit all requests, such as 16\)"):
+        read_trace(both, block_size=512)
+    rows = [row(input_length=33, hash_ids=[0, 1, 2]), row(input_length=176, hash_ids=[*range(16)])]
+    exact = written(tmp_path / "exact.jsonl", *rows)
+    with pytest.raises(ConfigError, match=r"another size \(11 tokens fit all requests\), or"):
+        read_trace(exact, block_size=512)
+    none = written(tmp_path / "none.jsonl", *rows, row(input_length=33, hash_ids=[0, 1]))
+    with pytest.raises(ConfigError, match="another size, or --chain"):
+        read_trace(none, block_size=512)
     one = written(tmp_path / "one.jsonl", row(input_length=33, hash_ids=[0]))
     with pytest.raises(ConfigError, match="another size, or --chain"):
         read_trace(one, block_size=16)

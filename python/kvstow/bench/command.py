@@ -130,6 +130,8 @@ def disk(output: Output, folder: Path, size: str, turns: int) -> int:
     The command makes the file, of 32 blocks, and removes it at the end. It says if the file system
     takes no direct I/O. The speeds are then those of memory.
 
+    The times are the median of all turns, and the GB/s those of the best one.
+
     The exit status is 0 for success, 1 if a block failed or came back wrong, 2 for bad usage or a
     folder that cannot hold a slot file, and 74 if the output cannot be written.
     """
@@ -165,6 +167,8 @@ def shared(output: Output, url: str, size: str, turns: int, **store: Any) -> int
 
     URL is what the shared tier takes, for example redis://HOST:PORT/DB or mooncake://HOST:PORT. The
     blocks have keys of their own, and are deleted at the end.
+
+    The times are the median of all turns, and the GB/s those of the best one.
 
     The exit status is 0 for success, 1 if a block failed or came back wrong, 2 for bad usage, and
     74 if the store cannot be reached or the output cannot be written.

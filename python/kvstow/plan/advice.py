@@ -143,6 +143,19 @@ def knee_size(plan: Plan, choice: Choice) -> str:
     return size(math.ceil(round(gib * unit / last, 6)) * last / unit)
 
 
+def marks(plan: Plan, choice: Choice) -> list[tuple[float, str]]:
+    """Return what to point out on the axis of sizes: GiB, and a name.
+
+    The knee is left out where it would look like a recommendation that the plan does not make.
+    """
+    found = []
+    if choice.is_worth_it or not choice.reaches_knee:
+        found.append((knee_gib(plan, choice), "knee"))
+    if choice.host_gib is not None:
+        found.append((choice.host_gib, "recommended"))
+    return found
+
+
 def num_device(plan: Plan, choice: Choice) -> int:
     """Return the blocks of the device that a curve counts; 0 without a device."""
     if choice.device_gib is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvstow.plan.advice import flag, knee_gib, sentence, size
+from kvstow.plan.advice import flag, marks, sentence, size
 from kvstow.plan.report import (
     about,
     drawn_hits,
@@ -102,9 +102,6 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     last = plan.gib(int(curves.capacities[-1]))
     infinite = plan.hit_ratio(curves.infinite)
     lines.append(Series("unlimited memory", [0, last], [infinite, infinite]))
-    marks = [(knee_gib(plan, choice), "knee")]
-    if choice.tiers is not None:
-        marks.append((choice.tiers.host_gib, "recommended"))
     beside, point = "", "Each point is a cache of that size."
     if choice.device_gib is not None:
         beside = f", beside {size(choice.device_gib)} on each GPU"
@@ -123,7 +120,7 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         y_format="percent",
         x_label="size of the host tier",
         y_label="hits",
-        marks=marks,
+        marks=marks(plan, choice),
         can_be_log=True,
     )
 

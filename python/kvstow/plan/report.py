@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvstow._core import SlidingWindow, StateSpace
-from kvstow.plan.advice import flag, knee_gib, knee_size, num_device, sentence, size
+from kvstow.plan.advice import flag, knee_gib, knee_size, marks, num_device, sentence, size
 from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
 from kvstow.plan.traces import PlanTrace
@@ -360,12 +360,10 @@ def sketch(plan: Plan, choice: Choice) -> str:
     axis[begin : begin + len(_X_LABEL)] = list(_X_LABEL)
     lines.append(" " * 7 + "+" + "-" * _SKETCH_COLUMNS)
     lines.append(" " * 8 + "".join(axis))
-    marks = [(knee_gib(plan, choice), f"knee, {knee_size(plan, choice)}")]
-    if choice.host_gib is not None:
-        marks.append((choice.host_gib, "recommended"))
-    for gib, name in marks:
+    for gib, name in marks(plan, choice):
+        shown = f"{name}, {knee_size(plan, choice)}" if name == "knee" else name
         place = round(gib / plan.gib(last) * _SKETCH_COLUMNS)
-        lines.append(" " * (7 + min(max(1, place), _SKETCH_COLUMNS)) + f"^ {name}")
+        lines.append(" " * (7 + min(max(1, place), _SKETCH_COLUMNS)) + f"^ {shown}")
     return "\n".join(lines)
 
 

@@ -195,10 +195,12 @@ def check_model(name: str) -> None:
 def _groups_of(name: str, block_size: int) -> tuple[ModelGroup, ...]:
     layout = lay_out(find_model(name), block_size)
     if layout.block_tokens != block_size:
+        num_ids = layout.block_tokens // block_size
         raise ConfigError(
             f"the model {name!r} needs blocks of {layout.block_tokens} tokens, so that one has "
             f"room for a recurrent state, and an id of the trace stands for {block_size}: convert "
-            "the requests with blocks of that size, or pass --model jamba"
+            "the token ids with blocks of that size (without token ids, keep one of "
+            f"{num_ids} ids: the last of each block), or pass --model jamba"
         )
     geometry = Geometry(block_size, 1, _HYBRID_BYTES_PER_TOKEN)
     groups = []

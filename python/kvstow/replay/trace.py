@@ -12,6 +12,7 @@ The form fixes how ids relate to tokens. No reader guesses it from the data:
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ MAX_BLOCK_SIZE = 2**20
 MAX_OUTPUT_TOKENS = 2**24
 """More is no length that was measured, and a plan would take hours over its blocks."""
 DEFAULT_BLOCK_SIZE = 512
-_USUAL_SIZES = tuple(1 << power for power in range(11))  # of blocks, to name one in an error
 _LEAST_NANOSECONDS = 10**18  # since 1970, in 2001
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
 _TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
@@ -209,7 +209,10 @@ class TraceReader:
             has_tokens = "prompt_token_ids" in row and "prompt_token_ids" not in self._FIELDS
             way_out = "; make them from token ids: kvstow trace convert" if has_tokens else ""
             if "hash_ids" in row and "hash_ids" not in self._FIELDS:
-                way_out = "; it is a trace already, so pass it to kvstow plan or kvstow replay"
+                way_out = (
+                    "; it is a trace already, so pass it to kvstow plan or kvstow replay. For "
+                    "blocks of n ids, keep every nth id of a request, and its last one"
+                )
             if "trace" in row:
                 way_out = "; split the JSON of kvstow trace convert: jq -c '.trace[]'"
             self._fail_without(key, row, line, way_out)
@@ -303,27 +306,26 @@ class ChainedReader(TraceReader):
     ) -> None:
         super().__init__(path, block_size)
         self._predecessor = {} if predecessors is None else predecessors
-        self._first_miscount: tuple[int, str] | None = None
+        self._first_miscount: tuple[int, str, str] | None = None
+        self._least_block, self._most_block = 1, sys.maxsize  # tokens, of all requests
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         prompt = self._count(row, line, "input_length", at_least=1)
         output = self._output(row, line)
         ids = self._ids(row, line)
         self._check_chained(ids, line)
+        self._fit_block(prompt, len(ids))
         num_expected = -(-prompt // self.block_size)
         # Raised at the end, because ids that turn out not to be chained need another error.
         if len(ids) != num_expected and self._first_miscount is None:
-            # One id may stand for a block of any larger size.
-            fitting = [size for size in _USUAL_SIZES if -(-prompt // size) == len(ids) > 1]
-            fits = f" ({fitting[0]} fits this request)" if fitting else ""
             # Caches know full blocks only, so a trace of their keys lacks the id of the last block.
             rest = prompt % self.block_size if len(ids) == prompt // self.block_size else 0
             lacks = f", or give the last block, of {rest} tokens, an id as well" if rest else ""
             self._first_miscount = (
                 line,
                 f"found {len(ids)} hash_ids, expected {num_expected} (ceil({prompt} / "
-                f"{self.block_size})): pass --block-size if your blocks have another size{fits}, "
-                f"or --chain if the ids name passages{lacks}",
+                f"{self.block_size})): pass --block-size if your blocks have another size",
+                f", or --chain if the ids name passages{lacks}",
             )
         return TraceRequest(line, arrival_s, prompt, output, ids)
 
@@ -339,9 +341,27 @@ class ChainedReader(TraceReader):
                 )
             before = trace_id
 
+    def _fit_block(self, prompt: int, num_ids: int) -> None:
+        """Note the sizes of a block with which the prompt has so many."""
+        self._least_block = max(self._least_block, -(-prompt // num_ids))
+        if num_ids > 1:
+            self._most_block = min(self._most_block, -(-prompt // (num_ids - 1)) - 1)
+
+    def _fitting_block(self) -> str:
+        """Return the sizes of a block that fit all requests, as a part of an error."""
+        least, most = self._least_block, self._most_block
+        if least > most or most == sys.maxsize:
+            return ""
+        if least == most:
+            return f" ({least} tokens fit all requests)"
+        usual = 1 << (most.bit_length() - 1)
+        such = f", such as {usual}" if usual >= least else ""
+        return f" ({least} to {most} tokens fit all requests{such})"
+
     def _checked_all(self) -> None:
         if self._first_miscount is not None:
-            self._fail(*self._first_miscount)
+            line, wrong, way_out = self._first_miscount
+            self._fail(line, f"{wrong}{self._fitting_block()}{way_out}")
 
 
 class ContentReader(TraceReader):

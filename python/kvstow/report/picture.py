@@ -65,7 +65,7 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
             axes.annotate(
                 name,
                 (x * x_factor, 1),
-                (2 if is_right else -2, 3),
+                (4 if is_right else -4, 3),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
                 color=_SOFT,
