@@ -216,7 +216,7 @@ def test_extension_that_was_cut_short_can_be_repeated(
     hashes = hash_tokens([*DOCUMENT, *OTHER], BLOCK)
     with world(mover=HostMover) as it:
         it.engine.add("one", hashes[:4])
-        it.engine.admit("one", 16, 100, after=READY)
+        it.engine.admit("one", 32, 100, after=READY)
         real = it.engine.scheduler
 
         class Interrupts:

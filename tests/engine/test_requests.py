@@ -20,6 +20,7 @@ from tests.engine.world import (
 from tests.movers import ManualMover, ManualTicket
 
 from kvstow import (
+    ConfigError,
     Engine,
     FullAttention,
     Landed,
@@ -360,8 +361,8 @@ def test_preempted_request_finds_its_blocks_again() -> None:
     with world() as it:
         it.admit("one", DOCUMENT)
         it.compute("one", DOCUMENT)
-        it.engine.extend("one", hash_tokens([*DOCUMENT, 1, 2, 3, 4], BLOCK)[4:])
         it.engine.step(["one"], [4])
+        it.engine.extend("one", hash_tokens([*DOCUMENT, 1, 2, 3, 4], BLOCK)[4:])
         it.engine.preempt("one")
         it.engine.preempt("one")  # a second call does nothing
         assert it.engine.ledger.pool.num_free == 16 - 4, "only the copies hold blocks"
@@ -416,3 +417,26 @@ def test_host_keeps_the_hit_of_one_refused_request_only() -> None:
         assert it.admit("third", list(range(80, 97))).state is NO_ROOM
         assert it.engine.step(["other"], [4]).num_granted == 1
         assert it.engine.computed(["other"], [24], after=READY) is not None
+
+
+def test_a_block_that_is_hashed_twice_is_refused() -> None:
+    """Else each later block would be found under the hash of another one."""
+    with world() as it:
+        hashes = hash_tokens(DOCUMENT, BLOCK)
+        it.admit("one", DOCUMENT)
+        again = hash_tokens(DOCUMENT[-BLOCK:], BLOCK, parent=hashes[-1])
+        before = state(it.engine)
+        with pytest.raises(ConfigError, match=r"'one' would have hashes of 20 tokens, .* 16: hash"):
+            it.engine.extend("one", again)
+        assert state(it.engine) == before
+
+
+def test_a_block_is_hashed_when_its_last_token_is_sampled() -> None:
+    """A token that was sampled has no slot yet. After a preemption many have none."""
+    with world() as it:
+        text = [*DOCUMENT, 1, 2, 3, 4]
+        it.admit("one", text[:-1])
+        it.engine.extend("one", hash_tokens(text, BLOCK)[4:])
+        it.engine.add("two", hash_tokens(DOCUMENT, BLOCK))
+        it.engine.admit("two", len(text), 2, after=READY)
+        it.engine.extend("two", hash_tokens(text, BLOCK)[4:])

@@ -59,7 +59,7 @@ from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.copies import Copies
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
-from kvstow.engine.publication import publish, store_freed
+from kvstow.engine.publication import check_extension, publish, store_freed
 from kvstow.engine.ranks import (
     MakeMover,
     RankLayouts,
@@ -273,12 +273,16 @@ class Engine(Closing):
         request has none yet. `tokens` and `extra_keys` are those of the new blocks alone, for
         events. A request that was added with tokens needs them.
 
+        Raises `ConfigError` if a running request would have hashes of more tokens than it can know:
+        those granted and the one sampled behind them, or `num_tokens` of its admission.
+
         If an exception other than a `KvstowError` cuts this short, the request does not have the
         hashes. The next `poll` then reports a running request as failed.
         """
         self._check_open()
         state = self._known(request_id)
         hashes = Hashes(hashes)  # which ledger and scheduler share
+        check_extension(state, request_id, len(hashes))
         with state.change:
             state.extend(request_id, hashes, tokens, extra_keys)
 
@@ -331,6 +335,7 @@ class Engine(Closing):
             request_id, num_tokens, max_new_tokens, num_lookahead_tokens, reserve, must_fit_tokens
         )
         wish.check(state.ledger)
+        state.requests[request_id].num_known = num_tokens
         return admit(state, self._copies, wish, after)
 
     def step(

@@ -85,6 +85,25 @@ def _begin(
     return copies.begin(transfer, after)
 
 
+def check_extension(state: State, request_id: str, num_more: int) -> None:
+    """Refuse hashes of tokens that a running request cannot know yet.
+
+    More hashes are mostly those of a block that was hashed twice. Then each later block would be
+    found under the hash of another one. A request that slept in a file is not checked.
+    """
+    request, size = state.requests[request_id], state.ledger.hash_block_size
+    if request.state != "running" or request.num_known is None or not num_more:
+        return
+    num_granted = state.ledger.num_granted_tokens(request_id)
+    num_hashed = (request.num_hashes + num_more) * size
+    if num_hashed > max(num_granted + 1, request.num_known):
+        raise ConfigError(
+            f"request {request_id!r} would have hashes of {num_hashed} tokens, and it was granted "
+            f"{num_granted}: hash each block once, the prompt's last one with the prompt, and call "
+            "step for further tokens before you extend"
+        )
+
+
 def _check_granted(state: State, due: Sequence[tuple[str, int]]) -> None:
     for name, count in due:
         if count > (num_granted := state.ledger.num_granted_tokens(name)):

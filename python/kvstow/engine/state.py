@@ -47,6 +47,8 @@ class Request:
     Attributes:
         num_hashes: number of hashes that `add` and `extend` gave. The ledger has more after an
             extension that was cut short.
+        num_known: all its tokens that the caller knew when it was last admitted. None before that,
+            and after a sleep in a file.
         num_computed: computed tokens when its last block became full, without those taken back.
         due_tokens: number of computed tokens that fills its next block.
         state: "stranded" is a request that was loading when the engine was closed.
@@ -59,6 +61,7 @@ class Request:
     """
 
     num_hashes: int
+    num_known: int | None = None
     num_computed: int = 0
     due_tokens: int = 1
     state: Literal["added", "loading", "running", "stranded"] = "added"
