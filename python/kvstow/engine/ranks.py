@@ -165,7 +165,8 @@ def checked_layouts(
                     f"{where}[{group}] has memory for {layout.num_blocks} blocks, the pool has "
                     f"{num_blocks}; each group needs memory for every block of the pool. If the "
                     "first dimension of its arrays counts layers, or K and V, pass list(array) to "
-                    "from_arrays instead of [array]. If it counts blocks, pass num_device_blocks="
+                    "from_arrays instead of [array], and of several such arrays [part for array in "
+                    "arrays for part in array]. If it counts blocks, pass num_device_blocks="
                     f"{layout.num_blocks}"
                 )
         checked.append(list(own))
