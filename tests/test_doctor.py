@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from kvstow import cli
 from kvstow.doctor import Finding, checks, diagnose
 from kvstow.doctor.findings import run_check
-from kvstow.doctor.flag import flag_findings
+from kvstow.doctor.flag import flag_findings, vllm_keys
 
 NO_DRIVER, ONE_GPU = checks.Driver(None), checks.Driver(13000, num_devices=1)
 
@@ -132,6 +133,17 @@ MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": No
             ["kv_connector_extra_config has no option 'cpu_byte_to_use'."],
         ),
         (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24."]),
+        (
+            FLAG | {"cpu_bytes_to_use": 1},
+            ["cpu_bytes_to_use is an option of kvstow, and it is outside of kv_connector_extra"],
+        ),
+        (
+            MULTI
+            | {"disk_path": "/x"}
+            | {"kv_connector_extra_config": {"connectors": [FLAG | {"shared": "redis://x"}]}},
+            ["disk_path is an option of kvstow", "shared is an option of kvstow"],
+        ),
+        (FLAG | {"kv_load_failure_policy": "recomputed"}, ["kv_load_failure_policy is 'recomp"]),
     ],
 )
 def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str]) -> None:
@@ -143,6 +155,31 @@ def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str
         assert finding.says.startswith(problem)
         assert finding.advice
         assert finding.status != "ok"
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("kv_connector_module", "did you mean 'kv_connector_module_path'?"),
+        ("size", "use one of kv_connector, "),
+    ],
+)
+def test_flag_with_a_key_that_vllm_lacks_is_broken(key: str, advice: str) -> None:
+    pytest.importorskip("vllm.config.kv_transfer")
+    (finding,) = flag_findings(json.dumps(FLAG | {key: "kvstow.vllm"}))
+    assert finding.says == f"vLLM has no key {key!r} in this flag."
+    assert finding.advice.startswith(advice)
+
+
+def test_keys_of_the_flag_are_those_of_the_installed_vllm() -> None:
+    kv_transfer = pytest.importorskip("vllm.config.kv_transfer")
+    assert vllm_keys() == [field.name for field in fields(kv_transfer.KVTransferConfig)]
+
+
+def test_flag_is_checked_without_a_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.doctor.flag.find_spec", lambda _: None)
+    (finding,) = flag_findings(json.dumps(FLAG | {"unknown": 1}))
+    assert finding.status == "ok"
 
 
 def test_flag_that_is_no_json_is_broken(capsys: pytest.CaptureFixture[str]) -> None:

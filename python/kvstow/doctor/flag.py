@@ -1,9 +1,14 @@
-"""The check of vLLM's flag: what a server refuses only after it has loaded the weights."""
+"""The check of vLLM's flag: what a server refuses, some of it only after it has loaded weights."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvstow._core import ConfigError
@@ -12,6 +17,7 @@ from kvstow.vllm.options import WHERE, Options
 
 _OWN: Final = "KVStowConnector"
 _MODULES: Final = (None, "kvstow.vllm", "kvstow.vllm.connector")
+_POLICIES: Final = ("fail", "recompute")
 
 
 class _Problem(NamedTuple):
@@ -46,7 +52,12 @@ def _problems(text: str) -> Iterator[_Problem]:
     if (role := flag.get("kv_role")) != "kv_both":
         says = f"kv_role is {role!r}, and the connector both stores and loads."
         yield _Problem("broken", says, 'set "kv_role": "kv_both"')
-    if flag.get("kv_load_failure_policy") != "recompute":
+    for part in {id(part): part for part in (flag, own[0])}.values():
+        yield from _wrong_keys(part)
+    if (policy := flag.get("kv_load_failure_policy", "fail")) not in _POLICIES:
+        says = f"kv_load_failure_policy is {policy!r}, and vLLM knows no such policy."
+        yield _Problem("broken", says, 'set "kv_load_failure_policy": "recompute"')
+    elif policy != "recompute":
         says = "A request whose load fails will end with an error instead of being recomputed."
         yield _Problem("missing", says, 'set "kv_load_failure_policy": "recompute"')
     module = own[0].get("kv_connector_module_path")
@@ -61,6 +72,44 @@ def _problems(text: str) -> Iterator[_Problem]:
     except ConfigError as error:
         problem, _, advice = str(error).partition(": ")
         yield _Problem("broken", f"{problem}.", advice)
+
+
+def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:
+    """Find the keys that end vLLM's start."""
+    known = vllm_keys()
+    options = {option.name for option in fields(Options)}
+    for name in part:
+        if name in known:
+            continue
+        if name in options:
+            says = f"{name} is an option of kvstow, and it is outside of {WHERE}."
+            yield _Problem("broken", says, f'move it into the object "{WHERE}"')
+        elif known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+            yield _Problem("broken", f"vLLM has no key {name!r} in this flag.", hint)
+
+
+def vllm_keys() -> list[str]:
+    """Return the keys of the flag that the installed vLLM knows, none if they cannot be found.
+
+    Reads its source, because an import of vLLM takes many seconds.
+    """
+    try:
+        spec = find_spec("vllm")
+        if not spec or not spec.submodule_search_locations:
+            return []
+        source = Path(spec.submodule_search_locations[0], "config", "kv_transfer.py")
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (ImportError, ValueError, SyntaxError, OSError):
+        return []
+    return [
+        line.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "KVTransferConfig"
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    ]
 
 
 def _parts(flag: object) -> list[Mapping[str, Any]]:
