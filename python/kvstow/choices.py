@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ class OneOf(click.Choice[str]):
 
     Args:
         choices: the words.
-        advice: what a user of another word should know, for the end of the message.
+        advice: what a user who passes several words at once should know, to end the message.
     """
 
     def __init__(self, choices: Sequence[str], advice: str) -> None:
@@ -21,6 +22,9 @@ class OneOf(click.Choice[str]):
         self._advice = advice
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Return why the value is refused, and the advice."""
-        message = super().get_invalid_choice_message(value, ctx)
-        return f"{message.removesuffix('.')}{self._advice}." if self._advice else message
+        """Return why the value is refused, and the advice or the word that was likely meant."""
+        message = super().get_invalid_choice_message(value, ctx).removesuffix(".")
+        if "," in value:
+            return f"{message}{self._advice}."
+        near = get_close_matches(value.lower(), self.choices, n=1)
+        return f"{message}; did you mean {near[0]!r}?" if near else f"{message}."
