@@ -37,6 +37,7 @@ def extended(extension: int, recovery: int) -> tuple[bool, bool]:
         engine.add(NAME, HASHES[:NUM_FIRST], tokens=DOCUMENT, extra_keys=KEYS[:NUM_FIRST])
         engine.admit(NAME, len(DOCUMENT), 100, after=READY)
         engine.computed([NAME], [len(DOCUMENT)], after=READY)
+        engine.step([NAME], [len(TEXT) - len(DOCUMENT)])
 
         def extend() -> None:
             engine.extend(
