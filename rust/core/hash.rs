@@ -21,7 +21,6 @@
 
 use std::convert::Infallible;
 use std::fmt;
-use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -45,6 +44,9 @@ pub const MAX_TOKEN: u64 = 1 << 63;
 
 /// No extra keys.
 const CBOR_NULL: u8 = 0xf6;
+
+/// Where a block in CBOR has a previous digest of SHA-256: behind `83 58 20`.
+const CBOR_PREVIOUS: usize = 3;
 
 /// The depth to which extra keys may nest. vLLM's own are two deep. Encoding recurses, so the bound
 /// protects the stack.
@@ -82,7 +84,8 @@ impl Algorithm {
 
     /// The digest of the first `num_bytes` of `message`, padded with zeros. It takes
     /// [`sha256::MAX_PADDING_BYTES`] more.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "the algorithm is often a constant")]
+    #[inline(always)]
     fn digest(self, message: &mut [u8], num_bytes: usize) -> BlockHash {
         match self {
             Self::Sha256Cbor | Self::Sha256 => sha256::digest(message, num_bytes),
@@ -253,7 +256,7 @@ impl HashOptions<'_> {
 /// algorithm's digests, a number of extra keys other than the number of full blocks, extra keys
 /// that nest too deeply, or options that are not native.
 pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<Hashes> {
-    let num_blocks = check(tokens, block_size, options)?;
+    let num_blocks = check_options(tokens.len(), block_size, options)?;
     if !options.is_native(block_size) {
         return Err(Error::Config(format!(
             "blocks of {block_size} tokens have extra keys, or a pickle of more than one frame: \
@@ -263,6 +266,7 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
     let HashOptions { algorithm, parent, extra_keys, seed } = options;
 
     if num_blocks == 0 {
+        check_tokens(tokens)?;
         return Ok(Hashes::default());
     }
     let parent = parent_of(parent);
@@ -270,17 +274,24 @@ pub fn hash_tokens(tokens: &[u64], block_size: usize, options: HashOptions<'_>) 
         Parent::Block(hash) => hash,
         _ => algorithm.first(seed.unwrap_or(DEFAULT_SEED))?,
     };
-    let message = Message::new(algorithm, block_size).map_err(unencodable)?;
     let extra_keys = extra_keys.unwrap_or_default();
-    // With a constant number of tokens, the compiler unrolls what writes them.
-    let hashes = match block_size {
-        16 => chain(message, previous, tokens.as_chunks::<16>().0.iter(), extra_keys),
-        32 => chain(message, previous, tokens.as_chunks::<32>().0.iter(), extra_keys),
-        64 => chain(message, previous, tokens.as_chunks::<64>().0.iter(), extra_keys),
-        _ => chain(message, previous, tokens.chunks_exact(block_size), extra_keys),
+    // With a constant algorithm, the compiler keeps the previous digest in registers.
+    let chain = match algorithm {
+        Algorithm::Sha256Cbor => {
+            chains(Algorithm::Sha256Cbor, previous, tokens, block_size, extra_keys)
+        }
+        Algorithm::Sha256 => chains(Algorithm::Sha256, previous, tokens, block_size, extra_keys),
+        Algorithm::XxhashCbor => {
+            chains(Algorithm::XxhashCbor, previous, tokens, block_size, extra_keys)
+        }
     };
+    let (hashes, any_bits) = chain.map_err(unencodable)?;
+    let rest = &tokens[num_blocks * block_size..];
+    if bits_of(any_bits, rest) > MAX_TOKEN {
+        check_tokens(tokens)?; // it was hashed for nothing
+    }
     let width = HashWidth::of(algorithm.digest_bytes())?;
-    Ok(Hashes::new(width, &Arc::new(hashes.map_err(unencodable)?)).behind(parent))
+    Ok(Hashes::new(width, &Arc::new(hashes)).behind(parent))
 }
 
 /// What follows from the argument `parent`, whose width was checked.
@@ -291,23 +302,55 @@ pub fn parent_of(digest: Option<&[u8]>) -> Parent {
     }
 }
 
-/// The padded digests of blocks. There is one entry of extra keys for each of them, or none at all.
+/// The padded digests of the full blocks of `tokens`, and all bits of these tokens.
+#[expect(clippy::inline_always, reason = "the algorithm is a constant")]
+#[inline(always)]
+fn chains(
+    algorithm: Algorithm,
+    previous: BlockHash,
+    tokens: &[u64],
+    block_size: usize,
+    extra_keys: &[BlockExtraKeys],
+) -> Result<(Vec<BlockHash>, u64), EncodeError<Infallible>> {
+    let message = Message::new(algorithm, block_size)?;
+    // With a constant number of tokens, the compiler unrolls what writes them.
+    match block_size {
+        16 => chain(message, algorithm, previous, tokens.as_chunks::<16>().0.iter(), extra_keys),
+        32 => chain(message, algorithm, previous, tokens.as_chunks::<32>().0.iter(), extra_keys),
+        64 => chain(message, algorithm, previous, tokens.as_chunks::<64>().0.iter(), extra_keys),
+        _ => chain(message, algorithm, previous, tokens.chunks_exact(block_size), extra_keys),
+    }
+}
+
+/// The padded digests of blocks, and all bits of their tokens. There is one entry of extra keys for
+/// each block, or none at all.
+#[expect(clippy::inline_always, reason = "the algorithm and the size of a block are constants")]
+#[inline(always)]
 fn chain(
     mut message: Message,
+    algorithm: Algorithm,
     mut previous: BlockHash,
     blocks: impl ExactSizeIterator<Item: AsRef<[u64]>>,
     extra_keys: &[BlockExtraKeys],
-) -> Result<Vec<BlockHash>, EncodeError<Infallible>> {
+) -> Result<(Vec<BlockHash>, u64), EncodeError<Infallible>> {
     let mut hashes = Vec::with_capacity(blocks.len());
+    let mut any_bits = 0;
     for (block, tokens) in blocks.enumerate() {
+        any_bits = bits_of(any_bits, tokens.as_ref());
         let extra = extra_keys.get(block).and_then(Option::as_deref);
-        message.write(tokens.as_ref(), extra)?;
+        message.write(algorithm, tokens.as_ref(), extra)?;
         // After the tokens, which the processor can write before it knows the digest.
-        message.set_previous(&previous);
-        previous = message.algorithm.digest(&mut message.bytes, message.num_bytes);
+        message.set_previous(algorithm, &previous);
+        previous = algorithm.digest(&mut message.bytes, message.num_bytes);
         hashes.push(previous);
     }
-    Ok(hashes)
+    Ok((hashes, any_bits))
+}
+
+/// These bits and those of tokens.
+#[inline]
+fn bits_of(bits: u64, tokens: &[u64]) -> u64 {
+    tokens.iter().fold(bits, |bits, token| bits | token)
 }
 
 /// Returns the number of full blocks.
@@ -315,16 +358,24 @@ fn chain(
 /// # Errors
 /// As [`hash_tokens`], but options need not be native.
 pub fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Result<usize> {
-    let HashOptions { algorithm, parent, extra_keys, .. } = options;
-    if block_size == 0 {
-        return Err(Error::Config("block_size is 0: a block has at least 1 token".to_owned()));
-    }
+    check_tokens(tokens)?;
+    check_options(tokens.len(), block_size, options)
+}
+
+fn check_tokens(tokens: &[u64]) -> Result<()> {
     // All bits are gathered many tokens at a time, unlike the position of the first bad token.
-    let any_bits = tokens.iter().fold(0, |bits, token| bits | token);
-    if any_bits > MAX_TOKEN
+    if bits_of(0, tokens) > MAX_TOKEN
         && let Some(position) = tokens.iter().position(|token| *token > MAX_TOKEN)
     {
         return Err(token_out_of_bounds(position, &tokens[position]));
+    }
+    Ok(())
+}
+
+fn check_options(num_tokens: usize, block_size: usize, options: HashOptions<'_>) -> Result<usize> {
+    let HashOptions { algorithm, parent, extra_keys, .. } = options;
+    if block_size == 0 {
+        return Err(Error::Config("block_size is 0: a block has at least 1 token".to_owned()));
     }
     let parent_bytes = parent.map_or(0, <[u8]>::len);
     if parent_bytes != 0 && parent_bytes != algorithm.digest_bytes() {
@@ -334,7 +385,7 @@ pub fn check(tokens: &[u64], block_size: usize, options: HashOptions<'_>) -> Res
             algorithm.digest_bytes()
         )));
     }
-    let num_blocks = tokens.len() / block_size;
+    let num_blocks = num_tokens / block_size;
     let Some(extra_keys) = extra_keys else {
         return Ok(num_blocks);
     };
@@ -367,12 +418,9 @@ pub fn extra_keys_too_deep(block: usize) -> Error {
 
 /// The encoded form of one block after the other, in one buffer.
 struct Message {
-    algorithm: Algorithm,
     /// The message, and room for padding.
     bytes: Vec<u8>,
     num_bytes: usize,
-    /// Where a block has the previous digest. In CBOR, the bytes before it are those of all blocks.
-    previous: Range<usize>,
     /// Where a block in CBOR has its tokens.
     tokens: usize,
 }
@@ -382,18 +430,12 @@ impl Message {
         let zeros = [0; MAX_HASH_BYTES];
         let mut head = Encoder::new(Vec::new());
         head.array(3)?.bytes(&zeros[..algorithm.digest_bytes()])?;
-        let end = head.writer().len();
-        let start = match algorithm {
-            Algorithm::Sha256 => pickle::PREVIOUS,
-            _ => end - algorithm.digest_bytes(),
-        };
-        let previous = start..start + algorithm.digest_bytes();
         head.array(block_size as u64)?;
         let mut bytes = head.into_writer();
         let tokens = bytes.len();
         let most = integers::max_bytes(block_size).max(pickle::max_bytes(block_size));
         bytes.resize(tokens + most + sha256::MAX_PADDING_BYTES, 0);
-        Ok(Self { algorithm, bytes, num_bytes: 0, previous, tokens })
+        Ok(Self { bytes, num_bytes: 0, tokens })
     }
 
     /// Writes a block, without the previous digest.
@@ -401,10 +443,11 @@ impl Message {
     #[inline(always)]
     fn write(
         &mut self,
+        algorithm: Algorithm,
         tokens: &[u64],
         extra: Option<&[ExtraKey]>,
     ) -> Result<(), EncodeError<Infallible>> {
-        if self.algorithm == Algorithm::Sha256 {
+        if algorithm == Algorithm::Sha256 {
             self.num_bytes = pickle::write_block(&mut self.bytes, tokens);
             return Ok(());
         }
@@ -434,13 +477,31 @@ impl Message {
 
     /// Writes the previous digest.
     #[inline]
-    fn set_previous(&mut self, previous: &BlockHash) {
-        let place = &mut self.bytes[self.previous.clone()];
-        match place.first_chunk_mut() {
-            Some(whole) => *whole = *previous, // a copy of constant length is no call
-            None => place.copy_from_slice(&previous[..place.len()]),
+    fn set_previous(&mut self, algorithm: Algorithm, previous: &BlockHash) {
+        let start = match algorithm {
+            Algorithm::Sha256Cbor => CBOR_PREVIOUS,
+            Algorithm::Sha256 => pickle::PREVIOUS,
+            Algorithm::XxhashCbor => return put_words(&mut self.bytes, previous),
+        };
+        if let Some(place) = self.bytes.get_mut(start..).and_then(<[u8]>::first_chunk_mut) {
+            *place = *previous; // a copy of constant length is no call
         }
     }
+}
+
+/// Writes the 16 bytes of a digest behind CBOR's two-byte head, in the words that XXH3 reads. A
+/// processor waits if it reads a word of which it has just written a part.
+#[inline]
+fn put_words(message: &mut [u8], digest: &BlockHash) {
+    const SHIFT: u32 = 16;
+    let Some(words) = message.as_chunks_mut().0.first_chunk_mut::<3>() else { return };
+    let [first, second, ..] = *digest.as_chunks().0 else { return };
+    let (first, second) = (u64::from_le_bytes(first), u64::from_le_bytes(second));
+    let head = u64::from_le_bytes(words[0]) & !(u64::MAX << SHIFT);
+    let tokens = u64::from_le_bytes(words[2]) & (u64::MAX << SHIFT);
+    words[0] = (head | first << SHIFT).to_le_bytes();
+    words[1] = (first >> (u64::BITS - SHIFT) | second << SHIFT).to_le_bytes();
+    words[2] = (second >> (u64::BITS - SHIFT) | tokens).to_le_bytes();
 }
 
 /// Writing to memory cannot fail, but the encoder's signature has an error.
