@@ -89,7 +89,7 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     type=click.Choice([AUTO, *DTYPE_BYTES]),
     default=AUTO,
     show_default=True,
-    help="Data type of the KV cache, as vLLM's --kv-cache-dtype.",
+    help="Data type of the KV cache: vLLM's --kv-cache-dtype if it is set, else its --dtype.",
 )
 @click.option(
     "--tensor-parallel-size",
