@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvstow import ConfigError
-from kvstow.sizes import parse_bytes
+from kvstow.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,11 @@ def test_sizes_out_of_bounds_are_refused(value: object) -> None:
 def test_an_integer_too_long_to_print_is_refused() -> None:
     with pytest.raises(ConfigError, match="is an integer of thousands of digits; it must be 1 to"):
         parse_bytes(10**5000)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.00 MiB"), (96 << 20, "96.00 MiB"), (1 << 30, "1.00 GiB"), (3 << 40, "3,072.00 GiB")],
+)
+def test_size_is_written_in_the_unit_that_it_is_given_in(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text

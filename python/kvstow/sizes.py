@@ -1,4 +1,4 @@
-"""Parse sizes in bytes, such as `32GiB`."""
+"""Parse sizes in bytes, such as `32GiB`, and write them."""
 
 from __future__ import annotations
 
@@ -76,3 +76,9 @@ def _shown(value: object) -> str:
     except ValueError:  # Python does not print integers of thousands of digits
         return "an integer of thousands of digits"
     return shown if len(shown) <= 2 * _MAX_DIGITS else f"{shown[:_MAX_DIGITS]}..."
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a number of bytes for people, in GiB, or in MiB below one GiB."""
+    unit, power = ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20)
+    return f"{num_bytes / 2**power:,.2f} {unit}"

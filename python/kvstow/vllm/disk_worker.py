@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow import ConfigError, KvstowError
+from kvstow.sizes import format_bytes
 from kvstow.tiers import (
     Fingerprint,
     SlotFile,
@@ -137,11 +138,11 @@ class DiskWorker(LowerWorker):
         else:
             self._renewal = file.renew()
         logger.info(
-            "kvstow: rank %d keeps up to %d blocks in %s (%.2f GiB), %d of an earlier server%s",
+            "kvstow: rank %d keeps up to %d blocks in %s (%s), %d of an earlier server%s",
             rank,
             file.num_slots,
             file.path,
-            file.num_slots * file.slot_bytes / 2**30,
+            format_bytes(file.num_slots * file.slot_bytes),
             0 if self._records is None else len(self._records),
             "" if file.is_direct else f", through the page cache: {file.not_direct}",
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvstow import ConfigError, StateError
 from kvstow.memory import check_memory, free_memory
+from kvstow.sizes import format_bytes
 from kvstow.transfer import (
     READY,
     BlockLayout,
@@ -157,11 +158,11 @@ class WorkerHalf:
         self._layouts = layouts
         self.restore()
         logger.info(
-            "kvstow: rank %d keeps up to %d blocks of %d bytes in host memory (%.2f GiB%s), %s",
+            "kvstow: rank %d keeps up to %d blocks of %d bytes in host memory (%s%s), %s",
             self._rank,
             self._num_host_blocks,
             self._model.slot_bytes,
-            self._num_host_blocks * self._model.slot_stride_bytes / 2**30,
+            format_bytes(self._num_host_blocks * self._model.slot_stride_bytes),
             f", one copy for {self._num_sharing} ranks" if self._num_sharing > 1 else "",
             "stored lazily" if self._options.lazy_offload else "stored eagerly",
         )
