@@ -19,6 +19,8 @@
 //! Otherwise it is [`DEFAULT_SEED`] for SHA-256, and a random string per process for
 //! `xxhash_cbor`, which is not collision resistant.
 
+mod message;
+
 use std::convert::Infallible;
 use std::fmt;
 use std::str::FromStr;
@@ -29,24 +31,17 @@ use minicbor::decode::{Decode, Decoder, Error as DecodeError};
 use minicbor::encode::{Encode, Encoder, Error as EncodeError, Write};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cbor::Cbor;
 use crate::error::{Error, Result};
-use crate::integers;
 use crate::key::{self, BlockHash, HashWidth, Hashes, MAX_HASH_BYTES, Parent};
 use crate::pickle;
 use crate::sha256;
+use message::Message;
 
 /// vLLM's seed for `sha256` and `sha256_cbor` if `PYTHONHASHSEED` is not set.
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
 /// The largest token id.
 pub const MAX_TOKEN: u64 = 1 << 63;
-
-/// No extra keys.
-const CBOR_NULL: u8 = 0xf6;
-
-/// Where a block in CBOR has a previous digest of SHA-256: behind `83 58 20`.
-const CBOR_PREVIOUS: usize = 3;
 
 /// The depth to which extra keys may nest. vLLM's own are two deep. Encoding recurses, so the bound
 /// protects the stack.
@@ -86,7 +81,7 @@ impl Algorithm {
     /// [`sha256::MAX_PADDING_BYTES`] more.
     #[expect(clippy::inline_always, reason = "the algorithm is often a constant")]
     #[inline(always)]
-    fn digest(self, message: &mut [u8], num_bytes: usize) -> BlockHash {
+    pub(crate) fn digest(self, message: &mut [u8], num_bytes: usize) -> BlockHash {
         match self {
             Self::Sha256Cbor | Self::Sha256 => sha256::digest(message, num_bytes),
             Self::XxhashCbor => {
@@ -340,8 +335,7 @@ fn chain(
         let extra = extra_keys.get(block).and_then(Option::as_deref);
         message.write(algorithm, tokens.as_ref(), extra)?;
         // After the tokens, which the processor can write before it knows the digest.
-        message.set_previous(algorithm, &previous);
-        previous = algorithm.digest(&mut message.bytes, message.num_bytes);
+        previous = message.digest(algorithm, &previous);
         hashes.push(previous);
     }
     Ok((hashes, any_bits))
@@ -414,94 +408,6 @@ pub fn extra_keys_too_deep(block: usize) -> Error {
     Error::Config(format!(
         "the extra keys of block {block} nest deeper than {MAX_EXTRA_KEY_DEPTH} levels: flatten them"
     ))
-}
-
-/// The encoded form of one block after the other, in one buffer.
-struct Message {
-    /// The message, and room for padding.
-    bytes: Vec<u8>,
-    num_bytes: usize,
-    /// Where a block in CBOR has its tokens.
-    tokens: usize,
-}
-
-impl Message {
-    fn new(algorithm: Algorithm, block_size: usize) -> Result<Self, EncodeError<Infallible>> {
-        let zeros = [0; MAX_HASH_BYTES];
-        let mut head = Encoder::new(Vec::new());
-        head.array(3)?.bytes(&zeros[..algorithm.digest_bytes()])?;
-        head.array(block_size as u64)?;
-        let mut bytes = head.into_writer();
-        let tokens = bytes.len();
-        let most = integers::max_bytes(block_size).max(pickle::max_bytes(block_size));
-        bytes.resize(tokens + most + sha256::MAX_PADDING_BYTES, 0);
-        Ok(Self { bytes, num_bytes: 0, tokens })
-    }
-
-    /// Writes a block, without the previous digest.
-    #[expect(clippy::inline_always, reason = "the number of tokens is often a constant")]
-    #[inline(always)]
-    fn write(
-        &mut self,
-        algorithm: Algorithm,
-        tokens: &[u64],
-        extra: Option<&[ExtraKey]>,
-    ) -> Result<(), EncodeError<Infallible>> {
-        if algorithm == Algorithm::Sha256 {
-            self.num_bytes = pickle::write_block(&mut self.bytes, tokens);
-            return Ok(());
-        }
-        let end = integers::write::<Cbor>(&mut self.bytes, self.tokens, tokens);
-        if extra.is_none() {
-            self.bytes[end] = CBOR_NULL;
-            self.num_bytes = end + 1;
-            return Ok(());
-        }
-        self.write_extra(end, extra)
-    }
-
-    /// Writes extra keys behind the tokens of a block in CBOR.
-    #[cold]
-    fn write_extra(
-        &mut self,
-        end: usize,
-        extra: Option<&[ExtraKey]>,
-    ) -> Result<(), EncodeError<Infallible>> {
-        let extra = minicbor::to_vec(extra)?;
-        self.num_bytes = end + extra.len();
-        let room = self.num_bytes + sha256::MAX_PADDING_BYTES;
-        self.bytes.resize(room.max(self.bytes.len()), 0);
-        self.bytes[end..self.num_bytes].copy_from_slice(&extra);
-        Ok(())
-    }
-
-    /// Writes the previous digest.
-    #[inline]
-    fn set_previous(&mut self, algorithm: Algorithm, previous: &BlockHash) {
-        let start = match algorithm {
-            Algorithm::Sha256Cbor => CBOR_PREVIOUS,
-            Algorithm::Sha256 => pickle::PREVIOUS,
-            Algorithm::XxhashCbor => return put_words(&mut self.bytes, previous),
-        };
-        if let Some(place) = self.bytes.get_mut(start..).and_then(<[u8]>::first_chunk_mut) {
-            *place = *previous; // a copy of constant length is no call
-        }
-    }
-}
-
-/// Writes the 16 bytes of a digest behind CBOR's two-byte head, in the words that XXH3 reads. A
-/// processor waits if it reads a word of which it has just written a part.
-#[inline]
-fn put_words(message: &mut [u8], digest: &BlockHash) {
-    const SHIFT: u32 = 16;
-    let Some(words) = message.as_chunks_mut().0.first_chunk_mut::<3>() else { return };
-    let [first, second, ..] = *digest.as_chunks().0 else { return };
-    let (first, second) = (u64::from_le_bytes(first), u64::from_le_bytes(second));
-    let head = u64::from_le_bytes(words[0]) & !(u64::MAX << SHIFT);
-    let tokens = u64::from_le_bytes(words[2]) & (u64::MAX << SHIFT);
-    words[0] = (head | first << SHIFT).to_le_bytes();
-    words[1] = (first >> (u64::BITS - SHIFT) | second << SHIFT).to_le_bytes();
-    words[2] = (second >> (u64::BITS - SHIFT) | tokens).to_le_bytes();
 }
 
 /// Writing to memory cannot fail, but the encoder's signature has an error.
