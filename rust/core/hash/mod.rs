@@ -1,4 +1,6 @@
-//! Chained block hashes of tokens, bit-identical to vLLM's.
+//! Chained block hashes of tokens, bit-identical to vLLM's. `message` has the encoded form of a block.
+//!
+//! May import: cbor, error, integers, key, pickle, sha256.
 //!
 //! The reference is `hash_block_tokens` of vLLM 0.32 (`vllm/v1/core/kv_cache_utils.py`) with the
 //! hash functions `sha256`, `sha256_cbor` and `xxhash_cbor` (`vllm/utils/hashing.py`). A block's
