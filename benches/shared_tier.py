@@ -21,6 +21,7 @@ On Mooncake Store, over TCP, in the memory of another process:
 - batch calls, header: the same, from other memory, which has room for a header at each block.
 - batch calls, 2 buffers: the store's own calls for values in two buffers, the header of each block
   apart from its slot. Nothing is checked.
+- batch calls, checksum: the same, with the CRC-32 of each block before a put and after a get.
 
 Both ask for 8,192 keys at once, and show the median of 20 calls.
 
@@ -285,6 +286,32 @@ class BatchCallsWithHeader(BatchCalls):
             self.store.batch_remove(keys, True)
 
 
+class BatchCallsWithChecksum(BatchCallsWithHeader):
+    """The same, with the checksum that a tier of kvstow takes of each block."""
+
+    def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
+        super().__init__(tier, arena, num_blocks)
+        self.matrix = arena.memory.reshape(arena.num_slots, -1)
+        each = range(0, num_blocks, self.num_per_call)
+        self.parts = [range(at, min(at + self.num_per_call, num_blocks)) for at in each]
+        self.values = [
+            ([f"sum:{key}" for key in keys], pointers, sizes)
+            for keys, pointers, sizes in self.values
+        ]
+        self.sums: list[np.ndarray] = []
+
+    def put(self) -> None:
+        self.sums = []
+        for slots, value in zip(self.parts, self.values, strict=True):
+            self.sums.append(row_checksums(self.matrix, slots))
+            assert not any(self.store.batch_put_from_multi_buffers(*value))
+
+    def get(self) -> None:
+        for slots, value, sums in zip(self.parts, self.values, self.sums, strict=True):
+            self.store.batch_get_into_multi_buffers(*value)
+            assert (row_checksums(self.matrix, slots) == sums).all()
+
+
 class OnMooncake:
     """A tier of kvstow."""
 
@@ -320,6 +347,7 @@ def mooncake_speeds(master: Master, kib: int, mib: int, num_rounds: int) -> Spee
                 "batch calls": BatchCalls(one, arena, num),
                 "batch calls, header": BatchCallsWithRoom(one, roomy, num),
                 "batch calls, 2 buffers": BatchCallsWithHeader(one, arena, num),
+                "batch calls, checksum": BatchCallsWithChecksum(one, arena, num),
                 "kvstow, 2 threads": OnMooncake(two, num),
             }
             times: dict[str, dict[str, list[float]]] = {

@@ -1,4 +1,5 @@
-//! Chained block hashes of tokens, bit-identical to vLLM's. `message` has the encoded form of a block.
+//! Chained block hashes of tokens, bit-identical to vLLM's. `message` has the encoded form of a
+//! block.
 //!
 //! May import: cbor, error, integers, key, pickle, sha256.
 //!
