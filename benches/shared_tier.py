@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.resp.server import Server
 
@@ -225,9 +226,10 @@ class BatchCalls:
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
         self.link, self.num_per_call = tier.links.current(), tier.blocks_per_part
         self.store = self.link.store
-        self.calls = []
+        self.parts, self.calls = [], []
         for first in range(0, num_blocks, self.num_per_call):
             slots = range(first, min(first + self.num_per_call, num_blocks))
+            self.parts.append(slots)
             keys = [f"{self.name}:{slot}" for slot in slots]
             pointers = [arena.slots[slot].ctypes.data for slot in slots]
             self.calls.append((keys, pointers, [arena.slot_bytes] * len(keys)))
@@ -258,6 +260,8 @@ class BatchCallsWithRoom(BatchCalls):
 class BatchCallsWithHeader(BatchCalls):
     """Mooncake's own calls for values in two buffers."""
 
+    name = "apart"
+
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
         super().__init__(tier, arena, num_blocks)
         self.headers = np.zeros((self.num_per_call, HEADER_BYTES), np.uint8)
@@ -265,7 +269,7 @@ class BatchCallsWithHeader(BatchCalls):
         apart = [header.ctypes.data for header in self.headers]
         self.values = [
             (
-                [f"apart:{key}" for key in keys],
+                keys,
                 [[header, slot] for header, slot in zip(apart, pointers, strict=False)],
                 [[HEADER_BYTES, size] for size in sizes],
             )
@@ -273,43 +277,41 @@ class BatchCallsWithHeader(BatchCalls):
         ]
 
     def put(self) -> None:
-        for value in self.values:
-            assert not any(self.store.batch_put_from_multi_buffers(*value))
+        for part in range(len(self.values)):
+            self.put_part(part)
 
     def get(self) -> None:
-        for keys, pointers, sizes in self.values:
-            got = self.store.batch_get_into_multi_buffers(keys, pointers, sizes)
-            assert got == [sum(each) for each in sizes]
+        for part in range(len(self.values)):
+            self.get_part(part)
 
-    def forget(self) -> None:
-        for keys, _, _ in self.values:
-            self.store.batch_remove(keys, True)
+    def put_part(self, part: int) -> None:
+        """Put the blocks of one call."""
+        assert not any(self.store.batch_put_from_multi_buffers(*self.values[part]))
+
+    def get_part(self, part: int) -> None:
+        """Get the blocks of one call."""
+        keys, pointers, sizes = self.values[part]
+        got = self.store.batch_get_into_multi_buffers(keys, pointers, sizes)
+        assert got == [sum(each) for each in sizes]
 
 
 class BatchCallsWithChecksum(BatchCallsWithHeader):
     """The same, with the checksum that a tier of kvstow takes of each block."""
 
+    name = "sum"
+
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
         super().__init__(tier, arena, num_blocks)
         self.matrix = arena.memory.reshape(arena.num_slots, -1)
-        each = range(0, num_blocks, self.num_per_call)
-        self.parts = [range(at, min(at + self.num_per_call, num_blocks)) for at in each]
-        self.values = [
-            ([f"sum:{key}" for key in keys], pointers, sizes)
-            for keys, pointers, sizes in self.values
-        ]
-        self.sums: list[np.ndarray] = []
+        self.sums: dict[int, npt.NDArray[np.uint32]] = {}
 
-    def put(self) -> None:
-        self.sums = []
-        for slots, value in zip(self.parts, self.values, strict=True):
-            self.sums.append(row_checksums(self.matrix, slots))
-            assert not any(self.store.batch_put_from_multi_buffers(*value))
+    def put_part(self, part: int) -> None:
+        self.sums[part] = row_checksums(self.matrix, self.parts[part])
+        super().put_part(part)
 
-    def get(self) -> None:
-        for slots, value, sums in zip(self.parts, self.values, self.sums, strict=True):
-            self.store.batch_get_into_multi_buffers(*value)
-            assert (row_checksums(self.matrix, slots) == sums).all()
+    def get_part(self, part: int) -> None:
+        super().get_part(part)
+        assert (row_checksums(self.matrix, self.parts[part]) == self.sums[part]).all()
 
 
 class OnMooncake:

@@ -1,15 +1,16 @@
 """The command line of benches that take traces."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import kvstow
+from kvstow.cli import EXIT_IO
+from kvstow.output import discard_standard_output
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE
 
-BAD_INPUT, IO_ERROR = 2, 74
+BAD_INPUT = 2
 
 
 def parser(doc: str, *, traces: str = "+") -> argparse.ArgumentParser:
@@ -38,5 +39,5 @@ def run(main: Callable[[], int]) -> None:
         print(f"kvstow: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except BrokenPipeError:  # who reads the output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(IO_ERROR)
+        discard_standard_output()
+        sys.exit(EXIT_IO)

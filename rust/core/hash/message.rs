@@ -18,7 +18,7 @@ const CBOR_NULL: u8 = 0xf6;
 const CBOR_PREVIOUS: usize = 3;
 
 /// The encoded form of one block after the other, in one buffer.
-pub(crate) struct Message {
+pub(super) struct Message {
     /// The message, and room for padding.
     bytes: Vec<u8>,
     num_bytes: usize,
@@ -27,7 +27,7 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    pub(crate) fn new(
+    pub(super) fn new(
         algorithm: Algorithm,
         block_size: usize,
     ) -> Result<Self, EncodeError<Infallible>> {
@@ -45,7 +45,7 @@ impl Message {
     /// Writes a block, without the previous digest.
     #[expect(clippy::inline_always, reason = "the number of tokens is often a constant")]
     #[inline(always)]
-    pub(crate) fn write(
+    pub(super) fn write(
         &mut self,
         algorithm: Algorithm,
         tokens: &[u64],
@@ -82,7 +82,7 @@ impl Message {
     /// The digest of the block that was written, and of the previous digest.
     #[expect(clippy::inline_always, reason = "the algorithm is a constant")]
     #[inline(always)]
-    pub(crate) fn digest(&mut self, algorithm: Algorithm, previous: &BlockHash) -> BlockHash {
+    pub(super) fn digest(&mut self, algorithm: Algorithm, previous: &BlockHash) -> BlockHash {
         self.set_previous(algorithm, previous);
         algorithm.digest(&mut self.bytes, self.num_bytes)
     }

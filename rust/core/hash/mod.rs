@@ -84,7 +84,7 @@ impl Algorithm {
     /// [`sha256::MAX_PADDING_BYTES`] more.
     #[expect(clippy::inline_always, reason = "the algorithm is often a constant")]
     #[inline(always)]
-    pub(crate) fn digest(self, message: &mut [u8], num_bytes: usize) -> BlockHash {
+    fn digest(self, message: &mut [u8], num_bytes: usize) -> BlockHash {
         match self {
             Self::Sha256Cbor | Self::Sha256 => sha256::digest(message, num_bytes),
             Self::XxhashCbor => {
