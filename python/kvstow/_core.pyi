@@ -203,7 +203,7 @@ def row_checksums(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np
     """
 
 def row_digests(rows: npt.NDArray[np.uint8], row_ids: _Ints) -> npt.NDArray[np.uint64]:
-    """Return the CRC-64/NVME of each of these rows.
+    """Return the XXH3 digest of 64 bits, without a seed, of each of these rows.
 
     The work runs without the interpreter lock, unless it is short.
 

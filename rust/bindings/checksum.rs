@@ -1,16 +1,18 @@
 //! Checksums of rows of host memory, without the interpreter lock.
 //!
 //! CRC-32 is what other tools compute, too: files that a user inspects have it. The frames of a tier
-//! have CRC-64/NVME. Of the damage that is random, 32 bits let one block in four thousand million
-//! pass, which a fleet may meet. A CRC with 64 bits also finds every burst of at most 64 bits.
-//! It costs no more here, because both use carry-less multiplication, in the widest registers that
-//! the processor has. XXH3 needs a build for AVX2 to be as fast.
+//! have XXH3 with 64 bits. Of the damage that is random, 32 bits let one block in four thousand
+//! million pass, which a fleet may meet. A CRC needs carry-less multiplication in registers of 512
+//! bits to keep up with memory, and many servers have none. XXH3 keeps up with those of 256 bits.
+//! twox-hash looks for them when it runs; the library of the core would need a build of its own.
 
-use crc_fast::CrcAlgorithm::Crc64Nvme;
-use crc_fast::{Digest, crc32_iso_hdlc};
+use std::hash::Hasher as _;
+
+use crc_fast::crc32_iso_hdlc;
 use numpy::{Element, IntoPyArray, PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use prefetch_index::prefetch_index;
 use pyo3::prelude::*;
+use twox_hash::XxHash3_64;
 
 use crate::convert::counts;
 use crate::error::ConfigError;
@@ -19,11 +21,10 @@ use crate::error::ConfigError;
 const BYTES_PER_BATCH: usize = 64 << 20;
 /// Fewer bytes are summed before another thread could take the interpreter lock and give it back.
 const MIN_BYTES_WITHOUT_LOCK: usize = 16 << 10;
-/// A row of blocks comes from memory. There, a processor of Intel sums 1.35 times as many bytes a
-/// second if each piece asks for the cache lines this far ahead. From a cache it takes twice as long,
-/// and is still three times as fast as memory.
+/// A row of blocks comes from memory. There, a sum of more bytes a second is had if each piece asks
+/// for the cache lines this far ahead. From a cache it is slower, and still twice as fast as memory.
 const PIECE_BYTES: usize = 2 << 10;
-const AHEAD_BYTES: usize = 1 << 10;
+const AHEAD_BYTES: usize = 2 << 10;
 const CACHE_LINE_BYTES: usize = 64;
 
 /// Return the CRC-32 of each of these rows. The values equal those of `zlib.crc32`.
@@ -45,7 +46,7 @@ pub(crate) fn row_checksums<'py>(
     of_rows(rows, row_ids, crc32_iso_hdlc)
 }
 
-/// Return the CRC-64/NVME of each of these rows.
+/// Return the XXH3 digest of 64 bits, without a seed, of each of these rows.
 ///
 /// The work runs without the interpreter lock, unless it is short.
 ///
@@ -65,14 +66,14 @@ pub(crate) fn row_digests<'py>(
 }
 
 fn digest(row: &[u8]) -> u64 {
-    let mut sum = Digest::new(Crc64Nvme);
+    let mut sum = XxHash3_64::new();
     for (piece, begin) in row.chunks(PIECE_BYTES).zip((AHEAD_BYTES..).step_by(PIECE_BYTES)) {
         for at in (begin..begin + piece.len()).step_by(CACHE_LINE_BYTES) {
             prefetch_index(row, at);
         }
-        sum.update(piece);
+        sum.write(piece);
     }
-    sum.finalize()
+    sum.finish()
 }
 
 fn of_rows<'py, T: Element + Send>(

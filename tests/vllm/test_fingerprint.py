@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,20 @@ def test_files_that_have_not_changed_are_read_once(
     assert worlds[1].digest() == before and read == ["weights"]
     (worlds[0].folder / "weights").write_text("WEIGHTS")
     assert worlds[1].digest() != before and read == ["weights"] * 2
+
+
+def test_digests_by_another_sum_are_not_believed(
+    worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers of the same weights must share, whichever release one of them was before."""
+    monkeypatch.setattr(identity_module, "_FRESH_S", -1.0)  # as if the files were older
+    before = worlds[0].digest()
+    memory = tmp_path / "cache/kvstow/weights.json"
+    for has_same_sum in (True, False):
+        ((name, [kind, *state, _]),) = json.loads(memory.read_text()).items()
+        kind = kind if has_same_sum else "crc64"
+        memory.write_text(json.dumps({name: [kind, *state, "remembered"]}))
+        assert (worlds[1].digest() == before) is not has_same_sum
 
 
 @pytest.mark.parametrize("place", ["a file", "no home"])

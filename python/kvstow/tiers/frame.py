@@ -4,10 +4,10 @@
 0    schema, bytes of the hash, bytes of the parent, group
 8    length of the data, slot
 16   generation, sequence
-32   CRC-64 of the data
+32   XXH3 of the data
 40   digest of the fingerprint
 56   hash, then parent, each padded with zeros to 32 bytes
-120  CRC-64 of all before
+120  XXH3 of all before
 ```
 
 Numbers are little endian. A frame that is not exactly what the reader expects is a miss. How a
@@ -16,8 +16,8 @@ wrong block could pass, and what prevents it:
 - Another block's valid frame and data: the frame has the key and the slot.
 - Another model, rank, layout or weights: the fingerprint. Weights that changed in place: the
   generation, which a reset draws anew.
-- An old frame over new data, new over old, or data torn by a loss of power: the CRC-64 of the data.
-- A torn or damaged frame: its own CRC-64. Zeros are no frame, because their CRC-64 is not zero.
+- An old frame over new data, new over old, or data torn by a loss of power: the XXH3 of the data.
+- A torn or damaged frame: its own XXH3. Zeros are no frame, because their XXH3 is not zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy.typing as npt
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.tier import MAX_HASH_BYTES, Checked
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 FINGERPRINT_BYTES: Final = 16
 FRAME: Final = np.dtype(
     [

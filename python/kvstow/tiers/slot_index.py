@@ -2,7 +2,7 @@
 
 ```
 0     magic, version, length of the text; the text: sizes, generation, fingerprint, in JSON
-4088  CRC-64 of all before
+4088  XXH3 of all before
 4096  frame of slot 0, frame of slot 1, ...
 ```
 
@@ -30,7 +30,7 @@ from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME, FRAME_BYTES, Bools, Context, Frames, are_of, are_sound
 from kvstow.tiers.tier import MAX_HASH_BYTES
 
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 4096
 _MAGIC: Final = b"KVSLOTS\n"
 _PREFIX: Final = struct.Struct("<8sII")
@@ -107,13 +107,14 @@ def read_header(path: str, page: npt.NDArray[np.uint8]) -> Header:
     """
     fix = "open it with on_mismatch='reset', which empties it"
     _, version, length = _PREFIX.unpack_from(page.tobytes())
-    stored = _DIGEST.unpack(page[-_DIGEST.size :].tobytes())[0]
-    if len(page) != HEADER_BYTES or _digest(page) != stored:
-        raise SlotFileMismatch(f"the header of {path} does not have its checksum", fix)
+    # First, because another version may have another checksum.
     if version != VERSION:
         raise SlotFileMismatch(
             f"{path} has version {version}, this kvstow reads version {VERSION}", fix
         )
+    stored = _DIGEST.unpack(page[-_DIGEST.size :].tobytes())[0]
+    if len(page) != HEADER_BYTES or _digest(page) != stored:
+        raise SlotFileMismatch(f"the header of {path} does not have its checksum", fix)
     try:
         fields = json.loads(page[_PREFIX.size : _PREFIX.size + length].tobytes())
         return Header(

@@ -1,9 +1,9 @@
 """The open slot file: its frames in memory, the jobs under way, and the file calls of each.
 
 ```
-put    host slot --> CRC-64 into a new frame --> data, in runs --> frame into the index --> True
+put    host slot --> XXH3 into a new frame --> data, in runs --> frame into the index --> True
                  +-> differs from the checksum of its store --> False
-get    frame in memory is of this block? --> data, in runs --> CRC-64 is the frame's? --> True
+get    frame in memory is of this block? --> data, in runs --> XXH3 is the frame's? --> True
 ```
 
 How a wrong block could be served, and what prevents it:

@@ -71,6 +71,8 @@ logger = logging.getLogger("vllm." + __name__)
 _MEMORY: Final = "weights.json"
 _OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
 _PIECE_BYTES: Final = 64 << 20
+# The sum of `_content_digest`. What an older kvstow has remembered, by another sum, does not count.
+_CONTENT_DIGEST: Final = "xxh3"
 # A file that has just changed may change again without another time.
 _FRESH_S: Final = 2.0
 
@@ -319,7 +321,8 @@ def content_of(path: Path, memory: Path | None) -> str:
     for name, file in _files(path):
         try:
             now = os.stat(file)
-            state = [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+            place = [_CONTENT_DIGEST, now.st_dev, now.st_ino]
+            state = [*place, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
             kept = known.get(str(file))
             is_kept = isinstance(kept, list) and kept[:-1] == state
             digest = str(kept[-1]) if kept is not None and is_kept else _content_digest(file)
@@ -351,7 +354,7 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _content_digest(file: Path) -> str:
-    """Return a digest of a file's content: the SHA-256 of the CRC-64 of its pieces."""
+    """Return a digest of a file's content: the SHA-256 of the XXH3 of its pieces."""
     whole = hashlib.sha256()
     buffer = bytearray(_PIECE_BYTES)
     row = np.frombuffer(buffer, np.uint8)[None, :]
