@@ -38,6 +38,7 @@ from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.mooncake_link import Link, Links
+from kvstow.tiers.mooncake_watch import CallWatch
 from kvstow.tiers.queued import (
     DEFAULT_QUEUED_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -82,6 +83,7 @@ class MooncakeTier(QueuedTier):
         address: host and port of the master.
         base_address: where host slot 0 is in memory.
         links: what calls the store.
+        watch: the calls that are under way.
         copies_blocks: whether a block is copied beside its header, so that both are one buffer.
     """
 
@@ -141,13 +143,16 @@ class MooncakeTier(QueuedTier):
         self._giver: Any = None
         self.links: Final = Links(self._connect)
         self.breaker: Final = Breaker()
+        self.watch: Final = CallWatch()
+        self.watch.start()
         self.start()
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop."""
-        super().close()
         if self._is_forked:
             return
+        self.watch.close()
+        super().close()
         if not any(thread.is_alive() for thread in self._threads):
             self.links.close()
         if self._giver is not None:
@@ -179,6 +184,7 @@ class _Calls:
     def __init__(self, tier: MooncakeTier) -> None:
         self._tier = tier
         self._link: Link | None = None
+        self._is_spent = False
 
     def _use(self, link: Link) -> None:
         """Take new memory for each link, because bytes may arrive in that of the last one."""
@@ -192,6 +198,13 @@ class _Calls:
         link.register(self._memory)
         self._link = link
 
+    def hand_over(self, start: Callable[[], None]) -> bool:
+        """Return whether another thread goes on, because this one has the lowest priority."""
+        if self._is_spent and self._tier.watch.soon(start):
+            self._is_spent = False
+            return True
+        return False
+
     def close(self) -> None:
         """Do nothing: the threads share one store."""
 
@@ -199,11 +212,14 @@ class _Calls:
         """Ask the store for a part of a job."""
         tier, begin_s = self._tier, time.monotonic()
         breaker = tier.breaker
+        if job.operation in ("get", "put"):
+            tier.watch.refuse_beside_late()
         if not breaker.may_try():
             raise TransferError(f"Mooncake at {tier.address} has failed and is left alone a while")
         try:
             with tier.links.borrowed() as link:
-                failures = self._ask(link, job, part) - _ANSWERS
+                with tier.watch.watched(job.until_s, self._spend):
+                    failures = self._ask(link, job, part) - _ANSWERS
                 if failures - _NO_MASTER:
                     raise self._answered(failures)
             if failures:
@@ -214,6 +230,9 @@ class _Calls:
             raise
         if breaker.succeeded():
             logger.warning("kvstow: the shared tier at %s answers again", tier.address)
+
+    def _spend(self) -> None:
+        self._is_spent = True
 
     def _answered(self, failures: set[int]) -> TransferError:
         return TransferError(f"Mooncake at {self._tier.address} answers {sorted(failures)}")

@@ -17,6 +17,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -89,6 +90,13 @@ class Worker(Protocol):
             TransferError: why blocks failed together. The others may be well.
         """
 
+    def hand_over(self, start: Callable[[], None]) -> bool:
+        """Return whether another thread goes on with this worker; then this one ends.
+
+        Args:
+            start: starts the other thread. It is called soon, unless this returns False.
+        """
+
     def close(self) -> None:
         """Let go of everything, also after an error. The worker may be used again."""
 
@@ -149,12 +157,15 @@ class QueuedTier(SharedTier):
     def start(self) -> None:
         """Start the threads."""
         close_in_children(self)
-        name = f"kvstow-{type(self).__name__}"
         for queue in (self._puts, self._others):
             for _ in range(self._num_threads):
-                thread = threading.Thread(target=self._run, args=(queue,), name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._start_thread(queue, self._worker())
+
+    def _start_thread(self, queue: SimpleQueue[Job | None], worker: Worker) -> None:
+        name = f"kvstow-{type(self).__name__}"
+        thread = threading.Thread(target=self._run, args=(queue, worker), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     # -- what the caller's thread does -----------------------------------------------------------
 
@@ -274,8 +285,7 @@ class QueuedTier(SharedTier):
         with self._lock:
             self._counts["mismatched_blocks"] += num_blocks
 
-    def _run(self, queue: SimpleQueue[Job | None]) -> None:
-        worker = self._worker()
+    def _run(self, queue: SimpleQueue[Job | None], worker: Worker) -> None:
         while (job := queue.get()) is not None:
             error: TransferError | None = None
             try:
@@ -293,6 +303,8 @@ class QueuedTier(SharedTier):
                 error = TransferError(f"the shared tier failed: {unexpected!r}")
                 worker.close()
             self._end_part(job, part, error)
+            if worker.hand_over(lambda: self._start_thread(queue, worker)):
+                return
         worker.close()
 
     def _end_part(self, job: Job, part: range, error: TransferError | None) -> None:

@@ -135,6 +135,10 @@ class _Connections:
         self._wires: dict[Node, Wire] = {}
         self._failures: tuple[type[Exception], ...] = (WireError, OSError, *tier.nodes.errors)
 
+    def hand_over(self, _: Callable[[], None]) -> bool:
+        """Return False, because a thread is good for any number of parts."""
+        return False
+
     def close(self) -> None:
         """Close all connections."""
         for wire in self._wires.values():
