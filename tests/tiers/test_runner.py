@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -156,6 +157,10 @@ class KeptWorker:
             else:
                 row[:] = np.frombuffer(self.tier.kept[key], np.uint8)
             job.ok[at] = True
+
+    def hand_over(self, _: Callable[[], None]) -> bool:
+        """Go on."""
+        return False
 
     def close(self) -> None:
         """Nothing is open."""
