@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.tiers.mooncake_owner import Owner
 from kvstow import TransferError
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.mooncake import MooncakeTier
-from kvstow.tiers.mooncake_watch import CallWatch, lower_priority
+from kvstow.tiers.mooncake_watch import LONG_S, CallWatch, lower_priority
 from kvstow.transfer import HostArena
 
 SLOT_BYTES = 4096
@@ -78,6 +79,17 @@ def test_no_call_begins_beside_a_late_one() -> None:
     it.watch.refuse_beside_late()
 
 
+def test_a_call_that_begins_late_stops_no_other() -> None:
+    it = Fixture()
+    it.now_s = 5.0
+    with it.watch.watched(5.1, it.spend):
+        it.now_s = 5.9
+        it.watch.refuse_beside_late()
+        it.now_s = 6.0
+        with pytest.raises(TransferError, match="has not returned in time"):
+            it.watch.refuse_beside_late()
+
+
 def test_a_call_that_raises_is_under_way_no_more() -> None:
     it = Fixture()
     with pytest.raises(ZeroDivisionError), it.watch.watched(0.0, it.spend):
@@ -103,6 +115,42 @@ def test_one_thread_of_the_process_gets_the_lowest_priority() -> None:
     may_end.set()
     thread.join()
     lower_priority(ids[0])  # a thread that has ended
+
+
+def test_what_is_to_start_as_the_watch_is_closed_starts() -> None:
+    watch = CallWatch(long_s=0.002)
+    watch.start()
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    started: list[str] = []
+
+    def start() -> None:
+        has_begun.set()
+        assert may_go_on.wait(SOON_S)
+
+    assert watch.soon(start)
+    assert has_begun.wait(SOON_S)
+    assert watch.soon(partial(started.append, "before the close"))
+    closing = threading.Thread(target=watch.close)
+    closing.start()
+    wait_until(lambda: watch._is_closed, "it is not closed")
+    assert not watch.soon(partial(started.append, "after it"))
+    may_go_on.set()
+    closing.join()
+    assert started == ["before the close"]
+
+
+def test_a_thread_that_does_not_start_is_tried_again() -> None:
+    watch = CallWatch(long_s=0.002)
+    watch.start()
+    answers = [RuntimeError("no more threads"), RuntimeError("no more threads"), None]
+
+    def start() -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    assert watch.soon(start)
+    wait_until(lambda: not answers, "it is not tried again")
+    watch.close()
 
 
 class Standing:
@@ -170,7 +218,7 @@ def test_thread_of_a_call_that_stands_still_makes_room_and_is_replaced(tier: Moo
 
 
 def test_while_a_call_is_late_others_fail_at_once(tier: MooncakeTier) -> None:
-    late = tier.get(blocks(1), [1], deadline=time.monotonic() + 0.1)
+    late = tier.get(blocks(1), [1], deadline=time.monotonic() + 2 * LONG_S)
     late.wait()
     begin_s = time.monotonic()
     for call in (tier.get, tier.put):

@@ -5,7 +5,7 @@ still, the thread takes a whole processor, from the engine too:
 
 ```
 begin --> under way --- long ---> its thread gets the lowest priority --- returns --> spent
-                  +---- late ---> no other call moves blocks until it returns
+                  +--- long and late ---> no other call moves blocks until it returns
 ```
 
 A thread cannot raise its priority again, and gives it to the threads that it starts. So a spent one
@@ -99,14 +99,18 @@ class CallWatch:
             return not self._is_closed
 
     def refuse_beside_late(self) -> None:
-        """Raise if a call is late, because another may stand still as well.
+        """Raise if a long call is late, because another may stand still as well.
+
+        A short call that is late began late, because its job had waited for a thread.
 
         Raises:
             TransferError: one is late.
         """
         now_s = self._clock()
         with self._lock:
-            is_late = any(call.until_s <= now_s for call in self._calls)
+            is_late = any(
+                max(call.until_s, call.begin_s + self._long_s) <= now_s for call in self._calls
+            )
         if is_late:
             raise TransferError("a call to Mooncake has not returned in time, and no other begins")
 
@@ -144,6 +148,7 @@ class CallWatch:
             self._wake.wait(self._long_s / 2)
             self.look()
             self._start_all()
+        self._start_all()  # what came before the close
 
     def _start_all(self) -> None:
         """Call what is to be called soon. What raises comes again."""
