@@ -37,12 +37,12 @@ from kvstow.geometry.layout import lay_out
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
 from kvstow.replay.trace import ChainedReader, ContentReader, TraceReader
 from kvstow.sizes import parse_bytes
-from kvstow.tiers.frame import FRAME, Context, are_of, are_sound, seal
+from kvstow.tiers.frame import FRAME, SCHEMA, Context, are_of, are_sound, seal
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp.address import Address
 from kvstow.tiers.resp.wire import Wire, WireError
-from kvstow.tiers.slot_index import Header, _digest
+from kvstow.tiers.slot_index import VERSION, Header, _digest
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.warm import adopt
 from kvstow.transfer import READY, HostArena
@@ -191,7 +191,7 @@ def _page(fields: Any) -> bytes:
     """Return a header with these fields and its right checksum."""
     page = np.zeros(4096, np.uint8)
     text = as_json(fields)[:4000]
-    prefix = struct.pack("<8sII", b"KVSLOTS\n", 1, len(text)) + text
+    prefix = struct.pack("<8sII", b"KVSLOTS\n", VERSION, len(text)) + text
     page[: len(prefix)] = np.frombuffer(prefix, np.uint8)
     page[-8:] = np.frombuffer(struct.pack("<Q", _digest(page)), np.uint8)
     return page.tobytes()
@@ -205,7 +205,7 @@ _PAGE = _page(_FIELDS)
 def _frames() -> Any:
     """Return the frames of two blocks, parent and child."""
     frames = np.zeros(2, FRAME)
-    frames["schema"], frames["hash_bytes"] = 1, 32
+    frames["schema"], frames["hash_bytes"] = SCHEMA, 32
     frames["parent_bytes"] = [0, 32]
     frames["length"], frames["slot"], frames["sequence"] = SLOT_BYTES, [0, 1], [5, 6]
     frames["generation"], frames["fingerprint"] = 77, np.void(MODEL.digest)
