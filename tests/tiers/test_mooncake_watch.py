@@ -214,7 +214,18 @@ def test_thread_of_a_call_that_stands_still_makes_room_and_is_replaced(tier: Moo
         tier.get(blocks(at), [at]).wait()
     assert Standing.priorities[2:] == [usual] * 8
     assert not first & set(Standing.callers[2:])
-    assert sum(thread.is_alive() for thread in tier._threads) == 4
+    # The watch may start one of them after these gets.
+    wait_until(lambda: sum(one.is_alive() for one in tier._threads) == 4, "there are not four")
+
+
+def test_threads_that_have_handed_over_are_forgotten(tier: MooncakeTier) -> None:
+    gone = threading.Thread(target=int)
+    gone.start()
+    gone.join()
+    tier._threads.append(gone)
+    tier._start_thread(tier._others, tier._worker())
+    assert gone not in tier._threads and len(tier._threads) == 5
+    tier._others.put(None)  # ends the fifth
 
 
 def test_while_a_call_is_late_others_fail_at_once(tier: MooncakeTier) -> None:

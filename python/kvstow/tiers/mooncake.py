@@ -20,7 +20,7 @@ How it could serve a wrong block, and what prevents it:
 - A small block changes while it is copied out of the memory of its thread: a get checks it in its
   host slot, after the copy.
 - The memory of a thread passes to the one that goes on, and a call still uses it: it passes only
-  after the call has returned and its part has ended. The memory of a call in doubt is not used again.
+  after the call has returned and its part has ended. A call in doubt leaves its memory unused.
 """
 
 from __future__ import annotations

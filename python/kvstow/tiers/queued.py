@@ -165,7 +165,8 @@ class QueuedTier(SharedTier):
         name = f"kvstow-{type(self).__name__}"
         thread = threading.Thread(target=self._run, args=(queue, worker), name=name, daemon=True)
         thread.start()
-        self._threads.append(thread)
+        # Without those that have handed over, of which there may be one for each long call.
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     # -- what the caller's thread does -----------------------------------------------------------
 
