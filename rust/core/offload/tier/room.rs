@@ -1,5 +1,6 @@
 //! Room for stores: which slots may be evicted, and their eviction.
 
+use std::collections::BTreeSet;
 use std::iter::successors;
 
 use crate::error::{Error, Result};
@@ -26,7 +27,7 @@ impl Tier {
         with_policy!(policy, policy => policy.retry(evictable));
     }
 
-    /// Reserves exactly `num_slots` slots, evicting for them, while no store fills any.
+    /// Reserves exactly `num_slots` slots, evicting for them.
     ///
     /// # Errors
     /// [`Error::NoRoomForImage`], and nothing changed, where there are too few.
@@ -35,19 +36,17 @@ impl Tier {
         if num_slots > available {
             return Err(Error::NoRoomForImage { needed: num_slots, available });
         }
-        // A slot that is skipped because of a child can be evicted once the child has gone.
-        while self.slots.pool.num_free() < num_slots {
-            self.make_room(num_slots)?;
-        }
         self.reserve(num_slots)
     }
 
-    /// Number of resident slots that can be evicted one after the other: all but pinned slots and
-    /// those above them.
+    /// Number of resident slots that can be evicted one after the other: all but those that are
+    /// pinned, and those above such a slot or one that a store fills.
     fn num_evictable(&self) -> usize {
         let mut stays = vec![false; self.slots.len() + 1];
         stays[0] = true;
-        for slot in self.slots.iter().filter(|&slot| self.slots.pool.num_pins(slot) > 0) {
+        let must_stay =
+            |&slot: &BlockId| self.slots.pool.num_pins(slot) > 0 || self.slots.is_filling(slot);
+        for slot in self.slots.iter().filter(must_stay) {
             let mut at = slot;
             while !std::mem::replace(&mut stays[at.index()], true) {
                 at = self.chains.parent(at);
@@ -99,23 +98,38 @@ impl Tier {
     }
 
     /// Evicts until `num_slots` are empty, or no slot can be evicted.
+    ///
+    /// A parent that becomes a leaf is evicted in turn if the search has not passed it yet. Else it
+    /// waits until the search has come to the end, or for the next call. So which slots go depends
+    /// on the policy's order and the chains alone, not on what earlier searches have skipped.
     fn make_room(&mut self, num_slots: usize) -> Result<()> {
         let num_missing = num_slots.saturating_sub(self.slots.pool.num_free());
         let mut victims = Vec::with_capacity(num_missing.min(self.num_resident()));
-        let mut skipped = Vec::new();
+        let mut waiting = BTreeSet::new();
         while victims.len() < num_missing {
             let Self { policy, chains, slots, .. } = self;
-            let is_evictable = |slot| is_unpinned_leaf(chains, slots, slot);
+            let is_evictable =
+                |slot| is_unpinned_leaf(chains, slots, slot) && !waiting.contains(&slot);
             let victim = with_policy!(policy, policy => policy.victim(is_evictable));
-            let Some(slot) = victim else { break };
-            let parent = self.forget(slot);
-            if with_policy!(&self.policy, policy => policy.has_skipped(parent)) {
-                skipped.push(parent);
+            let Some(slot) = victim else {
+                if waiting.is_empty() {
+                    break;
+                }
+                self.retry(&Vec::from_iter(std::mem::take(&mut waiting)));
+                continue;
+            };
+            let parent = self.chains.parent(slot);
+            if with_policy!(&self.policy, policy => policy.has_passed(parent, slot)) {
+                waiting.insert(parent);
             }
+            self.forget(slot);
             victims.push(slot);
         }
-        // Only now: a slot that was skipped because of a child waits until the next call.
-        self.retry(&skipped);
+        self.retry(&Vec::from_iter(waiting));
+        debug_assert!(
+            victims.len() == num_missing || self.num_evictable() == 0,
+            "the search ends when nothing can be evicted"
+        );
         // Empty slots are reserved in the order in which they became empty: ascending order makes
         // long runs.
         victims.sort_unstable();

@@ -1,5 +1,7 @@
-//! The cost of a failed store, in looks at slots.
+//! The cost of a failed store, in looks at slots, and the room that evictions make.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use crate::group::{Attention, Group};
 
 use super::chains::looks;
 use super::*;
@@ -34,5 +36,69 @@ fn a_failed_store_looks_only_at_its_own_slots_and_those_below() {
         let num_looks = looks::take();
         assert_eq!(tier.slots.num_filling, NUM_SLOTS - 16);
         assert!(num_looks <= 5 * 16, "{num_looks} looks for 16 slots of {NUM_SLOTS}");
+    }
+}
+
+/// Stores a chain into empty slots of a tier.
+fn store(tier: &mut Tier, chain: &[BlockHash]) -> Vec<BlockId> {
+    let model = Model::new(vec![Group::new(Attention::Full, 1).unwrap()]).unwrap();
+    let slots = tier.reserve_chain(chain, GroupId(0), BlockId::NULL, usize::MAX).unwrap().slots;
+    let filling = Filling { ends: (1..=chain.len()).collect(), ..Filling::default() };
+    assert_eq!(tier.publish(&slots, &filling, &model), Ok(chain.len()));
+    slots
+}
+
+/// A tier of `num_slots`, 1 to 4 of them one chain. They became recent in this order, by hits on all
+/// but the last, so the policy may keep that one apart.
+fn chain_of_four(num_slots: usize, policy: EvictionPolicy, order: [u32; 4]) -> Tier {
+    let mut tier = Tier::new("num_host_blocks", num_slots, policy, false).unwrap();
+    assert_eq!(store(&mut tier, &hashes(0, 4)), [1, 2, 3, 4].map(BlockId));
+    tier.make_recent(order.into_iter().map(|slot| (BlockId(slot), slot != 4)));
+    tier.check().unwrap();
+    tier
+}
+
+/// Searches look at no slot twice, and pass parents that they cannot evict yet. This must not cost
+/// a store its room.
+#[test]
+fn a_store_gets_all_room_whatever_the_order_is() {
+    let orders = [[1, 2, 3, 4], [4, 3, 2, 1], [4, 1, 3, 2], [2, 4, 1, 3], [3, 4, 1, 2]];
+    for (policy, order) in
+        EvictionPolicy::ALL.into_iter().flat_map(|policy| orders.map(|order| (policy, order)))
+    {
+        for wanted in 1..=4 {
+            let mut tier = chain_of_four(4, policy, order);
+            let taken = tier.reserve(wanted).unwrap();
+            let kept = 5 - u32::try_from(wanted).unwrap();
+            assert_eq!(taken, (kept..5).map(BlockId).collect::<Vec<_>>(), "{policy:?} {order:?}");
+            tier.check().unwrap();
+        }
+        // A pin keeps the slots above it, and a search that has found nothing changes nothing.
+        let mut tier = chain_of_four(4, policy, order);
+        tier.pin(&[BlockId(4)]).unwrap();
+        assert_eq!(tier.reserve(1), Ok(Vec::new()));
+        tier.unpin(&[BlockId(4)]).unwrap();
+        tier.pin(&[BlockId(2)]).unwrap();
+        assert_eq!(tier.reserve(4), Ok(vec![BlockId(3), BlockId(4)]), "{policy:?} {order:?}");
+        tier.check().unwrap();
+    }
+}
+
+/// What earlier searches have skipped is not in a snapshot, and a restored tier goes on as before.
+#[test]
+fn an_earlier_search_does_not_change_which_slots_go() {
+    for policy in EvictionPolicy::ALL {
+        let gone = [false, true].map(|has_searched| {
+            let mut tier = chain_of_four(5, policy, [4, 3, 2, 1]);
+            let other = store(&mut tier, &hashes(1, 1));
+            if has_searched {
+                let pinned = [BlockId(4), other[0]];
+                tier.pin(&pinned).unwrap();
+                assert_eq!(tier.reserve(1), Ok(Vec::new()));
+                tier.unpin(&pinned).unwrap();
+            }
+            tier.reserve(2).unwrap()
+        });
+        assert_eq!(gone[0], gone[1], "{policy:?}");
     }
 }

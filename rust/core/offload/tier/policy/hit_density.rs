@@ -194,8 +194,12 @@ impl Policy for HitDensity {
     }
 
     #[inline]
-    fn has_skipped(&self, slot: BlockId) -> bool {
-        self.orders.iter().any(|order| order.has_skipped(slot))
+    fn has_passed(&self, slot: BlockId, victim: BlockId) -> bool {
+        // A search in one order need not have looked at the other, so what was skipped there tells
+        // nothing.
+        self.order(slot).is_some_and(|order| {
+            self.order(victim) != Some(order) || self.orders[order].has_skipped(slot)
+        })
     }
 
     #[inline]

@@ -172,7 +172,7 @@ impl Policy for Lru {
     }
 
     #[inline]
-    fn has_skipped(&self, slot: BlockId) -> bool {
+    fn has_passed(&self, slot: BlockId, _: BlockId) -> bool {
         self.order.has_skipped(slot)
     }
 

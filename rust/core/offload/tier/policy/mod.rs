@@ -146,8 +146,9 @@ pub(super) trait Policy {
     /// [`removed`](Self::removed).
     fn victim(&mut self, is_evictable: impl Fn(BlockId) -> bool) -> Option<BlockId>;
 
-    /// Whether a search for a victim has skipped `slot`, because it was not evictable.
-    fn has_skipped(&self, slot: BlockId) -> bool;
+    /// Whether `slot` is resident and not behind `victim`, which the last search has found: it is
+    /// before it in the same queue, or in another queue.
+    fn has_passed(&self, slot: BlockId, victim: BlockId) -> bool;
 
     /// Reports slots that are evictable again, because a pin has ended or a child has left.
     fn retry(&mut self, slots: impl Iterator<Item = BlockId> + Clone);
