@@ -10,7 +10,7 @@ On a RESP server:
 
 - kvstow: one job of `RespTier`, with one thread and with two.
 - bare socket: one connection. It sends each block from its slot, or receives it into its slot, and
-  takes the same CRC-32. It has no header, no deadline, and no errors.
+  takes the same checksum. It has no header, no deadline, and no errors.
 - redis-py: pipelines of 16 blocks, with a copy of each block and without a checksum.
 
 On Mooncake Store, over TCP, in the memory of another process:
@@ -21,7 +21,7 @@ On Mooncake Store, over TCP, in the memory of another process:
 - batch calls, header: the same, from other memory, which has room for a header at each block.
 - batch calls, 2 buffers: the store's own calls for values in two buffers, the header of each block
   apart from its slot. Nothing is checked.
-- batch calls, checksum: the same, with the CRC-32 of each block before a put and after a get.
+- batch calls, checksum: the same, with the checksum of each block before a put and after a get.
 
 Both ask for 8,192 keys at once, and show the median of 20 calls.
 
@@ -52,7 +52,7 @@ import numpy.typing as npt
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.resp.server import Server
 
-from kvstow._core import row_checksums
+from kvstow._core import row_digests
 from kvstow.bench import machine
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.framed import HEADER_BYTES
@@ -76,14 +76,14 @@ class Bare:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.matrix = arena.memory.reshape(arena.num_slots, -1)
         self.rows = [memoryview(self.matrix[at]) for at in range(num_blocks)]
-        self.sums: list[np.uint32] = [np.uint32()] * num_blocks
+        self.sums: list[np.uint64] = [np.uint64()] * num_blocks
 
     def put(self) -> None:
         size = len(self.rows[0])
         for first in range(0, len(self.rows), BLOCKS_PER_CALL):
             rows = self.rows[first : first + BLOCKS_PER_CALL]
             for at, row in enumerate(rows, first):
-                self.sums[at] = row_checksums(self.matrix, [at])[0]
+                self.sums[at] = row_digests(self.matrix, [at])[0]
                 key = b"bare:%08d" % at
                 head = b"*3\r\n$3\r\nSET\r\n$13\r\n%s\r\n$%d\r\n" % (key, size)
                 parts: list[Any] = [head, row, b"\r\n"]
@@ -106,7 +106,7 @@ class Bare:
                 while num < size:
                     num += self.socket.recv_into(row[num:])
                 self._read(2)
-                assert row_checksums(self.matrix, [at])[0] == self.sums[at]
+                assert row_digests(self.matrix, [at])[0] == self.sums[at]
 
     def _read(self, num: int) -> None:
         while num:
@@ -303,15 +303,15 @@ class BatchCallsWithChecksum(BatchCallsWithHeader):
     def __init__(self, tier: MooncakeTier, arena: HostArena, num_blocks: int) -> None:
         super().__init__(tier, arena, num_blocks)
         self.matrix = arena.memory.reshape(arena.num_slots, -1)
-        self.sums: dict[int, npt.NDArray[np.uint32]] = {}
+        self.sums: dict[int, npt.NDArray[np.uint64]] = {}
 
     def put_part(self, part: int) -> None:
-        self.sums[part] = row_checksums(self.matrix, self.parts[part])
+        self.sums[part] = row_digests(self.matrix, self.parts[part])
         super().put_part(part)
 
     def get_part(self, part: int) -> None:
         super().get_part(part)
-        assert (row_checksums(self.matrix, self.parts[part]) == self.sums[part]).all()
+        assert (row_digests(self.matrix, self.parts[part]) == self.sums[part]).all()
 
 
 class OnMooncake:

@@ -1,7 +1,7 @@
 //! Checksums of rows of host memory, without the interpreter lock.
 //!
-//! CRC-32 is what other tools compute, too: files that a user inspects have it. The frames of a tier
-//! have XXH3 with 64 bits. Of the damage that is random, 32 bits let one block in four thousand
+//! CRC-32 is what other tools compute, too: files that a user inspects have it, and host slots. The
+//! blocks of a tier below have XXH3 with 64 bits. Of the damage that is random, 32 bits let one block in four thousand
 //! million pass, which a fleet may meet. A CRC needs carry-less multiplication in registers of 512
 //! bits to keep up with memory, and many servers have none. XXH3 keeps up with those of 256 bits.
 //! twox-hash looks for them when it runs; the library of the core would need a build of its own.

@@ -21,7 +21,7 @@ from tests.engine.test_shared import keys, stat, value, world
 from tests.engine.world import World
 from tests.tiers.resp.server import Server
 
-from kvstow._core import row_checksums
+from kvstow._core import row_digests
 from kvstow.tiers.framed import Namespace
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_SEEDS", "6"))
@@ -121,8 +121,8 @@ def test_without_its_proofs_a_wrong_block_is_loaded(
     """The negative control: wrong blocks are loaded if nothing compares."""
     monkeypatch.setattr(Namespace, "checksum", lambda *_: 0)
     monkeypatch.setattr(
-        "kvstow.tiers.resp.commands.row_checksums",
-        lambda rows, slots: 0 * row_checksums(rows, slots),
+        "kvstow.tiers.resp.commands.row_digests",
+        lambda rows, slots: 0 * row_digests(rows, slots),
     )
     for seed in range(100, 130):
         try:

@@ -31,6 +31,7 @@ from tests.fuzz.inputs import VALUES, changed, damaged
 from tests.tiers.setup import MODEL, NUM_SLOTS, SLOT_BYTES, Here, key_of, new_arena, put, slot_file
 
 from kvstow import BlockLedger, ConfigError, FullAttention, OffloadScheduler, SnapshotError
+from kvstow._core import row_digests
 from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.geometry.config import read_config
 from kvstow.geometry.layout import lay_out
@@ -244,7 +245,10 @@ _SUMS = ArenaSums(HostArena(2, 32))  # no mover keeps checksums there
 _PART = commands.Part([0, 1], [b"k0", b"k1"], [0, 0], [b"h" * 8, b"i" * 8], [0, 1])
 _VALUES_OF_BOTH = b"".join(
     b"$%d\r\n%s\r\n"
-    % (HEADER_BYTES + 32, _SPACE.header(0, name, 32, zlib.crc32(bytes(row))) + bytes(row))
+    % (
+        HEADER_BYTES + 32,
+        _SPACE.header(0, name, 32, int(row_digests(row[None], [0])[0])) + bytes(row),
+    )
     for name, row in zip(_PART.hashes, _ROWS, strict=True)
 )
 _CALLS: list[Callable[[Wire], object]] = [

@@ -13,7 +13,7 @@ import pytest
 from tests.tiers.mooncake_master import Master, missing
 
 from kvstow import ConfigError
-from kvstow._core import row_checksums
+from kvstow._core import row_digests
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.mooncake import MooncakeTier
@@ -92,7 +92,7 @@ def test_what_is_not_there_is_a_miss(tier: MooncakeTier, arena: HostArena) -> No
 
 def key_of(number: int, group: int = 0, namespace: bytes = NAMESPACE) -> str:
     digest = b"%032d" % number
-    return f"{Namespace(namespace).prefix.decode()}{group}:{digest.hex()}"
+    return Namespace(namespace).key_prefix(group).decode() + digest.hex()
 
 
 def flip(value: bytes, at: int) -> bytes:
@@ -164,7 +164,7 @@ class _Tardy:
         return self._store.batch_get_into_multi_buffers(keys, pointers, sizes)
 
     def checksums(self, rows: np.ndarray, slots: list[int]) -> np.ndarray:
-        found = row_checksums(rows, slots)
+        found = row_digests(rows, slots)
         for address, size in self._late:
             ctypes.memset(address, 0xEE, size)
         return found
@@ -179,7 +179,7 @@ def test_bytes_that_arrive_after_their_call_are_not_served(
         link = tier.links.current()
         tardy = _Tardy(link.store)
         monkeypatch.setattr(link, "store", tardy)
-        monkeypatch.setattr("kvstow.tiers.mooncake.row_checksums", tardy.checksums)
+        monkeypatch.setattr("kvstow.tiers.mooncake.row_digests", tardy.checksums)
         assert answer(tier.get(blocks(501), [5])) == [True]
         assert (arena.slots[5] == rows[0]).all()
         monkeypatch.undo()

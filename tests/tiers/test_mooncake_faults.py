@@ -242,7 +242,7 @@ def test_without_its_header_a_wrong_block_is_served(
     """The negative control: damage is served if nothing compares."""
     monkeypatch.setattr(Namespace, "checksum", lambda *_: 0)
     monkeypatch.setattr(
-        "kvstow.tiers.mooncake.row_checksums", lambda rows, ids: np.zeros(len(ids), np.uint32)
+        "kvstow.tiers.mooncake.row_digests", lambda rows, ids: np.zeros(len(ids), np.uint64)
     )
     for seed in range(100, 140):
         try:

@@ -11,7 +11,6 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.mooncake_owner import Owner
@@ -29,6 +29,7 @@ from tests.vllm.server import END_S
 from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, NUM_TOKENS, Server, check, prompts, server
 from tests.vllm.sharing import redis_of
 
+from kvstow._core import row_digests
 from kvstow.tiers.framed import HEADER_BYTES, NAMESPACE_BYTES, Namespace
 from kvstow.tiers.mooncake import connect
 
@@ -119,9 +120,10 @@ def damaged(key: bytes, values: dict[bytes, bytes], kind: str) -> bytes:
         return right[:-5] + bytes([right[-5] ^ 4]) + right[-4:]
     # What the server of another model would put: a whole frame of its own.
     payload = bytes(byte ^ 0x55 for byte in right[HEADER_BYTES:])
-    _, _, group, digest = key.split(b":", 3)
+    _, _, _, group, digest = key.split(b":", 4)
     namespace = Namespace(b"m" * NAMESPACE_BYTES)
-    return namespace.header(int(group), digest, len(payload), zlib.crc32(payload)) + payload
+    checksum = int(row_digests(np.frombuffer(payload, np.uint8)[None], [0])[0])
+    return namespace.header(int(group), digest, len(payload), checksum) + payload
 
 
 DAMAGE = ["another valid block", "a flipped bit", "another model's"]

@@ -22,7 +22,6 @@ How a wrong block could be served, and what prevents it:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.state import Request, State
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, TierStore
-from kvstow.tiers.framed import NAMESPACE_BYTES
+from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore, of_shared
 from kvstow.tiers.slot_index import SlotRecords
@@ -160,8 +159,7 @@ class Shared(Disk):
         digests = [print.digest for print in self._fingerprints]
         if not self._salt:
             return digests
-        size = NAMESPACE_BYTES
-        return [hashlib.sha256(digest + self._salt).digest()[:size] for digest in digests]
+        return [salted(digest, self._salt) for digest in digests]
 
     def below(self, blueprint: Blueprint) -> Blueprint:
         """Return a blueprint whose scheduler has this tier below the host."""

@@ -1,29 +1,31 @@
 """The header before each block in a shared store, and the key that the store finds it by.
 
 ```
-schema | namespace | group | width, hash | length | CRC-32 of the block | CRC-32 of all this
+schema | namespace | group | width, hash | length | XXH3 of the block
 ```
 
 A block counts only if its header equals, byte for byte, the one that this server would write for
-it. So a block of another schema, model, group, key or length is a miss, and so is a torn block.
+it. So a block of another schema, model, group, key or length is a miss, and so is a torn block. The
+header needs no checksum of its own, because the reader knows all of it but the block's.
+
+The key has the schema, too. So servers of two versions share a store without a block of the other.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import Final
 
 from kvstow._core import ConfigError
 
-SCHEMA: Final = b"kvstow\x00\x01"
+SCHEMA: Final = 2
 NAMESPACE_BYTES: Final = 16
 KEY_PREFIX: Final = b"kvstow:"
-_FIELDS: Final = struct.Struct("<8s16sIB32sQI")
-_SUM: Final = struct.Struct("<I")
-HEADER_BYTES: Final = _FIELDS.size + _SUM.size
+_FIELDS: Final = struct.Struct("<6sH16sIB32sQQ")
+_SUM: Final = struct.Struct("<Q")
+HEADER_BYTES: Final = _FIELDS.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +50,29 @@ class Namespace:
 
     @property
     def prefix(self) -> bytes:
-        """What the store's keys begin with."""
+        """What the store's keys begin with, in every schema."""
         return KEY_PREFIX + self.digest.hex().encode() + b":"
+
+    def key_prefix(self, group: int) -> bytes:
+        """Return what the keys of a group's blocks begin with."""
+        return self.prefix + b"%d:%d:" % (SCHEMA, group)
 
     def key(self, group: int, digest: bytes) -> bytes:
         """Return the store's key of a block."""
-        return self.prefix + b"%d:" % group + digest
+        return self.key_prefix(group) + digest
 
     def header(self, group: int, digest: bytes, num_bytes: int, checksum: int) -> bytes:
-        """Return the header of a block, whose bytes have this CRC-32."""
+        """Return the header of a block, whose bytes have this XXH3."""
         width = len(digest)
-        fields = _FIELDS.pack(SCHEMA, self.digest, group, width, digest, num_bytes, checksum)
-        return fields + _SUM.pack(zlib.crc32(fields))
+        return _FIELDS.pack(
+            b"kvstow", SCHEMA, self.digest, group, width, digest, num_bytes, checksum
+        )
 
     def checksum(self, header: bytes, group: int, digest: bytes, num_bytes: int) -> int | None:
-        """Return the CRC-32 that a header names; None unless it is the header of this block."""
+        """Return the XXH3 that a header names; None unless it is the header of this block."""
         if len(header) != HEADER_BYTES:
             return None
-        checksum: int = _SUM.unpack_from(header, _FIELDS.size - _SUM.size)[0]
+        checksum: int = _SUM.unpack_from(header, HEADER_BYTES - _SUM.size)[0]
         return checksum if header == self.header(group, digest, num_bytes, checksum) else None
 
 

@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvstow._core import ConfigError, TransferError, row_checksums
+from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import HEADER_BYTES
@@ -244,8 +244,8 @@ class _Calls:
         store = link.store
         blocks, namespace = job.blocks, job.namespace
         named = [(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
-        prefix = namespace.prefix.decode()
-        keys = [f"{prefix}{group}:{digest.hex()}" for group, digest in named]
+        prefixes = {group: namespace.key_prefix(group).decode() for group, _ in named}
+        keys = [prefixes[group] + digest.hex() for group, digest in named]
         codes: Sequence[int]
         if job.operation == "contains":
             codes = store.batch_is_exist(keys)
@@ -278,7 +278,7 @@ class _Calls:
         headers = []
         # Block by block, because one block stays in the processor's caches.
         for at, slot in enumerate(slots):
-            checksum = int(row_checksums(rows, [slot])[0])
+            checksum = int(row_digests(rows, [slot])[0])
             headers.append(job.namespace.header(*named[at], tier.slot_bytes, checksum))
             if tier.copies_blocks:
                 self._copies[at] = rows[slot]
@@ -314,7 +314,7 @@ class _Calls:
                 if tier.copies_blocks:
                     rows[slot] = self._copies[at]
                 # In the host slot, because nothing else may write there.
-                job.ok[part[at]] = row_checksums(rows, [slot])[0] == checksum
+                job.ok[part[at]] = row_digests(rows, [slot])[0] == checksum
             if is_wrong or (codes[at] >= 0 and not job.ok[part[at]]):
                 wrong.append(keys[at])
         if wrong:

@@ -33,11 +33,13 @@ def test_only_the_blocks_of_one_model_are_deleted(tmp_path: Path) -> None:
         put(url, OWN, 2500)
         put(url, OTHER, 40)
         a.command("SET", "of another program", "value")
-        assert count_blocks(url) == {OWN.digest.hex(): 2500, OTHER.digest.hex(): 40}
+        # As a server of another version names it.
+        a.command("SET", OWN.prefix + b"999:0:" + b"%032d" % 0, "value")
+        assert count_blocks(url) == {OWN.digest.hex(): 2501, OTHER.digest.hex(): 40}
         reported: list[int] = []
-        assert delete_blocks(url, OWN, deleted=reported.append) == 2500
+        assert delete_blocks(url, OWN, deleted=reported.append) == 2501
         assert reported == sorted(reported)
-        assert reported[-1] == 2500
+        assert reported[-1] == 2501
         assert count_blocks(url) == {OTHER.digest.hex(): 40}
         assert a.command("GET", "of another program") == b"$5\r\nvalue\r\n"
         assert delete_blocks(url, OWN) == 0

@@ -12,7 +12,7 @@ from tests.tiers.resp.proxy import Proxy
 from tests.tiers.resp.server import Server
 
 from kvstow import ConfigError, StateError
-from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers import TierBlocks, TierTicket, framed
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.resp.wire import Wire
@@ -132,10 +132,13 @@ def flip(value: bytes, at: int) -> bytes:
     [
         pytest.param(lambda own, _: flip(own, HEADER_BYTES + 100), id="data"),
         pytest.param(lambda own, _: flip(own, -1 % len(own)), id="last-byte"),
-        pytest.param(lambda own, _: flip(own, 3), id="schema"),
+        pytest.param(lambda own, _: flip(own, 3), id="magic"),
+        pytest.param(lambda own, _: flip(own, 6), id="schema"),
         pytest.param(lambda own, _: flip(own, 10), id="namespace"),
         pytest.param(lambda own, _: flip(own, 25), id="group"),
+        pytest.param(lambda own, _: flip(own, 28), id="bytes-of-the-hash"),
         pytest.param(lambda own, _: flip(own, 40), id="hash"),
+        pytest.param(lambda own, _: flip(own, 61), id="length"),
         pytest.param(lambda own, _: flip(own, HEADER_BYTES - 6), id="checksum"),
         pytest.param(lambda _, other: other, id="another-block"),
         pytest.param(lambda own, _: own[:-1], id="cut-short"),
@@ -160,6 +163,24 @@ def test_a_damaged_block_is_a_miss_and_leaves_the_store(
     assert answer(tier.put(blocks(1), [0])) == [True]
     assert answer(tier.get(blocks(1), [5])) == [True]
     assert (arena.slots[5] == rows[0]).all()
+
+
+def test_servers_of_two_versions_share_a_store_without_a_block_of_the_other(
+    tier: RespTier, arena: HostArena, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would delete the other's block, and count it as damaged."""
+    rows = fill(arena, range(2))
+    assert answer(tier.put(blocks(1), [0])) == [True]
+    with monkeypatch.context() as newer:
+        newer.setattr(framed, "SCHEMA", framed.SCHEMA + 1)
+        assert answer(tier.contains(blocks(1))) == [False]
+        assert answer(tier.get(blocks(1), [5])) == [False]
+        assert answer(tier.put(blocks(1), [1])) == [True]
+        assert answer(tier.get(blocks(1), [5])) == [True]
+        assert (arena.slots[5] == rows[1]).all()
+    assert answer(tier.get(blocks(1), [6])) == [True]
+    assert (arena.slots[6] == rows[0]).all()
+    assert tier.stats().mismatched_blocks == 0
 
 
 def test_large_blocks_that_are_asked_for_one_after_another_keep_their_places(

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import row_checksums
+from kvstow._core import row_digests
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
 from kvstow.tiers.sums import ArenaSums
@@ -67,7 +67,7 @@ def put(
     def parts() -> Iterable[Buffer]:
         named = zip(part.keys, part.groups, part.hashes, part.slots, strict=True)
         for at, (key, group, digest, slot) in enumerate(named):
-            checksum = int(row_checksums(rows, [slot])[0])
+            checksum = int(row_digests(rows, [slot])[0])
             ok[at] = sums.are_sound(np.array([slot]))[0]  # after the checksum, see `sums`
             if ok[at]:
                 header = namespace.header(group, digest, num_bytes, checksum)
@@ -109,7 +109,7 @@ def get(
             given = bytes(header)
             checksum = namespace.checksum(given, part.groups[at], part.hashes[at], num_bytes)
             # Now, while the bytes are in the processor's caches.
-            ok[at] = checksum is not None and row_checksums(rows, [slot])[0] == checksum
+            ok[at] = checksum is not None and row_digests(rows, [slot])[0] == checksum
         else:
             wire.skip(size)
         wire.end_bulk()
