@@ -305,16 +305,24 @@ def test_tier_without_a_device_is_compared_with_no_hits() -> None:
 def test_text_says_how_many_slots_a_block_of_several_groups_takes() -> None:
     trace = PlanTrace(("trace",), BLOCK, False, [])
     made = planned(WINDOWS, 1600)
-    assert about(made, trace)[-1] == (
+    assert about(made, trace)[-2] == (
         "a block of 16 tokens takes up to 6 slots of the host tier, one for each group: "
         "6 x 0.003906 MiB = 0.02344 MiB"
     )
     whole = "a block of 16 tokens takes 0.003906 MiB of the host tier"
-    assert about(plan(), trace)[-1] == whole
+    assert about(plan(), trace)[-2] == whole
     ranks = replace(geometry(), groups=(KvGroup(FullAttention(16), 1, 2048),), num_ranks=2)
-    padded = about(replace(plan(), geometry=ranks), trace)[-1]
+    padded = about(replace(plan(), geometry=ranks), trace)[-2]
     assert padded == (
         "a block of 16 tokens takes 0.007812 MiB of the host tier, padded from 4,096 to 8,192 bytes"
+    )
+
+
+def test_text_says_at_which_speed_prefill_is_saved() -> None:
+    trace = PlanTrace(("trace",), BLOCK, False, [])
+    assert about(plan(), trace)[-1] == (
+        "saved prefill is that of a server that computes 100 prompt tokens a second: "
+        "--prefill-tokens-per-s"
     )
 
 

@@ -233,7 +233,7 @@ def plan_csv(plan: Plan) -> str:
 
 
 def about(plan: Plan, trace: PlanTrace) -> list[str]:
-    """Return what was planned for: the requests, and the model with its bytes."""
+    """Return what was planned for: the requests, the model with its bytes, and its speed."""
     geometry, workload = plan.geometry, plan.workload
     hours = workload.hours
     time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
@@ -262,6 +262,8 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
         f"{geometry.name}{ranks}: {geometry.derivation[0]}",
         *geometry.derivation[1:],
         slots,
+        "saved prefill is that of a server that computes "
+        f"{plan.options.prefill_tokens_per_s:,.6g} prompt tokens a second: --prefill-tokens-per-s",
     ]
 
 
